@@ -16,7 +16,6 @@ Exits with 1 where something was wrong.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -38,6 +37,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.requests import tiny
+from benchmarks.script import options
 from kvthaw import Batch, Cache, CacheError, HostMemoryError, Request, Scheduler
 from kvthaw.cache.host_memory import HostMemory
 from kvthaw.engine.hf.kv_dir import fill
@@ -285,13 +285,7 @@ def campaign(kill: int, flips: int, refused: int, requests: int, seed: int = 0, 
 
 def main() -> None:
     """Run all, one JSON line a kind of fault."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--flips", type=int, default=1000)
-    parser.add_argument("--refused", type=int, default=100)
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    given = options(__doc__, kills=200, flips=1000, refused=100, requests=60, seed=0)
     torch.set_num_threads(1)
     wrong = False
     for line in campaign(given.kills, given.flips, given.refused, given.requests, given.seed):

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.script import Report
+from kvthaw.bench.card import where
 from kvthaw.bench.shapes import build
 from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError, ConfigError
+from kvthaw.evaluate.machine import now
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.index.units import UnitIndex
 from kvthaw.methods import resolve
@@ -28,29 +27,19 @@ if TYPE_CHECKING:
 _STEPS = 24
 
 
-def main(
-    shape: str,
-    length: int,
-    methods: Sequence[str],
-    *,
-    budget: int = 1024,
-    runs: int = 3,
-    out: Path | None = None,
-    commit: str | None = None,
-) -> list[dict[str, Any]]:
-    """A JSON line a method. Raises ConfigError for a method whose index is not one of pages or clusters on the device, CacheError
+def lines(shape: str, length: int, methods: Sequence[str], *, budget: int = 1024, runs: int = 3) -> Iterator[dict[str, Any]]:
+    """Yield a line a method. Raises ConfigError for a method whose index is not one of pages or clusters on the device, CacheError
     where an index that was built beside the prefill is not what it is alone."""
     for name in methods:
         resolve(name)  # a wrong name or option costs no prefill
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, _ = where()
     model = build(shape, device)
     ids = torch.randint(0, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length)).to(device)
     with torch.no_grad():
         full = statistics.median([_prefill(model, Cache(model, "full"), ids)[0] for _ in range(runs + 1)][1:])
-        report = Report(out, commit, bench="indexing", shape=shape, length=length, prefill_full_s=full)
         for name in methods:
-            report(measure(model, name, ids, full, budget=budget, runs=runs))
-    return report.lines
+            found = measure(model, name, ids, full, budget=budget, runs=runs)
+            yield {"shape": shape, "length": length, "prefill_full_s": full, **found}
 
 
 def measure(
@@ -88,12 +77,10 @@ def measure(
 def _prefill(model: PreTrainedModel, cache: Cache, ids: Tensor) -> tuple[float, Tensor]:
     """Seconds until the prompt is there, on the host and in the index too; and the token that follows."""
     gc.collect()  # a cache refers to itself; its host rows go before the next one's come
-    _sync(ids)
-    begin = time.perf_counter()
+    begin = now(ids.device)
     logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
     cache.wait()
-    _sync(ids)
-    return time.perf_counter() - begin, logits[:, -1:].argmax(dim=-1)
+    return now(ids.device) - begin, logits[:, -1:].argmax(dim=-1)
 
 
 def again(cache: Cache, number: int, index: UnitIndex) -> float:
@@ -135,26 +122,17 @@ def _step_time(model: PreTrainedModel, cache: Cache, token: Tensor, position: in
     replay = GraphRunner(model.forward, cache) if token.is_cuda and capturable(cache) is None else None
     times = []
     for i in range(_STEPS):
-        _sync(token)
-        begin = time.perf_counter()
+        begin = now(token.device)
         if replay is None:
             logits = model(token, past_key_values=cache).logits
         else:
             logits = replay(token, torch.full_like(token, position + i))
         token = logits[:, -1:].argmax(dim=-1)
-        _sync(token)
-        times.append(time.perf_counter() - begin)
+        times.append(now(token.device) - begin)
     return statistics.median(times[_STEPS // 3 :])
 
 
 def _timed(on: Tensor, call: Callable[[], object]) -> float:
-    _sync(on)
-    begin = time.perf_counter()
+    begin = now(on.device)
     call()
-    _sync(on)
-    return time.perf_counter() - begin
-
-
-def _sync(on: Tensor) -> None:
-    if on.is_cuda:
-        torch.cuda.synchronize(on.device)
+    return now(on.device) - begin

@@ -8,7 +8,6 @@ method's tokens are first compared, on a tiny model, with those of the requests 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from pathlib import Path
@@ -17,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.script import tell
+from benchmarks.script import Report, options
 from kvthaw import Batch, Request, Scheduler
-from kvthaw.bench.card import noted, provenance, where
+from kvthaw.bench.card import noted, where
 from kvthaw.bench.shapes import build
 from kvthaw.engine.warm import warm
-from kvthaw.evaluate.results import Record
 from kvthaw.formatting import read_bytes
 from kvthaw.methods import resolve
 from kvthaw.methods.auto import AUTO
@@ -110,25 +108,13 @@ def random_prompt(vocabulary: int, tokens: int, seed: int) -> Tensor:
 
 def main() -> None:
     """Check, then measure, one JSON line a method."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--seqs", type=int, default=7)
-    parser.add_argument("--length", type=int, default=8192, help="tokens of the prompts of those that decode")
-    parser.add_argument("--long", type=int, default=131072)
-    parser.add_argument("--short", type=int, default=1024)
-    parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--step-tokens", type=int, default=4096)
-    parser.add_argument("--device-memory")
-    parser.add_argument("--host-memory", help="by default what the system says is free")
-    parser.add_argument("--unchecked", action="store_true", help="where the tests have run on this machine")
-    parser.add_argument("--method", default="full,pariskv,icecache-digest")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = options(
+        __doc__, shape="llama-3.1-8b", layers=8, seqs=7, length=8192, long=131072, short=1024, budget=1024, step_tokens=4096,
+        device_memory=str, host_memory=str, unchecked=False, method="full,pariskv,icecache-digest", commit=str, out=Path,
+    )  # fmt: skip
     device, name = where()
     checked = {method: None if given.unchecked else check(method, given.budget, device) for method in given.method.split(",")}
-    model, about = build(given.shape, device, layers=given.layers), provenance(given.commit)
+    model, report = build(given.shape, device, layers=given.layers), Report(given.out, given.commit)
     words = model.config.vocab_size
     others = [random_prompt(words, given.length, seed) for seed in range(given.seqs)]
     long, short = random_prompt(words, given.long, 100), random_prompt(words, given.short, 101)
@@ -145,8 +131,7 @@ def main() -> None:
         setting |= {"method": method, "device": name}
         found |= {"long_alone_s": quiet, "long_later": found["long_first_s"] / quiet, "captures": batch.stats().captures}
         found |= {"same_alone": same}
-        line = Record(setting, {**found, "about": about}).to_json()
-        tell(line, given.out)
+        report.record(setting, found)
         batch.cache.reset()
         del batch, scheduler
 

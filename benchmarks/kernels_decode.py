@@ -2,97 +2,37 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.script import Report, run_kernels
-from kvthaw.errors import CacheError
+from benchmarks.kernels import BUS_GBPS, COLD, DIM, GROUP, HEADS, agree, copies, demand, micros, rates, replay_time, rotated
+from benchmarks.script import run_kernels
 from kvthaw.kernels import flash_decode as flash
 from kvthaw.kernels.admit import admit
 from kvthaw.kernels.admit import definition as admit_definition
 from kvthaw.kernels.decode_step import DecodeStep
-from kvthaw.kernels.split import Split
 from kvthaw.kernels.uva_gather import uva_gather
 
-DEVICE_GBPS, BUS_GBPS = 4300, 55
-"""What one H200 was measured to move: device memory, read and written; pinned memory over the bus."""
-HEADS, GROUP, DIM = 8, 4, 128
-_COLD = 256 << 20  # bytes to pass over before a buffer may be read again: four times the L2 cache
 _CALLS = 16
 
 
-def main(
-    *, quick: bool = False, sweep: bool = False, out: Path | None = None, commit: str | None = None
-) -> list[dict[str, Any]]:
-    """Check, measure and print a JSON line a case. quick: fewer and shorter ones. sweep: also other splits of flash_decode."""
-    if not torch.cuda.is_available():
-        raise CacheError("timing kernels needs a CUDA device; their definitions and checks run in the tests without one")
-    torch.manual_seed(time.time_ns() % (1 << 31))
-    report = Report(out, commit, bench="kernels")
-    with torch.inference_mode():
-        for batch in (1, 16) if quick else (1, 4, 16):
-            for n in (256, 1024) if quick else (256, 1024, 2048):
-                report(decode(batch, n, masked=True))
-                report(decode(batch, n, masked=False))
-        for n in (131072,) if quick else (32768, 131072, 524288):
-            report(decode(1, n, masked=False))
-        for count, slots in ((100, 100), (1024, 1024)) if quick else ((100, 100), (256, 256), (1024, 1024), (1024, 2048)):
-            report(residency(count, slots))
-        for count in (100, 1024):
-            report(gather(count, 16384 if quick else 131072))
-        if sweep:
-            for n in (1024, 131072):
-                for line in splits(n):
-                    report(line)
-    return report.lines
-
-
-def replay_time(calls: Sequence[Callable[[], object]], replays: int = 30) -> float:
-    """Seconds a call takes in a graph of them all, the median over replays."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles, and makes what must exist before a capture
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    for _ in range(3):
-        graph.replay()
-    times: list[float] = []
-    for _ in range(replays):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times) / 1000 / len(calls)
-
-
-def rates(seconds: float, moved: int, limit: float) -> dict[str, Any]:
-    """Time, bytes and their share of what the device can move."""
-    speed = moved / seconds / 1e9
-    return {"us": round(seconds * 1e6, 2), "bytes": moved, "gbps": round(speed, 1), "share": round(speed / limit, 3)}
-
-
-def agree(got: Tensor, want: Tensor, what: str, limit: float = 1e-2) -> float:
-    """The distance over the norm. Raises CacheError where it is above the limit or not a number."""
-    error = float((got.float() - want.float()).norm() / want.float().norm())
-    if not error < limit:
-        raise CacheError(f"{what} differs from its definition by {error:.4f} of the norm")
-    return error
+def lines(*, quick: bool) -> Iterator[dict[str, Any]]:
+    """Check and measure; a line a case."""
+    for batch in (1, 16) if quick else (1, 4, 16):
+        for n in (256, 1024) if quick else (256, 1024, 2048):
+            yield decode(batch, n, masked=True)
+            yield decode(batch, n, masked=False)
+    for n in (131072,) if quick else (32768, 131072, 524288):
+        yield decode(1, n, masked=False)
+    for count, slots in ((100, 100), (1024, 1024)) if quick else ((100, 100), (256, 256), (1024, 1024), (1024, 2048)):
+        yield residency(count, slots)
+    for count in (100, 1024):
+        yield gather(count, 16384 if quick else 131072)
 
 
 class Sets:
@@ -100,9 +40,8 @@ class Sets:
 
     def __init__(self, batch: int, n: int) -> None:
         self.bytes = batch * HEADS * n * 2 * DIM * 2
-        count = max(1, math.ceil(_COLD / self.bytes))
         shape = (batch, HEADS, n, 2, DIM)
-        self.slabs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        self.slabs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(copies(self.bytes))]
         self.gathered = [slab.transpose(2, 3).contiguous() for slab in self.slabs]
         self.query = torch.randn(batch, HEADS * GROUP, DIM, device="cuda").bfloat16()
         self.visible = torch.rand(batch, HEADS, n, device="cuda") < 0.95
@@ -110,11 +49,7 @@ class Sets:
 
     def calls(self, call: Callable[[Tensor], object], of: Sequence[Tensor]) -> list[Callable[[], object]]:
         """A call for each set, so often that a graph of them is long."""
-
-        def on(tensor: Tensor) -> Callable[[], object]:
-            return lambda: call(tensor)
-
-        return [on(of[i % len(of)]) for i in range(max(_CALLS if self.bytes < _COLD else 4, len(of)))]
+        return rotated(call, of, _CALLS if self.bytes < COLD else 4)
 
 
 def decode(batch: int, n: int, *, masked: bool) -> dict[str, Any]:
@@ -151,42 +86,11 @@ def decode(batch: int, n: int, *, masked: bool) -> dict[str, Any]:
         "batch": batch,
         "n": n,
         "masked": masked,
-        **rates(seconds, sets.bytes, DEVICE_GBPS),
-        "sdpa_us": round(theirs[way] * 1e6, 2),
+        **rates(seconds, sets.bytes),
+        "sdpa_us": micros(theirs[way]),
         "sdpa_queries_as": way,
         "error": round(error, 5),
     }
-
-
-def splits(n: int) -> list[dict[str, Any]]:
-    """flash_decode at batch 1 under other splits than the one it chooses, best first."""
-    sets = Sets(1, n)
-    how: dict[str, Any] = {"scale": DIM**-0.5, "lengths": sets.lengths}
-    slab = sets.slabs[0]
-    want = flash.definition(DecodeStep(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], **how)).out
-
-    def ours(slab: Tensor) -> Tensor:
-        return flash.flash_decode(DecodeStep(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], **how))
-
-    if n <= 4096:
-        tried = [Split(block, -(-n // block), warps, 2) for block in (16, 32, 64, 128) for warps in (1, 2, 4)]
-    else:
-        shapes = ((32, 2, 4), (64, 4, 3), (64, 4, 4), (64, 2, 3), (128, 4, 3), (128, 8, 3))
-        tried = [Split(block, each * 132 // HEADS, warps, st) for block, warps, st in shapes for each in (1, 2, 3)]
-    lines = []
-    for split in tried:
-        with mock.patch.object(flash, "split_for", lambda *_, split=split: split):
-            try:
-                agree(ours(slab), want, f"flash_decode with {split}")
-                seconds = replay_time(sets.calls(ours, sets.slabs))
-            except CacheError:
-                raise
-            except Exception as reason:  # more shared memory or registers than there are
-                lines.append({"op": "split", "n": n, "us": math.inf, "split": str(split), "error": str(reason)[:80]})
-                continue
-        lines.append({"op": "split", "n": n, **rates(seconds, sets.bytes, DEVICE_GBPS), "split": str(split)})
-    lines = sorted(lines, key=lambda line: float(str(line["us"])))
-    return [{**line, "us": None} if line["us"] == math.inf else line for line in lines]
 
 
 def residency(count: int, slots: int, rows: int = 131072, kept: float = 0.7) -> dict[str, Any]:
@@ -198,35 +102,17 @@ def residency(count: int, slots: int, rows: int = 131072, kept: float = 0.7) -> 
         a, b, c = (torch.full(shape[:3], shape[3], dtype=torch.int32, device="cuda") for shape in shapes)
         return a, b, c, torch.zeros(4, dtype=torch.int64, device="cuda")
 
-    mine, other = tables(), tables()
-    for _ in range(2):
-        for wanted in chosen:
-            pairs = zip(admit(wanted, *mine), admit_definition(wanted, *other), strict=True)
-            if not all(torch.equal(a, b) for a, b in pairs):
-                raise CacheError(f"admit of {count} rows to {slots} slots differs from its definition")
-    if not all(torch.equal(a, b) for a, b in zip(mine, other, strict=True)):
-        raise CacheError(f"admit of {count} rows to {slots} slots leaves other tables than its definition")
-
-    def step(
-        call: Callable[..., tuple[Tensor, Tensor, Tensor]], state: tuple[Tensor, Tensor, Tensor, Tensor]
-    ) -> list[Callable[[], object]]:
-        def on(wanted: Tensor) -> Callable[[], object]:
-            return lambda: fetched.append(call(wanted, *state)[1])
-
-        return [on(wanted) for wanted in chosen]
-
+    mine, other, what = tables(), tables(), f"admit of {count} rows to {slots} slots"
+    for wanted in (*chosen, *chosen):
+        pairs = zip(admit(wanted, *mine), admit_definition(wanted, *other), strict=True)
+        demand(all(torch.equal(a, b) for a, b in pairs), f"{what} differs from its definition")
+    demand(all(map(torch.equal, mine, other)), f"{what} leaves other tables than its definition")
     fetched: list[Tensor] = []
-    ours = replay_time(step(admit, mine))
+    ours = replay_time([lambda wanted=wanted: fetched.append(admit(wanted, *mine)[1]) for wanted in chosen])  # type: ignore[misc]
     hits = 1 - float(torch.stack([(f >= 0).float().mean() for f in fetched[-len(chosen) :]]).mean())
-    theirs = replay_time(step(admit_definition, other))
-    return {
-        "op": "admit",
-        "rows": count,
-        "slots": slots,
-        "us": round(ours * 1e6, 2),
-        "torch_us": round(theirs * 1e6, 2),
-        "hit_rate": round(hits, 3),
-    }
+    theirs = replay_time([partial(admit_definition, wanted, *other) for wanted in chosen])
+    times = {"us": micros(ours), "torch_us": micros(theirs), "hit_rate": round(hits, 3)}
+    return {"op": "admit", "rows": count, "slots": slots, **times}
 
 
 def selections(count: int, rows: int, kept: float) -> list[Tensor]:
@@ -261,17 +147,13 @@ def gather(count: int, tokens: int, block_size: int = 1024, *, batch: int = 1) -
     uva_gather(table, block_size, slab, chosen[0], slots, 0)
     row, head = chosen[0].cpu().long(), torch.arange(HEADS)[None, :, None]
     want = store[row // block_size, head, row % block_size].cuda()
-    if not torch.equal(slab.gather(2, slots.long()[..., None, None].expand(-1, -1, -1, 2, DIM)), want):
-        raise CacheError("uva_gather brought other rows than it was asked for")
-
-    def bring(fetch: Tensor) -> Callable[[], object]:
-        return lambda: uva_gather(table, block_size, slab, fetch, slots, 0)
-
-    seconds = replay_time([bring(fetch) for fetch in chosen])
+    came = slab.gather(2, slots.long()[..., None, None].expand(-1, -1, -1, 2, DIM))
+    demand(torch.equal(came, want), "uva_gather brought other rows than it was asked for")
+    seconds = replay_time([partial(uva_gather, table, block_size, slab, fetch, slots, 0) for fetch in chosen])
     moved = batch * HEADS * count * 2 * DIM * 2
     about = {"op": "uva_gather", "rows": batch * HEADS * count, "row_bytes": 4 * DIM, "batch": batch}
     return {**about, **rates(seconds, moved, BUS_GBPS)}
 
 
 if __name__ == "__main__":
-    run_kernels(main, __doc__, {"sweep": (False, "also other splits of flash_decode")})
+    run_kernels(__doc__, lines, {"bench": "kernels"})

@@ -1,28 +1,22 @@
-"""IceCache's search on the device: its kernels checked against their definitions, then a layer's step and its parts timed."""
+"""IceCache's search on the device: a layer's step and its parts, checked against their definitions and timed."""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.kernels_decode import DIM, GROUP, HEADS, agree, replay_time
-from benchmarks.kernels_pages import demand, eager_time
-from benchmarks.script import Report, run_kernels
+from benchmarks.kernels import DIM, GROUP, HEADS, SHAPE, agree, copies, demand, differing, eager_time, micros, replay_time
+from benchmarks.script import run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
-from kvthaw.errors import CacheError
-from kvthaw.index.clusters import drawn
 from kvthaw.index.nodes import NodeConfig, NodeIndex
-from kvthaw.kernels import HAS_TRITON, nearest, node_digests, node_scores
-from kvthaw.kernels.kmeans import grouped
-from kvthaw.kernels.rerank import TILE
+from kvthaw.kernels import node_scores
+from kvthaw.kernels.rerank import TILE, Estimates
 from kvthaw.kernels.stored_scores import definition, launch
 from kvthaw.kernels.topk import run_length, topk
 from kvthaw.kernels.unit_select import choose, launch_choice
@@ -32,7 +26,6 @@ ROWS = 176
 """Rows selected: what a budget of 256 leaves."""
 SINK = 32
 SCALE = DIM**-0.5
-_COLD = 256 << 20  # bytes to pass over before digests may be read again: four times the L2 cache
 _PIECE = 8192
 
 
@@ -66,74 +59,32 @@ def queries(count: int, seqs: int, device: torch.device) -> list[Tensor]:
     return [torch.randn(seqs, HEADS * GROUP, DIM, device=device).bfloat16() for _ in range(count)]
 
 
-def check(device: torch.device, tokens: int = 20_000) -> list[dict[str, Any]]:
-    """Every kernel of the search against its definition, and all of them together. Raises CacheError where one differs."""
-    lines = [check_build(device, tokens)]
-    for policy in ("max", "mean"):
-        index = made(tokens, 3, device, NodeConfig(policy=policy))
-        query = queries(1, 3, device)[0]
-        tables = (index.digests, index.stops, index.counts)
-        scores, parts = node_scores.launch(query, *tables, scale=SCALE, reach=2.0)
-        want = node_scores.definition(query, *tables, scale=SCALE, reach=2.0)
-        known = want > -torch.inf
-        error = agree(scores[known], want[known], "node scores", 1e-3)
-        how: dict[str, Any] = {"first": SINK, "budget": index.width, "policy": policy}
-        order = index.order
-        assert order is not None
-        rows, _ = launch_choice(scores, parts, index.stops, order, index.counts, **how)
-        theirs, _ = choose(want, index.stops, order, index.counts, **how)
-        nodes = other(rows, theirs)
-        demand(nodes <= 64, f"the field of view: {nodes} rows of a head differ from the definition's")
-        run = run_length(index.width, ROWS) or TILE
-        table = index.context.store.table_on(device) if device.type == "cuda" else index.context.store.table()
-        true = launch(query, table, index.context.store.block_size, rows, index.wanted, scale=SCALE, run=run)
-        here = definition(query, table, index.context.store.block_size, rows)
-        error_true = agree(true.scores[here > -torch.inf], here[here > -torch.inf], "true scores", 1e-3)
-        best, counts = topk(true, rows, index.wanted, ROWS, 0, SCALE, policy)
-        plain = type(true)(here)
-        wanted, wanted_counts = topk(plain, rows, index.wanted, ROWS, 0, SCALE, policy)
-        chosen = other(best, wanted)
-        demand(torch.equal(counts, wanted_counts), "topk brings another number of rows")
-        demand(chosen <= 2, f"select: {chosen} rows of a head differ from the definition's")
-        again = index.select(query, ROWS)
-        demand(other(again.rows, best) == 0, "select differs from its parts")
-        names = {"node_error": error, "true_error": error_true}
-        lines.append({"op": "check select", "policy": policy, **names, "field_rows_differ": nodes, "rows_differ": chosen})
-    return lines
-
-
-def check_build(device: torch.device, tokens: int) -> dict[str, Any]:
-    """Parents and digests. Keys that are as near to two promoted ones, but for rounding, may go to either."""
-    keys = random_keys(tokens, device)
-    promoted = drawn(torch.arange(tokens, device=device), tokens // 20, torch.arange(HEADS, device=device)[:, None])
-    labels, want = (f(keys, promoted) for f in (nearest.launch, nearest.definition))
-    elsewhere = float((labels != want).float().mean())
-    demand(elsewhere < 1e-3, f"{elsewhere:.2%} of the keys have another parent than the definition's")
-    tables = grouped(labels, promoted.shape[1])
-    (digests, order), (wanted, wanted_order) = (f(keys, *tables, 2) for f in (node_digests.launch, node_digests.definition))
-    moved = float((order != wanted_order).float().mean())
-    demand(moved < 1e-2, f"{moved:.2%} of the keys stand elsewhere than by the definition")
-    error = agree(digests, wanted, "digests", 2e-2)  # an outlier as far from the mean as another may be that one
-    return {"op": "check build", "other_parents": elsewhere, "other_places": moved, "digest_error": error}
-
-
-def other(rows: Tensor, wanted: Tensor) -> int:
-    """The most rows of a sequence and head that are not among those wanted."""
-    pairs = zip(rows.flatten(0, 1), wanted.flatten(0, 1), strict=True)
-    return max(int((~torch.isin(a, b)).sum()) for a, b in pairs)
+def check(index: NodeIndex, query: Tensor, scores: Tensor, field: Tensor, true: Tensor) -> None:
+    """Compare what a query's kernels left, and select, with their definitions. Raises CacheError where they differ."""
+    store, order = index.context.store, index.order
+    assert order is not None
+    want = node_scores.definition(query, index.digests, index.stops, index.counts, scale=SCALE, reach=2.0)
+    agree(scores[want > -torch.inf], want[want > -torch.inf], "node scores", 1e-3)
+    wider, _ = choose(want, index.stops, order, index.counts, first=SINK, budget=index.width, policy="max")
+    demand((other := differing(field, wider)) <= 64, f"the field of view: {other} rows of a head differ from the definition's")
+    here = definition(query, store.table_on(query.device), store.block_size, field)
+    agree(true[here > -torch.inf], here[here > -torch.inf], "true scores", 1e-3)
+    best, counts = topk(Estimates(here), field, index.wanted, ROWS, 0, SCALE, "max")
+    found = index.select(query, ROWS)
+    demand(torch.equal(found.counts, counts), "select brings another number of rows")
+    demand((other := differing(found.rows, best)) <= 2, f"select: {other} rows of a head differ from the definition's")
 
 
 def select_time(tokens: int, field: int, seqs: int = 1) -> dict[str, Any]:
     """A layer's select on digests that are not in the L2 cache, with queries of their own; its parts; building and appending."""
     device = torch.device("cuda")
     index = made(tokens, seqs, device, NodeConfig(field=field))
-    count = max(1, math.ceil(_COLD / index.digests.nbytes))
-    copies = [index]
-    for _ in range(count - 1):
-        copies.append(copy.copy(index))
-        copies[-1].digests = index.digests.clone()
-    asked = queries(max(32, count), seqs, device)
-    pairs = [(copies[i % count], query) for i, query in enumerate(asked)]
+    twins = [index]
+    for _ in range(1, copies(index.digests.nbytes)):
+        twins.append(copy.copy(index))
+        twins[-1].digests = index.digests.clone()
+    asked = queries(max(32, len(twins)), seqs, device)
+    pairs = [(twins[i % len(twins)], query) for i, query in enumerate(asked)]
     store, order = index.context.store, index.order
     assert order is not None
     table, run = store.table_on(device), run_length(index.width, ROWS) or TILE
@@ -149,9 +100,10 @@ def select_time(tokens: int, field: int, seqs: int = 1) -> dict[str, Any]:
         for (_, q), rows in zip(pairs, fields, strict=True)
     ]
     chosen = list(zip(trues, fields, strict=True))
+    check(index, asked[0], kept[0][0], fields[0], trues[0].scores)
 
     def us(calls: list[Callable[[], object]]) -> float:
-        return round(replay_time(calls) * 1e6, 2)
+        return micros(replay_time(calls))
 
     parts = {
         "scores_us": us([partial(scored, *pair) for pair in pairs]),
@@ -180,21 +132,14 @@ def select_time(tokens: int, field: int, seqs: int = 1) -> dict[str, Any]:
     return line
 
 
-def main(*, quick: bool = False, out: Path | None = None, commit: str | None = None) -> list[dict[str, Any]]:
-    """Check, measure and print a JSON line a case; quick: fewer ones. Raises CacheError where a kernel is wrong."""
-    if not torch.cuda.is_available() or not HAS_TRITON:
-        raise CacheError("timing kernels needs a CUDA device and Triton; their definitions and checks run in the tests without")
-    report = Report(out, commit, bench="kernels", method="icecache-digest-device", kv_heads=HEADS, group=GROUP, head_dim=DIM)
-    with torch.inference_mode():
-        for line in check(torch.device("cuda")):
-            report(line)
-        for tokens in (36864,) if quick else (36864, 1 << 17, 1 << 19):
-            for field in (1024,) if quick else (512, 1024, 2048):
-                report(select_time(tokens, field))
-        if not quick:
-            report(select_time(36864, 1024, 4))
-    return report.lines
+def lines(*, quick: bool) -> Iterator[dict[str, Any]]:
+    """Check and measure; a line a case."""
+    for tokens in (36864,) if quick else (36864, 1 << 17, 1 << 19):
+        for field in (1024,) if quick else (512, 1024, 2048):
+            yield select_time(tokens, field)
+    if not quick:
+        yield select_time(36864, 1024, 4)
 
 
 if __name__ == "__main__":
-    run_kernels(main, __doc__)
+    run_kernels(__doc__, lines, {**SHAPE, "method": "icecache-digest-device"})

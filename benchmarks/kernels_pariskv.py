@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.checks_pariskv import BUFFER, CHECKED, DIM, GROUP, HEADS, SINK, WINDOW, K, check, make, queries
-from benchmarks.kernels_decode import decode, gather, rates, replay_time
-from benchmarks.script import Report, run_kernels
-from kvthaw.errors import CacheError
+from benchmarks.kernels import (
+    DIM,
+    GROUP,
+    HEADS,
+    SHAPE,
+    agree,
+    copies,
+    demand,
+    differing,
+    eager_time,
+    micros,
+    rates,
+    replay_time,
+    rotated,
+)
+from benchmarks.kernels_decode import decode, gather
+from benchmarks.script import run_kernels
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.index.codes import CodesIndex, Policy
 from kvthaw.kernels import bucket_topk as bucket
 from kvthaw.kernels import collide as collision
@@ -25,123 +39,101 @@ from kvthaw.kernels import rerank as reranking
 from kvthaw.kernels import signs as signing
 from kvthaw.kernels import tiers as tiering
 from kvthaw.kernels import topk as choosing
+from kvthaw.regions import Regions
 
-DEVICE_GBPS = 4200
-"""What one H200 was measured to move, read and written."""
+SINK, WINDOW, BUFFER, K = 128, 256, 512, 100
 GOALS = {1 << 17: 30, 1 << 19: 65, 1 << 20: 120}
 """Microseconds that select should take at batch 1, by tokens."""
-_COLD = 256 << 20  # bytes to pass over before ids may be read again: four times the L2 cache
-_TUNING = 100  # seconds
 
 
-def main(
-    *, quick: bool = False, tuning: bool = False, out: Path | None = None, commit: str | None = None
-) -> list[dict[str, Any]]:
-    """Check, measure and print a JSON line a case. quick: fewer and shorter ones; tuning: other shapes of the kernels instead.
-    Raises CacheError where a kernel is wrong."""
-    if not torch.cuda.is_available():
-        raise CacheError("timing kernels needs a CUDA device; their definitions and checks run in the tests without one")
-    torch.manual_seed(time.time_ns() % (1 << 31))
-    report = Report(out, commit, bench="kernels", method="pariskv", kv_heads=HEADS, group=GROUP, head_dim=DIM, rows=K)
+def lines(*, quick: bool) -> Iterator[dict[str, Any]]:
+    """Check and measure; a line a case."""
+    yield {"op": "launch", "us": launch_time()}
+    yield encode_time(1 << 17)
+    yield from steps(1, quick=quick)
+    for paper in (True, False):
+        yield select_time("max", 1 << 17, paper=paper)
+    yield select_time("mean_query", 1 << 17)
+    yield select_time("mean", 1 << 17)
+    for batch in () if quick else (4, 16):
+        yield from steps(batch)
 
-    def checked(policy: Policy, group: int, dim: int) -> None:
-        report({"op": "check", "policy": policy, "group": group, "head_dim": dim, **check(policy, group=group, dim=dim)})
 
-    def timed(batch: int) -> None:
-        for tokens in (1 << 17,) if quick else GOALS:
-            for line in Chain(batch, tokens).times(with_torch=batch * tokens <= 1 << 21):
-                report(line)
-            torch.cuda.empty_cache()
-        line = {**gather(K, 1 << 14 if quick else 1 << 17, batch=batch), "op": "fetch"}
-        report(line | ({"torch_us": fetch_in_torch(1 << 14)} if batch == 1 else {}))
-        report({**decode(batch, SINK + WINDOW + BUFFER + K, masked=True), "op": "attention"})
+def steps(batch: int, *, quick: bool = False) -> Iterator[dict[str, Any]]:
+    """Time the steps of select, and what follows it in a decode step."""
+    for tokens in (1 << 17,) if quick else GOALS:
+        yield from Chain(batch, tokens).times(with_torch=batch * tokens <= 1 << 21)
+        torch.cuda.empty_cache()
+    line = {**gather(K, 1 << 14 if quick else 1 << 17, batch=batch), "op": "fetch"}
+    yield line | ({"torch_us": fetch_in_torch(1 << 14)} if batch == 1 else {})
+    yield {**decode(batch, SINK + WINDOW + BUFFER + K, masked=True), "op": "attention"}
 
-    with torch.inference_mode():
-        checked(*CHECKED[0])  # what is timed first: a run that is cut has the most telling lines
-        if tuning:
-            for line in tune():
-                report(line)
-            return report.lines
-        report({"op": "launch", "us": launch_time()})
-        report(encode_time(1 << 17))
-        timed(1)
-        for other in CHECKED[1:]:
-            checked(*other)
-        for paper in (True, False):
-            report(select_time("max", 1 << 17, paper=paper))
-        report(select_time("mean_query", 1 << 17))
-        report(select_time("mean", 1 << 17))
-        if not quick:
-            timed(4)
-            timed(16)
-    return report.lines
+
+def make(batch: int, tokens: int, policy: Policy = "max", *, paper: bool = False, device: str = "cuda") -> CodesIndex:
+    """An index of random keys. paper: with its tiers of votes and keys as they are."""
+    store = HostStore(batch, HEADS, DIM, torch.bfloat16)
+    sizes = (0, HEADS * GROUP, HEADS, DIM, torch.bfloat16, torch.device(device))
+    context = IndexContext(*sizes, store, Regions(SINK, WINDOW, BUFFER), DIM**-0.5)
+    index = CodesIndex(context, policy=policy, graded=not paper, centre=not paper)
+    index.make_room(batch, tokens)
+    for seq in range(batch):
+        keys = torch.randn(HEADS, tokens, DIM, device=device, dtype=torch.bfloat16)
+        index.build(seq, SINK, keys, keys, keys[:, :0])
+    return index
+
+
+def queries(batch: int, device: str = "cuda") -> Tensor:
+    return torch.randn(batch, HEADS * GROUP, DIM, device=device).bfloat16() * 2
 
 
 def launch_time() -> float:
     """Microseconds of a launch that does next to nothing and waits for the one before it."""
     one = torch.zeros(1, device="cuda")
-    return round(replay_time([lambda: one.add_(1)] * 32) * 1e6, 2)
+    return micros(replay_time([lambda: one.add_(1)] * 32))
 
 
 def encode_time(tokens: int) -> dict[str, Any]:
     """Encoding all keys of a prompt, less their mean; beside it with the count of its clusters, which tiers need."""
     index = make(1, tokens)
     keys = torch.randn(1, HEADS, tokens, DIM, device="cuda", dtype=torch.bfloat16)
+    into, how = index.summaries, (index.rotation, index.quantizer)
+    encoding.launch(keys, *how, into, [0], [0])
+    ids, codes, weights = encoding.definition(keys[0], *how)
+    for got, want in ((into.ids[0, :, :, :tokens], ids), (into.codes[0, :, :tokens], codes)):
+        demand(float((got != want).float().mean()) < 1e-3, "encode: ids or codes differ from the definition's")
+    agree(into.weights[0, :, :tokens], weights, "encode: weights", 2**-7)
+
+    def encode() -> None:
+        encoding.launch(keys, *how, into, [0], [0], index.tables.get("centre"))
 
     def counted() -> None:
-        _encode(index, keys)
-        encoding.launch_count(index.summaries, [0], [0], [tokens])
+        encode()
+        encoding.launch_count(into, [0], [0], [tokens])
 
-    alone, both = _event_time(lambda: _encode(index, keys)), _event_time(counted)
-    theirs = _event_time(lambda: encoding.definition(keys[0], index.rotation, index.quantizer))
-    moved = keys.nbytes + HEADS * tokens * 112
-    line = {"op": "encode", "tokens": tokens, "batch": 1, **rates(alone, moved, DEVICE_GBPS), "goal_us": 300}
-    return line | {
-        "counted_us": round(both * 1e6, 2),
-        "torch_us": round(theirs * 1e6, 2),
-        "speedup": round(theirs / alone, 1),
-    }
-
-
-def _encode(index: CodesIndex, keys: Tensor) -> None:
-    encoding.launch(keys, index.rotation, index.quantizer, index.summaries, [0], [0], index.tables.get("centre"))
-
-
-def _event_time(call: Callable[[], object]) -> float:
-    """Seconds of a call that copies from the host, so not as a graph; the host runs ahead while the device sleeps."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times: list[float] = []
-    for _ in range(12):
-        torch.cuda.synchronize()
-        torch.cuda._sleep(1_000_000)
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1000)
-    return sorted(times)[len(times) // 2]
+    alone, both = eager_time(encode, 12), eager_time(counted, 12)
+    theirs = eager_time(lambda: encoding.definition(keys[0], *how), 12)
+    line = {"op": "encode", "tokens": tokens, "batch": 1, **rates(alone, keys.nbytes + HEADS * tokens * 112), "goal_us": 300}
+    return line | {"counted_us": micros(both), "torch_us": micros(theirs), "speedup": round(theirs / alone, 1)}
 
 
 class Chain:
     """The steps of select, each on what the one before it left, and the whole, on enough copies of the index that none is still
     cached when its turn comes."""
 
-    def __init__(self, batch: int, tokens: int) -> None:
+    def __init__(self, batch: int, tokens: int, device: str = "cuda") -> None:
         self.batch, self.tokens, self.scale = batch, tokens, DIM**-0.5
-        self.index, self.query = make(batch, tokens), queries(batch)
+        self.index, self.query = make(batch, tokens, device=device), queries(batch, device)
         index, data, self.now = self.index, self.index.tables, self.index.summaries
         index.select(self.query, K)
         self.lengths, self.wanted, self.limits = data["lengths"], data["wanted"], data["limits"]
-        count = max(1, -(-_COLD // self.now.ids.nbytes))
-        copies = (
-            (x.clone() for x in (self.now.ids, self.now.codes, self.now.weights, self.now.sizes)) for _ in range(1, count)
-        )
-        self.sets = [self.now, *(encoding.Summaries(*copy) for copy in copies)]
+        parts = self.now.ids, self.now.codes, self.now.weights, self.now.sizes
+        twins = (encoding.Summaries(*(x.clone() for x in parts)) for _ in range(1, copies(self.now.ids.nbytes)))
+        self.sets = [self.now, *twins]
         self.width = -(-index.ratios.most(self.now.capacity, K) // reranking.TILE) * reranking.TILE
         run = choosing.run_length(self.width, K)
         assert run is not None
         self.run = run
-        self.totals = torch.zeros((batch, HEADS, collision.BINS), dtype=torch.int32, device="cuda")
+        self.totals = torch.zeros((batch, HEADS, collision.BINS), dtype=torch.int32, device=device)
         _, self.table = self.tiers(self.now)
         self.rotated, self.bits = self.planes(self.now)
         self.got = signing.launch(self.bits, self.now.ids, self.lengths, self.totals.clone())
@@ -154,7 +146,7 @@ class Chain:
     def planes(self, one: encoding.Summaries) -> tuple[turning.Rotated, Tensor]:
         return rounding.launch(self.query, self.index.rotation, HEADS, self.totals, mean=False, combine="max")
 
-    def collide(self, one: encoding.Summaries) -> object:
+    def collide(self, one: encoding.Summaries) -> collision.Scores:
         return collision.launch(self.table, one.ids, self.lengths, self.totals, "max", 0)
 
     def signs(self, one: encoding.Summaries) -> object:
@@ -175,9 +167,39 @@ class Chain:
 
     def seconds(self, step: str, replays: int = 20) -> float:
         """Of a step of this name."""
-        seconds = replay_time(_calls(getattr(self, step), self.sets), replays)
+        seconds = replay_time(rotated(getattr(self, step), self.sets), replays)
         self.index.summaries = self.now
         return seconds
+
+    def check(self) -> None:
+        """Raise CacheError where a step differs from its definition on what the step before left."""
+        index, now, n = self.index, self.now, self.tokens
+        want = turning.rotate_queries(self.query, HEADS, index.rotation, mean=False)
+        turned, table = self.tiers(now)
+        agree(turned.values, want, "tiers: rotated queries", 1e-5)
+        agree(self.rotated.rounded(), turning.in_bytes(want).rounded(), "planes: queries in bytes", 1e-3)
+        votes = tiering.definition(tiering.similarities(turned.values), now.sizes, self.limits)
+        demand(torch.equal(table, tiering.pack(votes, "max")), "tiers: votes differ")
+        subs = now.ids.shape[2]
+        numbers = rounding.unpack(rounding.pack(rounding.coarse(self.rotated.values, "max")), subs)
+        off = float((rounding.unpack(self.bits, subs) != numbers).float().mean())
+        demand(off < 0.01, f"planes: {off:.4f} of the coordinates differ")  # just about half of a step
+        plain = {
+            "collide": collision.definition(self.table, now.ids, "max", 0),
+            "signs": signing.definition(self.bits, now.ids),
+        }
+        for name, found in (("collide", self.collide(now)), ("signs", self.got)):
+            demand(torch.equal(found.scores[:, :, :n].int(), plain[name][:, :, :n]), f"{name}: scores differ")
+        candidates = bucket.definition(self.got.scores, self.lengths, self.wanted, self.width)
+        known = torch.arange(self.width, device=candidates.device) < self.wanted[:, None, None]
+        demand(torch.equal(self.chosen.masked_fill(~known, -1), candidates), "bucket_topk: candidates differ")
+        estimate = reranking.definition(self.rotated, now.codes, now.weights, candidates, index.quantizer)
+        made, estimate = (scores.masked_fill(~known[:, :, None], 0.0) for scores in (self.made.scores, estimate))
+        agree(made, estimate, "rerank: estimates", 2**-12)
+        rows, counts = self.topk(now)
+        merged = choosing.merge(made.masked_fill(~known[:, :, None], -torch.inf), self.scale, "max")
+        best, wanted = choosing.definition(merged, candidates, K, SINK)
+        demand(torch.equal(counts, wanted) and differing(rows, best) <= 1, "topk: rows differ")
 
     def moved(self) -> dict[str, int]:
         """Bytes that a step must read and write."""
@@ -211,14 +233,16 @@ class Chain:
 
     def times(self, *, with_torch: bool) -> list[dict[str, Any]]:
         """A line a step; with_torch: beside plain torch, where select's is the sum of its steps'."""
+        if with_torch:
+            self.check()
         plain = self.in_torch() if with_torch else {}
         lines, total = [], 0.0
         for step, moved in self.moved().items():
-            line = {"op": step, "tokens": self.tokens, "batch": self.batch, **rates(self.seconds(step), moved, DEVICE_GBPS)}
+            line = {"op": step, "tokens": self.tokens, "batch": self.batch, **rates(self.seconds(step), moved)}
             if with_torch:
-                theirs = replay_time(_calls(plain[step], self.sets[:2]), 5) if step in plain else total
+                theirs = replay_time(rotated(plain[step], self.sets[:2]), 5) if step in plain else total
                 total += theirs if step not in ("tiers", "collide") else 0.0  # select takes votes by signs
-                line |= {"torch_us": round(theirs * 1e6, 2), "speedup": round(theirs * 1e6 / line["us"], 1)}
+                line |= {"torch_us": micros(theirs), "speedup": round(theirs * 1e6 / line["us"], 1)}
             if step == "select":
                 line["method"] = "pariskv-plus"
                 if self.batch == 1:
@@ -233,7 +257,7 @@ def select_time(policy: Policy, tokens: int, *, paper: bool = False) -> dict[str
     index.select(query, K)
     seconds = replay_time([lambda: index.select(query, K)] * 8, 20)
     about = {"op": "select", "method": "pariskv" if paper else "pariskv-plus", "policy": policy, "cached": True}
-    return about | {"tokens": tokens, "batch": 1, "us": round(seconds * 1e6, 2)}
+    return about | {"tokens": tokens, "batch": 1, "us": micros(seconds)}
 
 
 def fetch_in_torch(tokens: int) -> float:
@@ -247,73 +271,8 @@ def fetch_in_torch(tokens: int) -> float:
         store[head, rows].to("cuda")
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    return round(sorted(times)[len(times) // 2] * 1e6, 2)
-
-
-def _always(tile: int, splits: int) -> Callable[[int], tuple[int, int]]:
-    """A shape of rerank whatever the run."""
-
-    def shape(run: int) -> tuple[int, int]:
-        return max(tile, run), splits
-
-    shape.__name__ = f"{tile} x {splits}"
-    return shape
-
-
-SHAPES: tuple[tuple[str, Any, dict[str, tuple[Any, ...]]], ...] = (
-    ("rerank", reranking, {"shape": (reranking.shape, *(_always(*s) for s in ((32, 128), (32, 144), (32, 96), (32, 256))))}),
-    ("collide", collision, {"CHUNK": (2048, 2048, 1024, 1024, 4096), "WARPS": (4, 8, 2, 4, 8)}),
-    ("signs", signing, {"TILE": (512, 1024, 256, 512, 256, 512), "CHUNK": (2048, 2048, 2048, 1024, 1024, 4096)}),
-    ("topk", choosing, {"PER_WARP": (512, 256, 128, 1024)}),
-    ("tiers", tiering, {"WARPS": (4, 2, 8)}),
-    ("bucket_topk", bucket, {"WARPS": (4, 8, 2)}),
-    ("encode", encoding, {
-        "BLOCK": (64, 64, 64, 64, 64, 32, 128),
-        "STAGES": (3, 2, 2, 3, 4, 3, 2),
-        "WARPS": (4, 4, 4, 4, 4, 4, 8),
-        "LOOPS": (32, 32, 64, 64, 32, 64, 16),
-        "PROGRAMS": (512, 512, 384, 256, 512, 512, 512),
-    }),
-)  # fmt: skip
-"""Step, its module, constants there and what to try together: the first of each is what the module has."""
-
-
-def tune() -> list[dict[str, Any]]:
-    """Times of the steps in other shapes, at the shortest and the longest context, best first a step; some are left out when the
-    time for it is over. A shape that the device cannot launch says so."""
-    begin = time.monotonic()
-    chains = [Chain(1, min(GOALS)), Chain(1, max(GOALS))]
-    keys = torch.randn(1, HEADS, min(GOALS), DIM, device="cuda", dtype=torch.bfloat16)
-    lines = []
-    for step, module, constants in SHAPES:
-        found = []
-        for values in zip(*constants.values(), strict=True):
-            shape = dict(zip(constants, values, strict=True))
-            told = {name: getattr(value, "__name__", value) for name, value in shape.items()}
-            line: dict[str, Any] = {"op": "shape", "step": step, **told}
-            if time.monotonic() - begin > _TUNING:
-                line["error"] = "not tried: out of time"
-            else:
-                with mock.patch.multiple(module, **shape):
-                    try:
-                        if step == "encode":
-                            line["us"] = [round(_event_time(lambda: _encode(chains[0].index, keys)) * 1e6, 2)]
-                        else:
-                            line["us"] = [round(chain.seconds(step) * 1e6, 2) for chain in chains]
-                    except Exception as reason:  # more shared memory or registers than there are
-                        line["error"] = str(reason)[:80]
-            found.append(line)
-        lines += sorted(found, key=lambda line: sum(line.get("us", [float("inf")])))
-    return lines
-
-
-def _calls(call: Callable[[encoding.Summaries], object], sets: Sequence[encoding.Summaries]) -> list[Callable[[], object]]:
-    def on(one: encoding.Summaries) -> Callable[[], object]:
-        return lambda: call(one)
-
-    return [on(sets[i % len(sets)]) for i in range(max(4, len(sets)))]
+    return micros(statistics.median(times))
 
 
 if __name__ == "__main__":
-    text = "other shapes of the kernels instead, best first; at most 2 minutes"
-    run_kernels(main, __doc__, {"tuning": (False, text)})
+    run_kernels(__doc__, lines, {**SHAPE, "method": "pariskv", "rows": K})

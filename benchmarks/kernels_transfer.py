@@ -5,39 +5,41 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from benchmarks.kernels_decode import DIM, HEADS, replay_time
-from benchmarks.paged import Layout, PagedStore
-from benchmarks.script import Report, run_kernels
+from benchmarks.kernels import DIM, HEADS, demand, replay_time
+from benchmarks.script import run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.transfer import BulkCopy
-from kvthaw.errors import CacheError
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.uva_gather import uva_gather
+from kvthaw.native import gather_rows
 from kvthaw.regions import Regions
 
 PAGE = 32
 _RUNS = 20
+Layout = Literal["HND", "NHD"]
+"""What lies together: the page of one head, or all heads of one place."""
 Order = Literal["prkv", "scattered"]
 """Which tokens share a page: PRKV's (256 static tokens of any place first, the others in text order), or any (as in clusters)."""
 
 
 @dataclass(slots=True)
 class Stage:
-    """A sequence's rows in three layouts, and a slab for the pages that are wanted: page i of head h goes to slots i PAGE on."""
+    """A sequence's rows in token order and in that of pages, HND [H, P, PAGE, 2, D] and NHD [P, PAGE, 2, H, D], and a slab for the
+    pages that are wanted: page i of head h goes to slots i PAGE on."""
 
     store: HostStore
     order: Tensor
-    paged: dict[Layout, PagedStore]
+    paged: dict[Layout, Tensor]
     slab: Slab
     staging: Tensor
     addresses: dict[str, Tensor]
@@ -78,14 +80,24 @@ def stage(
     mixed = torch.stack([torch.randperm(tokens) for _ in range(heads)])
     if order == "prkv":
         mixed = torch.cat((mixed[:, :static], mixed[:, static:].sort(dim=1).values), dim=1)
-    paged: dict[Layout, PagedStore] = {"HND": PagedStore(PAGE, "HND"), "NHD": PagedStore(PAGE, "NHD")}
-    for one in paged.values():
-        one.rewrite(store, 0, mixed.int())
-        one.place()
+    paged: dict[Layout, Tensor] = {"HND": rewritten(store, mixed, "HND"), "NHD": rewritten(store, mixed, "NHD")}
     slab = Slab(1, heads, dim, Regions(0, 1, 1), wanted * PAGE, dtype=dtype, device=device)
     staging = torch.empty((heads, wanted, PAGE, 2, dim), dtype=dtype, pin_memory=pinned)
-    tables = {"rows": store.table(), "pages": torch.tensor([[paged["HND"].data.data_ptr()]])}
+    tables = {"rows": store.table(), "pages": torch.tensor([[paged["HND"].data_ptr()]])}
     return Stage(store, mixed, paged, slab, staging, {name: table.to(device) for name, table in tables.items()})
+
+
+def rewritten(store: HostStore, order: Tensor, layout: Layout) -> Tensor:
+    """Return a sequence's rows in the order [H, T] of pages; places behind the last token repeat it."""
+    heads, tokens = order.shape
+    pages = -(-tokens // PAGE)
+    padded = torch.cat((order, order[:, -1:].expand(-1, pages * PAGE - tokens)), dim=1).int().contiguous()
+    rows = torch.empty((heads, pages, PAGE, 2, store.head_dim), dtype=store.dtype, pin_memory=store.pinned)
+    gather_rows(store.table()[:1], store.block_size, padded[None], rows.view(-1, 2, store.head_dim))
+    if layout == "HND":
+        return rows
+    rows = rows.permute(1, 2, 3, 0, 4)
+    return torch.empty(rows.shape, dtype=store.dtype, pin_memory=store.pinned).copy_(rows)
 
 
 def draw(of: Stage) -> Wanted:
@@ -98,14 +110,14 @@ def draw(of: Stage) -> Wanted:
     head = torch.arange(heads)[:, None]
     piece = (places[:, :, None] * 2 + torch.arange(2)) * heads + head[:, :, None]
     rows_there, places_there, slots_there = (t.to(device).contiguous() for t in (rows, places.int()[None], slots))
-    whole = (head * of.paged["HND"].pages + pages).flatten()
+    whole = (head * of.paged["HND"].shape[1] + pages).flatten()
     there = rows_there, places_there, slots_there
     return Wanted(pages.tolist(), rows.contiguous(), slots.contiguous(), *there, piece.flatten(), whole)
 
 
 def one_by_one(of: Stage, layout: Layout, want: Wanted) -> None:
     """A copy for each page of each head, as pages lie; torch makes one piece of a page in NHD first."""
-    data, out = of.paged[layout].data, of.out
+    data, out = of.paged[layout], of.out
     for head, pages in enumerate(want.listed):
         for i, page in enumerate(pages):
             source = data[head, page] if layout == "HND" else data[page, :, :, head]
@@ -114,7 +126,7 @@ def one_by_one(of: Stage, layout: Layout, want: Wanted) -> None:
 
 def batched(of: Stage, layout: Layout, want: Wanted) -> None:
     """All pages into one pinned buffer by the host's threads, whole (HND) or a key or value at a time (NHD), then one copy."""
-    data = of.paged[layout].data
+    data = of.paged[layout]
     if layout == "HND":
         torch.index_select(data.view(-1, *of.staging.shape[2:]), 0, want.whole, out=of.staging.flatten(0, 1))
     else:
@@ -129,7 +141,7 @@ def bulk(of: Stage, transfer: BulkCopy, want: Wanted) -> None:
 
 def read_by_device(of: Stage, layout: Literal["rows", "pages"], want: Wanted) -> None:
     """kvthaw's UvaGather: a kernel reads rows in token order, or the same rows page by page."""
-    block_size = of.store.block_size if layout == "rows" else of.paged["HND"].pages * PAGE
+    block_size = of.store.block_size if layout == "rows" else of.paged["HND"].shape[1] * PAGE
     fetch = want.rows_there if layout == "rows" else want.places_there
     uva_gather(of.addresses[layout], block_size, of.slab.data, fetch, want.slots_there, of.slab.pool_start)
 
@@ -153,17 +165,16 @@ def check(of: Stage) -> None:
     """Every way beside the rows that the token-order store has. Raises CacheError where one brought others."""
     heads = torch.arange(of.order.shape[0])[:, None]
     stored = of.store.read(0, 0, of.order.shape[1])
+    rows, tokens = stored[heads, of.order], of.order.shape[1]
     for layout, paged in of.paged.items():
-        places = torch.arange(of.order.shape[1]).expand_as(of.order)
-        if not torch.equal(paged.rows(places), stored[heads, of.order]):
-            raise CacheError(f"the pages in {layout} hold other rows than the store")
+        there = paged if layout == "HND" else paged.permute(3, 0, 1, 2, 4)
+        demand(torch.equal(there.flatten(1, 2)[:, :tokens], rows), f"the pages in {layout} hold other rows than the store")
     for name, bring in ways(of).items():
         want = draw(of)
         of.slab.data.fill_(torch.nan)
         bring(want)
         wanted = stored[heads, want.rows[0].long()].unflatten(1, (-1, PAGE))
-        if not torch.equal(of.out.cpu(), wanted):
-            raise CacheError(f"{name} brought other rows than it was asked for")
+        demand(torch.equal(of.out.cpu(), wanted), f"{name} brought other rows than it was asked for")
 
 
 def wall_time(bring: Callable[[Wanted], None], wanted: Sequence[Wanted]) -> float:
@@ -178,14 +189,14 @@ def wall_time(bring: Callable[[Wanted], None], wanted: Sequence[Wanted]) -> floa
     return statistics.median(times[len(warm) :])
 
 
-def transfers(tokens: int, pages: int, order: Order) -> list[dict[str, Any]]:
+def transfers(tokens: int, pages: int, order: Order) -> Iterator[dict[str, Any]]:
     """A line a way: seconds until the rows are there and, where the device works alone, in a captured graph. Then what layout and
     batching bring."""
     of = stage(tokens, pages, order, torch.device("cuda"))
     check(of)
     wanted = [draw(of) for _ in range(_RUNS)]
     about = {"op": "transfer", "order": order, "tokens": tokens, "pages": pages, "page_bytes": PAGE * of.store.row_bytes}
-    lines, took = [], {}
+    took = {}
     for name, bring in ways(of).items():
         took[name] = wall_time(bring, wanted)
         moved = of.staging.nbytes
@@ -193,7 +204,7 @@ def transfers(tokens: int, pages: int, order: Order) -> list[dict[str, Any]]:
         if name.startswith("device"):
             seconds = replay_time([partial(bring, want) for want in wanted])
             line |= {"device_ms": round(1e3 * seconds, 4), "device_gbps": round(moved / seconds / 1e9, 2)}
-        lines.append(line)
+        yield line
     gains = {
         "HND, one by one": took["one by one, NHD"] / took["one by one, HND"],
         "HND, batched": took["batched, NHD"] / took["batched, HND"],
@@ -201,47 +212,36 @@ def transfers(tokens: int, pages: int, order: Order) -> list[dict[str, Any]]:
         "batching, HND": took["one by one, HND"] / took["batched, HND"],
         "page order, read by the device": took["device reads, token order"] / took["device reads, HND"],
     }
-    return [*lines, {**about, "op": "gains", **{name: round(gain, 2) for name, gain in gains.items()}}]
+    yield {**about, "op": "gains", **{name: round(gain, 2) for name, gain in gains.items()}}
 
 
-def rewriting(tokens: int) -> list[dict[str, Any]]:
+def rewriting(tokens: int) -> Iterator[dict[str, Any]]:
     """The host's rewriting of a layer, and a fetch by the device meanwhile."""
     of = stage(tokens, 32, "prkv", torch.device("cuda"))
-    lines, bring, want = [], partial(read_by_device, of, "rows"), [draw(of) for _ in range(_RUNS)]
+    bring, want = partial(read_by_device, of, "rows"), [draw(of) for _ in range(_RUNS)]
     alone = wall_time(bring, want)
-    for layout, paged in of.paged.items():
-        paged.rewrite(of.store, 0, of.order.int())  # once, for memory that was never touched
-        paged.place()
-        begin = time.perf_counter()
-        paged.rewrite(of.store, 0, of.order.int())
-        beside = []
-        while paged.rewriting():
-            beside.append(wall_time(bring, want[:1]))
-        paged.place()
-        seconds = time.perf_counter() - begin
-        line: dict[str, Any] = {"op": "rewrite", "layout": layout, "tokens": tokens, "ms": round(1e3 * seconds, 2)}
-        line |= {"gbps": round(2 * paged.data.nbytes / seconds / 1e9, 1), "fetch_ms": round(1e3 * alone, 4)}
-        lines.append(line | {"fetch_beside_ms": round(1e3 * statistics.median(beside), 4) if beside else None})
-    check(of)
-    return lines
+    with ThreadPoolExecutor(1) as thread:
+        for layout, paged in of.paged.items():
+            begin = time.perf_counter()
+            coming, beside = thread.submit(rewritten, of.store, of.order, layout), []
+            while not coming.done():
+                beside.append(wall_time(bring, want[:1]))
+            made, seconds = coming.result(), time.perf_counter() - begin
+            demand(torch.equal(made, paged), f"the pages in {layout} came to other rows")
+            line: dict[str, Any] = {"op": "rewrite", "layout": layout, "tokens": tokens, "ms": round(1e3 * seconds, 2)}
+            line |= {"gbps": round(2 * paged.nbytes / seconds / 1e9, 1), "fetch_ms": round(1e3 * alone, 4)}
+            yield line | {"fetch_beside_ms": round(1e3 * statistics.median(beside), 4) if beside else None}
 
 
-def main(*, quick: bool = False, out: Path | None = None, commit: str | None = None) -> list[dict[str, Any]]:
-    """Check, measure and print a JSON line a case; quick: fewer ones. Raises CacheError where other rows came."""
-    if not torch.cuda.is_available() or not HAS_TRITON:
-        raise CacheError("timing transfers needs a CUDA device and Triton; what they bring is checked in the tests without")
-    report = Report(out, commit, bench="kernels", kv_heads=HEADS, head_dim=DIM)
+def lines(*, quick: bool) -> Iterator[dict[str, Any]]:
+    """Check and measure; a line a case."""
     orders: tuple[Order, ...] = ("prkv", "scattered")
-    with torch.inference_mode():
-        for pages in (32,) if quick else (10, 32):
-            for order in orders:
-                for line in transfers(32768, pages, order):
-                    report(line)
-        for tokens in (32768,) if quick else (32768, 131072):
-            for line in rewriting(tokens):
-                report(line)
-    return report.lines
+    for pages in (32,) if quick else (10, 32):
+        for order in orders:
+            yield from transfers(32768, pages, order)
+    for tokens in (32768,) if quick else (32768, 131072):
+        yield from rewriting(tokens)
 
 
 if __name__ == "__main__":
-    run_kernels(main, __doc__)
+    run_kernels(__doc__, lines, {"bench": "kernels", "kv_heads": HEADS, "head_dim": DIM})

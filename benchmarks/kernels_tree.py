@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.script import Report, run_kernels
+from benchmarks.kernels import DIM, GROUP, HEADS
+from benchmarks.script import run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.index.forest import TreeIndex
@@ -20,8 +20,6 @@ from kvthaw.methods.icecache import PRESETS
 from kvthaw.methods.icecache_digest import SETTINGS
 from kvthaw.native import cores
 from kvthaw.regions import Regions
-
-HEADS, GROUP, DIM = 8, 4, 128
 
 
 def keys(length: int, generator: torch.Generator) -> Tensor:
@@ -68,22 +66,10 @@ def measure(stores: list[HostStore], budget: int, threads: int, config: TreeConf
     def tree(i: int) -> Tensor:
         return indices[i].select(query[i], budget).rows
 
-    found = covered = 0.0
-    for i in range(layers):
-        exact = flat(i)
-        rows = tree(i)[0]
-        for h in range(HEADS):
-            best = set(exact[h, :, : budget // GROUP].flatten().tolist())
-            found += len(best.intersection(rows[h].tolist())) / len(best) / HEADS / layers
-            stored = stores[i].read(0, 0, length)[h, :, 0].float()
-            weight = torch.softmax(query[i, 0].view(HEADS, GROUP, DIM)[h] @ stored.T * DIM**-0.5, dim=1)
-            covered += float(weight[:, rows[h][rows[h] >= 0].long()].sum(dim=1).mean()) / HEADS / layers
     return {
         "build_ms": 1e3 * statistics.median(build),
         "tree_ms": _median(tree, layers),
         "flat_ms": _median(flat, layers),
-        "recall": found,
-        "attention_mass": covered,
     }
 
 
@@ -97,33 +83,22 @@ def _median(call: Callable[[int], Tensor], layers: int, rounds: int = 5) -> floa
     return 1e3 * statistics.median(times)
 
 
-def main(
-    *,
-    quick: bool = False,
-    length: int = 36864,
-    budget: int = 176,
-    threads: int = 0,
-    layers: int = 8,
-    out: Path | None = None,
-    commit: str | None = None,
-) -> list[dict[str, Any]]:
-    """Build, search and print a JSON line a setting. quick: at most 4096 keys and two layers. length: keys a KV head; budget: rows
-    a KV head; threads: 0 for one a core; layers: with keys of their own."""
+def lines(*, quick: bool, length: int, budget: int, threads: int, layers: int) -> Iterator[dict[str, Any]]:
+    """Build and search; a line a setting. quick: at most 4096 keys and two layers. length: keys a KV head; budget: rows a KV head;
+    threads: 0 for one a core; layers: with keys of their own."""
     if quick:
         length, layers = min(length, 4096), min(layers, 2)
-    report = Report(out, commit, bench="tree", length=length, budget=budget, threads=threads or cores())
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or cores())
+    before, threads = torch.get_num_threads(), threads or cores()
+    torch.set_num_threads(threads)
     try:
         stores = filled(length, layers)
         for name, settings in (("icecache", {}), ("icecache:preset=code", PRESETS["code"]), ("icecache-digest", SETTINGS)):
             times = measure(stores, budget, threads, TreeConfig(**settings))
-            report({"method": name, **times, "speedup": times["flat_ms"] / times["tree_ms"]})
+            sizes = {"length": length, "budget": budget, "threads": threads}
+            yield {**sizes, "method": name, **times, "speedup": times["flat_ms"] / times["tree_ms"]}
     finally:
         torch.set_num_threads(before)
-    return report.lines
 
 
 if __name__ == "__main__":
-    more = {"length": (36864, "keys a KV head"), "budget": (176, "rows a KV head"), "threads": (0, "0 for one a core")}
-    run_kernels(main, __doc__, {**more, "layers": (8, "layers with keys of their own")})
+    run_kernels(__doc__, lines, {"bench": "tree"}, gpu=False, length=36864, budget=176, threads=0, layers=8)

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import indexing, room
 from benchmarks.filled import FilledBench
-from benchmarks.script import printing, run_as_script
+from benchmarks.script import Report, printing, run_as_script
 from kvthaw.bench import prefill, serving
 from kvthaw.bench.card import noted, where
 from kvthaw.bench.settings import grid
@@ -78,7 +78,9 @@ def main(arguments: list[str]) -> None:
         )
         serving.run(asked, methods, ResultsFile(out / "serving.jsonl"), commit=commit, say=say)
     elif part == "indexing":
-        indexing.main(SHAPE, 32768, ("clusterkv", "clusterkv-plus", "prkv"), out=out / "indexing.jsonl", commit=commit)
+        report = Report(out / "indexing.jsonl", commit, bench="indexing")
+        for line in indexing.lines(SHAPE, 32768, ("clusterkv", "clusterkv-plus", "prkv")):
+            report(line)
     else:
         sys.exit(f"no part {part}\n{__doc__}")
 

@@ -8,7 +8,6 @@ their medians, beside the mean of the two runs without it.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -22,13 +21,12 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.joining import random_prompt, sizes_of
-from benchmarks.script import tell
+from benchmarks.script import Report, options
 from benchmarks.trace import Arrival, Served, arrivals, replay, told
 from kvthaw import Batch, Scheduler
-from kvthaw.bench.card import provenance, where
+from kvthaw.bench.card import where
 from kvthaw.bench.shapes import build
 from kvthaw.engine.warm import warm
-from kvthaw.evaluate.results import Record
 from kvthaw.serve.server import Server, listen
 from kvthaw.serve.service import Service
 
@@ -91,25 +89,15 @@ def over_http(batch: Batch, coming: list[Arrival], clients: Executor) -> dict[st
 
 def main() -> None:
     """Measure, one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", type=Path, help="a file of requests; left out, requests are drawn")
-    parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--speed", type=float, default=0.0, help="requests come so many times as fast; 0: all at once")
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--seqs", type=int, default=16)
-    parser.add_argument("--capacity", type=int, default=8192)
-    parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--host-memory", help="by default what the system says is free")
-    parser.add_argument("--method", default="auto")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = options(
+        __doc__, trace=Path, requests=100, speed=0.0, shape="llama-3.1-8b", layers=8, seqs=16, capacity=8192, budget=1024,
+        host_memory=str, method="auto", commit=str, out=Path,
+    )  # fmt: skip
     device, name = where()
     coming = arrivals(given.trace, given.requests, given.capacity, given.speed)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as clients:
         clients.submit(random_prompt, 1, 1, 0)  # imports what it needs meanwhile
-        model, about = build(given.shape, device, layers=given.layers), provenance(given.commit)
+        model = build(given.shape, device, layers=given.layers)
         sizes = sizes_of(given.method, given.budget, None, given.host_memory)
         batch = Batch(model, given.method, max_seqs=given.seqs, capacity=given.capacity, **sizes)
         warm(batch)
@@ -123,8 +111,7 @@ def main() -> None:
     setting = {key: value for key, value in vars(given).items() if key not in ("out", "commit", "trace")}
     setting |= {"device": name, "trace": given.trace.name if given.trace else "drawn"}
     compared = {f"over_{key}": found[key] / alone[key] for key in COMPARED}
-    line = Record(setting, {**compared, "http": found, "alone": [before, after], "about": about}).to_json()
-    tell(line, given.out)
+    Report(given.out, given.commit).record(setting, {**compared, "http": found, "alone": [before, after]})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ tokens must be those with all blocks on the device. Then each placement is timed
 rows read in their blocks with those of rows in the pool, whose roundings differ. A line is one placement of one method:
 milliseconds a step until the tokens are on the host, bytes by place, and bytes a step over the bus.
 
-`--kv-dtype fp8`: rows of 8 bits; bytes by place, over the bus and moved are those of such rows.
+`--device-memory`: separated by commas; none: all blocks on the host. `--kv-dtype fp8`: rows of 8 bits; bytes by place, over the
+bus and moved are those of such rows.
 
 `--sizes 1x8192,1x131072,24x4096,24x32768`: other batches. Where a method was timed at several lengths beside full attention, it
 prints from how many tokens a sequence on it is the faster, as the table of `kvthaw.methods.auto` has it.
@@ -14,7 +15,6 @@ prints from how many tokens a sequence on it is the faster, as the table of `kvt
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -27,13 +27,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.script import tell
+from benchmarks.script import Report, options
 from kvthaw import Batch
-from kvthaw.bench.card import noted, provenance, where
+from kvthaw.bench.card import noted, where
 from kvthaw.bench.shapes import build
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.transfer import UvaGather
-from kvthaw.evaluate.results import Record
 from kvthaw.formatting import read_bytes
 from kvthaw.methods import resolve
 
@@ -122,21 +121,12 @@ def random_prompts(model: PreTrainedModel, count: int, length: int) -> torch.Ten
 
 def main() -> None:
     """Check, then measure, one JSON line a placement."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--sizes", default="24x32768", help="sequences and tokens of each, separated by commas")
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--method", default=",".join(SIZES))
-    parser.add_argument("--device-memory", default="none,12GiB,auto", help="separated by commas; none: all blocks on the host")
-    parser.add_argument("--kv-dtype", choices=["fp8"], help="how rows are stored; the model's dtype unless given")
-    parser.add_argument("--host-memory", help="by default what the system says is free")
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = options(
+        __doc__, shape="llama-3.1-8b", layers=8, sizes="24x32768", steps=160, method=",".join(SIZES),
+        device_memory="none,12GiB,auto", kv_dtype=str, host_memory=str, check=False, commit=str, out=Path,
+    )  # fmt: skip
     device, name = where()
-    model, about = build(given.shape, device, layers=given.layers), provenance(given.commit)
+    model, report = build(given.shape, device, layers=given.layers), Report(given.out, given.commit)
     methods, stored = given.method.split(","), {} if given.kv_dtype is None else {"kv_dtype": given.kv_dtype}
     host = {} if given.host_memory is None else {"host_bytes": read_bytes(given.host_memory, "host_memory")}
     for method in methods if given.check else ():
@@ -154,8 +144,7 @@ def main() -> None:
                 same = tokens == expected
                 setting = {"shape": given.shape, "layers": given.layers, "seqs": seqs, "length": length, "device": name}
                 setting |= {"method": method, **sizes, "device_memory": memory, "steps": given.steps}
-                line = Record(setting, {**found, "same_tokens": same, "about": about}).to_json()
-                tell(line, given.out)
+                report.record(setting, {**found, "same_tokens": same})
                 if not same:
                     noted(f"{method}: tokens depend on where blocks lie")
                 times.setdefault((method, seqs), {})[length] = found["mean_ms"]

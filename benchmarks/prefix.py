@@ -9,12 +9,11 @@ JSON line a method, with seconds to a first token, indexing included:
   restored_first_s: the first one, for which a saved tree is restored; rebuilt_first_s: for which the index is built anew.
 - disk_restore_s, disk_read_s: the same where the page cache has nothing of it, and reading the files alone.
 
-Tokens of the three are compared. Times of few layers are no model's; the KV of a layer is.
+`--folder`: where the document is saved. Tokens of the three are compared. Times of few layers are no model's; the KV of a layer is.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import shutil
@@ -28,13 +27,12 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.script import tell
+from benchmarks.script import Report, options
 from kvthaw import Batch, PrefixCache
-from kvthaw.bench.card import provenance, where
+from kvthaw.bench.card import where
 from kvthaw.bench.shapes import build
 from kvthaw.engine.hf.model import load
 from kvthaw.engine.library import Library
-from kvthaw.evaluate.results import Record
 from kvthaw.formatting import read_bytes
 
 Result = TypeVar("Result")
@@ -142,20 +140,11 @@ def measure(
 
 def main() -> None:
     """Measure, one JSON line a method."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="llama-3.1-8b", help="random weights; or shipped, the model that ships")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--length", type=int, default=131072)
-    parser.add_argument("--question", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--method", default="full,pariskv,clusterkv-plus,icecache-digest")
-    parser.add_argument("--device-memory", help="none by default: all blocks on the host")
-    parser.add_argument("--host-memory", help="by default what the system says is free")
-    parser.add_argument("--folder", type=Path, help="where the document is saved; default: a new one of the system's")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    device, name = where()
+    given = options(
+        __doc__, shape="llama-3.1-8b", layers=int, length=131072, question=200, repeats=3,
+        method="full,pariskv,clusterkv-plus,icecache-digest", device_memory=str, host_memory=str, folder=Path, commit=str, out=Path,
+    )  # fmt: skip
+    (device, name), report = where(), Report(given.out, given.commit)
     model = load("shipped")[0] if given.shape == "shipped" else build(given.shape, device, layers=given.layers)
     for method in given.method.split(","):
         folder = Path(tempfile.mkdtemp(dir=given.folder))
@@ -168,8 +157,7 @@ def main() -> None:
             found = measure(model, method, given.length, given.question, given.repeats, settings, folder)
         finally:
             shutil.rmtree(folder)
-        line = Record(setting, {**found, "about": provenance(given.commit)}).to_json()
-        tell(line, given.out)
+        report.record(setting, found)
 
 
 if __name__ == "__main__":

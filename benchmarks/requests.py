@@ -3,12 +3,12 @@
 `python -m benchmarks.requests --requests 10000`: tiny models, a method after the other. Requests come in bursts, with and without
 seeds and penalties; some are cancelled while they wait, prefill or decode; forwards fail between layers; memory is short in the
 middle of a step. A request that ends by itself has the tokens that it has alone, one that was cancelled or failed the first of
-them; nothing waits for ever; in the end no KV stays on the host. Exits with 1 where that does not hold. A line is a method.
+them; nothing waits for ever; architectures (--architecture, by commas) take turns at the methods; in the end no KV stays on the
+host. Exits with 1 where that does not hold. A line is a method.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.script import options
 from kvthaw import METHODS, Batch, HostMemoryError, Request, Sampling, Scheduler
 from kvthaw.methods import resolve
 
@@ -124,12 +125,7 @@ def tiny(architecture: str) -> PreTrainedModel:
 
 def main() -> None:
     """Run the methods one after the other, each with its share of the requests."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=10000)
-    parser.add_argument("--architecture", default="llama", help="separated by commas; they take turns at the methods")
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    given = options(__doc__, requests=10000, architecture="llama", methods=",".join(METHODS), seed=0)
     methods, architectures = given.methods.split(","), given.architecture.split(",")
     models = {name: tiny(name) for name in architectures}
     for i, method in enumerate(methods):

@@ -12,7 +12,6 @@ JSON line for each length and rival:
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from itertools import pairwise
@@ -24,7 +23,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StaticCache
 
 from benchmarks.fill import drawn, fill
-from benchmarks.script import Report, run_as_script
+from benchmarks.script import Report, options, run_as_script
 from kvthaw.bench.decode import free
 from kvthaw.bench.shapes import build
 from kvthaw.bench.steps import random_tokens, take
@@ -89,15 +88,10 @@ def timed(model: PreTrainedModel, forward: Any, rival: str, length: int, steps: 
 
 def main() -> None:
     """Time every rival at every length."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--lengths", default="36864,131072,524288")
-    parser.add_argument("--rivals", default=",".join(RIVALS))
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit")
-    given = parser.parse_args()
+    given = options(
+        __doc__, shape="llama-3.1-8b", layers=int, lengths="36864,131072,524288", rivals=",".join(RIVALS), steps=150, commit=str,
+        out=Path,
+    )  # fmt: skip
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(given.shape, device, layers=given.layers)
     forward = compiled_step(model.forward) if device.type == "cuda" else model.forward

@@ -10,36 +10,66 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvthaw.bench.card import noted, provenance
 from kvthaw.bench.settings import DecodeSetting
-from kvthaw.errors import KvthawError
+from kvthaw.errors import CacheError, KvthawError
 from kvthaw.evaluate.results import Record
+from kvthaw.kernels import HAS_TRITON
+
+HELP = {
+    "shape": "the model's shape, with random weights; shipped, where it is allowed: the model that ships",
+    "layers": "layers of the shape; all unless given",
+    "seqs": "sequences that are decoded together",
+    "step-tokens": "tokens of a scheduler's step",
+    "device-memory": "device memory that a cache may fill",
+    "host-memory": "host memory for KV; what the system says is free unless given",
+    "method": "separated by commas",
+    "speed": "requests come so many times as fast; 0: all at once",
+    "trace": "a file of requests; left out, requests are drawn",
+    "unchecked": "where the tests have run on this machine",
+    "quick": "fewer and shorter cases",
+    "out": "append the lines to this file",
+    "commit": "what the lines name as the commit",
+}
+"""What options are for that several scripts take."""
+
+
+def options(about: str | None, /, **defaults: Any) -> argparse.Namespace:
+    """Read a command line. defaults: by option, a type where there is none, False for a flag."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        option, known = name.replace("_", "-"), not isinstance(default, type)
+        kind: dict[str, Any] = {"type": type(default) if known else default, "default": default if known else None}
+        parser.add_argument(f"--{option}", help=HELP.get(option), **({"action": "store_true"} if default is False else kind))
+    return parser.parse_args()
 
 
 class Report:
-    """The lines of a benchmark of kernels, printed and appended to a file if one is given, each as it comes: what all of them say,
-    what is reported, and the machine."""
+    """The lines of a benchmark, printed and appended to a file if one is given, each as it comes: what all of them say, what is
+    reported, and the machine."""
 
     def __init__(self, out: Path | None, commit: str | None, **base: Any) -> None:
-        self.lines: list[dict[str, Any]] = []
-        self._out, self._base, self._card = out, base, provenance(commit)
+        self.card = provenance(commit)
+        self._out, self._base = out, base
 
-    def __call__(self, line: dict[str, Any]) -> None:
-        self.lines.append({**self._base, **line, **self._card})
-        text = json.dumps(self.lines[-1])
+    def __call__(self, line: Mapping[str, Any]) -> None:
+        """Add a flat line."""
+        self.write({**self._base, **line, **self.card})
+
+    def record(self, setting: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+        """Add a record, as `kvthaw.evaluate.results` reads it."""
+        self.write({"setting": setting, **found, "about": self.card})
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Add a line as it is."""
+        text = json.dumps(line)
         print(text, flush=True)
         if self._out is not None:
             self._out.parent.mkdir(parents=True, exist_ok=True)
-            with self._out.open("a") as file:
+            with self._out.open("a", encoding="utf-8") as file:
                 file.write(text + "\n")
-
-
-def tell(line: str, out: Path | None) -> None:
-    """Print a line, and append it to a file if one is given."""
-    print(line, flush=True)
-    if out is not None:
-        with out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
 
 
 def run_as_script(main: Callable[[], object]) -> None:
@@ -65,20 +95,26 @@ def printing(out: Path | None) -> dict[str, Any]:
 
 
 def run_kernels(
-    main: Callable[..., Iterable[object]], about: str | None, more: Mapping[str, tuple[int, str]] | None = None
+    about: str | None,
+    lines: Callable[..., Iterable[Mapping[str, Any]]],
+    base: Mapping[str, Any],
+    *,
+    gpu: bool = True,
+    **more: Any,
 ) -> None:
-    """A benchmark of kernels by what all of them take, and more: name -> default, False for a flag, and what it is for."""
-    parser = argparse.ArgumentParser(description=about)
-    for name, (default, text) in (more or {}).items():
-        if default is False:
-            parser.add_argument(f"--{name}", action="store_true", help=text)
-        else:
-            parser.add_argument(f"--{name}", type=int, default=default, help=text)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter cases")
-    parser.add_argument("--out", type=Path, help="append the lines to this file")
-    parser.add_argument("--commit", help="what the lines name as the commit")
-    given = vars(parser.parse_args())
-    run_as_script(lambda: main(**given))
+    """Report the lines of a benchmark of kernels. base: what all of them say. more: its options beside --quick; see options."""
+    given = vars(options(about, **more, quick=False, out=Path, commit=str))
+    report = Report(given.pop("out"), given.pop("commit"), **base)
+
+    def run() -> None:
+        if gpu and not (torch.cuda.is_available() and HAS_TRITON):
+            raise CacheError("timing kernels needs a CUDA device and Triton; the tests compare them with their definitions")
+        torch.manual_seed(time.time_ns() % (1 << 31))
+        with torch.inference_mode():
+            for line in lines(**given):
+                report(line)
+
+    run_as_script(run)
 
 
 def brief(record: Record) -> str:

@@ -8,7 +8,6 @@ that does not hold.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+
+from benchmarks.script import options
 
 LENGTH = 400
 """The longest prompts, in tokens."""
@@ -81,10 +82,7 @@ def memory() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=10000)
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    asked = options(__doc__, requests=10000, seed=0)
     sys.path[:0] = ["tests", "tests/serve"]
     from servers import TEMPLATE, serving
 

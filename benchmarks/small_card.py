@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -28,12 +26,13 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.script import tell
+from benchmarks.script import Report, options
 from kvthaw import Cache, HostMemoryError
-from kvthaw.bench.card import noted, provenance, where
+from kvthaw.bench.card import noted, where
 from kvthaw.bench.shapes import build
 from kvthaw.engine.decode import decode, forward
 from kvthaw.engine.prefill import prefill
+from kvthaw.evaluate.machine import now
 from kvthaw.formatting import read_bytes
 
 PIECE = 4096
@@ -47,17 +46,17 @@ def run(model: PreTrainedModel, contender: str, length: int, steps: int, **sizes
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     try:
-        begin, cache = now(), make(model, contender, **sizes)
+        begin, cache = now(model.device), make(model, contender, **sizes)
         if isinstance(cache, Cache):
             logits = prefill(model, cache, ids)[None]
             cache.wait()
         else:
             for at in range(0, length, PIECE):
                 logits = forward(model, cache, [ids[at : at + PIECE]])
-        first, tokens, laps = now() - begin, list[int](), [now()]
+        first, tokens, laps = now(model.device) - begin, list[int](), [now(model.device)]
         for token in decode(model, cache, logits, lambda after: after.argmax(-1)):
             tokens.append(int(token[0]))
-            laps.append(now())
+            laps.append(now(model.device))
             if len(tokens) > steps:
                 break
     except (torch.OutOfMemoryError, HostMemoryError) as error:
@@ -79,13 +78,6 @@ def make(model: PreTrainedModel, contender: str, **sizes: Any) -> Cache | Dynami
     if contender == "kvthaw":
         return Cache(model, "auto", **sizes)
     return DynamicCache(config=model.config, offloading=contender == "offloaded")
-
-
-def now() -> float:
-    """Return the time when the device has done all."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def measure(model: PreTrainedModel, given: argparse.Namespace, lengths: list[int]) -> Iterator[dict[str, Any]]:
@@ -129,27 +121,18 @@ def verdict(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, one JSON line a run."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int, help="all by default")
-    parser.add_argument("--lengths", default="32768,131072,524288")
-    parser.add_argument("--contenders", default="kvthaw,dynamic,offloaded")
-    parser.add_argument("--offloaded", type=int, default=131072, help="the longest prompt for transformers' offloading cache")
-    parser.add_argument("--gib", type=float, default=24.0)
-    parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--host-memory", help="by default what the system says is free")
-    parser.add_argument("--cards", default="small,whole")
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = options(
+        __doc__, shape="llama-3.1-8b", layers=int, lengths="32768,131072,524288", contenders="kvthaw,dynamic,offloaded",
+        offloaded=131072, gib=24.0, budget=1024, host_memory=str, cards="small,whole", steps=32, commit=str, out=Path,
+    )  # fmt: skip
     device, name = where()
     model, lines = build(given.shape, device, layers=given.layers), list[dict[str, Any]]()
     about = {"shape": given.shape, "layers": model.config.num_hidden_layers, "budget": given.budget, "device": name}
 
+    report = Report(given.out, given.commit)
+
     def told(line: dict[str, Any]) -> None:
-        text = json.dumps({**about, **line, "about": provenance(given.commit)})
-        tell(text, given.out)
+        report.write({**about, **line, "about": report.card})
 
     with torch.no_grad():
         for line in measure(model, given, [int(length) for length in given.lengths.split(",")]):

@@ -4,12 +4,12 @@
 first requests come at their times, divided by --speed (0: all at once), with random prompts of their lengths, and get as many
 tokens as they got. A trace is Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSON lines (timestamp in ms,
 input_length, output_length), also gzipped; without one, lengths and times are drawn. Requests that are longer than --capacity are
-left out. A line is one method, whose tokens were first compared, on a tiny model, with those of the requests alone.
+left out. --seqs: places, of each method or one number for all, separated by commas. A line is one method, whose tokens were first
+compared, on a tiny model, with those of the requests alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import json
@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.joining import check, random_prompt, sizes_of
-from benchmarks.script import tell
+from benchmarks.script import Report, options
 from kvthaw import Batch, Request, Scheduler
-from kvthaw.bench.card import provenance, where
+from kvthaw.bench.card import where
 from kvthaw.bench.shapes import build
 from kvthaw.engine.warm import warm
-from kvthaw.evaluate.results import Record
 
 
 @dataclass(frozen=True)
@@ -132,30 +131,17 @@ def rank(times: list[float], percent: int) -> float:
 
 def main() -> None:
     """Check, then measure, one JSON line a method."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", type=Path, help="a file of requests; left out, requests are drawn")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--speed", type=float, default=1.0, help="requests come so many times as fast; 0: all at once")
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--seqs", default="16", help="places, of each method or one number for all, separated by commas")
-    parser.add_argument("--capacity", type=int, default=16384)
-    parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--step-tokens", type=int, default=4096)
-    parser.add_argument("--device-memory")
-    parser.add_argument("--host-memory", help="by default what the system says is free")
-    parser.add_argument("--method", default="full,auto")
-    parser.add_argument("--unchecked", action="store_true", help="where the tests have run on this machine")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = options(
+        __doc__, trace=Path, requests=200, speed=1.0, shape="llama-3.1-8b", layers=8, seqs="16", capacity=16384, budget=1024,
+        step_tokens=4096, device_memory=str, host_memory=str, method="full,auto", unchecked=False, commit=str, out=Path,
+    )  # fmt: skip
     device, name = where()
     methods = given.method.split(",")
     places = [int(n) for n in given.seqs.split(",")]
     places = places if len(places) == len(methods) else places[:1] * len(methods)
     checked = [None if given.unchecked else check(method, given.budget, device) for method in methods]
     coming = arrivals(given.trace, given.requests, given.capacity, given.speed)
-    model, about = build(given.shape, device, layers=given.layers), provenance(given.commit)
+    model, report = build(given.shape, device, layers=given.layers), Report(given.out, given.commit)
     for method, seqs, same in zip(methods, places, checked, strict=True):
         sizes = sizes_of(method, given.budget, given.device_memory, given.host_memory)
         scheduler = Scheduler(
@@ -167,8 +153,7 @@ def main() -> None:
             key: value for key, value in vars(given).items() if key not in ("out", "commit", "method", "trace", "unchecked")
         }
         setting |= {"method": method, "seqs": seqs, "device": name, "trace": given.trace.name if given.trace else "drawn"}
-        line = Record(setting, {**replay(scheduler, coming), "same_alone": same, "about": about}).to_json()
-        tell(line, given.out)
+        report.record(setting, {**replay(scheduler, coming), "same_alone": same})
         scheduler.batch.cache.reset()
         del scheduler
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.kernels_tree import keys as drawn_keys
 from benchmarks.passages import text_passage
-from benchmarks.script import Report, run_kernels
+from benchmarks.script import run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.engine.hf.model import load_shipped
@@ -95,11 +94,8 @@ def search(layer: int, queries: Tensor, keys: Tensor, rows: int, options: dict[s
     return {**means, "products": products, "products_share": products / held.shape[1]}
 
 
-def main(
-    *, quick: bool = False, length: int = 36864, rows: int = 176, out: Path | None = None, commit: str | None = None
-) -> list[dict[str, Any]]:
-    """Search and print a JSON line a source of keys, length and tree. quick: 1,024 keys alone."""
-    report = Report(out, commit, bench="tree_search", rows=rows)
+def lines(*, quick: bool, length: int, rows: int) -> Iterator[dict[str, Any]]:
+    """Search; a line a source of keys, length and tree. quick: 1,024 keys alone."""
     lengths = [1024] if quick else [*(n for n in (4096, 16384) if n < length), length]
     for tokens in lengths:
         for source in (shipped, drawn):
@@ -107,9 +103,8 @@ def main(
             for method, options in TREES.items():
                 each = [search(layer, q, k, rows, options) for layer, (q, k) in enumerate(layers)]
                 means = {name: sum(one[name] for one in each) / len(each) for name in each[0]}
-                report({"keys": source.__name__, "length": tokens, "method": method, **means})
-    return report.lines
+                yield {"rows": rows, "keys": source.__name__, "length": tokens, "method": method, **means}
 
 
 if __name__ == "__main__":
-    run_kernels(main, __doc__, {"length": (36864, "keys a KV head at most"), "rows": (176, "rows that a query may choose")})
+    run_kernels(__doc__, lines, {"bench": "tree_search"}, gpu=False, length=36864, rows=176)

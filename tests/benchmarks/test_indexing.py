@@ -12,7 +12,7 @@ from kvthaw.errors import CacheError
 
 
 def test_shares_are_of_the_times_measured() -> None:
-    (line,) = indexing.main("tiny", 200, ("prkv:page=8:window=16",), budget=64, runs=1)
+    (line,) = indexing.lines("tiny", 200, ("prkv:page=8:window=16",), budget=64, runs=1)
     assert line["indexing_share"] == pytest.approx(line["indexing_s"] / line["prefill_full_s"])
     assert line["beside_share"] == pytest.approx(line["prefill_s"] / line["prefill_full_s"] - 1)
     assert line["refresh_share"] == pytest.approx(line["refresh_s"] / line["step_s"] / 128)

@@ -22,6 +22,6 @@ def test_the_check_sees_other_rows(monkeypatch: pytest.MonkeyPatch, device: torc
     monkeypatch.setattr(bench, "batched", lambda of, layout, want: None)
     with pytest.raises(CacheError, match="batched, NHD brought other rows"):
         bench.check(of)
-    of.paged["HND"].data[0, 0, 0, 0, 0] += 1
+    of.paged["HND"][0, 0, 0, 0, 0] += 1
     with pytest.raises(CacheError, match="the pages in HND hold other rows"):
         bench.check(of)
