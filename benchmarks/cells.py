@@ -42,6 +42,11 @@ class Cell:
     kv_host_bytes: int
     means: dict[str, float | None]
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What was asked: a newer cell of the same key takes its place."""
+        return tuple(getattr(self, name) for name in _KEY)
+
     @cached_property
     def accuracy(self) -> float:
         """The mean score."""

@@ -1,10 +1,11 @@
 """Publish a comparison: copy its cells to benchmarks/results/compare.jsonl, write the summary tables of docs/results.md, and take
 docs/compare.png from the report (where Chromium is installed).
 
-usage: python3 -m benchmarks.compared OUT [REPORT]    OUT: the folder of kvthaw compare, or a file of its cells
+usage: python3 -m benchmarks.compared OUT... [REPORT.html]    OUT: a folder of kvthaw compare or eval, or a file of cells
 
-Only what every task and length has under every method is published, so that all numbers are of the same samples. REPORT: only write
-the report of all tables into this HTML file, of all samples.
+Only what every task and length has under every method is published, so that all numbers are of the same samples; of a cell that
+several OUT have, the last. To add methods to what is published: benchmarks/results/compare.jsonl NEW. REPORT.html: only write the
+report of all tables into this file, of all samples.
 """
 
 from __future__ import annotations
@@ -82,17 +83,18 @@ def photograph(page: str, to: Path) -> None:
 
 def main(arguments: list[str]) -> None:
     """See the module."""
-    if len(arguments) not in (1, 2) or arguments[0].startswith("-"):
+    report = arguments[-1] if arguments and arguments[-1].endswith(".html") else None
+    paths = [Path(one) for one in arguments if one != report]
+    if not paths or arguments[0].startswith("-"):
         sys.exit(__doc__)
-    path = Path(arguments[0])
-    stretches = read_stretches(path)
-    if len(arguments) == 2:
-        records = [*records_of(read_cells(path)), *stretches]
-        Path(arguments[1]).write_text(overview(*summaries(records)).html(), encoding="utf-8")
+    every = list({cell.key: cell for path in paths for cell in read_cells(path)}.values())
+    stretches = [record for path in paths for record in read_stretches(path)]
+    if report is not None:
+        Path(report).write_text(overview(*summaries([*records_of(every), *stretches])).html(), encoding="utf-8")
         return
-    cells = complete([cell for cell in read_cells(path) if cell.question == "dense" and cell.dense_layers == 0])
+    cells = complete([cell for cell in every if cell.question == "dense" and cell.dense_layers == 0])
     if min(seed for cell in cells for seed, _ in cell.scores) < FRESH:
-        sys.exit(f"{path} has samples below {FRESH}, on which methods were designed")
+        sys.exit(f"there are samples below {FRESH}, on which methods were designed")
     write_cells(cells, RESULTS)
     if stretches:
         write_stretches(stretches, RESULTS)

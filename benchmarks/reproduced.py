@@ -39,14 +39,15 @@ def pages() -> str:
 
 
 def page(outcome: Outcome) -> str:
-    """Return the table of an outcome; columns and rows without a number of ours are left out."""
+    """Return the table of an outcome; columns and rows without a number of ours are left out, and eager steps marked."""
     one, columns = outcome.experiment, [c for c in outcome.said.columns if any(c == of for _, of in outcome.cells)]
     rows = []
     for row, said in outcome.said.rows.items():
         ours = [outcome.cells.get((row, column)) for column in columns]
         if any(ours):
             each = zip(columns, ours, strict=True)
-            rows.append([f"`{row}`", *(f"{shown(said[c])} / {shown(cell.value) if cell else '-'}" for c, cell in each)])
+            eager = ", eager" * all(", eager" in cell.on for cell in ours if cell)
+            rows.append([f"`{row}`{eager}", *(f"{shown(said[c])} / {shown(cell.value) if cell else '-'}" for c, cell in each)])
     head = f"**{one.name}**: {one.title}. {one.source}; {one.unit}. The paper's on {outcome.model}"
     return f"{head}{'; ' * bool(one.note)}{one.note}.\n\n" + Table(("paper / here", *columns), rows).markdown()
 

@@ -20,6 +20,7 @@ from kvthaw import cli
 from kvthaw.evaluate.describe import markdown
 from kvthaw.evaluate.published import BENCHMARKS
 from kvthaw.evaluate.tasks import SUITES, TASKS
+from kvthaw.evaluate.variant import read_variant
 from kvthaw.methods import METHODS, resolve
 from zoo import build, prompt
 
@@ -76,7 +77,7 @@ def test_named_methods_exist(page: str) -> None:
     assert [name for name, _ in named if name not in METHODS] == []
     if not page.startswith("docs/notes/"):
         for name, options in named:
-            resolve(name + options)
+            resolve(read_variant(name + options).method)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/notes/")])

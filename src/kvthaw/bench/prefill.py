@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,12 +111,12 @@ def grid(
 def measure(model: PreTrainedModel, one: PrefillSetting, host_bytes: int | None) -> dict[str, Any]:
     """Take a prompt in twice and time both.
 
-    seconds: until its last logits; indexed_s: until all is offloaded and indexed, when the second token can come; index_alone_s: of
-    building the indexes on the host once more with nothing beside, so that `seconds` and these are IceCache's figure 5a; cold_s:
-    indexed_s of the first run, which also takes the host memory from the system. None where the device's memory did not suffice.
-    peak_device_bytes: all that torch held; weight_bytes: of the model.
+    seconds: until its last logits; indexed_s: until all is offloaded and indexed; tt2t_s: until the second token, one step later;
+    index_alone_s: of building the indexes on the host once more with nothing beside, so that `seconds` and these are IceCache's
+    figure 5a; cold_s: indexed_s of the first run, which also takes the host memory from the system. None where the device's memory
+    did not suffice. peak_device_bytes: all that torch held; weight_bytes: of the model.
     """
-    ids, times = _prompt(model, one.length), []
+    ids, times = _prompt(model, one.length), list[_Times]()
     for _ in range(2):
         free()
         if ids.is_cuda:
@@ -125,13 +125,11 @@ def measure(model: PreTrainedModel, one: PrefillSetting, host_bytes: int | None)
             times.append(_run(model, one, ids, host_bytes))
         except torch.cuda.OutOfMemoryError:
             break
-    seconds, indexed, alone = times[1] if len(times) == 2 else (None, None, None)
+    whole = len(times) == 2
     return {
-        "seconds": seconds,
-        "indexed_s": indexed,
-        "index_alone_s": alone,
-        "cold_s": times[0][1] if times else None,
-        "peak_device_bytes": torch.cuda.max_memory_allocated() if ids.is_cuda and indexed is not None else None,
+        **(times[1]._asdict() if whole else dict.fromkeys(_Times._fields)),
+        "cold_s": times[0].indexed_s if times else None,
+        "peak_device_bytes": torch.cuda.max_memory_allocated() if ids.is_cuda and whole else None,
         "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
     }
 
@@ -157,21 +155,32 @@ def check(model: PreTrainedModel, one: PrefillSetting, host_bytes: int | None) -
         )
 
 
-def _run(model: PreTrainedModel, one: PrefillSetting, ids: Tensor, host_bytes: int | None) -> tuple[float, float, float | None]:
-    """Return the seconds until the last logits, until all is indexed, and of indexing alone where that is the host's work."""
+class _Times(NamedTuple):
+    """Of one prompt; see `measure`."""
+
+    seconds: float
+    indexed_s: float
+    tt2t_s: float
+    index_alone_s: float | None
+
+
+def _run(model: PreTrainedModel, one: PrefillSetting, ids: Tensor, host_bytes: int | None) -> _Times:
+    """Take a prompt and one token behind it."""
     if one.method == HF:
         begin = _now(ids)
-        out = model(ids, use_cache=True, logits_to_keep=1)  # its KV is counted as long as the time is
+        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
         seconds = _now(ids) - begin
-        del out
-        return seconds, seconds, None
+        model(ids[:, -1:], past_key_values=cache)
+        return _Times(seconds, seconds, _now(ids) - begin, None)
     with attach(model, one.method, prefill_chunk=one.chunk, host_bytes=host_bytes, **_sizes(one)) as handle:
         begin = _now(ids)
         model(ids, logits_to_keep=1)
         seconds = _now(ids) - begin
         handle.cache.wait()
         indexed = _now(ids) - begin
-        return seconds, indexed, _build_alone([updater for _, updater in indexed_layers(handle.cache.kv.layers)])
+        alone = [updater for _, updater in indexed_layers(handle.cache.kv.layers)]
+        model(ids[:, -1:], past_key_values=handle.cache)
+        return _Times(seconds, indexed, _now(ids) - begin, _build_alone(alone))
 
 
 def _build_alone(found: Sequence[IndexUpdater]) -> float | None:

@@ -76,13 +76,17 @@ def prefill(records: Sequence[Record]) -> Table:
         return "-" if bytes_ is None else f"{(bytes_ - record['weight_bytes']) / 2**20:,.0f}"
 
     def seconds(name: str) -> Callable[[Record], str]:
-        return lambda record: "does not fit" if record[name] is None else f"{record[name]:.3f}"
+        def cell(record: Record) -> str:
+            value = record.measures.get(name)  # records of before the second token was timed have none
+            return "does not fit" if record["seconds"] is None else "-" if value is None else f"{value:.3f}"
+
+        return cell
 
     columns: list[Column] = [
         ("method", lambda record: str(record["method"])),
         ("length", _known("length", "{:,}")),
         ("chunk", chunk),
-        *((f"{name.removesuffix('_s')} s", seconds(name)) for name in ("seconds", "indexed_s", "cold_s")),
+        *((f"{name.removesuffix('_s')} s", seconds(name)) for name in ("seconds", "indexed_s", "tt2t_s", "cold_s")),
         ("device MiB\nbeside weights", peak),
     ]
     return _table(f"prefill, {first['shape']}, {first['device']}", records, columns)

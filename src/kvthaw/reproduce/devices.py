@@ -29,39 +29,35 @@ Call = Callable[[], Any]
 
 
 def pipelined(lab: Lab, rows: Sequence[str], shape: str, length: int) -> tuple[Found, str]:
-    """Return seconds of a prompt: the prefill, then offloading and indexing (the first row), or all of it beside each other."""
+    """Return seconds of a prompt: the prefill, then offloading and indexing (the first row), or all of it beside each other, in one
+    pass (the second) or in chunks, as a prompt that is longer than CHUNK comes by default."""
     device, size = where()[0], QUICK if lab.quick else length
     lab.bench.prepare("tiny" if lab.quick else shape)
     model, found = lab.bench.model, Found()
     ids = torch.randint(0, model.config.vocab_size, (size,), generator=torch.Generator().manual_seed(0)).tolist()
     for _ in range(2):  # the first pass compiles kernels and takes the host memory
-        begin = now(device)
-        base = Cache(model, "full")
-        prefill(model, base, ids, chunk=CHUNK)
-        middle = now(device)
-        cache = base.fork("icecache", budget=256)
-        cache.wait()
-        found[rows[0]] = {"prefill": middle - begin, "rest": now(device) - middle, "total": now(device) - begin}
-        del cache, base
-        begin = now(device)
-        cache = Cache(model, "icecache", budget=256, host_bytes=lab.host_bytes)
-        prefill(model, cache, ids, chunk=CHUNK)
-        middle = now(device)
-        cache.wait()
-        found[rows[1]] = {"prefill": middle - begin, "rest": now(device) - middle, "total": now(device) - begin}
-        del cache
+        for row, method, chunk in zip(rows, ("full", "icecache", "icecache"), (size, size, CHUNK), strict=True):
+            begin = now(device)
+            cache = Cache(model, method, budget=256, host_bytes=lab.host_bytes)
+            prefill(model, cache, ids, chunk=chunk)
+            middle = now(device)
+            indexed = cache.fork("icecache", budget=256) if method == "full" else cache
+            indexed.wait()
+            found[row] = {"prefill": middle - begin, "rest": now(device) - middle, "total": now(device) - begin}
+            del cache, indexed
     return found, f"shape {'tiny' if lab.quick else shape} with random weights, {size:,} tokens"
 
 
 def estimates(lab: Lab, rows: Sequence[str], shape: str, length: int) -> tuple[Found, str]:
-    """Return microseconds that one layer's estimation takes, and full attention over all keys (the first row)."""
+    """Return microseconds that one layer's estimation takes, and full attention over all keys (the first row); on a GPU both are
+    replayed from a CUDA graph, as in a step."""
     device, size = where()[0], QUICK if lab.quick else length
     model = build("tiny" if lab.quick else shape, device, layers=None if lab.quick else 1)
     config = model.config
     ids = torch.randint(0, config.vocab_size, (size,), generator=torch.Generator().manual_seed(0)).tolist()
     query = torch.randn(1, config.num_attention_heads, config.head_dim, device=device, dtype=model.dtype)
     keys = torch.randn(1, config.num_key_value_heads, size, config.head_dim, device=device, dtype=model.dtype)
-    found = {rows[0]: {"us": _time(partial(attend, query[:, :, None], keys, keys, enable_gqa=True), device)}}
+    found = {rows[0]: {"us": _time(_graphed(partial(attend, query[:, :, None], keys, keys, enable_gqa=True), device), device)}}
     for row in rows[1:]:
         base = Cache(model, row, budget=BUDGET if lab.quick else 1024, dense_layers=0)
         prefill(model, base, ids)
@@ -69,10 +65,11 @@ def estimates(lab: Lab, rows: Sequence[str], shape: str, length: int) -> tuple[F
         layer = base.frozen_layers[0]
         assert layer.retriever is not None and layer.plan is not None
         index, count = layer.retriever.index, layer.plan.rows
-        found[row] = {"us": _time(partial(index.select, query, count), device)}
+        found[row] = {"us": _time(_graphed(partial(index.select, query, count), device), device)}
     for of in found.values():
         of["ratio"] = of["us"] / found[rows[0]]["us"]
-    return found, f"one layer of {'tiny' if lab.quick else shape}, {size:,} keys, eager"
+    how = "captured" if device.type == "cuda" else "eager"
+    return found, f"one layer of {'tiny' if lab.quick else shape}, {size:,} keys, {how}"
 
 
 def layouts(lab: Lab, rows: Sequence[str], heads: int, kv_heads: int, dim: int) -> tuple[Found, str]:
@@ -146,6 +143,18 @@ def _fetches(device: torch.device, size: int, heads: int, dim: int, k: int, dtyp
     slots = torch.arange(k, dtype=torch.int32, device=device).expand(1, heads, k).contiguous()
     here, head = rows.to(device), torch.arange(heads)[:, None]
     return partial(uva_gather, table, size, slab, here, slots, 0), lambda: store[head, rows[0].long()].to(device)
+
+
+def _graphed(call: Call, device: torch.device) -> Call:
+    """Return the call as a CUDA graph that replays it; on a CPU, the call."""
+    if device.type != "cuda":
+        return call
+    for _ in range(3):  # kernels are compiled and tuned
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def _time(call: Call, device: torch.device, times: int = 21) -> float:

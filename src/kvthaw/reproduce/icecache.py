@@ -100,11 +100,12 @@ icecache:budget=256 {_ALL}
 icecache:budget=128 {_ALL}
 icecache:budget=64  {_ALL}
 """)
-_F5 = table("prefill rest total\nserial - - -\npipelined - - -")
+_F5 = table("prefill rest total\nserial - - -\npipelined - - -\nin-chunks - - -")
 _F7 = table("""
                           tt2t tpot
 full                      -    -
 icecache:budget=256       7.7  0.11
+icecache:transfer=uva:budget=256 - -
 icecache-reuse:budget=256 5.9  0.06
 omnikv:budget=256         5.8  0.05
 arkvale:budget=256        7.4  -
@@ -116,6 +117,7 @@ _F1 = table("""
                           memory tpot
 full                      -      -
 icecache:budget=256       -      0.11
+icecache:transfer=uva:budget=256 - -
 icecache-reuse:budget=256 -      0.06
 omnikv:budget=256         -      0.05
 arkvale:budget=256        -      -
@@ -130,6 +132,7 @@ full                      -    -    -    -
 icecache:budget=256       -    -    -    -
 icecache-reuse:budget=256 -    -    -    -
 """)
+_EAGER = "bulk loading gathers on the host, so that IceCache's steps run eagerly; transfer=uva and the others' are captured"
 _A100 = "Llama-3.1-8B-Instruct, A100 40GB PCIe, 64 threads"
 _36K = 36 * 1024
 
@@ -155,15 +158,15 @@ EXPERIMENTS = (
                "judged by words, not by a model; the paper does not say which of the two lengths it ran"),
     Experiment("icecache-f1", "Device memory against time per token at 36k", "IceCache, figure 1", {_A100: _F1},
                Timed({"memory": Timing(_36K, "memory"), "tpot": Timing(_36K, "tpot")}), "MiB; s a token", "points", 25,
-               "the picture's memory is not in the text; memory here: KV and index on the device, dense layers included"),
+               f"the picture's memory is not in the text; here: KV and index on the device, dense layers included; {_EAGER}"),
     Experiment("icecache-f5", "Offloading and indexing after the prefill, and beside it", "IceCache, figure 5 (section 4.3)",
                {_A100: _F5}, Special(pipelined, ("prefill", "rest", "total"), "a GPU", {"shape": "llama-3.1-8b", "length": _36K},
                                      weights=False),
-               "s", "bars", 4, "the figure is a drawing"),
+               "s", "bars", 4, "the figure is a drawing; in-chunks: of 16k tokens, whose trees begin beside the last chunk"),
     Experiment("icecache-f6", "Pass key by depth and length", "IceCache, figure 6 (section 5.2)", {_MODEL: _F6},
                Asked(_WORDS, 100, words=True), "% right", "heat", 1500),
     Experiment("icecache-f7", "Time to the second token, time per token, 36k", "IceCache, figure 7 (section 5.3.2)", {_A100: _F7},
-               Timed({"tt2t": Timing(_36K, "tt2t"), "tpot": Timing(_36K, "tpot")}), "s", "bars", 20),
+               Timed({"tt2t": Timing(_36K, "tt2t"), "tpot": Timing(_36K, "tpot")}), "s", "bars", 20, _EAGER),
     Experiment("icecache-f8", "Time per token at 150k to 300k", "IceCache, figure 8 (section 5.5)",
                {"Qwen3-4B-Instruct-2507, H100 80GB": _F8},
                Timed({f"{k}k": Timing(1000 * k, "tpot") for k in (150, 200, 250, 300)}, "qwen3-4b"), "s a token", "lines", 30,
