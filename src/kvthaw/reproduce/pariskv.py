@@ -275,7 +275,7 @@ EXPERIMENTS = (
                {"Llama-3.1-8B, " + _A: _F8},
                _long(_LONG), "s; ms a token", "lines", 90,
                "the paper says: 10.0, 23.5, 32.5, 38.9 and 44.4 times faster than PQCache; its budget here is 20 %"),
-    Experiment("pariskv-f9", "Recall by share of candidates and length", "ParisKV, figure 9", {"a model that it does not name": _F9}, Watched(_F9_COLUMNS),
+    Experiment("pariskv-f9", "Recall by share of candidates and length", "ParisKV, figure 9", {"a model not named": _F9}, Watched(_F9_COLUMNS),
                "% of the exact 100 rows", "lines", 20, "the paper gives a picture and in words 5 to 10 %"),
     Experiment("pariskv-f10", "Recall without its parts", "ParisKV, figure 10 (section 5.3)", {_Q8: _F10},
                Watched({"coarse": _AIME._replace(field="ceiling"), "final": _AIME}), "% of the exact 100 rows", "bars", 60,
