@@ -53,6 +53,11 @@ def summary(cells: Sequence[Cell]) -> str:
     )
 
 
+def newest(paths: Sequence[Path]) -> list[Cell]:
+    """Return the cells of several results; of those that ask the same, the last."""
+    return list({cell.key: cell for path in paths for cell in read_cells(path)}.values())
+
+
 PAGES = {"docs/results.md": summary}  # what stands between the marks of each
 
 
@@ -87,7 +92,7 @@ def main(arguments: list[str]) -> None:
     paths = [Path(one) for one in arguments if one != report]
     if not paths or arguments[0].startswith("-"):
         sys.exit(__doc__)
-    every = list({cell.key: cell for path in paths for cell in read_cells(path)}.values())
+    every = newest(paths)
     stretches = [record for path in paths for record in read_stretches(path)]
     if report is not None:
         Path(report).write_text(overview(*summaries([*records_of(every), *stretches])).html(), encoding="utf-8")

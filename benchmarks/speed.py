@@ -238,6 +238,7 @@ def prefills(lines: list[Record]) -> Iterable[str]:
     """Prompts with indexing, beside full attention's."""
     known = [line for line in lines if line["indexed_s"] is not None]
     base = {asked(one)["length"]: one["indexed_s"] for one in known if asked(one)["method"] == "hf-dynamic"}
+    second = {asked(one)["length"]: one["tt2t_s"] for one in known if asked(one)["method"] == "hf-dynamic" and "tt2t_s" in one}
     parts = []
     for line in known:
         one = asked(line)
@@ -248,6 +249,8 @@ def prefills(lines: list[Record]) -> Iterable[str]:
             times += f" ({line['indexed_s'] / base[one['length']]:.2f})"
         elif line.get("over_floor") is not None:
             times += f" ({line['over_floor']:.2f} times what the hardware allows)"
+        if "tt2t_s" in line and one["length"] in second:
+            times += f", second token after {line['tt2t_s']:.2f} s ({line['tt2t_s'] / second[one['length']]:.2f})"
         parts.append(f"{one['method']} {plot.short(one['length'])} in {way}{layers} {times}")
     if parts:
         yield (

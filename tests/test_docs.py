@@ -7,6 +7,7 @@ import pkgutil
 import re
 import runpy
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import yaml
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from benchmarks.cells import read_cells
+from benchmarks.cells import read_cells, write_cells
 from kvthaw import cli
 from kvthaw.evaluate.describe import markdown
 from kvthaw.evaluate.published import BENCHMARKS
@@ -115,6 +116,18 @@ def test_tables_of_the_comparison_come_from_its_cells() -> None:
     for page, text in compared["PAGES"].items():
         found = (ROOT / page).read_text().partition(compared["BEGIN"])[2].partition(compared["END"])[0]
         assert found.strip() == text(cells), f"benchmarks/compared.py has not been run for {page}"
+
+
+def test_of_cells_that_are_published_again_the_last_counts(tmp_path: Path) -> None:
+    compared, first = (
+        runpy.run_path(str(ROOT / "benchmarks" / "compared.py")),
+        ROOT / "benchmarks" / "results" / "compare.jsonl",
+    )
+    one = next(cell for cell in read_cells(first) if cell.method == "quest")
+    write_cells([replace(one, method="quest:page=64"), replace(one, kv_host_bytes=1)], tmp_path / "new.jsonl")
+    cells = compared["newest"]([first, tmp_path / "new.jsonl"])
+    assert len(cells) == len(read_cells(first)) + 1
+    assert [cell.kv_host_bytes for cell in cells if cell.key == one.key] == [1]
 
 
 def test_what_stands_between_the_marks_is_replaced(tmp_path: Path) -> None:
