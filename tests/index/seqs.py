@@ -13,7 +13,7 @@ from kvthaw.cache.aux_stream import AuxStream
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index, IndexContext, Selection
-from kvthaw.index.clusters import drawn, stream
+from kvthaw.index.draws import drawn, stream
 from kvthaw.regions import Regions
 
 FIRST = 4

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.errors import ConfigError
-from kvthaw.index import clusters as module
+from kvthaw.index import batches as module
 from kvthaw.index.clusters import ClusterIndex, covering
 from kvthaw.kernels.kmeans import kmeans
 
@@ -100,8 +100,8 @@ def test_layers_batches_are_clustered_at_once_time_after_time(at_once: int, monk
     """Where steps are replayed nobody asks the indexes between one batch and the next. And layer by layer, in little memory."""
     monkeypatch.setattr(module, "AT_ONCE", at_once)
     calls: list[int] = []
-    real = module.cluster
-    monkeypatch.setattr(module, "cluster", lambda every, count: (calls.append(len(every)), real(every, count))[1])
+    real = module.form
+    monkeypatch.setattr(module, "form", lambda every, count: (calls.append(len(every)), real(every, count))[1])
     seqs = Seqs(SMALL, [50])
     deferred = DeferredBatch()
     shapes = [replace(seqs.context, layer=layer, deferred=deferred) for layer in range(3)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.layer_base import AttentionParams, attend_rows, last_queries, reordered
+from kvthaw.cache.layer_base import AttentionParams, LayerKV, attend_rows, last_queries, reordered
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
 from kvthaw.kernels.decode_step import DecodeStep
@@ -18,7 +18,7 @@ from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.sparse_decode import sparse_decode
 
 
-class DenseLayer:
+class DenseLayer(LayerKV):
     """KV of one layer, [B, H, capacity, 2, D], each sequence's from its first token on; see LayerKV.
 
     Tokens behind a sequence's length are never read, so a step that failed left nothing.
@@ -31,7 +31,6 @@ class DenseLayer:
         self.reset()
 
     def reset(self) -> None:
-        """See LayerKV."""
         self.recent_queries: dict[int, Tensor] = {}
         self.scale = 0.0
         self._before: tuple[Step | None, dict[int, Tensor]] = None, {}  # a prefill, and what was watched before it
@@ -43,28 +42,23 @@ class DenseLayer:
     # Reading
 
     def length(self, seq: int) -> int:
-        """See LayerKV."""
         step, taken = self._taken
         whole = step is not None and step is self.sequences.step and step.seq is None
         return step.lengths(taken)[seq] if step is not None and whole else self.sequences.length(seq)
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
-        """See LayerKV."""
         assert self._data is not None
         return self._data[seq, :, start:stop]
 
     def nonfinite(self) -> Tensor | None:
-        """See LayerKV."""
         return self._tickets[:1] if self._data is not None else None
 
     def device_bytes(self) -> int:
-        """See LayerKV."""
         if self._data is None:
             return 0
         return self._data[0, :, 0].nbytes * sum(self.sequences.length(seq) for seq in range(self.sequences.count))
 
     def fixed_bytes(self) -> int:
-        """See LayerKV."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def token_bytes(self) -> int:
@@ -76,7 +70,6 @@ class DenseLayer:
         return 0 if self._offloaded is None else self._offloaded.nbytes(seq)
 
     def tensors(self) -> list[Tensor]:
-        """See LayerKV."""
         return [] if self._data is None else [self._data, self._tickets]
 
     def offloaded(self, block_size: int, format: RowFormat) -> HostStore:
@@ -100,7 +93,6 @@ class DenseLayer:
     # Steps
 
     def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """See LayerKV."""
         data = self._write(step, query, key, value, attention.scale)
         if step.seq is None and not any(step.left_pad):
             return _causal(query, data[:, :, : step.start + step.tokens], attention)
@@ -124,7 +116,6 @@ class DenseLayer:
         return self._attend_one(query, key, value, attention)
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """See LayerKV."""
         assert self._data is not None
         if step.dense:
             return self._attend_rows(step, query, attention)
@@ -132,7 +123,6 @@ class DenseLayer:
         return self._attend_one(query, key, value, attention)
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """See LayerKV."""
         self._write(step, query, key, value, self.scale)
 
     def join(self, others: Sequence[DenseLayer]) -> None:
@@ -203,7 +193,6 @@ class DenseLayer:
     # Between steps
 
     def before_step(self, leaving: Sequence[tuple[int, int, int]]) -> None:
-        """See LayerKV."""
         if self._data is not None:
             self._make_room()
 
@@ -218,7 +207,6 @@ class DenseLayer:
         """Nothing leaves a dense layer."""
 
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
-        """See LayerKV."""
         if failed is not None and not repeated and self._before[0] is failed:
             self.recent_queries, self._before = self._before[1], (None, {})
 
@@ -229,18 +217,15 @@ class DenseLayer:
         """All tokens are here."""
 
     def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
-        """See LayerKV."""
         self._offloaded = None
         self._tickets.zero_()
 
     def clear(self, seq: int) -> None:
-        """See LayerKV."""
         self.recent_queries.pop(seq, None)
         self._offloaded = None
         self._tickets.zero_()
 
     def reorder(self, sequences: Sequence[int]) -> None:
-        """See LayerKV."""
         self._offloaded = None
         if self._data is not None:
             self._data = self._data[torch.tensor(sequences, device=self._data.device)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable
 from functools import partial
 from typing import Literal, get_args
 
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext
-from kvthaw.counter_rng import GOLDEN, SPREAD, mix
 from kvthaw.errors import ConfigError, at_least, one_of
-from kvthaw.index.target import Full, Target
-from kvthaw.index.units import UnitIndex
+from kvthaw.index.batches import BatchedIndex, BatchGroup
+from kvthaw.index.draws import drawn
+from kvthaw.index.target import Full
 from kvthaw.kernels.cover import cover, directions
 from kvthaw.kernels.kmeans import Distance, kmeans
 from kvthaw.kernels.unit_select import Policy
@@ -22,21 +21,7 @@ from kvthaw.kernels.unit_select import Policy
 Start = Literal["covering", "random"]
 """The keys that k-means begins with: half drawn at random and half those that the others cover worst, or all drawn, as in the
 paper."""
-AT_ONCE = 1 << 28
-"""Bytes of generated tokens' keys that are clustered at once, of one layer at least: many sequences' need much memory."""
 _ROUNDS, _MOST, _AMONG = 4, 256, 4  # rounds at least; what a round adds at most, and among how many times as many
-
-
-def stream(context: IndexContext, each: int = 1) -> int:
-    """The number of a layer's first head in this process among all heads that draw. each: how many numbers a head has."""
-    return ((context.seed * 1_000_003 + context.layer) * 65_537 & ((1 << 63) - 1)) + context.heads.start * each
-
-
-def drawn(positions: Tensor, count: int, streams: Tensor) -> Tensor:
-    """`count` of n positions for every head, as indices into positions [..., n], [..., count] int64, ascending: those whose hash of
-    the head's number, streams [..., 1] int64, and the position is least. count <= n."""
-    x = mix(positions.long() * GOLDEN + streams * SPREAD)
-    return torch.topk(x, count, dim=-1, largest=False).indices.sort(dim=-1).values
 
 
 def covering(keys: Tensor, drawn: Tensor, count: int) -> Tensor:
@@ -83,77 +68,7 @@ def first_keys(keys: Tensor, positions: Tensor, count: int, *, start: Start, str
     return covering(keys.flatten(0, -3), few, count) if few.shape[1] < count else few
 
 
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """Of sequences of an index, batches of tokens that become units among themselves, and where the first is. given: their keys
-    [R, H, n, T, D], n batches of each sequence; None: one each, whose keys the index has."""
-
-    index: UnitIndex
-    first: Sequence[Full]
-    given: Tensor | None = None
-
-    def keys(self) -> Tensor:
-        """Return the keys [R, H, n, T, D], a copy if the index has them."""
-        return self.index.last(self.first, self.index.recent)[:, :, None] if self.given is None else self.given
-
-
-class BatchGroup:
-    """Batches of indexes that differ in nothing but the layer, all of as many tokens and batches: keys [M, H, n, T, D], their
-    positions [M, 1, n, T], and the numbers of their heads [M, H, 1, 1], from which random choices derive."""
-
-    def __init__(self, every: Sequence[Batches]) -> None:
-        self.every = every
-        keys = torch.cat([each.keys() for each in every]) if len(every) > 1 else every[0].keys().contiguous()
-        of_rows = [(each.index.first, stream(each.index.context), own) for each in every for own in each.first]
-        where = [(first + own.begin, own.begin, number) for first, number, own in of_rows]
-        first, begin, streams = torch.tensor(where).to(keys.device, non_blocking=True).t()[:, :, None, None, None].unbind()
-        heads, batches, tokens = keys.shape[1:4]
-        self.starts = torch.arange(batches, device=keys.device)[:, None] * tokens  # of each batch
-        self.positions = first + self.starts + torch.arange(tokens, device=keys.device)
-        self.streams = streams + torch.arange(heads, device=keys.device)[:, None, None]
-        self.keys, self._first, self._begin = keys, first, begin
-
-    def write(self, digests: Tensor, order: Tensor, stops: Tensor) -> None:
-        """Write the units of all batches into the tables: digests [M H n, C, E]; order [M H n, T] of a batch's tokens, in which
-        unit c is stops[c] : stops[c + 1], [M H n, C + 1]."""
-        many, heads, batches, tokens = self.keys.shape[:4]
-        count = stops.shape[1] - 1
-        digests = digests.view(many, heads, batches * count, -1).to(self.every[0].index.digests.dtype)
-        ends = (stops.view(many, heads, batches, -1)[..., 1:] + self.starts + self._begin).flatten(2)
-        ends = torch.cat((self._begin[..., 0].expand(-1, heads, 1), ends), dim=2).int()
-        places = (order.view(many, heads, batches, tokens) + self.starts + self._first).int().flatten(2)
-        targets: dict[tuple[Full, ...], Target] = {}
-        done = 0
-        for each in self.every:
-            own, rows = tuple(each.first), slice(done, done + len(each.first))
-            if own not in targets:
-                targets[own] = Target.of(own, heads, self.keys.device)
-            at = targets[own]
-            assert each.index.order is not None
-            each.index.digests[at.units(batches * count)] = digests[rows]
-            each.index.stops[at.units(batches * count + 1)] = ends[rows]
-            each.index.order[at.places(batches * tokens)] = places[rows]
-            done += len(each.first)
-
-
-def groups(every: Sequence[Batches]) -> Iterator[BatchGroup]:
-    """Yield groups of as many batches as have AT_ONCE bytes of keys."""
-    some = max(1, AT_ONCE // (len(every[0].first) * every[0].index.recent[0].nbytes))
-    for at in range(0, len(every), some):
-        yield BatchGroup(every[at : at + some])
-
-
-def cluster(every: Sequence[Batches], count: int) -> None:
-    """Cluster each batch among itself, into `count` units, and write these into the tables. All have as many tokens and batches,
-    and their indexes differ in nothing but the layer."""
-    for group in groups(every):
-        one = group.every[0].index
-        assert isinstance(one, ClusterIndex)
-        chosen = first_keys(group.keys, group.positions, count, start=one.start, streams=group.streams)
-        group.write(*kmeans(group.keys.flatten(0, 2), chosen, distance=one.distance, iterations=one.iterations))
-
-
-class ClusterIndex(UnitIndex):
+class ClusterIndex(BatchedIndex):
     """k-means clusters of the prompt's keys, and of every `batch` tokens that leave the window after it, among themselves.
 
     A prompt of L tokens gets L / tokens_per_cluster clusters (or exactly `clusters`), a batch gets clusters_per_batch. Until
@@ -162,8 +77,6 @@ class ClusterIndex(UnitIndex):
     those of a needle are, clusters of their own, whose mean is near them; a random start may leave them among others. On a GPU
     a prompt is clustered on the cache's side stream, beside the layers that follow; the first select() waits for it on the device.
     """
-
-    mapped = True
 
     def __init__(
         self,
@@ -184,32 +97,25 @@ class ClusterIndex(UnitIndex):
         at_least(1, iterations=iterations, clusters=clusters)
         if batch % clusters_per_batch:
             raise ConfigError(f"batch is {batch}; it must be a multiple of clusters_per_batch, {clusters_per_batch}")
-        self.tokens_per_cluster, self.clusters, self.per_batch = tokens_per_cluster, clusters, clusters_per_batch
+        self.tokens_per_cluster, self.clusters = tokens_per_cluster, clusters
         self.distance: Distance = distance
         self.start: Start = start
         self.iterations = iterations
-        super().__init__(context, size=batch // clusters_per_batch, batch=batch, width=context.head_dim, policy=policy)
+        super().__init__(context, batch=batch, per_batch=clusters_per_batch, width=context.head_dim, policy=policy)
+
+    @property
+    def settings(self) -> Hashable:
+        return self.batch, self.per_batch, self.distance, self.start, self.iterations
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """See Index."""
         tokens = keys.shape[1]
-        self._whole(seq, first, keys, min(tokens, self.clusters or max(1, tokens // self.tokens_per_cluster)), self._cluster)
+        count = min(tokens, self.clusters or max(1, tokens // self.tokens_per_cluster))
+        job = partial(self.form_now, [Full(seq, 0, 0)], keys[None, :, None], count)
+        self.build_beside(seq, first, tokens, count, job, keys)
 
     def most_units(self, tokens: int) -> int:
-        """See UnitIndex."""
         return super().most_units(tokens) + max(self.clusters or 0, tokens // self.tokens_per_cluster)
 
-    def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
-        """See UnitIndex: cluster each batch among itself; single ones with those of other layers, which have theirs at the same
-        step."""
-        if keys is not None:
-            self._cluster(full, keys, self.per_batch)
-            return
-        context = self.context
-        same = context.kv_heads, context.head_dim, context.dtype, context.device, context.seed
-        how = self.batch, self.per_batch, self.distance, self.start, self.iterations
-        self.defer((ClusterIndex, *same, *how), partial(cluster, count=self.per_batch), Batches(self, full))
-
-    def _cluster(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
-        """Cluster batches of sequences, keys [R, H, n, T, D], of which the first is said, each into `count` units, now."""
-        cluster([Batches(self, first, keys)], count)
+    def form(self, group: BatchGroup, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        chosen = first_keys(group.keys, group.positions, count, start=self.start, streams=group.streams)
+        return kmeans(group.keys.flatten(0, 2), chosen, distance=self.distance, iterations=self.iterations)

@@ -13,7 +13,7 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext, Selection
+from kvthaw.cache.index_api import Attends, Index, IndexContext, Reversible, Selection
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.joined import joined
 from kvthaw.index.learned import assign, learn, subspaces
@@ -45,7 +45,7 @@ def once(rows: Tensor) -> Tensor:
     return ordered.masked_fill(again, -1).sort(dim=2, descending=True).values
 
 
-class CodesIndex:
+class CodesIndex(Index, Reversible, Attends):
     """Collisions choose candidates, 4-bit codes rank them.
 
     policy: how the G query heads of a KV head agree. max, mean: votes and softmax weights are computed for each head and the
@@ -113,11 +113,9 @@ class CodesIndex:
     # Changes
 
     def make_room(self, seqs: int, tokens: int) -> None:
-        """See Index."""
         self._reserve(seqs, tokens)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """See Index."""
         self.truncate(seq, 0)
         self._first = first
         self._reserve(seq + 1, 0)
@@ -130,7 +128,6 @@ class CodesIndex:
         self.append([seq], keys[None], values[None], None)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        """See Index."""
         n = keys.shape[2]
         self._reserve(max(seqs) + 1, 0)
         starts = [self.counts[seq] for seq in seqs]
@@ -154,7 +151,6 @@ class CodesIndex:
         return keys - self.tables["centre"][seq, :, None].to(keys.dtype) if self._centre else keys
 
     def truncate(self, seq: int, length: int) -> None:
-        """See Index."""
         if seq < len(self.counts):
             old = self.counts[seq]
             new = min(old, max(0, length - self._first))
@@ -169,7 +165,6 @@ class CodesIndex:
         self.truncate(seq, length)
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        """See Index."""
         self._reserve(max(seqs) + 1, 0)
         index = torch.tensor(seqs, device=self.context.device)
         for name, tensor in self.tables.items():
@@ -186,7 +181,6 @@ class CodesIndex:
 
     @property
     def attends(self) -> bool:
-        """See Attends."""
         return self.dense_below > 0
 
     def select(self, query: Tensor, budget: int) -> Selection:
@@ -295,11 +289,9 @@ class CodesIndex:
     # State
 
     def tensors(self) -> list[Tensor]:
-        """See Index."""
         return [*self.tables.values(), self.rotation.basis, self.quantizer.thresholds, self.quantizer.levels]
 
     def clone_from(self, other: Self) -> None:
-        """See Index."""
         self.tables = {name: tensor.clone() for name, tensor in other.tables.items()}
         self.counts, self._first, self._k = list(other.counts), other._first, other._k
         self._bind()

@@ -21,9 +21,7 @@ class ExactIndex(TokenIndex):
         super().__init__(context, columns={"keys": ((context.head_dim,), context.dtype)}, policy=policy)
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """See TokenIndex."""
         return {"keys": keys}
 
     def estimate(self, query: Tensor, tokens: int) -> Tensor:
-        """See TokenIndex."""
         return query @ self.tables["keys"][: query.shape[0], :, :tokens].transpose(2, 3)

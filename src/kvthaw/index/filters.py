@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext, Selection
+from kvthaw.cache.index_api import Attends, IndexContext, Selection
 from kvthaw.index.tokens import TokenIndex
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition as attend
 
 
-class FilterIndex(TokenIndex):
+class FilterIndex(TokenIndex, Attends):
     """The tokens of the largest softmax weight over all query heads of a layer: the same rows for every KV head.
 
     dense: keys and values of the layer stay on the device, [B, H, capacity, D] each, and the layer attends to all of them: to those
@@ -26,16 +26,13 @@ class FilterIndex(TokenIndex):
         super().__init__(context, columns=dict.fromkeys(names, ((context.head_dim,), context.dtype)))
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """See TokenIndex."""
         return {"keys": keys, "values": values} if self.dense else {"keys": keys}
 
     @property
     def attends(self) -> bool:
-        """See Attends."""
         return self.dense
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index."""
         tokens, batch, heads = self.ready(query), query.shape[0], self.context.kv_heads
         keys = self.tables["keys"][:batch, :, :tokens]
         weights = self.weigh(query.unflatten(1, (heads, -1)) @ keys.transpose(2, 3))

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext, Selection
+from kvthaw.cache.index_api import Index, IndexContext, Selection, Snapshots
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.index.tree_config import CHOICES, TreeConfig, directions
 from kvthaw.native import ELEMENTS, Forest, Isa, isa_code
@@ -23,7 +23,7 @@ _STATE = {
 """Tensors of saved trees, in the order in which the extension takes them."""
 
 
-class TreeIndex:
+class TreeIndex(Index, Snapshots):
     """The DCI-trees of a layer, behind the Index protocol.
 
     Keys are read from the layer's host store, by position, and never copied: rows must be in the store, and readable, before
@@ -175,7 +175,6 @@ class TreeIndex:
         return state | {"pages": pages}
 
     def take(self, seq: int, snapshot: Forest | Mapping[str, Tensor], end: int) -> None:
-        """See Snapshots."""
         if not isinstance(snapshot, Mapping):
             self.forest.share(seq, snapshot, 0)
             self.truncate(seq, end)

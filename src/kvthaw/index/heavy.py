@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext, Selection
+from kvthaw.cache.index_api import IndexContext, Remembers, Selection
 from kvthaw.errors import one_of
 from kvthaw.index.kept import Agree, KeptIndex, observed
 
@@ -16,7 +16,7 @@ Score = Literal["sum", "mean"]
 """What of the weights that a token was paid ranks it: their sum, or their mean over the queries that could see it."""
 
 
-class HeavyIndex(KeptIndex):
+class HeavyIndex(KeptIndex, Remembers):
     """H2O: of all tokens half are the most recent ones, half those that were attended to most, over all steps so far.
 
     Each step's softmax over sink, ring and kept tokens adds to their scores as soon as its own key is in the ring: with the next
@@ -44,7 +44,6 @@ class HeavyIndex(KeptIndex):
         }
 
     def observe(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
-        """See KeptIndex."""
         mass = observed(queries[:, :, -(self.queries or keys.shape[1]) :], keys, scale=self.context.scale, agree=self.agree)
         positions = torch.arange(self.first + tokens, self.first + keys.shape[1], device=keys.device)
         self.tables["near"][seq].zero_()
@@ -52,11 +51,9 @@ class HeavyIndex(KeptIndex):
         return mass[:, :tokens]
 
     def arrive(self, seq: int, start: int, stop: int) -> Tensor:
-        """See KeptIndex."""
         return self.tables["near"][seq, :, self._place(torch.arange(start, stop, device=self.context.device))]
 
     def rank(self, seq: int, rows: Tensor, scores: Tensor) -> Tensor:
-        """See KeptIndex."""
         held = self.context.regions.held
         recent = max(0, ((self.rows or rows.shape[1]) + held) // 2 - held)
         if self.score == "mean":
@@ -65,20 +62,17 @@ class HeavyIndex(KeptIndex):
         return scores.masked_fill(rows >= self.first + self.tokens[seq] - recent, torch.inf)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """See Index."""
         self.add()
         super().build(seq, first, keys, values, queries)
         self.tables["ends"][seq].fill_(first + self.tokens[seq])
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        """See Index."""
         self.add()
         super().append(seqs, keys, values, queries)
         for seq in seqs:
             self.tables["ends"][seq].fill_(self.first + self.tokens[seq])
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index."""
         selection = super().select(query, budget)
         if self.context.sequences is not None:
             batch, length = query.shape[0], self.tables["length"]

@@ -162,14 +162,12 @@ class HybridIndex(ObservedIndex):
     # Index
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """See Index."""
         self.begin(seq, first, queries)
         UnitIndex.append(self, [seq], keys[None], values[None], None)
         if self.rows and keys.shape[1]:
             self._place({seq: self.plan([seq], keys[None], *self.watched([seq]))[0]})
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        """See Index."""
         self.reserve(max(seqs) + 1)
         self._place({seq: plan.take() for seq in seqs if (plan := self.statics[seq].plan) is not None})
         super().append(seqs, keys, values, queries)
@@ -204,7 +202,6 @@ class HybridIndex(ObservedIndex):
         super().undo(seq, length)
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        """See Index."""
         for static in self.statics:
             if static.plan is not None:
                 static.plan.take()  # while the sequences have the numbers that its work knows
@@ -212,12 +209,10 @@ class HybridIndex(ObservedIndex):
         self.statics = [replace(self.statics[seq]) for seq in seqs]
 
     def clone_from(self, other: Self) -> None:
-        """See Index."""
         super().clone_from(other)
         self.statics = [replace(static, plan=static.plan and static.plan.copy()) for static in other.statics]
 
     def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
-        """See UnitIndex."""
         super().reserve(seqs, units, tokens)
         self.statics += [Static() for _ in range(len(self.seqs) - len(self.statics))]
 

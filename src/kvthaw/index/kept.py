@@ -8,7 +8,7 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext, Selection
+from kvthaw.cache.index_api import Index, IndexContext, Selection
 from kvthaw.errors import one_of
 from kvthaw.index.unit_counts import grown
 
@@ -36,7 +36,7 @@ def observed(queries: Tensor, keys: Tensor, *, scale: float, agree: Agree) -> Te
     return total.mean(dim=1) if agree == "mean" else total.amax(dim=1)
 
 
-class KeptIndex:
+class KeptIndex(Index):
     """At most as many rows as select() may bring, each with a score; of those that come, the best stay.
 
     kept [B, H, M] int32: positions, -1 padded; scores [B, H, M] float32; keys [B, H, M, D] where with_keys. What is not kept is not
@@ -80,7 +80,6 @@ class KeptIndex:
     # Index
 
     def make_room(self, seqs: int, tokens: int) -> None:
-        """See Index."""
         self.reserve(seqs)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
@@ -97,7 +96,6 @@ class KeptIndex:
             self._take(seq, keys[i], None if queries is None else queries[i])
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index."""
         batch = query.shape[0]
         self.reserve(batch)
         if budget != self.tables["kept"].shape[2]:
@@ -106,25 +104,21 @@ class KeptIndex:
         return Selection(rows, (rows >= 0).sum(dim=2, dtype=torch.int32))
 
     def truncate(self, seq: int, length: int) -> None:
-        """See Index."""
         if seq < len(self.tokens):
             self.tokens[seq] = min(self.tokens[seq], max(0, length - self.first))
             own = self._own(seq)
             self._fill(seq, own | {"kept": own["kept"].masked_fill(own["kept"] >= length, -1)})
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        """See Index."""
         self.reserve(max(seqs) + 1)
         which = torch.tensor(seqs, device=self.context.device)
         self.tables = {name: table.index_select(0, which) for name, table in self.tables.items()}
         self.tokens = [self.tokens[seq] for seq in seqs]
 
     def tensors(self) -> list[Tensor]:
-        """See Index."""
         return list(self.tables.values())
 
     def clone_from(self, other: Self) -> None:
-        """See Index."""
         self.tables = {name: table.clone() for name, table in other.tables.items()}
         self.tokens, self.first, self.rows = list(other.tokens), other.first, other.rows
 

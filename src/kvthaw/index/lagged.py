@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError
 from kvthaw.index.bounds import BoundIndex
-from kvthaw.index.unit_counts import grown
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 
@@ -21,7 +22,9 @@ class LaggedIndex(BoundIndex):
     A KV head whose group has a mean cosine of at least tau between the two queries gets the pages of the previous one; the others
     are corrected: they get those of their own query. A sequence's first step after a dense pass has no previous query and is
     corrected whole. previous [B, 64, Hq, D]: the query asked at n tokens of the sequence stands at n modulo 64, so that tokens
-    which are dropped again (assisted decoding) leave the one before them; asked [B, 64] int64: those n, -1 for none."""
+    which are dropped again (assisted decoding) leave the one before them; asked [B, 64] int64: those n + 1, 0 for none."""
+
+    tables: Mapping[str, str | None] = {**BoundIndex.tables, "previous": None, "asked": None}
 
     def __init__(self, context: IndexContext, *, page: int, spread: Spread, policy: Policy, tau: float) -> None:
         if not -1 <= tau <= 1:
@@ -33,37 +36,24 @@ class LaggedIndex(BoundIndex):
         self.asked = torch.zeros((0, _KEPT), dtype=torch.int64, device=device)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """See Index."""
         super().build(seq, first, keys, values, queries)
-        self.asked[seq] = -1
+        self.asked[seq] = 0
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index."""
         batch = query.shape[0]
         self.reserve(batch)
         seqs = torch.arange(batch, device=query.device)
         now = (
-            self.asked[:batch].amax(dim=1) + 1
+            self.asked[:batch].amax(dim=1)
             if self.context.sequences is None
             else self.context.sequences.on_device.lengths[:batch].long()
         )
         before = (now - 1) % _KEPT
         previous, asked = self.previous[seqs, before], self.asked[seqs, before]
         near = torch.cosine_similarity(query.float(), previous.float(), dim=2).unflatten(1, (self.context.kv_heads, -1))
-        lags = (near.mean(dim=2) >= self.tau) & (asked == now - 1)[:, None] & (now > 0)[:, None]
+        lags = (near.mean(dim=2) >= self.tau) & (asked == now)[:, None] & (now > 0)[:, None]
         used = torch.where(lags.repeat_interleave(self.context.group, dim=1)[:, :, None], previous, query)
         selection = super().select(used, budget)
         self.previous[seqs, now % _KEPT] = query
-        self.asked[seqs, now % _KEPT] = now
+        self.asked[seqs, now % _KEPT] = now + 1
         return selection
-
-    def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
-        """See UnitIndex."""
-        super().reserve(seqs, units, tokens)
-        have = len(self.asked)
-        if len(self.seqs) > have:
-            self.previous, self.asked = grown(self.previous, len(self.seqs)), grown(self.asked, len(self.seqs))
-            self.asked[have:] = -1
-
-    def _tables(self) -> list[str]:
-        return [*super()._tables(), "previous", "asked"]

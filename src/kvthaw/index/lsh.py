@@ -10,7 +10,7 @@ from torch import Tensor
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.counter_rng import GOLDEN, SPREAD, mix
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.index.clusters import stream
+from kvthaw.index.draws import stream
 from kvthaw.index.planes import Planes
 from kvthaw.index.tokens import TokenIndex
 from kvthaw.kernels.code_hits import code_hits
@@ -52,11 +52,9 @@ class HashIndex(TokenIndex):
         self.planes = Planes(context, tables=tables, bits=bits)
 
     def learn(self, seq: int, keys: Tensor) -> None:
-        """See TokenIndex."""
         self.learned["mean"][seq] = keys.float().contiguous().mean(dim=1)  # the same sum however the keys lie in memory
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """See TokenIndex."""
         return {"codes": self.code(keys - self.of("mean", seqs)[:, :, None]), "keys": keys}
 
     def code(self, vectors: Tensor) -> Tensor:
@@ -64,7 +62,6 @@ class HashIndex(TokenIndex):
         return torch.cat([self.planes.code(some).to(torch.int16) for some in vectors.split(_VECTORS, dim=-2)], dim=-2)
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index."""
         tokens = self.ready(query)
         batch, heads = query.shape[0], self.context.kv_heads
         grouped = query.unflatten(1, (heads, -1))
@@ -95,7 +92,6 @@ class HashIndex(TokenIndex):
         return Selection(rows, taken.sum(dim=2, dtype=torch.int32), log_weight=log_weight)
 
     def tensors(self) -> list[Tensor]:
-        """See Index."""
         return [*super().tensors(), *self.planes.tensors()]
 
     def salt(self, asked: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, get_args
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError
-from kvthaw.index.clusters import Batches, drawn, groups
+from kvthaw.index.batches import BatchedIndex, BatchGroup
+from kvthaw.index.draws import drawn
 from kvthaw.index.target import Full
-from kvthaw.index.units import UnitIndex
 from kvthaw.kernels import HAS_TRITON, node_scores
 from kvthaw.kernels.extend import Place
 from kvthaw.kernels.kmeans import grouped
@@ -64,7 +64,7 @@ class NodeConfig:
         return round(1 / self.promote)
 
 
-class NodeIndex(UnitIndex):
+class NodeIndex(BatchedIndex):
     """Nodes of keys alike, ranked by their digests; of the rows of the best nodes the keys are read, and the best rows selected.
 
     A prompt's keys are promoted with probability `promote`, so many of them exactly, and every key belongs to the nearest promoted
@@ -80,24 +80,24 @@ class NodeIndex(UnitIndex):
     Device: digests and the map, (1 + outliers) D + 8 elements a node and 4 bytes a key.
     """
 
-    mapped = True
+    tables: Mapping[str, str | None] = {**BatchedIndex.tables, "wanted": None}
 
     def __init__(self, context: IndexContext, config: NodeConfig | None = None) -> None:
         self.config = config or NodeConfig()
-        size, width = self.config.size, row_width(context.head_dim, self.config.outliers)
-        super().__init__(context, size=size, batch=size * self.config.nodes_per_batch, width=width, policy=self.config.policy)
+        batch, width = self.config.size * self.config.nodes_per_batch, row_width(context.head_dim, self.config.outliers)
+        super().__init__(context, batch=batch, per_batch=self.config.nodes_per_batch, width=width, policy=self.config.policy)
         self.width = self._field(context.rows)
         self.wanted = torch.zeros(0, dtype=torch.int32, device=context.device)
 
     # Index
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """See Index."""
         tokens = keys.shape[1]
-        self._whole(seq, first, keys, -(-tokens // self.size), self._form)
+        count = -(-tokens // self.size)
+        job = partial(self.form_now, [Full(seq, 0, 0)], keys[None, :, None], count)
+        self.build_beside(seq, first, tokens, count, job, keys)
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index."""
         batch, config = query.shape[0], self.config
         self.join()
         self.reserve(batch)
@@ -127,31 +127,23 @@ class NodeIndex(UnitIndex):
         rows = sum(min(seq.tokens, self.width) for seq in self.seqs)
         return rows * self.context.kv_heads * self.context.store.format.key_bytes
 
-    def reorder(self, seqs: Sequence[int]) -> None:
-        """See Index."""
-        super().reorder(seqs)
-        self._know_anew()
-
-    def tensors(self) -> list[Tensor]:
-        """See Index."""
-        return [*super().tensors(), self.wanted]
-
     def clone_from(self, other: Self) -> None:
-        """See Index."""
         super().clone_from(other)
-        self._know_anew()
+        self.width = other.width
+
+    @property
+    def settings(self) -> Hashable:
+        return self.config
 
     # UnitIndex
 
     def digest(self, keys: Tensor) -> Tensor:
-        """See UnitIndex."""
         heads, tokens = keys.shape[:2]
         order = torch.arange(tokens, dtype=torch.int32, device=keys.device).expand(heads, -1)
         stops = torch.arange(0, tokens + self.size, self.size, dtype=torch.int32, device=keys.device).clamp_(max=tokens)
         return node_digests(keys, order, stops.expand(heads, -1), self.config.outliers)[0]
 
     def extend(self, keys: Tensor, places: Sequence[Place]) -> None:
-        """See UnitIndex."""
         self._extend(keys, places, None)
         alike: dict[int, list[Place]] = {}
         for place in places:
@@ -160,32 +152,13 @@ class NodeIndex(UnitIndex):
             whole = kept // self.size  # nodes that have all of their keys, and their digests
             last = tuple(Full(place.seq, place.begin + whole * self.size, place.before + whole) for place in some)
             n = kept + keys.shape[2] - whole * self.size
-            self.defer((self._kind(), "open", last, n), partial(digest_open, last=last, n=n), self)
+            self.defer((self.kind(), "open", last, n), partial(digest_open, last=last, n=n), self)
 
-    def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
-        """See UnitIndex: each batch makes nodes among itself; single ones with those of other layers, which have theirs at the same
-        step."""
-        if keys is not None:
-            self._form(full, keys, self.config.nodes_per_batch)
-            return
-        work = partial(form, count=self.config.nodes_per_batch)
-        self.defer((self._kind(), "form", tuple(full)), work, Batches(self, full))
-
-    def _form(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
-        """Make `count` nodes of each of some batches, keys [R, H, n, T, D], now."""
-        form([Batches(self, first, keys)], count)
-
-    def _kind(self) -> Hashable:
-        """What indexes have in common that work together."""
-        context = self.context
-        return NodeIndex, context.kv_heads, context.head_dim, context.dtype, context.device, context.seed, self.config
-
-    def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
-        """See UnitIndex."""
-        super().reserve(seqs, units, tokens)
-        have = len(self.wanted)
-        if len(self.seqs) > have:
-            self.wanted = torch.nn.functional.pad(self.wanted, (0, len(self.seqs) - have))
+    def form(self, group: BatchGroup, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        flat, chosen = group.keys.flatten(0, 2), drawn(group.positions, count, group.streams)
+        order, stops = grouped(nearest(flat, chosen.flatten(0, 2)), count)
+        digests, order = node_digests(flat, order, stops, self.config.outliers)
+        return digests, order, stops
 
     def know(self, seqs: Sequence[int]) -> None:
         """See UnitIndex: how many rows of a sequence get a true score is known on the device."""
@@ -197,10 +170,6 @@ class NodeIndex(UnitIndex):
     def _field(self, budget: int) -> int:
         """Rows whose keys are read for `budget` that are selected: whole tiles."""
         return -(-max(self.config.field, 2 * budget) // TILE) * TILE
-
-    def _know_anew(self) -> None:
-        self.wanted = torch.zeros(len(self.seqs), dtype=torch.int32, device=self.context.device)
-        self.know(range(len(self.seqs)))
 
     def _table(self) -> Tensor:
         store, device = self.context.store, self.context.device
@@ -215,15 +184,3 @@ def digest_open(every: Sequence[NodeIndex], last: Sequence[Full], n: int) -> Non
     where = one.target(last).units(made.shape[3])
     for index, digests in zip(every, made.unbind(), strict=True):
         index.digests[where] = digests
-
-
-def form(every: Sequence[Batches], count: int) -> None:
-    """Make `count` nodes of each batch, and write these into the tables. All have as many tokens and batches, and their indexes
-    differ in nothing but the layer."""
-    for group in groups(every):
-        one = group.every[0].index
-        assert isinstance(one, NodeIndex)
-        flat, chosen = group.keys.flatten(0, 2), drawn(group.positions, count, group.streams)
-        order, stops = grouped(nearest(flat, chosen.flatten(0, 2)), count)
-        digests, order = node_digests(flat, order, stops, one.config.outliers)
-        group.write(digests, order, stops)

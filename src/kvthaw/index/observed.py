@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext
+from kvthaw.cache.index_api import IndexContext, Remembers
 from kvthaw.errors import at_least
 from kvthaw.index.bounds import BoundIndex
-from kvthaw.index.unit_counts import grown
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy
@@ -31,7 +30,7 @@ class Turn:
     recorded: int = 0
 
 
-class ObservedIndex(BoundIndex):
+class ObservedIndex(BoundIndex, Remembers):
     """Pages, and a window of the last queries that select() was given, [B, Hq, W, D], recorded within a captured step.
 
     Every `interval` tokens these choose the static set anew. Layers take turns: the first interval of each is shorter by `early`
@@ -40,6 +39,7 @@ class ObservedIndex(BoundIndex):
 
     grows = False
     mapped = remembers = True
+    tables: Mapping[str, str | None] = {**BoundIndex.tables, "queries": None, "seen": None}
 
     def __init__(
         self, context: IndexContext, *, page: int, spread: Spread, policy: Policy, share: float, interval: int, window: int
@@ -63,7 +63,6 @@ class ObservedIndex(BoundIndex):
     # Index
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        """See Index."""
         super().append(seqs, keys, values, queries)
         for i, seq in enumerate(seqs):
             turn = self.turns[seq]
@@ -73,7 +72,6 @@ class ObservedIndex(BoundIndex):
             turn.since += keys.shape[2]
 
     def truncate(self, seq: int, length: int) -> None:
-        """See Index."""
         if seq < len(self.turns) and length <= self.first:
             self.turns[seq] = Turn(since=self.early)
             self.seen[seq].zero_()
@@ -81,38 +79,30 @@ class ObservedIndex(BoundIndex):
         super().truncate(seq, length)
 
     def undo(self, seq: int, length: int) -> None:
-        """See Reversible."""
         self.turns[seq].since = self.turns[seq].before
         super().undo(seq, length)
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        """See Index."""
         super().reorder(seqs)
         self.turns = [replace(self.turns[seq]) for seq in seqs]
 
     def tensors(self) -> list[Tensor]:
-        """See Index."""
         return [*super().tensors(), self.steps]
 
     def clone_from(self, other: Self) -> None:
-        """See Index."""
         super().clone_from(other)
         self.steps, self.rows = other.steps.clone(), other.rows
         self.turns = [replace(turn) for turn in other.turns]
 
     def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
-        """See UnitIndex."""
         super().reserve(seqs, units, tokens)
         self.turns += [Turn(since=self.early) for _ in range(len(self.seqs) - len(self.turns))]
-        self.queries, self.seen = grown(self.queries, len(self.seqs)), grown(self.seen, len(self.seqs))
 
     # The static set
 
     def begin(self, seq: int, first: int, queries: Tensor) -> None:
         """Empty a sequence and take the last queries [Hq, W, D] of its prompt."""
-        self.truncate(seq, 0)
-        self.first = first
-        self.reserve(seq + 1)
+        self.clear(seq, first)
         self.record_queries(seq, queries)
 
     def record_queries(self, seq: int, queries: Tensor) -> None:
@@ -135,6 +125,3 @@ class ObservedIndex(BoundIndex):
         """Return whether the store has a sequence's first `tokens` tokens behind the sink."""
         store = self.context.store
         return seq < store.seqs and store.length(seq) >= self.first + tokens
-
-    def _tables(self) -> list[str]:
-        return [*super()._tables(), "queries", "seen"]

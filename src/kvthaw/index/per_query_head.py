@@ -18,7 +18,6 @@ class QueryHeadClusterIndex(ClusterIndex):
     """
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index."""
         batch, heads = query.shape[0], self.context.kv_heads
         grouped = query.unflatten(1, (heads, -1))
         share = max(1, budget // grouped.shape[2])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext
-from kvthaw.index.clusters import stream
+from kvthaw.index.draws import stream
 
 
 class Planes:

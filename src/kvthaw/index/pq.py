@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.index.clusters import drawn, stream
+from kvthaw.index.draws import drawn, stream
 from kvthaw.index.learned import assign
 from kvthaw.index.tokens import Policy, TokenIndex
 from kvthaw.kernels.kmeans import kmeans
@@ -43,7 +43,6 @@ class ProductIndex(TokenIndex):
         )
 
     def learn(self, seq: int, keys: Tensor) -> None:
-        """See TokenIndex."""
         points, heads, tokens = self.split(keys), keys.shape[0], keys.shape[1]
         context, count = self.context, min(self.centroids, tokens)
         positions = torch.arange(self.first, self.first + tokens, device=keys.device)
@@ -55,12 +54,10 @@ class ProductIndex(TokenIndex):
         table[:, :, count:] = table[:, :, :1]  # of equal ones the first is the nearest
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """See TokenIndex."""
         found = assign(self.split(keys.flatten(0, 1)), self.of("centroids", seqs).flatten(0, 1))
         return {"ids": found.transpose(1, 2).unflatten(0, keys.shape[:2])}
 
     def estimate(self, query: Tensor, tokens: int) -> Tensor:
-        """See TokenIndex."""
         batch, ids = query.shape[0], self.tables["ids"][: query.shape[0], :, None, :tokens]
         asked = query.float().unflatten(3, (self.parts, -1))
         products: Tensor = torch.einsum("bhgps,bhpcs->bhgpc", asked, self.learned["centroids"][:batch])

@@ -38,7 +38,6 @@ class QuantisedKeys(TokenIndex):
         self.stored = stored  # keys are read from the store
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """See TokenIndex."""
         if self.stored:
             starts = [self.first + self.counts[seq] for seq in seqs]
             read = (self.context.store.read(seq, at, at + keys.shape[2]) for seq, at in zip(seqs, starts, strict=True))
@@ -57,7 +56,7 @@ class QuantisedKeys(TokenIndex):
         return grids[..., 0] * query.sum(dim=3, keepdim=True) + grids[..., 1] * (query @ whole.float().transpose(2, 3))
 
 
-class PrunedIndex:
+class PrunedIndex(Index, Reversible, Remembers, WorksBeside):
     """Of the rows that another index proposes, the fewest that have at least p of their estimated softmax weight.
 
     The other index proposes `spare` times the rows that may be selected. Every query head keeps its own top-p of them, by 4-bit
@@ -81,26 +80,21 @@ class PrunedIndex:
 
     @property
     def reversible(self) -> bool:
-        """See Reversible."""
         return isinstance(self.inner, Reversible) and self.inner.reversible
 
     @property
     def remembers(self) -> bool:
-        """See Remembers."""
         return isinstance(self.inner, Remembers) and self.inner.remembers
 
     def make_room(self, seqs: int, tokens: int) -> None:
-        """See Index."""
         self.inner.make_room(seqs, tokens)
         self.keys.make_room(seqs, tokens)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """See Index."""
         self.inner.build(seq, first, keys, values, queries)
         self.keys.build(seq, first, keys, values, queries)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        """See Index."""
         self.inner.append(seqs, keys, values, queries)
         self.keys.append(seqs, keys, values, queries)
 
@@ -127,31 +121,25 @@ class PrunedIndex:
         return Selection(chosen, (chosen >= 0).sum(dim=2, dtype=torch.int32))
 
     def join(self) -> None:
-        """See WorksBeside."""
         if isinstance(self.inner, WorksBeside):
             self.inner.join()
 
     def truncate(self, seq: int, length: int) -> None:
-        """See Index."""
         self.inner.truncate(seq, length)
         self.keys.truncate(seq, length)
 
     def undo(self, seq: int, length: int) -> None:
-        """See Reversible."""
         assert isinstance(self.inner, Reversible)
         self.inner.undo(seq, length)
         self.keys.undo(seq, length)
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        """See Index."""
         self.inner.reorder(seqs)
         self.keys.reorder(seqs)
 
     def tensors(self) -> list[Tensor]:
-        """See Index."""
         return [*self.inner.tensors(), *self.keys.tensors()]
 
     def clone_from(self, other: Self) -> None:
-        """See Index."""
         self.inner.clone_from(other.inner)
         self.keys.clone_from(other.keys)

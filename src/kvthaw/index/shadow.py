@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext
+from kvthaw.cache.index_api import IndexContext, Rebuilds
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import at_least
 from kvthaw.index.principal import principal
@@ -17,7 +17,7 @@ from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.unit_select import Policy
 
 
-class ShadowIndex(UnitIndex):
+class ShadowIndex(UnitIndex, Rebuilds):
     """Chunks of `chunk` tokens in text order, ranked by q times their mean key, behind `outliers` chunks that are always selected.
 
     Outliers are the prompt's chunks whose worst key has the least cosine with its chunk's mean: at most a quarter of the rows that
@@ -31,6 +31,9 @@ class ShadowIndex(UnitIndex):
     """
 
     mapped = shuffled = True
+    tables: Mapping[str, str | None] = {
+        **UnitIndex.tables, **dict.fromkeys(("factors", "basis", "exact", "known", "total", "turned")),
+    }  # fmt: skip
 
     def __init__(
         self, context: IndexContext, *, chunk: int = 8, rank: int = 160, outliers: int = 48, policy: Policy = "max"
@@ -51,22 +54,18 @@ class ShadowIndex(UnitIndex):
     # Index
 
     def make_room(self, seqs: int, tokens: int) -> None:
-        """See Index."""
         super().make_room(seqs, tokens)
         self._reserve_factors(tokens)
 
     def know(self, seqs: Sequence[int]) -> None:
-        """See UnitIndex."""
         self.total.copy_(torch.tensor([seq.tokens for seq in self.seqs], dtype=torch.int32), non_blocking=True)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """See Index."""
-        self.truncate(seq, 0)
-        self.first = first
+        self.clear(seq, first)
         heads, tokens, dim = keys.shape
         if not tokens:
             return
-        self.reserve(seq + 1, -(-tokens // self.size) + 1, tokens)
+        self.reserve(0, -(-tokens // self.size) + 1, tokens)
         landmarks, chunks = self.digest(keys), tokens // self.size
         members = keys[:, : chunks * self.size].unflatten(1, (chunks, self.size)).float()
         worst = torch.cosine_similarity(members, landmarks[:, :chunks, None], dim=3).amin(dim=2)
@@ -120,7 +119,6 @@ class ShadowIndex(UnitIndex):
         return made.to(self.factors.dtype)
 
     def truncate(self, seq: int, length: int) -> None:
-        """See Index."""
         super().truncate(seq, length)
         if seq < len(self.known):
             self.known[seq].clamp_(max=max(0, length - self.first))
@@ -131,18 +129,9 @@ class ShadowIndex(UnitIndex):
         return [*super().tensors(), *([] if rotary is None else [rotary.cos, rotary.sin])]
 
     def clone_from(self, other: Self) -> None:
-        """See Index."""
         super().clone_from(other)
         if self.context.rotary is not None:
             self.context.rotary.reserve(self.first + self.factors.shape[2], self.context.device)
-
-    def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
-        """See UnitIndex."""
-        super().reserve(seqs, units, tokens)
-        many = len(self.seqs)
-        self.factors, self.basis = grown(self.factors, many), grown(self.basis, many)
-        self.exact, self.known = grown(self.exact, many), grown(self.known, many)
-        self.total, self.turned = grown(self.total, many), grown(self.turned, many)
 
     # Inside
 
@@ -174,6 +163,3 @@ class ShadowIndex(UnitIndex):
         self.factors, self.exact = (grown(table, len(self.seqs), tokens) for table in (self.factors, self.exact))
         if self.context.rotary is not None:
             self.context.rotary.reserve(self.first + tokens, self.context.device)
-
-    def _tables(self) -> list[str]:
-        return [*super()._tables(), "factors", "basis", "exact", "known", "total", "turned"]

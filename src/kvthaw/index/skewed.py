@@ -46,13 +46,11 @@ class SkewedIndex(TokenIndex):
         self._queries = torch.empty(0)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """See Index."""
         self._queries = queries
         super().build(seq, first, keys, values, queries)
         self._queries = queries[:, :0]
 
     def learn(self, seq: int, keys: Tensor) -> None:
-        """See TokenIndex."""
         queries = self._queries.unflatten(0, (self.context.kv_heads, -1)).flatten(1, 2).float()
         turn = principal(queries).float()  # [H, D, D], V of queries = U S V^T
         asked, held = ((rows @ turn).abs().mean(dim=1) for rows in (queries, keys.float()))
@@ -60,17 +58,14 @@ class SkewedIndex(TokenIndex):
         self.learned["skew"][seq] = turn.gather(2, kept[:, None].expand(-1, keys.shape[2], -1))
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """See TokenIndex."""
         return {"partial": (keys.float() @ self.of("skew", seqs)).to(keys.dtype)}
 
     def estimate(self, query: Tensor, tokens: int) -> Tensor:
-        """See TokenIndex."""
         batch = query.shape[0]
         partial = self.tables["partial"][:batch, :, :tokens].float()
         return query.float() @ self.learned["skew"][:batch] @ partial.mT
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index."""
         tokens = self.ready(query)
         batch = query.shape[0]
         logits = self.estimate(query.unflatten(1, (self.context.kv_heads, -1)), tokens) * self.context.scale

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext, Selection
+from kvthaw.cache.index_api import IndexContext, Remembers, Selection
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.kept import Agree, KeptIndex, observed
 
@@ -34,7 +34,6 @@ class SnapIndex(KeptIndex):
         self.width, self.kernel, self.pooling = min(width, context.regions.window), kernel, pooling
 
     def observe(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
-        """See KeptIndex."""
         mass = observed(queries[:, :, -self.width :], keys, scale=self.context.scale, agree=self.agree)[:, :tokens]
         pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
         return pool(mass, self.kernel, stride=1, padding=self.kernel // 2)
@@ -44,7 +43,7 @@ class SnapIndex(KeptIndex):
         return torch.full((self.context.kv_heads, stop - start), -1.0, device=self.context.device)
 
 
-class FreshSnapIndex(SnapIndex):
+class FreshSnapIndex(SnapIndex, Remembers):
     """SnapKV's choice made anew every `interval` tokens, by the last queries, from all tokens.
 
     The window's keys are on the device already; the others come from the host for it, between two steps.
@@ -64,7 +63,6 @@ class FreshSnapIndex(SnapIndex):
         self.since: list[int] = []
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index."""
         selection = super().select(query, budget)
         slot = self.cursor % self.width
         if self.context.sequences is not None:  # a sequence without a token asks nothing
@@ -74,7 +72,6 @@ class FreshSnapIndex(SnapIndex):
         return selection
 
     def observe(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
-        """See KeptIndex."""
         self.since[seq] = 0
         last = queries.flatten(0, 1)[:, -self.width :]
         slots = (self.cursor + torch.arange(-last.shape[1], 0, device=keys.device)) % self.width
@@ -82,7 +79,6 @@ class FreshSnapIndex(SnapIndex):
         return super().observe(seq, queries, keys, tokens)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        """See Index."""
         super().append(seqs, keys, values, queries)
         slab, n = self.context.slab, keys.shape[2]
         for seq in seqs:
@@ -94,27 +90,22 @@ class FreshSnapIndex(SnapIndex):
                 self.anew(seq, self.tables["recent"][seq].index_select(1, order), behind)
 
     def reserve(self, seqs: int) -> None:
-        """See KeptIndex."""
         super().reserve(seqs)
         self.since += [0] * (seqs - len(self.since))
 
     def truncate(self, seq: int, length: int) -> None:
-        """See Index."""
         super().truncate(seq, length)
         if seq < len(self.tokens) and not self.tokens[seq]:
             self.since[seq] = 0
             self.tables["recent"][seq].zero_()
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        """See Index."""
         super().reorder(seqs)
         self.since = [self.since[seq] for seq in seqs]
 
     def tensors(self) -> list[Tensor]:
-        """See Index."""
         return [*super().tensors(), self.cursor]
 
     def clone_from(self, other: Self) -> None:
-        """See Index."""
         super().clone_from(other)
         self.cursor, self.since = other.cursor.clone(), list(other.since)

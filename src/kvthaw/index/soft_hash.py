@@ -38,12 +38,10 @@ class SoftHashIndex(TokenIndex):
         self.corners = ((torch.arange(1 << bits, device=context.device)[:, None] & powers) > 0).float() * 2 - 1  # [2^K, K]
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """See TokenIndex."""
         kind = self.tables["buckets"].dtype
         return {"buckets": self.planes.code(keys).to(kind), "lengths": values.float().norm(dim=3)}
 
     def tensors(self) -> list[Tensor]:
-        """See Index."""
         return [*super().tensors(), *self.planes.tensors(), self.corners]
 
     def chances(self, query: Tensor) -> Tensor:

@@ -60,7 +60,6 @@ class StaticPageIndex(ObservedIndex):
     # Index
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """See Index."""
         self.begin(seq, first, queries)
         super().append([seq], keys[None], values[None], None)
         self.turns[seq].since = self.early
@@ -73,7 +72,6 @@ class StaticPageIndex(ObservedIndex):
             self._place([seq], top[None])
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        """See Index."""
         super().append(seqs, keys, values, queries)
         self._choose([seq for seq in seqs if self._due(seq, 0) and self.stored(seq, self.seqs[seq].tokens)])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
-from kvthaw.cache.index_api import IndexContext, Selection
+from kvthaw.cache.index_api import Index, IndexContext, Reversible, Selection
 from kvthaw.errors import one_of
 from kvthaw.index.target import Full, Target
 
@@ -27,7 +27,7 @@ def log_shares(logits: Tensor) -> Tensor:
     return logits - torch.where(total == -torch.inf, 0.0, total)
 
 
-class TokenIndex:
+class TokenIndex(Index, Reversible):
     """Tables with a place for every token, and selection by a score for each.
 
     columns: what is kept of a token, name -> (shape, dtype); a table is [B, H, capacity, *shape]. learned: what is kept of a
@@ -71,12 +71,10 @@ class TokenIndex:
     # Index
 
     def make_room(self, seqs: int, tokens: int) -> None:
-        """See Index."""
         self.reserve(seqs, tokens)
         self.tell()
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """See Index."""
         self.truncate(seq, 0)
         self.first = first
         self.reserve(seq + 1, 0)
@@ -85,7 +83,6 @@ class TokenIndex:
         self.append([seq], keys[None], values[None], None)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        """See Index."""
         n = keys.shape[2]
         self.reserve(max(seqs) + 1, 0)
         self.reserve(0, max(self.counts[seq] for seq in seqs) + n)
@@ -97,7 +94,6 @@ class TokenIndex:
         self.tell()
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index."""
         tokens = self.ready(query)
         grouped = query.unflatten(1, (self.context.kv_heads, -1))
         if self.policy == "mean_query":
@@ -107,7 +103,6 @@ class TokenIndex:
         return self.best(merged, budget)
 
     def truncate(self, seq: int, length: int) -> None:
-        """See Index."""
         if seq < len(self.counts):
             self.counts[seq] = min(self.counts[seq], max(0, length - self.first))
             self.tell()
@@ -117,7 +112,6 @@ class TokenIndex:
         self.truncate(seq, length)
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        """See Index."""
         self.reserve(max(seqs) + 1, 0)
         which = torch.tensor(seqs, device=self.context.device)
         for tables in (self.tables, self.learned):
@@ -127,11 +121,9 @@ class TokenIndex:
         self.tell()
 
     def tensors(self) -> list[Tensor]:
-        """See Index."""
         return [*self.tables.values(), *self.learned.values(), self.known]
 
     def clone_from(self, other: Self) -> None:
-        """See Index."""
         self.tables = {name: table.clone() for name, table in other.tables.items()}
         self.learned = {name: table.clone() for name, table in other.learned.items()}
         self.counts, self.first = list(other.counts), other.first

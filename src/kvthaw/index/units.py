@@ -7,7 +7,7 @@ their digests are made anew with every append, so that every token can be select
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Self, get_args
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvthaw.cache.aux_stream import AuxStream
 from kvthaw.cache.deferred_batch import DeferredBatch
-from kvthaw.cache.index_api import IndexContext, Selection
+from kvthaw.cache.index_api import Index, IndexContext, Reversible, Selection, WorksBeside
 from kvthaw.errors import one_of
 from kvthaw.index.target import Full, Target
 from kvthaw.index.unit_counts import Before, Seq, grown
@@ -25,7 +25,7 @@ from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy, unit_select
 
 
-class UnitIndex:
+class UnitIndex(Index, Reversible, WorksBeside):
     """Tables of units, and selection by digest. Subclasses say how a batch becomes units.
 
     digests [B, H, U, E], stops [B, H, U + 1] int32, counts [B] int32, order [B, H, T] int32 or None (text order), recent
@@ -45,6 +45,8 @@ class UnitIndex:
     """A digest is the box around a unit's keys; None: their mean."""
     choice = staticmethod(unit_select)
     """What selects units for a query."""
+    tables: Mapping[str, str | None] = {"digests": "units", "stops": "ends", "counts": None, "recent": None, "order": "tokens"}
+    """Attributes that are tensors of all sequences, by what their third dimension counts."""
 
     def __init__(self, context: IndexContext, *, size: int, batch: int, width: int, policy: Policy) -> None:
         one_of(get_args(Policy), policy=policy)
@@ -65,7 +67,6 @@ class UnitIndex:
 
     @property
     def reversible(self) -> bool:
-        """See Reversible."""
         return True
 
     # What a method adds
@@ -91,18 +92,14 @@ class UnitIndex:
     # Index
 
     def make_room(self, seqs: int, tokens: int) -> None:
-        """See Index."""
         self.reserve(seqs)
         self.reserve(0, self.most_units(tokens), tokens)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """See Index."""
-        self.truncate(seq, 0)
-        self.first = first
+        self.clear(seq, first)
         self.append([seq], keys[None], values[None], None)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        """See Index."""
         self.join()
         n = keys.shape[2]
         self.reserve(max(seqs) + 1)
@@ -117,7 +114,6 @@ class UnitIndex:
         self._add(seqs, keys)
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index."""
         batch = query.shape[0]
         self.join()
         self.reserve(batch)
@@ -171,7 +167,6 @@ class UnitIndex:
         self._set(seq, Seq(keep, units, 0, [*marks, (keep, units)]))
 
     def undo(self, seq: int, length: int) -> None:
-        """See Reversible."""
         last = self._before.pop(seq, None)
         if last is None:
             self.truncate(seq, length)
@@ -187,7 +182,6 @@ class UnitIndex:
             self._again(seq, *marks[-1], last.kept, marks)
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        """See Index."""
         self.join()
         self.reserve(max(seqs) + 1)
         which = torch.tensor(seqs, device=self.counts.device)
@@ -197,11 +191,9 @@ class UnitIndex:
         self._before = {i: self._before[seq].copy() for i, seq in enumerate(seqs) if seq in self._before}
 
     def tensors(self) -> list[Tensor]:
-        """See Index."""
         return [getattr(self, name) for name in self._tables()]
 
     def clone_from(self, other: Self) -> None:
-        """See Index."""
         self.join()
         other.join()
         for name in self._tables():
@@ -209,6 +201,12 @@ class UnitIndex:
         self.seqs = [seq.copy() for seq in other.seqs]
         self._before = {seq: last.copy() for seq, last in other._before.items()}
         self.first = other.first
+
+    def clear(self, seq: int, first: int) -> None:
+        """Empty a sequence, whose positions begin at `first` from now on."""
+        self.truncate(seq, 0)
+        self.first = first
+        self.reserve(seq + 1)
 
     # Work beside the current stream, and work of several layers
 
@@ -241,15 +239,14 @@ class UnitIndex:
             return
         self.join()
         units = have if units <= have else max(units + units // 4 + 64, 2 * have)
-        self.digests = grown(self.digests, many, units)
-        self.stops = grown(self.stops, many, units + 1)
-        self.counts = grown(self.counts, many)
-        self.recent = grown(self.recent, many)
-        if self.order is not None:
-            self.order = grown(self.order, many, known if tokens <= known else max(tokens + tokens // 4 + 64, 2 * known))
+        tokens = known if tokens <= known else max(tokens + tokens // 4 + 64, 2 * known)
+        lengths = {"units": units, "ends": units + 1, "tokens": tokens}
+        for name in self._tables():
+            counted = self.tables[name]
+            setattr(self, name, grown(getattr(self, name), many, None if counted is None else lengths[counted]))
 
     def _tables(self) -> list[str]:
-        return ["digests", "stops", "counts", "recent"] + ["order"] * (self.order is not None)
+        return [name for name in self.tables if getattr(self, name) is not None]
 
     def _set(self, seq: int, host: Seq) -> None:
         self.seqs[seq] = host
@@ -257,21 +254,6 @@ class UnitIndex:
         if not host.tokens:
             self.stops[seq, :, 0] = 0
         self.know([seq])
-
-    def _whole(
-        self, seq: int, first: int, keys: Tensor, count: int, form: Callable[[Sequence[Full], Tensor, int], None]
-    ) -> None:
-        """A sequence's prompt, keys [H, T, D], becomes `count` units at once, in a batch of its own: form(batches, keys [1, H, 1,
-        T, D], count) writes them in the tables, beside the current stream."""
-        self.truncate(seq, 0)
-        self.first = first
-        tokens = keys.shape[1]
-        if not tokens:
-            return
-        self.reserve(seq + 1)
-        self.reserve(0, count + 1, tokens)
-        self.beside(lambda: form([Full(seq, 0, 0)], keys[None, :, None], count), keys)
-        self._set(seq, Seq(tokens, count, 0, [(0, 0), (tokens, count)]))
 
     def _fits(self, seq: int, n: int) -> bool:
         """Whether the keys of the last batch stay where they are when n more come."""

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext, Selection
+from kvthaw.cache.index_api import Attends, IndexContext, Selection
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import ClusterIndex, Start
 from kvthaw.index.target import Full, Target
-from kvthaw.index.unit_counts import Seq, grown
 from kvthaw.kernels import unit_scores
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.unit_select import Policy
 
 
-class WaveIndex(ClusterIndex):
+class WaveIndex(ClusterIndex, Attends):
     """k-means within segments of the prompt, and an estimate of the attention to clusters that are not read.
 
     A prompt is clustered in segments of `segment` tokens, the last one shorter, one cluster for every tokens_per_cluster; so are
@@ -28,6 +27,8 @@ class WaveIndex(ClusterIndex):
     not estimated. values [B, H, U, D]: mean values; recent_values, as recent; closed [B] int32: units that
     are clusters.
     """
+
+    tables: Mapping[str, str | None] = {**ClusterIndex.tables, "values": "units", "recent_values": None, "closed": None}
 
     def __init__(
         self,
@@ -66,35 +67,25 @@ class WaveIndex(ClusterIndex):
     # Index
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """See Index."""
-        self.truncate(seq, 0)
-        self.first = first
         tokens = keys.shape[1]
-        if not tokens:
-            return
         whole, rest = divmod(tokens, self.segment)
         per, last = self.segment // self.tokens_per_cluster, max(1, rest // self.tokens_per_cluster) if rest else 0
-        count = whole * per + last
-        self.reserve(seq + 1)
-        self.reserve(0, count + 1, tokens)
+        cut = whole * self.segment
 
         def job() -> None:
-            cut = whole * self.segment
             if whole:
-                self._cluster([Full(seq, 0, 0)], keys[None, :, :cut].unflatten(2, (whole, self.segment)), per)
+                self.form_now([Full(seq, 0, 0)], keys[None, :, :cut].unflatten(2, (whole, self.segment)), per)
             if rest:
-                self._cluster([Full(seq, cut, whole * per)], keys[None, :, None, cut:], last)
+                self.form_now([Full(seq, cut, whole * per)], keys[None, :, None, cut:], last)
             for i in range(whole):
                 at = i * self.segment
                 self._average([Full(seq, at, i * per)], per, values[None, :, at : at + self.segment])
             if rest:
                 self._average([Full(seq, cut, whole * per)], last, values[None, :, cut:])
 
-        self.beside(job, keys, values)
-        self._set(seq, Seq(tokens, count, 0, [(0, 0), (tokens, count)]))
+        self.build_beside(seq, first, tokens, whole * per + last, job, keys, values)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        """See Index."""
         super().append(seqs, keys, values, queries)
         self._arriving.clear()
 
@@ -112,7 +103,7 @@ class WaveIndex(ClusterIndex):
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
         """See UnitIndex; at once, for their values follow."""
         own = self.last(full, self.recent)[:, :, None] if keys is None else keys
-        self._cluster(full, own, self.per_batch)
+        self.form_now(full, own, self.per_batch)
         if keys is None:
             self._average(full, self.per_batch, self.last(full, self.recent_values))
             return
@@ -124,20 +115,11 @@ class WaveIndex(ClusterIndex):
 
     @property
     def attends(self) -> bool:
-        """See Attends."""
         return self.estimated > 0
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index."""
         selection = super().select(query, budget)
         return Selection(selection.rows, selection.counts, partial=self._estimate(query, selection.rows))
-
-    def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
-        """See UnitIndex."""
-        super().reserve(seqs, units, tokens)
-        many, units = self.digests.shape[0], self.digests.shape[2]
-        self.values, self.closed = grown(self.values, many, units), grown(self.closed, many)
-        self.recent_values = grown(self.recent_values, many)
 
     # Inside
 
@@ -195,12 +177,8 @@ class WaveIndex(ClusterIndex):
         self.values[target.units(count)] = means.to(self.values.dtype)
 
     def know(self, seqs: Sequence[int]) -> None:
-        """See UnitIndex."""
         closed = [seq.units if seq.kept in (0, self.batch) else seq.marks[-1][1] for seq in self.seqs]
         self.closed.copy_(torch.tensor(closed, dtype=torch.int32), non_blocking=True)
 
     def _rings(self) -> list[str]:
         return [*super()._rings(), "recent_values"]
-
-    def _tables(self) -> list[str]:
-        return [*super()._tables(), "values", "recent_values", "closed"]

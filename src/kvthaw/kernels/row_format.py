@@ -89,52 +89,41 @@ class E4M3(RowFormat):
 
     @property
     def tail(self) -> tuple[int, ...]:
-        """See RowFormat."""
         return (HEADER + -(-2 * self.dim // 8) * 8,)
 
     @property
     def stored(self) -> torch.dtype:
-        """See RowFormat."""
         return torch.uint8
 
     @property
     def element(self) -> torch.dtype:
-        """See RowFormat."""
         return torch.float8_e4m3fn
 
     @property
     def row_bytes(self) -> int:
-        """See RowFormat."""
         return self.tail[0]
 
     @property
     def key_bytes(self) -> int:
-        """See RowFormat."""
         return HEADER // 2 + self.dim
 
     def encode(self, rows: Tensor) -> Tensor:
-        """See RowFormat."""
         return encode(rows, self.tail[0]) if HAS_TRITON and rows.is_cuda else definition(rows, self.tail[0])
 
     def decode(self, stored: Tensor) -> Tensor:
-        """See RowFormat."""
         return self._decoded(stored, 2)
 
     def decode_keys(self, stored: Tensor) -> Tensor:
-        """See RowFormat."""
         return self._decoded(stored, 1)[..., 0, :]
 
     def like(self, rows: Tensor) -> Tensor:
-        """See RowFormat."""
         return torch.empty((*rows.shape[:-2], *self.tail), dtype=self.stored, device=rows.device)
 
     def rounded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See RowFormat."""
         rows = self.decode(self.encode(torch.stack((keys, values), dim=-2)))
         return rows[..., 0, :], rows[..., 1, :]
 
     def convert(self, stored: Tensor) -> Tensor:
-        """See RowFormat."""
         return stored if stored.dtype == torch.uint8 else self.encode(stored)
 
     def _decoded(self, stored: Tensor, parts: int) -> Tensor:
