@@ -176,12 +176,14 @@ def test_a_gpu_decodes_while_the_host_builds_an_index(method: str, monkeypatch: 
         expected += together(Scheduler(Batch(model, method, capture=False, **sizes), step_tokens=512), one)[1]
     scheduler, held = Scheduler(Batch(model, method, **sizes), step_tokens=512), Held(monkeypatch)
     held.released.set()
-    first, second = (scheduler.submit(ids, max_new_tokens=new, stop=()) for ids, new in asked)
+    first = scheduler.submit(asked[0][0], max_new_tokens=asked[0][1], stop=())
     while not first.tokens:
         scheduler.step()
-    held.released.clear()
+    held.released.clear()  # before the second prompt comes, whose index would be built by now
+    second = scheduler.submit(asked[1][0], max_new_tokens=asked[1][1], stop=())
     while second.prefilled < second.prompt:
         scheduler.step()
+    assert held.begun.wait(20)
     for _ in range(20):
         assert scheduler.step() == [first]
     held.released.set()
@@ -437,7 +439,7 @@ def test_a_request_that_was_made_before_can_be_submitted(model: PreTrainedModel)
 @pytest.mark.parametrize(("memory", "streams"), [(None, True), ("auto", False)])
 def test_earlier_rows_cross_the_bus_from_the_host_alone(memory: str | None, streams: bool) -> None:
     model = build("llama").to("cuda")
-    batch = Batch(model, "quest", max_seqs=2, capacity=600, budget=48, block_size=16, prefill_chunk=100, device_memory=memory)
+    batch = Batch(model, "quest", max_seqs=2, capacity=500, budget=48, block_size=16, prefill_chunk=100, device_memory=memory)
     request = batch.join(prompt(1, 300)[0], max_new_tokens=2, stop=())
     batch.prefill(request)
     assert batch.streams_back(request) == streams
