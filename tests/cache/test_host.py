@@ -16,6 +16,7 @@ from kvthaw.cache import host_memory
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory, check_host_memory, held_bytes
+from kvthaw.cache.placement import full_blocks
 from kvthaw.cache.plan import default_block_size
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import HostMemoryError
@@ -198,7 +199,7 @@ def test_blocks_are_pinned() -> None:
     store = HostStore(1, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE, pinned=True)
     store.append(0, rows(list(range(9))).cuda(), non_blocking=True)
     torch.cuda.synchronize()
-    blocks = store.full_blocks()
+    blocks = full_blocks(store)
     assert len(blocks) == 9 // BLOCK_SIZE > 0
     assert all(block.data.is_pinned() for block in blocks)
     assert torch.equal(store.read(0, 0, 9), rows(list(range(9))))

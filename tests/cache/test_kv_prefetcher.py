@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from kvthaw.cache import kv_prefetcher
+from kvthaw.cache.device_memory import DeviceBlocks, DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.kv_prefetcher import KVPrefetcher
+from kvthaw.kernels.dense import BLOCK, LONG, runs
 
 HEADS, DIM = 2, 4
 
@@ -22,13 +24,24 @@ def filled(length: int, block_size: int, *, pinned: bool = False) -> tuple[HostS
 @pytest.mark.parametrize("block_size", [1, 8, 12, 100])
 @pytest.mark.parametrize("stop", [0, 1, 31, 32, 33, 70])
 def test_blocks(monkeypatch: pytest.MonkeyPatch, device: torch.device, block_size: int, stop: int) -> None:
-    """Every block begins where a block does, so that whole blocks are copied."""
     monkeypatch.setattr(kv_prefetcher, "BLOCK", 32)
     store, rows = filled(70, block_size, pinned=device.type == "cuda")
     blocks = [block.cpu().clone() for block in KVPrefetcher().blocks(store, 0, stop, device)]
     assert torch.equal(torch.cat([rows[:, :0], *blocks], dim=1), rows[:, :stop])
-    step = max(block_size, 32 // block_size * block_size)
-    assert [block.shape[1] for block in blocks] == [min(step, stop - at) for at in range(0, stop, step)]
+    assert [block.shape[1] for block in blocks] == [min(32, stop - at) for at in range(0, stop, 32)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [512, 32768])
+def test_gpu_blocks_on_the_device_come_in_long_runs(queries: int, device: torch.device) -> None:
+    """To the few queries of a chunk that others decode beside; from anywhere in the blocks, on the stream of the model alone."""
+    store, rows = HostStore(2, HEADS, DIM, torch.float32, block_size=96, pinned=True), torch.randn(HEADS, 70000, 2, DIM)
+    store.allocator.device = DeviceBlocks(DeviceMemory(1 << 30, [0]), 0, store.allocator.shape, torch.float32, device)
+    store.append(1, rows.to(device))
+    for stop in (70000, 5):
+        blocks = list(KVPrefetcher().blocks(store, 1, stop, device, queries=queries))
+        assert torch.equal(torch.cat(blocks, dim=1).cpu(), rows[:, :stop])
+        assert [block.shape[1] for block in blocks] == runs(stop, LONG if queries == 512 else BLOCK)
 
 
 @pytest.mark.parametrize("span", [(0, 70), (3, 70), (8, 24), (9, 10), (5, 5), (7, 33)])

@@ -20,7 +20,7 @@ def test_the_past_is_all_that_was_not_evicted(keeps: bool, positions: list[int])
     slab.write(0, 12, rows[:, 12:])
     if keeps:
         store.append(0, rows[:, :14])
-    past = list(Offloader(store, slab, Streams(), keeps=keeps).past(0, 20, 12))
+    past = list(Offloader(store, slab, Streams(), keeps=keeps).past(0, 20, 12, queries=4))
     assert torch.equal(torch.cat([keys[0] for keys, _ in past], dim=1), rows[:, positions, 0])
     assert torch.equal(torch.cat([values[0] for _, values in past], dim=1), rows[:, positions, 1])
 

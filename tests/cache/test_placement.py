@@ -19,6 +19,7 @@ from kvthaw.cache import host_memory
 from kvthaw.cache.device_memory import BlockArena, DeviceMemory
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
+from kvthaw.cache.placement import full_blocks
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.transfer import UvaGather
 from kvthaw.engine.graph_runner import GraphRunner
@@ -173,7 +174,7 @@ def test_the_oldest_spill_behind_the_steps_where_nothing_tells_them_apart_and_co
     for _ in range(40):
         take(cache, tokens.draw(1, 1))
         assert sum(blocks(cache)) <= 12
-    on_device = [block.on_device for block in cache.offloaded[0].store.full_blocks()]
+    on_device = [block.on_device for block in full_blocks(cache.offloaded[0].store)]
     assert on_device == sorted(on_device), "new blocks are on the device, old ones on the host"
     assert 0 < sum(on_device) <= 4
     room_for(cache, 60)
@@ -242,7 +243,7 @@ def test_what_is_recalled_stays() -> None:
     for _ in range(60):
         step = tokens.draw(1, 1)
         take(cache, [(torch.ones_like(q), k, v) for q, k, v in step])
-    on_device = [block.on_device for block in cache.offloaded[0].store.full_blocks()]
+    on_device = [block.on_device for block in full_blocks(cache.offloaded[0].store)]
     assert on_device[1]
     assert not on_device[0]
 

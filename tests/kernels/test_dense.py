@@ -128,9 +128,21 @@ def test_gpu_attend_with_its_log_sum_exp(dtype: torch.dtype, dim: int, steps: in
 
 
 def test_plans_are_made_for_few_lengths() -> None:
-    """Chunks in powers of two, of any group of query heads, over blocks of earlier keys; of a prompt's own length if it is long."""
-    plan = dense.worth_a_plan
+    """Chunks in powers of two, of any group of query heads, over runs of earlier keys; of a prompt's own length if it is long."""
+    plan, chunks = dense.worth_a_plan, (512, 1024, 2048, 4096)
     assert all(plan(group * chunk, dense.BLOCK) for group in (1, 4, 7) for chunk in (512, 4096, dense.BLOCK))
     assert plan(131073, 131073)
     assert not any(plan(n, n) for n in (100, 2000, 13457))
-    assert sum(plan(4 * chunk, keys) for chunk in range(1, 4096) for keys in range(0, 16385, 2048)) < 300
+    depths = range(0, 131073, 512)
+    lengths = {(chunk, n) for chunk in chunks for depth in depths for n in dense.runs(depth, dense.LONG) if plan(4 * chunk, n)}
+    assert len(lengths) == 6 * len(chunks)
+
+
+@pytest.mark.parametrize("most", [32, 4096, dense.BLOCK, dense.LONG])
+@pytest.mark.parametrize("keys", [0, 1, 2047, 2048, 5000, 65535, 131072, 200000])
+def test_runs(keys: int, most: int) -> None:
+    found = dense.runs(keys, most)
+    assert sum(found) == keys
+    assert found == sorted(found, reverse=True)
+    assert len([n for n in found if n < most]) <= 6
+    assert all(0 < n <= most and (n == most or n < 2048 or n.bit_count() == 1) for n in found)

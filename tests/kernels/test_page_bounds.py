@@ -101,6 +101,19 @@ def test_keys_stream_from_any_blocks(
         assert not out[:, stop - start :].any()
 
 
+@triton
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (96, torch.bfloat16)])
+def test_rows_stream_from_any_blocks(dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    store = HostStore(2, 3, dim, dtype, block_size=16, pinned=device.type == "cuda")
+    rows = torch.randn(3, 70, 2, dim).to(dtype)
+    store.append(1, rows)
+    table = store.table().to(device)[1]
+    for start, stop in [(0, 70), (5, 6), (15, 50), (9, 9)]:
+        out = torch.full((3, stop - start, 2, dim), torch.nan, dtype=dtype, device=device)
+        stream_keys.stream_rows(table, 16, start, out)
+        assert torch.equal(out.cpu(), rows[:, start:stop])
+
+
 def test_keys_are_read_once_they_have_arrived() -> None:
     class Event:
         waited = 0

@@ -8,8 +8,8 @@ A row is one token of one KV head, its K then its V, stored as `RowFormat` says.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from itertools import chain, zip_longest
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from kvthaw.kernels.freeze import definition as freeze_definition
 from kvthaw.kernels.offload import MOST, offload
 from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.stream_keys import definition as stream_definition
-from kvthaw.kernels.stream_keys import stream_keys
+from kvthaw.kernels.stream_keys import stream_keys, stream_rows
 from kvthaw.kernels.uva_gather import COUNTERS
 from kvthaw.native import gather_rows
 
@@ -113,6 +113,10 @@ class HostStore:
         maps = [torch.tensor([not block.on_device for block in blocks], dtype=torch.bool) for blocks in self._blocks]
         return torch.nn.utils.rnn.pad_sequence(maps, batch_first=True)
 
+    def places(self) -> list[list[tuple[int, bool]]]:
+        """Return of each sequence's blocks the address, and whether it is one on the host."""
+        return [[(block.address, not block.on_device) for block in blocks] for blocks in self._blocks]
+
     def table_on(self, device: torch.device) -> Tensor:
         """Return the table on the device, as it is now. It stays where it is while there is room. No host sync."""
         return self.on_device.follow(self, device)
@@ -185,26 +189,6 @@ class HostStore:
         for number in range(self._length[seq] // self.block_size, -(-length // self.block_size)):
             self._writable(seq, number)
 
-    def full_blocks(self, *, alone: bool = False) -> list[Block]:
-        """Return the blocks whose rows are all there, those of earlier positions first. alone: those that a prefix cache holds too,
-        and none that another store shares."""
-        counts: dict[Block, int] = {}
-        full = [blocks[: length // self.block_size] for blocks, length in zip(self._blocks, self._length, strict=True)]
-        kept = self.kept.values() if alone else ()
-        for block in chain(chain.from_iterable(zip_longest(*full)), kept):
-            if block is not None:
-                counts[block] = counts.get(block, 0) + 1
-        return [block for block, count in counts.items() if not alone or count == block.owners]
-
-    def sums(self, counts: Tensor) -> Iterable[tuple[Block, int]]:
-        """Return each block with the sum of its counts [seqs, blocks], by sequence and number; but for the last of each sequence,
-        whose tokens may be in the ring."""
-        sums: dict[Block, int] = {}
-        for blocks, length, own in zip(self._blocks, self._length, counts.tolist(), strict=False):
-            for block, count in zip(blocks[: max(0, length // self.block_size - 1)], own, strict=False):
-                sums[block] = sums.get(block, 0) + count
-        return sums.items()
-
     def replace(self, old: Block, new: Block) -> bool:
         """Put a copy in the place of a block, in every sequence. Returns whether one has it."""
         places = [(blocks, i) for blocks in self._blocks for i, block in enumerate(blocks) if block is old]
@@ -234,6 +218,22 @@ class HostStore:
         if len(devices) > 1:
             parts = [part.to(next(device for device in devices if device.type != "cpu")) for part in parts]
         return self.format.decode(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+
+    def gathers(self, seq: int, device: torch.device) -> Callable[[int, int], Tensor] | None:
+        """Return a function that copies rows start .. stop of a sequence to [H, stop - start, 2, D] by one kernel on the current
+        stream; None where not all of its blocks lie on a GPU as the model's rows."""
+        apart = device.type != "cuda" or not all(block.on_device for block in self._blocks[seq])
+        if apart or self.format.fp8 or not HAS_TRITON:
+            return None
+        self.order(device)
+        table = self.table_on(device)[seq]
+
+        def gather(start: int, stop: int) -> Tensor:
+            out = torch.empty((self.kv_heads, stop - start, 2, self.head_dim), dtype=self.dtype, device=device)
+            stream_rows(table, self.block_size, start, out)
+            return out
+
+        return gather
 
     def read_keys(self, seq: int, start: int, stop: int, device: torch.device, out: Tensor | None = None) -> Tensor:
         """Copy the keys of rows start .. stop of a sequence to out [H, stop - start, D] on `device`, each head contiguous; allocate

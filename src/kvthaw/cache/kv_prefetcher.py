@@ -7,12 +7,13 @@ TFLOP/s and 55 GB/s the bus is hidden from c = 12,000 H / Hq on: 3,000 tokens wh
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.kernels.dense import BLOCK
+from kvthaw.kernels.dense import BLOCK, LONG, runs
 
 
 class KVPrefetcher:
@@ -29,16 +30,26 @@ class KVPrefetcher:
         self._turn = 0
 
     def blocks(
-        self, store: HostStore, seq: int, stop: int, device: torch.device, after: torch.cuda.Event | None = None
+        self,
+        store: HostStore,
+        seq: int,
+        stop: int,
+        device: torch.device,
+        after: torch.cuda.Event | None = None,
+        *,
+        queries: int = BLOCK,
     ) -> Iterator[Tensor]:
-        """Return rows 0 .. stop of a sequence in order, [H, n, 2, D] each, on the device; n is BLOCK, in whole blocks, but for the
-        last.
+        """Return rows 0 .. stop of a sequence in order, [H, n, 2, D] each, on the device, in `runs` of BLOCK; of LONG for fewer
+        than BLOCK queries where all of the sequence lies on the device.
 
-        after: ends the copy of the last of them to the host. A block is good until the next is asked for, and one at a time may be
-        on its way. The first copy begins at once.
+        after: ends the copy of the last of them to their blocks. A block is good until the next is asked for, and one at a time may
+        be on its way. The first copy begins at once.
         """
-        step = max(1, BLOCK // store.block_size) * store.block_size
-        spans = [(at, min(at + step, stop)) for at in range(0, stop, step)]
+        gather = store.gathers(seq, device)
+        sizes = runs(stop, LONG if gather is not None and queries < BLOCK else BLOCK)
+        spans = [(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        if gather is not None:
+            return (gather(*span) for span in spans)
         if device.type != "cuda" or not spans:
             return (store.read(seq, *span) for span in spans)
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

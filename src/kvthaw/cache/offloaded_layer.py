@@ -167,7 +167,7 @@ class OffloadedLayer:
             k, v = (x[row.row : row.row + 1, :, row.pad :] for x in (key, value))
             if row.past == 0:
                 return attention.causal(q, k, v)
-            past = self.storage.offloader.past(row.seq, row.past, self.sequences.indexed(row.seq))
+            past = self.storage.offloader.past(row.seq, row.past, self.sequences.indexed(row.seq), q.shape[2])
             return continued(q, k, v, past, scale=attention.scale, softcap=attention.softcap, sinks=attention.sinks)
 
         return attend_rows(step, query, attend)

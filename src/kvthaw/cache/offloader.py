@@ -67,16 +67,17 @@ class Offloader:
         ring = self.slab.read(seq, stored, stop)
         return ring if stored == start else torch.cat((self.store.read(seq, start, stored).to(ring.device), ring), dim=1)
 
-    def past(self, seq: int, stop: int, ring_start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return blocks of keys and values [1, H, n, D] of positions 0 .. stop on the device: from the host as far as they are
-        there, the rest from the ring. What a method has evicted is left out. Each is good until the next is asked for."""
+    def past(self, seq: int, stop: int, ring_start: int, queries: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return keys and values [1, H, n, D] of positions 0 .. stop on the device, for so many queries: from the blocks as far as
+        they are there, the rest from the ring. What a method has evicted is left out. Each is good until the next is asked for."""
         if self.keeps:
             stored = min(self.store.length(seq), stop)
             held = [(stored, stop)]
         else:
             sink = min(self.slab.regions.sink, stop)
             stored, held = 0, [(0, sink), (max(sink, min(ring_start, stop)), stop)]
-        blocks = self.streams.prefetcher.blocks(self.store, seq, stored, self.slab.data.device, self.store.arriving)
+        device, arriving = self.slab.data.device, self.store.arriving
+        blocks = self.streams.prefetcher.blocks(self.store, seq, stored, device, arriving, queries=queries)
         pieces = (self.slab.read(seq, *span) for span in held if span[0] < span[1])
         return ((rows[None, :, :, 0], rows[None, :, :, 1]) for rows in chain(blocks, pieces))
 

@@ -12,6 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
+from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor
@@ -92,12 +93,14 @@ class Placement:
     def _coldest(self) -> Block | None:
         """The full block on the device that was recalled least, of equal ones the oldest. Blocks that another cache shares stay:
         moving them would free nothing."""
-        mine = [block for block in self.store.full_blocks(alone=True) if block.on_device and not block.moving]
+        mine = [block for block in full_blocks(self.store, alone=True) if block.on_device and not block.moving]
         return min(mine, key=lambda block: block.recalls, default=None)
 
     def _warmest(self) -> Block | None:
         """The full block on the host that was recalled most, of equal ones the newest."""
-        mine = [block for block in self.store.full_blocks() if not block.on_device and not block.moving]
+        if all(block.on_device for seq in range(self.store.seqs) for block in self.store.blocks(seq)):
+            return None
+        mine = [block for block in full_blocks(self.store) if not block.on_device and not block.moving]
         return max(reversed(mine), key=lambda block: block.recalls, default=None)
 
     def _sample_recalls(self, recalled: Tensor) -> None:
@@ -119,7 +122,12 @@ class Placement:
         if self._recalls is None or (self._recalls[1] is not None and not self._recalls[1].query()):
             return
         (counts, _), self._recalls = self._recalls, None
-        for block, recalls in self.store.sums(counts):
+        sums: dict[Block, int] = {}
+        for seq, own in zip(range(self.store.seqs), counts.tolist(), strict=False):
+            known = max(0, self.store.length(seq) // self.store.block_size - 1)  # the last one's tokens may be in the ring
+            for block, count in zip(self.store.blocks(seq)[:known], own, strict=False):
+                sums[block] = sums.get(block, 0) + count
+        for block, recalls in sums.items():
             block.recalls = recalls if block.recalls == math.inf else (block.recalls + recalls) / 2
 
     # Copies
@@ -164,3 +172,15 @@ class Placement:
     def __deepcopy__(self, memo: dict[int, object]) -> Placement:
         store, device, streams = copy.deepcopy((self.store, self.device, self.streams), memo)
         return Placement(store, device, streams)
+
+
+def full_blocks(store: HostStore, *, alone: bool = False) -> list[Block]:
+    """Return the blocks of a store whose rows are all there, those of earlier positions first. alone: those that a prefix cache
+    holds too, and none that another store shares."""
+    counts: dict[Block, int] = {}
+    full = [store.blocks(seq)[: store.length(seq) // store.block_size] for seq in range(store.seqs)]
+    kept = store.kept.values() if alone else ()
+    for block in chain(chain.from_iterable(zip_longest(*full)), kept):
+        if block is not None:
+            counts[block] = counts.get(block, 0) + 1
+    return [block for block, count in counts.items() if not alone or count == block.owners]

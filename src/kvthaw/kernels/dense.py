@@ -15,8 +15,10 @@ from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.merge import merge_into
 
 BLOCK = 16384
-"""Earlier keys that new tokens attend to at once. A constant size limits the number of distinct shapes and the memory that a
-long past takes."""
+"""Earlier keys that many new tokens attend to at once: a constant limits the number of shapes and the memory of a long past."""
+LONG = 65536
+"""Earlier keys that fewer than BLOCK new tokens attend to at once: launches, not operations, are what more parts would cost."""
+_PLANNED = 2048  # the fewest keys worth a plan of cuDNN's
 _SCORES = 1 << 24  # float32 scores that the fallback path holds at once
 
 
@@ -81,7 +83,8 @@ def causal_attention(
             return F.scaled_dot_product_attention(folded, keys, values, scale=scale).reshape(query.shape)
         return F.scaled_dot_product_attention(query, keys, values, scale=scale, is_causal=True, enable_gqa=True)
     if steps < n:
-        past = zip(*(t[:, :, : n - steps].split(BLOCK, dim=2) for t in (keys, values)), strict=True)
+        sizes = runs(n - steps, BLOCK if steps >= BLOCK else LONG)
+        past = zip(*(t[:, :, : n - steps].split(sizes, dim=2) for t in (keys, values)), strict=True)
         new = keys[:, :, n - steps :], values[:, :, n - steps :]
         return continued(query, *new, past, scale=scale, softcap=softcap, sinks=sinks)
     out, lse = attend(query, keys, values, scale=scale, causal=True, softcap=softcap)
@@ -144,11 +147,21 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     return out.float() * share[..., None]
 
 
+def runs(keys: int, most: int) -> list[int]:
+    """Split earlier keys into runs of `most`, then of powers of two, and a last one too short for a plan: so few lengths occur."""
+    found, left = [most] * (keys // most), keys % most
+    for size in (1 << bit for bit in reversed(range(_PLANNED.bit_length() - 1, most.bit_length()))):
+        if left >= size:
+            found.append(size)
+            left -= size
+    return [*found, left] if left else found
+
+
 def worth_a_plan(queries: int, keys: int) -> bool:
     """Return whether cuDNN shall plan attention for so many queries and keys: where flash attention would take longer than the
-    plan, and for pairs that come again and again: keys in multiples of 2,048 up to BLOCK; queries a power of two from 512 on,
-    or that times the query heads of a KV head, if fewer than 16."""
-    again = keys % 2048 == 0 and keys <= BLOCK and queries % 512 == 0 and (queries & -queries) * 16 > queries
+    plan, and for pairs that come again and again: keys a power of two from 2,048 up to LONG, as runs() gives them; queries a power
+    of two from 512 on, or that times the query heads of a KV head, if fewer than 16."""
+    again = _PLANNED <= keys <= LONG and not keys & (keys - 1) and queries % 512 == 0 and (queries & -queries) * 16 > queries
     return again or min(queries, keys) >= BLOCK
 
 
