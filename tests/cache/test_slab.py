@@ -50,8 +50,6 @@ def test_held_places_are_the_tokens_that_are_held(of: Regions, lengths: list[int
             assert sorted(rows[0, :, 0, 0].round().int().tolist()) == sorted(expected)
             stands = where.read(seq, begins[seq], n)
             assert stands[0, :, 0, 0].round().int().tolist() == list(range(begins[seq], n))
-            places = torch.cat([torch.arange(*run) for run in where.runs(begins[seq], n)] or [torch.arange(0)])
-            assert torch.equal(places, where.places(begins[seq], n))
             if begins[seq] == of.sink:
                 assert torch.equal(where.read(seq, 0, n)[:, : of.sink], where.data[seq, :, : min(n, of.sink)])
     assert (where.data[:, :, where.pool_start :] == 0).all(), "the pool is left alone"

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from kvthaw.cache.device_lengths import upload
+
 _Made = TypeVar("_Made")
 _KEPT = 8
 
@@ -53,7 +55,7 @@ class DeferredBatch:
     def numbers(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
         """Return rows of numbers on the device, [R, C] int32, copied once for all layers without a host sync."""
         kept = tuple(rows)
-        return self.once((kept, device), lambda: torch.tensor(kept, dtype=torch.int32).to(device, non_blocking=True))
+        return self.once((kept, device), lambda: upload(kept, torch.int32, device))
 
     def __deepcopy__(self, memo: dict[int, object]) -> DeferredBatch:
         return DeferredBatch()  # an index that is copied has flushed its work

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor on the device. The host does not wait for what a GPU was given before."""
+    here = torch.tensor(values, dtype=dtype)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
 @dataclass(slots=True)
@@ -41,7 +48,7 @@ class DeviceLengths:
                 self.lengths = torch.empty(len(lengths), dtype=torch.int32, device=device)
                 self.starts, self.live = torch.empty_like(self.lengths), torch.empty_like(self.lengths)
             for tensor, values in ((self.lengths, want.lengths), (self.starts, want.starts), (self.live, want.live)):
-                tensor.copy_(torch.tensor(values, dtype=torch.int32), non_blocking=True)
+                tensor.copy_(upload(values, torch.int32, device))
         self._values = want
 
     def advance(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +14,39 @@ EVERY = 8
 """Steps between two looks at the flags of a GPU: two small launches for all layers."""
 
 
+class Prompted(Protocol):
+    """A layer. extremes: the least and greatest keys and values of prompts, single numbers on the device, not checked yet."""
+
+    number: int
+    extremes: list[Tensor]
+
+
+class PromptCheck:
+    """Whether keys and values of prompts were finite in each layer, by their extremes; the host waits in wait() alone."""
+
+    def __init__(self, layers: Sequence[Prompted]) -> None:
+        self._layers = [layer.number for layer in layers for _ in layer.extremes]
+        self._copied: torch.cuda.Event | None = None
+        if not self._layers:
+            return
+        finite = torch.stack([number for layer in layers for number in layer.extremes]).isfinite()
+        self._finite = finite
+        if finite.is_cuda:
+            self._finite = torch.empty_like(finite, device="cpu", pin_memory=True).copy_(finite, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> None:
+        """Raise CacheError for the first layer whose keys or values were not."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._layers and not self._finite.all():
+            layer = self._layers[self._finite.tolist().index(False)]
+            raise CacheError(f"the model gave keys or values that are not finite in layer {layer}")
+
+
 class FiniteCheck:
-    """Reads the flags that the attention kernels of all layers raise.
+    """Reads the flags that the attention kernels of all layers raise, and what is known of prompts that come in chunks.
 
     On a CPU at every look. On a GPU every few looks, by a copy to pinned memory that a later look finds complete, so a step's error
     is reported at most 2 * EVERY steps after the device has run the step.
@@ -26,6 +58,21 @@ class FiniteCheck:
         self._here: Tensor | None = None
         self._asked: list[int] = []  # layers whose flags are on their way
         self._copied: torch.cuda.Event | None = None
+        self._prompts: dict[int, PromptCheck] = {}  # by sequence, of the latest chunk
+
+    def prompt(self, seq: int, layers: Sequence[Prompted], *, wait: bool) -> None:
+        """Take the extremes of a chunk of a sequence's prompt from the layers. Raise CacheError where the chunk before was not
+        finite, or, if it is to wait, this one."""
+        before, self._prompts[seq] = self._prompts.get(seq), PromptCheck(layers)
+        for layer in layers:
+            layer.extremes = []
+        for check in (before, self._prompts[seq] if wait else None):
+            if check is not None:
+                check.wait()
+
+    def forget(self, seq: int) -> None:
+        """Forget the prompt of a sequence."""
+        self._prompts.pop(seq, None)
 
     def look(self, flags: Callable[[], Mapping[int, Tensor]]) -> None:
         """flags: returns [1] int32 of each layer, by its number. Raises CacheError for the first layer whose flag is known to be

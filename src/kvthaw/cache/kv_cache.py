@@ -42,7 +42,7 @@ class KVCache:
     ) -> None:
         offloaded = offloaded_numbers(settings, numbers, depth)
         self.settings, self.sequences, self.streams = settings, Sequences(), Streams(depth, *settings.memory(offloaded))
-        self.preallocator, self._finite = BlockPreallocator(self.streams), FiniteCheck()
+        self.preallocator, self.finite = BlockPreallocator(self.streams), FiniteCheck()
         self._checkpoints = Checkpoints(self.sequences)
         self.origin: object = None
         self.layers = make_layers(settings, numbers, depth, windows, self.sequences, self.streams, self.preallocator)
@@ -278,7 +278,7 @@ class KVCache:
 
     def check_finite(self) -> None:
         """Raise CacheError if a key or value was not finite while decoding; see FiniteCheck."""
-        self._finite.look(lambda: {layer.number: flag for layer in self.layers if (flag := layer.nonfinite()) is not None})
+        self.finite.look(lambda: {layer.number: flag for layer in self.layers if (flag := layer.nonfinite()) is not None})
 
     def wait(self) -> None:
         """Wait until every token is offloaded and indexed; raise what went wrong."""
@@ -313,6 +313,7 @@ class KVCache:
         for layer in self.layers:
             layer.clear(seq)
         self.sequences.clear(seq)
+        self.finite.forget(seq)
         if not self.sequences.padded_length and self.chooser.changed:
             self.streams.device.reset()
             self.sequences.regions = None
@@ -380,6 +381,7 @@ class KVCache:
         self.streams.device.reset()
         self.chooser.reset()
         self.sequences.reset()
+        self.finite = FiniteCheck()
 
     def take_in(
         self, tokens: int, left_pad: Sequence[int] | None, fill: Callable[[OffloadedLayer | DenseLayer, Step], None]

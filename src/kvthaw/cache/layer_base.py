@@ -117,6 +117,8 @@ class LayerKV(Protocol):
 def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tensor]) -> Tensor:
     """Attend row by row: attend(row, q) returns the output for the queries q [1, Hq, n, D] of a row without its padding. query: of
     the step's last tokens."""
+    if step.seq is not None:
+        return attend(next(step.rows()), query)
     out = torch.zeros_like(query)
     for row in step.rows():
         one, pad = slice(row.row, row.row + 1), max(0, row.pad + query.shape[2] - step.tokens)
@@ -129,7 +131,7 @@ def last_queries(before: Tensor | None, query: Tensor, past: int, most: int | No
     tokens. most None: all, but none from before tokens whose queries were not kept."""
     start = None if most is None else -most
     last = query[:, start:]
-    if most is None and before is not None and before.shape[1] < past:
+    if before is not None and (before.shape[1] < past if most is None else last.shape[1] >= most):
         before = None
     return last.clone() if before is None else torch.cat((before, last), dim=1)[:, start:].clone()
 

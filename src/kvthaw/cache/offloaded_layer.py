@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kvthaw.cache.finite import PromptCheck
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.index_api import IndexContext, Transfer
@@ -69,7 +70,7 @@ class OffloadedLayer:
         self._before: tuple[Step | None, dict[int, Tensor], Tensor | None] = None, {}, None  # a prefill; what was before it
         self._taken: tuple[Step | None, int] = None, 0
         self._prompts: dict[int, int] = {}  # where the rings begin of sequences whose prompts ended with the latest prefill
-        self._finite: Tensor | None = None
+        self.extremes: list[Tensor] = []  # of keys and values of prompts, not known to be finite
 
     # Reading
 
@@ -177,8 +178,7 @@ class OffloadedLayer:
         assert self.plan is not None
         ring = self.slab.held().clone() if step.start and self.settings.method.evicts else None
         self._before = step, dict(self.recent_queries), ring
-        finite = torch.isfinite(key).all() & torch.isfinite(value).all()
-        self._finite = finite if self._finite is None else self._finite & finite
+        self.extremes += *torch.aminmax(key), *torch.aminmax(value)
         ends = {}
         for row in step.rows():
             q = query[row.row, :, row.pad - step.tokens :]  # a clone has the last queries only
@@ -277,7 +277,8 @@ class OffloadedLayer:
         if self.plan is None:
             return
         self.check_finite()
-        self.streams.prefetcher.release()
+        if not self.sequences.paused:
+            self.streams.prefetcher.release()
         if self.storage.updater is not None and not taken:
             live = (seq for seq in range(self.sequences.count) if seq not in self.sequences.idle)
             self.storage.updater.renew({seq: self.sequences.indexed(seq) for seq in live}, self.recent_queries)
@@ -318,9 +319,8 @@ class OffloadedLayer:
 
     def check_finite(self) -> None:
         """Raise CacheError where a prompt's keys or values were not finite."""
-        if self._finite is not None and not self._finite:
-            raise CacheError(f"the model gave keys or values that are not finite in layer {self.number}")
-        self._finite = None
+        PromptCheck([self]).wait()
+        self.extremes = []
 
     def wait(self) -> None:
         """See LayerKV."""
@@ -349,7 +349,7 @@ class OffloadedLayer:
             _, self.recent_queries, ring = self._before
             if ring is not None:
                 self.slab.held().copy_(ring)
-            self._before, self._finite = (None, {}, None), None
+            self._before, self.extremes = (None, {}, None), []
         for seq in range(self.store.seqs):
             own = failed if failed is not None and not repeated and failed.seq in (None, seq) else None
             length = self.sequences.length(seq) if seq < self.sequences.count else 0
@@ -384,7 +384,7 @@ class OffloadedLayer:
         if self.plan is None:
             return
         self.drop_search()
-        self._finite = None
+        self.extremes = []
         self.slab.tickets.zero_()
         self.storage.clear(seq)
         self._prompts.pop(seq, None)

@@ -50,15 +50,9 @@ class Slab:
         """Sink and ring, [B, H, sink + ring, 2, D], a view."""
         return self.data[:, :, : self.pool_start]
 
-    def places(self, start: int, stop: int) -> Tensor:
-        """Return where the tokens of positions start .. stop stand while they are in the sink or in the ring, int64; made on the
-        device, for which the host need not wait. None where start is not before stop."""
-        position = torch.arange(start, max(start, stop), device=self.data.device)
-        return place_of(position, self.regions.sink, self.regions.ring)
-
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the same as places that neighbour each other, from .. to: at most three pieces where the tokens are in sink and
-        ring."""
+        """Return the places of the tokens of positions start .. stop while they are in the sink or in the ring, as places that
+        neighbour each other, from .. to: at most three pieces."""
         sink, ring, found = self.regions.sink, self.regions.ring, []
         while start < stop:
             place = start if start < sink else sink + (start - sink) % ring
@@ -70,7 +64,10 @@ class Slab:
 
     def write(self, seq: int, start: int, rows: Tensor) -> None:
         """Put rows [H, n, 2, D], positions start .. start + n, in their places; n no more than fits in sink and ring."""
-        self.data[seq].index_copy_(1, self.places(start, start + rows.shape[1]), rows.to(self.data.device))
+        done = 0
+        for place, end in self.runs(start, start + rows.shape[1]):
+            self.data[seq, :, place:end].copy_(rows[:, done : done + end - place])
+            done += end - place
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
         """Return rows [H, stop - start, 2, D] of positions that stand in the sink or in the ring, of the caller's own."""

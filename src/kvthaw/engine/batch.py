@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.engine.admission import Admission
@@ -211,8 +212,7 @@ class Batch:
             stop = request.prompt if self._whole else min(request.prompt, start + (tokens or self.prefill_chunk))
             logits = self._prefill(request, start, stop)
             request.prefilled = stop
-            for layer in self.cache.kv.offloaded:
-                layer.check_finite()  # not in a step of the others
+            self.cache.kv.finite.prompt(request.seq, self.cache.kv.offloaded, wait=stop == request.prompt)
             if stop == request.prompt:
                 self._indexing[request] = logits
                 if self.cache.kv.built(request.seq):
@@ -251,7 +251,7 @@ class Batch:
         rows = self.max_seqs if every else min(self.max_seqs, 1 << live[-1].seq.bit_length())
         seqs, commits = slice(0, rows), sequences.commits
         at = [(one.tokens[one.fed], one.prompt + one.fed) if one else (0, 0) for one in self._decoding[seqs]]
-        ids, positions = torch.tensor(at, device=self.model.device)[:, :, None].unbind(1)
+        ids, positions = upload(at, torch.int64, self.model.device)[:, :, None].unbind(1)
         try:
             with torch.no_grad():
                 logits = self._replay(ids, positions)[:, -1]
