@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, QueueFullError, Request, Sampling, Scheduler
+from kvthaw.engine.scheduler import DEPTH, chunk_tokens
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.forest import TreeIndex
 from zoo import KINDS, build, build_exact, prompt
@@ -272,6 +273,36 @@ def test_chunks_become_smaller_deeper_in_a_prompt(model: PreTrainedModel, monkey
         ends.append(long.prefilled)
     assert ends[:3] == [40, 60, 76]
     assert ends[-1] == 150
+
+
+@pytest.mark.parametrize("step_tokens", [600, 4096, 5000])
+def test_chunks_of_a_long_prompt_are_powers_of_two_that_take_as_long(step_tokens: int) -> None:
+    depth = 0
+    while depth < 1 << 19:
+        chunk = chunk_tokens(step_tokens, depth, decoded=7)
+        work = chunk * (1 + depth / DEPTH)
+        assert chunk == 512 or (chunk.bit_count() == 1 and step_tokens / 2 < work <= step_tokens)
+        depth += chunk
+
+
+def test_a_chunk_that_is_not_finite_is_told_with_the_next(model: PreTrainedModel) -> None:
+    """To its own request alone, and without the host waiting for the device after every chunk."""
+    scheduler = Scheduler(Batch(model, "quest", max_seqs=2, capacity=200, **settings_of("quest")), step_tokens=20)
+    one = scheduler.submit(prompt(1, 60)[0], max_new_tokens=30, stop=())
+    while not one.tokens:
+        scheduler.step()
+    two = scheduler.submit(prompt(1, 70)[0], max_new_tokens=5, stop=())
+    poison = model.model.layers[1].self_attn.v_proj.register_forward_hook(
+        lambda module, given, out: out * torch.nan if out.shape[1] > 1 and two.prefilled < 19 else out
+    )
+    while not two.finished:
+        scheduler.step()
+    poison.remove()
+    assert two.prefilled <= 38
+    assert (two.tokens, str(two.error)) == ([], "the model gave keys or values that are not finite in layer 1")
+    while scheduler.busy:
+        scheduler.step()
+    assert [one.tokens] == alone(model, "quest", (prompt(1, 60)[0], 30))
 
 
 def test_a_failing_prompt_ends_and_the_others_go_on(model: PreTrainedModel) -> None:
