@@ -5,17 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.passages import opening, tokens_of
-from kvthaw.evaluate.published import BENCHMARKS
-from kvthaw.evaluate.tasks import TASKS, Task, find
+from kvthaw.evaluate.tasks import TASKS
 
-Kind = str
-"""A name in PASSAGES, or a published benchmark and its data, as in "longbench_qasper=qasper.jsonl"."""
 NEEDLE = TASKS["niah_multikey"]
 
 
@@ -56,28 +51,5 @@ def needle_passage(tokenizer: Any, *, length: int, steps: int, seed: int, text: 
     return Passage(tokens[:cut], tokens[cut:])
 
 
-def published_passage(task: Task, tokenizer: Any, *, length: int, steps: int, seed: int, text: str | None = None) -> Passage:
-    """Question number `seed` of a published benchmark, its prompt cut in the middle to `length` tokens; the last `steps` of it
-    follow the others. Raises ConfigError for a question that is not there."""
-    try:
-        sample = task.sample(tokenizer, length=length, seed=seed)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    tokens: list[int] = list(tokenizer(sample.prompt)["input_ids"])
-    cut = max(1, len(tokens) - steps)
-    return Passage(tokens[:cut], tokens[cut:])
-
-
 PASSAGES: dict[str, Callable[..., Passage]] = {"text": text_passage, "needle": needle_passage}
-
-
-def maker(kind: Kind) -> Callable[..., Passage]:
-    """Return what makes a passage of a kind. Raises ConfigError for another."""
-    name, _, data = kind.partition("=")
-    if data and name in BENCHMARKS:
-        return partial(published_passage, find(name, Path(data)))
-    if kind not in PASSAGES:
-        raise ConfigError(
-            f"prompt is {kind!r}; it must be one of {', '.join(PASSAGES)}, or a published benchmark and its FILE: NAME=FILE"
-        )
-    return PASSAGES[kind]
+"""What makes a passage of a kind."""

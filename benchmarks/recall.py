@@ -5,45 +5,40 @@ usage: python3 -m benchmarks.recall recall|drift --method pariskv,quest [--budge
 recall: after one prefill for all, known tokens are sent through each method one by one. drift: the same over a long generation,
 by decode position. recall_at_k: the share of the exact top-k among the k rows selected; at rows: of as many as the budget lets a
 method bring; ceiling: the same for the best among the candidates, for methods that choose candidates first. attention_mass: the
-share of the exact softmax that is covered. --prompt: "text", "needle" and published benchmarks with their data, as in
-longbench_qasper=qasper.jsonl, whose last --steps tokens are sent. Prints a JSON line a variant.
+share of the exact softmax that is covered. Prints a JSON line a variant.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
-from torch import Tensor
-
-from benchmarks.passages import Kind, Passage, maker
+from benchmarks.passages import PASSAGES, Passage
 from benchmarks.script import run_as_script
 from kvthaw.cli.options import variants_of
-from kvthaw.engine.decode import decode, generate
-from kvthaw.engine.hf import Cache
+from kvthaw.engine.decode import generate
 from kvthaw.engine.hf.model import check_prompt, load
 from kvthaw.engine.prefill import prefill
-from kvthaw.engine.sampling import Sampling, sample
+from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.evaluate import plot
-from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.passages import text_name
 from kvthaw.evaluate.probe import Probe, Quality
-from kvthaw.evaluate.results import Record, ResultsFile, Setting
-from kvthaw.evaluate.variant import Variant, complete, setting_of, whole
+from kvthaw.evaluate.results import Record, ResultsFile, Setting, shared
+from kvthaw.evaluate.variant import Variant, complete, fork, setting_of, whole
 from kvthaw.methods import resolve
+from kvthaw.reproduce.watched import send
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Follow = Literal["text", "full", "own"]
+Follow = Literal["text", "full"]
+Summary = dict[str, Any]
 MOST_BINS = 32
 
 
@@ -51,15 +46,14 @@ MOST_BINS = 32
 class Study:
     """What is watched, under every variant.
 
-    length: tokens of the prompt. steps: tokens sent after it. kinds: of passages; samples: of each. follow: "text"
-    sends the passage's own continuation, "full" what the model draws with full attention at `temperature` (0: the likeliest), the
-    same to all, "own" what each variant draws by itself; stop tokens included, for text alone. probe: every n-th step is compared
-    with exact attention. text: None is the book that ships.
+    length: tokens of the prompt. steps: tokens sent after it. kinds: of PASSAGES; samples: of each. follow: "text" sends the
+    passage's own continuation, "full" what the model draws with full attention at `temperature` (0: the likeliest), for text alone;
+    the same to all. probe: every n-th step is compared with exact attention. text: None is the book that ships.
     """
 
     length: int
     steps: int
-    kinds: tuple[Kind, ...] = ("text", "needle")
+    kinds: tuple[str, ...] = ("text", "needle")
     samples: int = 1
     seed: int = 0
     probe: int = 1
@@ -71,7 +65,7 @@ class Study:
         at_least(1, length=self.length, steps=self.steps, samples=self.samples, probe=self.probe)
         at_least(0, temperature=self.temperature)
         for kind in self.kinds:
-            maker(kind)
+            one_of(PASSAGES, prompt=kind)
         one_of(get_args(Follow), follow=self.follow)
         if self.follow != "text" and self.kinds != ("text",):
             raise ConfigError(f"follow is {self.follow!r}, for prompts of text alone; they are {', '.join(self.kinds)}")
@@ -81,246 +75,115 @@ class Study:
     @property
     def bins(self) -> int:
         """Into how many parts the steps are cut, at most 32; four or a multiple where so many are observed."""
-        observed = -(-self.steps // self.probe)
-        most = min(MOST_BINS, observed)
+        most = min(MOST_BINS, -(-self.steps // self.probe))
         return most - most % 4 if most >= 4 else most
 
-
-def pooled_quality(parts: Sequence[Quality]) -> Quality:
-    """Return the means of all that the parts observed; a part counts by how much it observed."""
-    found: dict[str, float | None] = {}
-    for name in [field.name for field in fields(Quality) if field.name != "observed"]:
-        known = [(part.observed, value) for part in parts if (value := getattr(part, name)) is not None]
-        count = sum(n for n, _ in known)
-        found[name] = sum(n * value for n, value in known) / count if count else None
-    return Quality(observed=sum(part.observed for part in parts), **found)
+    @property
+    def cells(self) -> list[tuple[str, int]]:
+        """(kind, seed) of every passage."""
+        return [(kind, self.seed + i) for i in range(self.samples) for kind in self.kinds]
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """All records of one variant. means: over everything; by kind of prompt, by bin of the steps, by layer and by KV head of it."""
+def run(
+    model: PreTrainedModel, tokenizer: Any, known: ResultsFile, study: Study, variants: Sequence[Variant], name: str = "model"
+) -> list[Summary]:
+    """Return a summary a variant, in their order. One prefill a passage serves all; only what is not known is computed.
 
-    study: Study
-    variant: Variant
-    setting: Setting
-    samples: int
-    held_budget: int | None
-    means: Quality
-    kinds: dict[str, Quality]
-    bins: tuple[Quality, ...]
-    layers: dict[int, Quality]
-    heads: dict[int, tuple[Quality, ...]]
-    seconds: float
-    versions: dict[str, str]
+    Raises ConfigError, before any work, for a setting that no cache would take, and for a method that attends to everything.
+    """
+    for variant in variants:
+        if resolve(variant.method).dense:
+            raise ConfigError(f"method is {variant.method!r}; it attends to everything, so there is nothing to compare")
+    same, wanted = identity(model, name), [complete(model, variant) for variant in variants]
+    check_prompt(model, study.length + study.steps)
+    records: dict[Variant, list[Record]] = {variant: [] for variant in wanted}
+    for kind, seed in study.cells:
+        settings = {variant: _setting(same, study, variant, kind, seed) for variant in records}
+        missing = {variant: setting for variant, setting in settings.items() if known.get(setting) is None}
+        if missing:
+            passage = PASSAGES[kind](tokenizer, length=study.length, steps=study.steps, seed=seed, text=study.text)
+            for record in _watch(model, study, passage, missing):
+                known.add(record)
+        for variant, setting in settings.items():
+            records[variant] += filter(None, [known.get(setting)])
+    return [summarize(study, records[variant]) for variant in wanted]
 
-    @staticmethod
-    def of(study: Study, variant: Variant, records: Sequence[Record]) -> Summary:
-        """Pool the records of a variant, of one study."""
-        first, pool = records[0], pooled_quality
-        bins = [[Quality(**part) for part in record["bins"]] for record in records]
-        of_kind = {
-            kind: [part for record, of in zip(records, bins, strict=True) if record["kind"] == kind for part in of]
-            for kind in study.kinds
+
+def _setting(same: Mapping[str, str], study: Study, variant: Variant, kind: str, seed: int) -> Setting:
+    return {
+        **same,
+        **setting_of(variant),
+        "kind": kind,
+        "text": text_name(study.text),
+        "length": study.length,
+        "steps": study.steps,
+        "seed": seed,
+        "probe": study.probe,
+        "follow": study.follow,
+        "temperature": None if study.follow == "text" else study.temperature,
+    }
+
+
+def _watch(model: PreTrainedModel, study: Study, passage: Passage, settings: dict[Variant, Setting]) -> Iterator[Record]:
+    """Prefill a passage once, then fork for each variant.
+
+    bins: steps in order, cut into Study.bins parts. layers: by the layer's number, of those under the method. held_budget: the
+    promise that the cache kept. seconds: for indexing and steps, without the probe's.
+    """
+    base, rest = whole(model, settings), passage.rest
+    logits = prefill(model, base, passage.prompt)
+    if study.follow == "full":
+        how = Sampling(study.temperature, seed=next(iter(settings.values()))["seed"])
+        rest = list(generate(model, base.fork("full"), logits, limit=len(rest), sampling=how))
+    for variant, setting in settings.items():
+        start, cache = now(model.device), fork(base, variant)
+        probe = Probe(cache, every=study.probe, reference=base)
+        send(model, cache, logits, rest)
+        seconds = now(model.device) - start - probe.seconds
+        probe.detach()
+        seen, first = probe.observations, len(passage.prompt) + 1
+        bins = [[one for one in seen if (one.length - first) * study.bins // len(rest) == i] for i in range(study.bins)]
+        layers = {number: [one for one in seen if one.layer == number] for number in sorted({one.layer for one in seen})}
+        measures = {
+            "prompt": len(passage.prompt),
+            "steps": len(rest),
+            "held_budget": cache.stats().budget,
+            "bins": [asdict(Quality.of(of)) for of in bins],
+            "layers": {str(number): asdict(Quality.of(of)) for number, of in layers.items()},
+            "seconds": seconds,
+            "versions": versions(),
         }
+        yield Record(setting, measures)
+        del cache, probe  # its host rows go before the next one's come
 
-        def pooled(name: str, layer: str) -> list[list[Quality]]:
-            return [[Quality(**part) for part in parts] for parts in zip(*(r[name][layer] for r in records), strict=True)]
 
-        return Summary(
-            study,
-            variant,
-            first.setting,
-            len(records),
-            first["held_budget"],
-            pool([part for of in bins for part in of]),
-            {kind: pool(parts) for kind, parts in of_kind.items()},
-            tuple(pool(parts) for parts in zip(*bins, strict=True)),
-            {int(layer): pool([Quality(**record["layers"][layer]) for record in records]) for layer in first["layers"]},
-            {int(layer): tuple(pool(parts) for parts in pooled("heads", layer)) for layer in first["heads"]},
-            sum(record["seconds"] for record in records),
-            first["versions"],
-        )
+def summarize(study: Study, records: Sequence[Record]) -> Summary:
+    """Pool the records of a variant, to six digits: over everything, by kind of prompt, quarter and bin of the steps, and layer.
+    Where a number of rows was asked for, their recall also stands under recall_at_<number>."""
+    first, bins = records[0], list(zip(*(record["bins"] for record in records), strict=True))
+    quarter, count = len(bins) // 4, first.setting["retrieved"]
+    edges = [i * study.steps // len(bins) for i in range(len(bins) + 1)]
 
-    def quarters(self) -> tuple[Quality, ...]:
-        """The steps in four parts; none where fewer were observed."""
-        size = len(self.bins) // 4
-        return tuple(pooled_quality(self.bins[i * size : (i + 1) * size]) for i in range(4)) if size else ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """A plain dict, for JSON, to six digits. Where a number of rows was asked for, their recall also stands under
-        recall_at_<number>."""
-        about = {name: value for name, value in self.setting.items() if name not in ("kind", "options")}
-        last, count = self.study.steps, len(self.bins)
-        edges = [(i * last // count, (i + 1) * last // count) for i in range(count)]
-        return {
-            **about,
-            "samples": self.samples,
-            "held_budget": self.held_budget,
-            **self._named(self.means),
-            "kinds": {kind: self._named(part) for kind, part in self.kinds.items()},
-            "quarters": [self._named(part) for part in self.quarters()],
-            "bins": [{"first": a, "stop": b, **self._named(part)} for (a, b), part in zip(edges, self.bins, strict=True)],
-            "layers": [
-                {"layer": layer, **self._named(part), "heads": [self._named(head) for head in self.heads[layer]]}
-                for layer, part in self.layers.items()
-            ],
-            "seconds": self.seconds,
-            "versions": self.versions,
-        }
-
-    def _named(self, part: Quality) -> dict[str, Any]:
-        found = {name: None if value is None else round(value, 6) for name, value in part.to_dict().items()}
-        count = self.setting["retrieved"]
+    def pooled(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        quality = Quality.pooled([Quality(**part) for part in parts]).to_dict()
+        found = {name: None if value is None else round(value, 6) for name, value in quality.items()}
         return found if count is None else found | {f"recall_at_{count}": found["recall_at_rows"]}
 
+    def among(some: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+        return pooled([part for parts in some for part in parts])
 
-class Watcher:
-    """A model, and what has been seen of it so far."""
-
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, known: ResultsFile | None = None, *, name: str = "model"
-    ) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.known = ResultsFile() if known is None else known
-        self._same = identity(model, name)
-
-    def run(
-        self, study: Study, variants: Sequence[Variant], progress: Callable[[Progress], None] | None = None
-    ) -> list[Summary]:
-        """A summary a variant, in their order. One prefill a passage serves all; only what is not known is computed.
-
-        Raises ConfigError, before any work, for a setting that no cache would take, and for a method that attends to everything.
-        """
-        for variant in variants:
-            if resolve(variant.method).dense:
-                raise ConfigError(f"method is {variant.method!r}; it attends to everything, so there is nothing to compare")
-        wanted = [complete(self.model, variant) for variant in variants]
-        check_prompt(self.model, study.length + study.steps)
-        tell = progress or (lambda _: None)
-        cells = [(kind, study.seed + i) for i in range(study.samples) for kind in study.kinds]
-        different = list(dict.fromkeys(wanted))
-        done, total = 0, len(cells) * len(different)
-
-        def show(tokens: int, of: int, doing: str) -> None:
-            tell(Progress(done, total, tokens, of, doing))
-
-        for kind, seed in cells:
-            settings = {variant: self._setting(study, variant, kind, seed) for variant in different}
-            missing = {variant: setting for variant, setting in settings.items() if self.known.get(setting) is None}
-            done += len(settings) - len(missing)
-            if not missing:
-                continue
-            passage = maker(kind)(self.tokenizer, length=study.length, steps=study.steps, seed=seed, text=study.text)
-            for line in self._lines(study, passage, missing, show):
-                self.known.add(line)
-                done += 1
-        tell(Progress(total, total, 0, 0, "done"))
-        summaries = []
-        for variant in wanted:
-            lines = [self.known.get(self._setting(study, variant, kind, seed)) for kind, seed in cells]
-            summaries.append(Summary.of(study, variant, [record for record in lines if record is not None]))
-        return summaries
-
-    def _setting(self, study: Study, variant: Variant, kind: str, seed: int) -> Setting:
-        return {
-            **self._same,
-            **setting_of(variant),
-            "kind": kind,
-            "text": text_name(study.text),
-            "length": study.length,
-            "steps": study.steps,
-            "seed": seed,
-            "probe": study.probe,
-            "follow": study.follow,
-            "temperature": None if study.follow == "text" else study.temperature,
-        }
-
-    def _lines(
-        self, study: Study, passage: Passage, settings: dict[Variant, Setting], show: Callable[[int, int, str], None]
-    ) -> Iterator[Record]:
-        """Prefill once, then fork for each variant."""
-        base = whole(self.model, settings)
-        start = now(self.model.device)
-        logits = prefill(self.model, base, passage.prompt, progress=lambda done, total: show(done, total, "prefill"))
-        prefill_s = now(self.model.device) - start
-        if study.follow == "full":
-            how = Sampling(study.temperature, seed=next(iter(settings.values()))["seed"])
-            passage = replace(passage, rest=self._written(base, logits, len(passage.rest), how, show))
-        for variant, setting in settings.items():
-            doing = str(variant)
-            show(0, len(passage.rest), doing)
-            start = now(self.model.device)
-            cache = base.fork(variant.method, **variant.limits)
-            cache.wait()
-            probe = Probe(cache, every=study.probe, reference=base)
-            own = Sampling(study.temperature, seed=setting["seed"]) if study.follow == "own" else None
-            self._send(cache, logits, passage.rest, own, partial(_told, show, len(passage.rest), doing))
-            seconds = now(self.model.device) - start - probe.seconds
-            probe.detach()
-            yield _line(setting, study, passage, cache, probe, prefill_s, seconds)
-            del cache, probe  # its host rows go before the next one's come
-
-    def _send(
-        self, cache: Cache, logits: Tensor, rest: Sequence[int], how: Sampling | None, tell: Callable[[int], None]
-    ) -> None:
-        """Send tokens through a cache one by one: those of `rest`, or as many that the model draws."""
-        sent = 0
-
-        def choose(after: Tensor) -> list[int] | None:
-            nonlocal sent
-            sent += 1
-            if sent > len(rest):
-                return None
-            if how is None:
-                return [rest[sent - 1]]
-            drawn: list[int] = sample(after, [how], torch.tensor([cache.get_seq_length()], device=after.device)).tolist()
-            return drawn
-
-        for _ in decode(self.model, cache, logits[None], choose):
-            tell(sent)
-
-    def _written(
-        self, base: Cache, logits: Tensor, steps: int, how: Sampling, show: Callable[[int, int, str], None]
-    ) -> list[int]:
-        """Return what the model writes with full attention after the cache's tokens; the cache stays as it is."""
-        written = []
-        for token in generate(self.model, base.fork("full"), logits, limit=steps, sampling=how):
-            written.append(token)
-            show(len(written), steps, "full attention writes")
-        return written
-
-
-def _told(show: Callable[[int, int, str], None], of: int, doing: str, step: int) -> None:
-    show(step, of, doing)
-
-
-def _line(
-    setting: Setting, study: Study, passage: Passage, cache: Cache, probe: Probe, prefill_s: float, seconds: float
-) -> Record:
-    """Return the record of one passage under one variant.
-
-    prompt: tokens. bins: steps in order, cut into Study.bins parts. layers: by the layer's number, of those under the method;
-    heads: of each, its KV heads. held_budget: the promise that the cache kept. prefill_s: shared by all variants; seconds: for
-    indexing and steps, without the probe's.
-    """
-    seen, before, steps = probe.observations, len(passage.prompt), len(passage.rest)
-    numbers = sorted({one.layer for one in seen})
-    by_layer = {number: [one for one in seen if one.layer == number] for number in numbers}
-    heads = {number: list(zip(*(one.heads() for one in of), strict=True)) for number, of in by_layer.items()}
-    bins = [(one.length - before - 1) * study.bins // steps for one in seen]
-    parts = [Quality.of([one for one, at in zip(seen, bins, strict=True) if at == i]) for i in range(study.bins)]
-    measures = {
-        "prompt": before,
-        "steps": steps,
-        "held_budget": cache.stats().budget,
-        "bins": [asdict(part) for part in parts],
-        "layers": {str(number): asdict(Quality.of(of)) for number, of in by_layer.items()},
-        "heads": {str(number): [asdict(Quality.of(of)) for of in each] for number, each in heads.items()},
-        "prefill_s": prefill_s,
-        "seconds": seconds,
-        "versions": versions(),
+    return {
+        **{name: value for name, value in first.setting.items() if name not in ("kind", "options")},
+        "samples": len(records),
+        **shared(records, "held_budget"),
+        **among(bins),
+        "kinds": {kind: among(one["bins"] for one in records if one["kind"] == kind) for kind in study.kinds},
+        "quarters": [among(bins[i * quarter : (i + 1) * quarter]) for i in range(4)] if quarter else [],
+        "bins": [{"first": edges[i], "stop": edges[i + 1], **pooled(parts)} for i, parts in enumerate(bins)],
+        "layers": [{"layer": int(n), **pooled([one["layers"][n] for one in records])} for n in first["layers"]],
+        "seconds": sum(record["seconds"] for record in records),
+        **shared(records, "versions"),
     }
-    return Record(setting, measures)
 
 
 def recall_lines(summaries: Sequence[Summary], path: Path) -> None:
@@ -328,30 +191,29 @@ def recall_lines(summaries: Sequence[Summary], path: Path) -> None:
     layer."""
     groups: dict[tuple[str, int, int], list[Summary]] = {}
     for one in summaries:
-        groups.setdefault((one.setting["method"], one.setting["length"], one.setting["dense_layers"]), []).append(one)
+        groups.setdefault((one["method"], one["length"], one["dense_layers"]), []).append(one)
     several = any(len(group) > 1 for group in groups.values())
-    curves: dict[str, tuple[list[float], list[Quality]]] = {}
+    curves: dict[str, list[tuple[float, Summary]]] = {}
     for (method, length, _), group in groups.items():
         if several:
-            known = sorted((one for one in group if one.means.rows is not None), key=lambda one: one.means.rows or 0.0)
-            curves[f"{method}, {length:,}"] = [one.means.rows or 0.0 for one in known], [one.means for one in known]
-            continue
-        layers = group[0].layers
-        curves[f"{plot.name(group[0].variant)}, {length:,}"] = [float(layer) for layer in layers], list(layers.values())
+            known = [(one["rows"], one) for one in group if one["rows"] is not None]
+            curves[f"{method}, {length:,}"] = sorted(known, key=lambda point: float(point[0]))
+        else:
+            curves[f"{_named(group[0])}, {length:,}"] = [(part["layer"], part) for part in group[0]["layers"]]
     _panels(curves, "rows selected" if several else "layer", path, title="selections beside exact attention")
 
 
 def drift_lines(summaries: Sequence[Summary], path: Path) -> None:
     """Recall and share of the exact mass by decode position, a line a variant."""
-    curves = {}
-    for one in summaries:
-        width = one.study.steps / len(one.bins)
-        curves[plot.name(one.variant)] = [(i + 0.5) * width for i in range(len(one.bins))], list(one.bins)
-    study = summaries[0].study
-    _panels(curves, "tokens after the prompt", path, title=f"drift after a prompt of {study.length:,} tokens")
+    curves = {_named(one): [((part["first"] + part["stop"]) / 2, part) for part in one["bins"]] for one in summaries}
+    _panels(curves, "tokens after the prompt", path, title=f"drift after a prompt of {summaries[0]['length']:,} tokens")
 
 
-def _panels(curves: Mapping[str, tuple[Sequence[float], Sequence[Quality]]], across: str, path: Path, *, title: str) -> None:
+def _named(one: Summary) -> str:
+    return plot.name(Variant(*(one[name] for name in ("method", "budget", "retrieved", "dense_layers"))))
+
+
+def _panels(curves: Mapping[str, Sequence[tuple[float, Summary]]], across: str, path: Path, *, title: str) -> None:
     figure = plot.new(15, 4.4)
     panels = figure.subplots(1, 3)
     measures = (
@@ -360,12 +222,12 @@ def _panels(curves: Mapping[str, tuple[Sequence[float], Sequence[Quality]]], acr
         ("attention_mass", "ceiling_mass", "attention mass (full attention: 1)"),
     )
     for axis, (field, ceiling, label) in zip(panels, measures, strict=True):
-        for number, (legend, (places, parts)) in enumerate(curves.items()):
-            values, best = ([getattr(part, of) for part in parts] for of in (field, ceiling))
-            axis.plot(places, _gaps(values), marker="o", markersize=3, color=f"C{number % 10}", label=legend)
-            if any(value is not None for value in best):
-                axis.set_title("dotted: the ceiling that the candidates set", fontsize=8)
-                axis.plot(places, _gaps(best), linestyle=":", color=f"C{number % 10}")
+        for number, (legend, points) in enumerate(curves.items()):
+            for of, look in ((field, {"marker": "o", "markersize": 3, "label": legend}), (ceiling, {"linestyle": ":"})):
+                values = [float("nan") if part[of] is None else part[of] for _, part in points]
+                axis.plot([place for place, _ in points], values, color=f"C{number % 10}", **look)
+                if of == ceiling and any(value == value for value in values):
+                    axis.set_title("dotted: the ceiling that the candidates set", fontsize=8)
         axis.set_xlabel(across)
         axis.set_ylabel(label)
     panels[2].legend(fontsize=7)
@@ -373,23 +235,12 @@ def _panels(curves: Mapping[str, tuple[Sequence[float], Sequence[Quality]]], acr
     plot.save(figure, path)
 
 
-def _gaps(values: Sequence[float | None]) -> list[float]:
-    return [float("nan") if value is None else value for value in values]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("recall", "drift"))
-    words = {
-        "model": "shipped",
-        "method": "pariskv",
-        "budget": None,
-        "retrieved": None,
-        "prompt": "text,needle",
-        "dense-layers": "auto",
-    }
-    for name, default in (words | {"length": None, "follow": "text"}).items():
+    words = {"model": "shipped", "method": "pariskv", "budget": None, "retrieved": None, "prompt": "text,needle"}
+    for name, default in (words | {"dense-layers": "auto", "length": None, "follow": "text"}).items():
         parser.add_argument(f"--{name}", default=default)
     for name, value in {"samples": 1, "steps": 32, "probe": None, "seed": 0, "new-tokens": 4096}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -409,10 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         how |= {"kinds": ("text",), "follow": given.follow, "temperature": given.temperature}
     steps, probe = (given.new_tokens, given.probe or 16) if drift else (given.steps, given.probe or 1)
     studies = [Study(length, steps, probe=probe, **how) for length in lengths]
-    watcher = Watcher(*load(given.model), ResultsFile(given.out), name=given.model)
-    summaries = [one for study in studies for one in watcher.run(study, variants)]
+    loaded, known = load(given.model), ResultsFile(given.out)
+    summaries = [one for study in studies for one in run(*loaded, known, study, variants, given.model)]
     for one in summaries:
-        print(json.dumps({"eval": given.kind} | one.to_dict()), flush=True)
+        print(json.dumps({"eval": given.kind} | one), flush=True)
     if given.plot is not None:
         (drift_lines if drift else recall_lines)(summaries, given.plot)
 

@@ -8,14 +8,13 @@ in whole pages: averaged over heads, layers and prompts. Prints a JSON line a le
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.passages import Kind, maker
-from benchmarks.script import run_as_script
+from benchmarks.passages import PASSAGES
+from benchmarks.script import options, run_as_script
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import check_prompt, load
 from kvthaw.engine.prefill import prefill
@@ -24,7 +23,7 @@ from kvthaw.evaluate.machine import identity, versions
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.passages import text_name
 from kvthaw.evaluate.results import Record, ResultsFile
-from kvthaw.index.hybrid import HybridIndex
+from kvthaw.reproduce.special import static_shares
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,9 +36,8 @@ def shares(
     *,
     lengths: Sequence[int],
     rows: Sequence[int],
-    kinds: Sequence[Kind] = ("text", "needle"),
+    kinds: Sequence[str] = ("text", "needle"),
     samples: int = 1,
-    seed: int = 0,
     page: int = 32,
     window: int = 64,
     name: str = "model",
@@ -50,61 +48,37 @@ def shares(
     retrieve.
     """
     about = {**identity(model, name), "text": text_name(None), "page": page, "window": window}
+    method = f"prkv:share=auto:page={page}:window={window}"
     for length in lengths:
         check_prompt(model, length)
     for length in lengths:
-        prompts = [(kind, seed + i) for i in range(samples) for kind in kinds]
-        settings = {
-            k: [{**about, "kind": kind, "length": length, "seed": number, "rows": k} for kind, number in prompts] for k in rows
-        }
-        for place, (kind, number) in enumerate(prompts):
-            missing = [k for k in rows if known.get(settings[k][place]) is None]
+        found: dict[int, list[dict[str, float]]] = {k: [] for k in rows}
+        for kind, seed in [(kind, seed) for seed in range(samples) for kind in kinds]:
+            settings = {k: {**about, "kind": kind, "length": length, "seed": seed, "rows": k} for k in rows}
+            missing = [k for k in rows if known.get(settings[k]) is None]
             if missing:
                 base = Cache(model, "full")
-                passage = maker(kind)(tokenizer, length=length, steps=1, seed=number, text=None)
-                prefill(model, base, passage.prompt)
+                prefill(model, base, PASSAGES[kind](tokenizer, length=length, steps=1, seed=seed).prompt)
                 for k in missing:
-                    layers = _layers(base, f"prkv:share=auto:page={page}:window={window}", k)
-                    known.add(Record(settings[k][place], {"layers": layers, "versions": versions()}))
-        for k in rows:
-            found = [record for setting in settings[k] if (record := known.get(setting)) is not None]
-            each = [sum(record["layers"].values()) / len(record["layers"]) for record in found]
-            numbers = found[0]["layers"]
-            by_layer = [{"layer": int(n), "share": mean(record["layers"][n] for record in found)} for n in numbers]
-            sizes = {
-                "length": length,
-                "rows": k,
-                "samples": len(found),
-                "share": mean(each),
-                "least": min(each),
-                "most": max(each),
-            }
-            yield {"eval": "shares", **sizes, "layers": by_layer, **about}
-
-
-def _layers(base: Cache, method: str, k: int) -> dict[str, float]:
-    cache = base.fork(method, retrieved=k)
-    cache.wait()
-    found: dict[str, float] = {}
-    for layer in cache.frozen_layers:
-        index = None if layer.retriever is None else layer.retriever.index
-        share = index.statics[0].share if isinstance(index, HybridIndex) and index.statics else None
-        if share is None:
-            raise ConfigError(f"{method} leaves nothing to retrieve of {layer.sequences.padded_length} tokens")
-        found[str(layer.number)] = share
-    return found
+                    layers = {str(number): share for number, share in static_shares(base, method, k).items()}
+                    known.add(Record(settings[k], {"layers": layers, "versions": versions()}))
+            for k, record in ((k, known.get(settings[k])) for k in rows):
+                found[k] += [record["layers"]] if record is not None else []
+        for k, layers in found.items():
+            if not all(layers):
+                raise ConfigError(f"{method} leaves nothing to retrieve of {length} tokens")
+            each = [sum(of.values()) / len(of) for of in layers]
+            sizes = {"length": length, "rows": k, "samples": len(each)}
+            spread = {"share": mean(each), "least": min(each), "most": max(each)}
+            by_layer = [{"layer": int(n), "share": mean(of[n] for of in layers)} for n in layers[0]]
+            yield {"eval": "shares", **sizes, **spread, "layers": by_layer, **about}
 
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="shipped")
-    parser.add_argument("--length", default="4096,8192")
-    parser.add_argument("--rows", default="256,512,1024")
-    parser.add_argument("--prompt", default="text,needle", help="as for benchmarks.recall")
-    parser.add_argument("--samples", type=int, default=1)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = options(
+        __doc__, model="shipped", length="4096,8192", rows="256,512,1024", prompt="text,needle", samples=1, out=Path
+    )
     lengths, rows = ([int(part) for part in text.split(",")] for text in (given.length, given.rows))
     model, tokenizer = load(given.model)
     how: dict[str, Any] = {"lengths": lengths, "rows": rows, "samples": given.samples, "name": given.model}

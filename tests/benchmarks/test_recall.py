@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.passages import PASSAGES, Passage, maker, needle_passage, text_passage
-from benchmarks.recall import Study, Summary, Watcher
+from benchmarks.passages import PASSAGES, Passage, needle_passage, text_passage
+from benchmarks.recall import Study, run, summarize
 from kvthaw.engine.hf.model import load_shipped
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.results import ResultsFile
 from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.variant import Variant
@@ -25,12 +24,10 @@ QUEST = Variant("quest", 64)
 TEXT = read_asset("book.txt")[:5000]
 
 
-def watcher(loaded: tuple[Any, Any], known: ResultsFile | None = None) -> Watcher:
-    return Watcher(*loaded, known)
-
-
-def kept(path: Path) -> ResultsFile:
-    return ResultsFile(path)
+def watched(
+    loaded: tuple[Any, Any], study: Study, *variants: Variant, known: ResultsFile | None = None
+) -> list[dict[str, Any]]:
+    return run(*loaded, ResultsFile() if known is None else known, study, variants)
 
 
 def count_forwards(model: Any) -> list[int]:
@@ -85,8 +82,7 @@ def test_what_full_attention_writes_is_sent_to_all(loaded: tuple[Any, Any]) -> N
         lambda module, args, kwargs: sent.extend(kwargs["input_ids"][0].tolist() if kwargs["input_ids"].shape[1] == 1 else []),
         with_kwargs=True,
     )
-    study = Study(200, 6, ("text",), follow="full", temperature=0.0, text=TEXT)
-    watcher(loaded).run(study, [QUEST, PARIS])
+    watched(loaded, Study(200, 6, ("text",), follow="full", temperature=0.0, text=TEXT), QUEST, PARIS)
     written, quest, paris = sent[:5], sent[5:11], sent[11:]  # its last token is sent nowhere
     assert quest == paris
     assert quest[:5] == written
@@ -97,39 +93,27 @@ def test_what_full_attention_writes_is_sent_to_all(loaded: tuple[Any, Any]) -> N
 
 def test_one_prefill_serves_all_methods_and_the_text_is_followed(loaded: tuple[Any, Any]) -> None:
     seen = count_forwards(loaded[0])
-    study = Study(700, 4, samples=2, text=TEXT)
-    wide = Variant("oracle", budget=1000)
-    summaries = watcher(loaded).run(study, [wide, PARIS])
+    first, second = watched(loaded, Study(700, 4, samples=2, text=TEXT), Variant("oracle", budget=1000), PARIS)
     assert next(n for n in seen if n > 1) == 700
     assert len([n for n in seen if n > 1]) == 4
     assert len([n for n in seen if n == 1]) == 4 * 2 * 4
-    first, second = summaries
-    assert first.means.attention_mass == pytest.approx(1, abs=1e-5)
-    assert first.means.output_error == pytest.approx(0, abs=1e-4)
-    assert second.means.observed == 4 * 4 * 2
-    assert second.means.rows == 10
-    assert second.means.ceiling is not None
-    assert second.means.recall_at_rows is not None
-    assert second.means.recall_at_rows <= second.means.ceiling
-    assert list(second.layers) == [0, 1]
-    assert [len(heads) for heads in second.heads.values()] == [2, 2]
-    for part in ("recall_at_rows", "attention_mass", "output_error", "exact_mass"):
-        mean = getattr(second.means, part)
-        for parts in (second.layers.values(), second.kinds.values(), second.bins):
-            assert mean == pytest.approx(sum(getattr(p, part) for p in parts) / len(parts))
-        for layer, heads in second.heads.items():
-            assert getattr(second.layers[layer], part) == pytest.approx(sum(getattr(head, part) for head in heads) / 2)
+    assert first["attention_mass"] == pytest.approx(1, abs=1e-5)
+    assert first["output_error"] == pytest.approx(0, abs=1e-4)
+    assert (second["observed"], second["rows"]) == (4 * 4 * 2, 10)
+    assert second["recall_at_rows"] <= second["ceiling"]
+    assert [part["layer"] for part in second["layers"]] == [0, 1]
+    for name in ("recall_at_rows", "attention_mass", "output_error", "exact_mass"):
+        for parts in (second["layers"], [*second["kinds"].values()], second["bins"]):
+            assert second[name] == pytest.approx(sum(part[name] for part in parts) / len(parts), abs=2e-6)
 
 
 @pytest.mark.parametrize("name", ["oracle", "streaming", "icecache", "pariskv", "magicpig", "retroinfer"])
 def test_every_method_can_be_watched(loaded: tuple[Any, Any], name: str) -> None:
-    summary = watcher(loaded).run(Study(300, 4, ("text",), text=TEXT), [Variant(name, 64)])[0]
-    assert summary.means.attention_mass is not None
-    assert 0 < summary.means.attention_mass <= 1 + 1e-5
-    json.dumps(summary.to_dict())
+    (summary,) = watched(loaded, Study(300, 4, ("text",), text=TEXT), Variant(name, 64))
+    assert 0 < summary["attention_mass"] <= 1 + 1e-5
+    json.dumps(summary)
     if resolve(name).index is not None:
-        assert summary.means.mass_of_exact is not None
-        assert summary.means.mass_of_exact > 0
+        assert summary["mass_of_exact"] > 0
 
 
 def test_bins_are_those_of_the_steps(loaded: tuple[Any, Any]) -> None:
@@ -137,54 +121,33 @@ def test_bins_are_those_of_the_steps(loaded: tuple[Any, Any]) -> None:
     assert study.bins == 20
     assert Study(200, 4096, ("text",), probe=16).bins == 32
     assert Study(200, 7, ("text",)).bins == 4
-    summary = watcher(loaded).run(study, [PARIS])[0]
-    assert [part.observed for part in summary.bins] == [2] * 20
-    assert [part.observed for part in summary.quarters()] == [10] * 4
-    record = summary.to_dict()
-    assert [(part["first"], part["stop"]) for part in record["bins"][:3]] == [(0, 2), (2, 4), (4, 6)]
-    assert record["bins"][-1]["stop"] == 40
-    assert record["recall_at_10"] == record["recall_at_rows"] == pytest.approx(summary.means.recall_at_rows, abs=1e-6)
-    assert record["layers"][1]["heads"][0]["recall_at_10"] is not None
-
-
-def test_own_tokens_are_drawn_by_the_seed(loaded: tuple[Any, Any]) -> None:
-    def sent(**given: Any) -> list[int]:
-        tokens: list[int] = []
-        hook = loaded[0].register_forward_pre_hook(
-            lambda module, args, kwargs: tokens.append(int(kwargs["input_ids"][0, -1])), with_kwargs=True
-        )
-        watcher(loaded).run(Study(100, 12, ("text",), follow="own", text=TEXT, **given), [QUEST])
-        hook.remove()
-        return tokens[1:]
-
-    assert len(sent()) == 12
-    assert sent(temperature=2.0) == sent(temperature=2.0)
-    assert sent(temperature=2.0) != sent(temperature=0.0)
+    (summary,) = watched(loaded, study, PARIS)
+    assert [part["observed"] for part in summary["bins"]] == [2] * 20
+    assert [part["observed"] for part in summary["quarters"]] == [10] * 4
+    assert [(part["first"], part["stop"]) for part in summary["bins"][:3]] == [(0, 2), (2, 4), (4, 6)]
+    assert summary["bins"][-1]["stop"] == 40
+    assert summary["recall_at_10"] == summary["recall_at_rows"]
 
 
 def test_a_run_continues_where_the_file_ends(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    study, told = Study(700, 4, text=TEXT), list[Progress]()
-    first = watcher(loaded, kept(path)).run(study, [PARIS], told.append)
+    path, study = tmp_path / "out.jsonl", Study(700, 4, text=TEXT)
+    first = watched(loaded, study, PARIS, known=ResultsFile(path))
     assert len(path.read_text().splitlines()) == 2
-    assert (told[0].doing, told[-1].samples, told[-1].of) == ("prefill", 2, 2)
     seen = count_forwards(loaded[0])
-    again = watcher(loaded, kept(path)).run(study, [PARIS])
+    assert watched(loaded, study, PARIS, known=ResultsFile(path)) == first
     assert seen == []
-    assert again == first
     path.write_text(path.read_text()[:-40])  # stopped while writing
-    both = watcher(loaded, kept(path)).run(study, [PARIS, QUEST])
+    both = watched(loaded, study, PARIS, QUEST, known=ResultsFile(path))
     assert len(path.read_text().splitlines()) == 4
-    assert both[0].means.to_dict() == pytest.approx(first[0].means.to_dict())
-    assert (
-        watcher(loaded, kept(path)).run(Study(700, 4, probe=2, text=TEXT), [PARIS])[0].means.observed < first[0].means.observed
-    )
+    assert both[0]["recall_at_k"] == pytest.approx(first[0]["recall_at_k"])
+    (fewer,) = watched(loaded, Study(700, 4, probe=2, text=TEXT), PARIS, known=ResultsFile(path))
+    assert fewer["observed"] < first[0]["observed"]
 
 
 def test_the_text_is_part_of_the_setting(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     for text in (None, "The quick brown fox. ", "The quick brown fox. "):
-        watcher(loaded, kept(path)).run(Study(100, 2, ("text",), text=text), [PARIS])
+        watched(loaded, Study(100, 2, ("text",), text=text), PARIS, known=ResultsFile(path))
     assert len(path.read_text().splitlines()) == 2
 
 
@@ -194,41 +157,28 @@ def test_summary_of_lines_is_weighted(loaded: tuple[Any, Any], monkeypatch: pyte
         return replace(passage, rest=passage.rest[:7])
 
     monkeypatch.setitem(PASSAGES, "needle", short)
-    known = ResultsFile()
-    study = Study(700, 12, probe=3, text=TEXT)
-    found = watcher(loaded, known).run(study, [QUEST])[0]
+    known, study = ResultsFile(), Study(700, 12, probe=3, text=TEXT)
+    (found,) = watched(loaded, study, QUEST, known=known)
     lines = list(known)
     assert [line["steps"] for line in lines] == [12, 7]
-    assert found.means.observed == 2 * (4 + 3)
-    assert Summary.of(study, QUEST, lines[:1]).kinds["needle"].observed == 0
+    assert found["observed"] == 2 * (4 + 3)
+    assert summarize(study, lines[:1])["kinds"]["needle"]["observed"] == 0
 
 
 def test_bad_studies_are_refused(loaded: tuple[Any, Any]) -> None:
     with pytest.raises(ConfigError, match="length is 0"):
         Study(0, 4)
     with pytest.raises(ConfigError, match="prompt is 'poem'; it must be one of text, needle"):
-        Study(100, 4, ("poem",))  # type: ignore[arg-type]
+        Study(100, 4, ("poem",))
     with pytest.raises(ConfigError, match="follow is 'you'"):
         Study(100, 4, follow="you")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="prompts of text alone"):
-        Study(100, 4, follow="own")
+        Study(100, 4, follow="full")
     with pytest.raises(ConfigError, match="probe is 5"):
         Study(100, 4, probe=5)
     with pytest.raises(ConfigError, match="'full'; it attends to everything"):
-        watcher(loaded).run(Study(100, 4), [Variant("full")])
+        watched(loaded, Study(100, 4), Variant("full"))
     with pytest.raises(ConfigError, match="dense_layers is 2; that leaves no layer to quest"):
-        watcher(loaded).run(Study(100, 4), [Variant("quest", 64, dense_layers=2)])
+        watched(loaded, Study(100, 4), Variant("quest", 64, dense_layers=2))
     with pytest.raises(ConfigError, match="2,104 tokens; the model's positions end at 2,048"):
-        watcher(loaded).run(Study(2100, 4, ("text",)), [PARIS])
-
-
-def test_selections_are_watched_on_published_prompts(loaded: tuple[Any, Any]) -> None:
-    gold = Path(__file__).parents[1] / "evaluate" / "published" / "gold" / "gsm8k.jsonl"
-    kind, tokenizer = f"gsm8k={gold}", loaded[1]
-    passage = maker(kind)(tokenizer, length=400, steps=8, seed=0)
-    assert (len(passage.prompt), len(passage.rest)) == (392, 8)
-    assert tokenizer.decode(passage.rest).endswith("\nA:")
-    (summary,) = watcher(loaded).run(Study(400, 4, kinds=(kind,)), [QUEST])
-    assert 0 < (summary.means.recall_at_k or 0) <= 1
-    with pytest.raises(ConfigError, match="prompt is 'gsm9k=x'; it must be one of text, needle, or"):
-        Study(400, 4, kinds=("gsm9k=x",))
+        watched(loaded, Study(2100, 4, ("text",)), PARIS)

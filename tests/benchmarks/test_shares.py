@@ -19,9 +19,9 @@ HOW: dict[str, Any] = {"kinds": ("text",), "page": 8, "window": 16}
 
 def test_the_share_is_the_papers_equation(loaded: tuple[Any, Any]) -> None:
     model, tokenizer = loaded
-    (cell,) = shares(model, tokenizer, ResultsFile(), lengths=[300], rows=[64], seed=3, **HOW)
+    (cell,) = shares(model, tokenizer, ResultsFile(), lengths=[300], rows=[64], **HOW)
     by_layer = {one["layer"]: one["share"] for one in cell["layers"]}
-    prompt = text_passage(tokenizer, length=300, steps=1, seed=3).prompt
+    prompt = text_passage(tokenizer, length=300, steps=1, seed=0).prompt
     cache = Cache(model, "full")
     prefill(model, cache, prompt)
     for layer in cache.kv_layers:

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
-from benchmarks.recall import pooled_quality
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.retriever import Choice
 from kvthaw.errors import ConfigError
@@ -239,11 +238,9 @@ def test_observing_changes_no_choice(llama: PreTrainedModel) -> None:
 
 def test_quality_pools_by_how_much_was_observed(llama: PreTrainedModel) -> None:
     seen = observed(llama, "pariskv:window=16:buffer=16", retrieved=10)
-    whole, parts = Quality.of(seen), pooled_quality([Quality.of(seen[:5]), Quality.of(seen[5:]), Quality.of([])])
+    whole, parts = Quality.of(seen), Quality.pooled([Quality.of(seen[:5]), Quality.of(seen[5:]), Quality.of([])])
     assert whole.to_dict() == pytest.approx(parts.to_dict())
     assert Quality.of([]).to_dict()["mass_of_exact"] is None
     assert whole.mass_of_exact is not None
     assert whole.retrieved_of_exact is not None
     assert whole.retrieved_of_exact < whole.mass_of_exact < 1
-    heads = [Quality.of([one.heads()[i] for one in seen]) for i in range(2)]
-    assert whole.recall_at_k == pytest.approx(sum(head.recall_at_k or 0 for head in heads) / 2)

@@ -49,12 +49,6 @@ class Observation:
     ceiling: Tensor
     ceiling_mass: Tensor
 
-    def heads(self) -> list[Observation]:
-        """One a KV head, its query heads with it."""
-        heads = self.rows.shape[0]
-        parts = [getattr(self, name).chunk(heads) for name in _MEASURED]
-        return [Observation(self.layer, self.seq, self.length, *each) for each in zip(*parts, strict=True)]
-
 
 _MEASURED = tuple(name for name in Observation.__dataclass_fields__ if name not in ("layer", "seq", "length"))
 
@@ -84,6 +78,16 @@ class Quality:
         """Return the means of observations, each counting once."""
         means = {name: mean(float(getattr(o, name).nanmean()) for o in observations) for name in _MEASURED}
         return Quality(observed=len(observations), **means)
+
+    @staticmethod
+    def pooled(parts: Sequence[Quality]) -> Quality:
+        """Return the means of all that the parts observed; a part counts by how much it observed."""
+        found: dict[str, float | None] = {}
+        for name in _MEASURED:
+            known = [(part.observed, value) for part in parts if (value := getattr(part, name)) is not None]
+            count = sum(n for n, _ in known)
+            found[name] = sum(n * value for n, value in known) / count if count else None
+        return Quality(observed=sum(part.observed for part in parts), **found)
 
     @property
     def mass_of_exact(self) -> float | None:

@@ -191,10 +191,16 @@ def shares(lab: Lab, rows: Sequence[str], lengths: dict[str, int], prompt: str, 
             prefill(model, base, tokens)
             for row in rows:
                 count = int(row.rpartition("=")[2])
-                cache = base.fork("prkv:share=auto", retrieved=max(32, count // 16) if lab.quick else count)
-                cache.wait()
-                indexes = [layer.retriever.index for layer in cache.frozen_layers if layer.retriever is not None]
-                known = [i.statics[0].share for i in indexes if isinstance(i, HybridIndex) and i.statics]
-                found.setdefault(row, {}).setdefault(column, []).extend(share for share in known if share is not None)
+                known = static_shares(base, "prkv:share=auto", max(32, count // 16) if lab.quick else count)
+                found.setdefault(row, {}).setdefault(column, []).extend(known.values())
     means = {row: {column: mean(values) or 0.0 for column, values in of.items()} for row, of in found.items()}
     return means, f"{'the book that ships' if lab.quick else prompt}, n={1 if lab.quick else lab.limit or samples}"
+
+
+def static_shares(base: Cache, method: str, count: int) -> dict[int, float]:
+    """Return the automatic static share of each layer that retrieves so many of a cache's tokens."""
+    cache = base.fork(method, retrieved=count)
+    cache.wait()
+    indexes = {layer.number: layer.retriever.index for layer in cache.frozen_layers if layer.retriever is not None}
+    known = {n: index.statics[0].share for n, index in indexes.items() if isinstance(index, HybridIndex) and index.statics}
+    return {number: share for number, share in known.items() if share is not None}

@@ -76,7 +76,9 @@ class Watched:
             for row in rows:
                 for column in columns:
                     view, variant = self.columns[column], asked[row, column]
-                    value = getattr(pooled([part for record in found[variant] for part in _parts(record, view)]), view.field)
+                    value = getattr(
+                        Quality.pooled([part for record in found[variant] for part in _parts(record, view)]), view.field
+                    )
                     if value is not None:
                         mine = found[variant]
                         about = f"{_named(lab, source)}, {mine[0]['prompt']:,} + {source.steps} tokens, n={len(mine)}"
@@ -103,16 +105,6 @@ def _parts(record: Record, view: View) -> list[Quality]:
         min(int(end * len(record["bins"])), len(record["bins"]) - more) for more, end in zip((1, 0), view.part, strict=True)
     )
     return [Quality(**part) for part in record["bins"][low : max(high, low + 1)]]
-
-
-def pooled(parts: Sequence[Quality]) -> Quality:
-    """Return the means of all that the parts observed; a part counts by how much it observed."""
-    found: dict[str, Any] = {}
-    for name in asdict(parts[0]):
-        known = [(part.observed, value) for part in parts if (value := getattr(part, name)) is not None]
-        count = sum(n for n, _ in known)
-        found[name] = sum(n * value for n, value in known) / count if count else None
-    return Quality(**{**found, "observed": sum(part.observed for part in parts)})
 
 
 def watch(lab: Lab, source: View, variants: Sequence[Variant], samples: int) -> dict[Variant, list[Record]]:
