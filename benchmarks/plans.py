@@ -23,12 +23,9 @@ FIGURES = {
     "text": "Rows that real text chooses, at 36k and 128k",
     "throughput": "Tokens a second against the batch at 128k",
     "clusterkv-ratio": "Latency and throughput beside full attention at 32k (ClusterKV's headline)",
-    "clusterkv-latency": "Prompts of 8k to 32k and 256 to 1024 tokens, R = 0, 1, 2 (ClusterKV, figure 12)",
     "prkv-latency": "32k + 512 and 400 + 16k tokens (PRKV, figure 7 left)",
-    "prkv-transfers": "A token after 32k, by contiguous pages and batched copies (PRKV, figure 7 right)",
     "icecache-memory": "Device memory against time a token at 36k (IceCache, figure 1)",
     "pariskv-batches": "64k to 384k tokens by batch (ParisKV, figures 7 and 11)",
-    "icecache-scaling": "150k to 300k tokens (IceCache, figure 8)",
 }
 """Name -> what it shows and where it comes from."""
 _K = 1024
@@ -193,11 +190,6 @@ def _draw_memory(figure: Any, lines: list[Record]) -> None:
     axes.minorticks_off()
 
 
-def _icecache_scaling(c: Common) -> list[DecodeSetting]:
-    methods = ("full", *_HOST)
-    return [c.run(m, n * _K, shared=m != "full") for n in (300, 150, 200, 250) for m in methods]
-
-
 def _pariskv(c: Common) -> list[DecodeSetting]:
     batches = (
         (64, (1, 4, 12), (1, 4, 16)),
@@ -229,32 +221,10 @@ def _draw_batches(figure: Any, lines: list[Record]) -> None:
     panels[0][0].legend(fontsize=7)
 
 
-def _clusterkv_latency(c: Common) -> list[DecodeSetting]:
-    # the hit rates that the paper reports for R = 1 and 2; without a cache of rows there are none
-    kept = ("keep=1:hits=0.63", "keep=0", "keep=2:hits=0.74")
-    methods = ("full", *(f"clusterkv:budget=1024:{how}" for how in kept))
-    return [c.run(method, n * _K, new_tokens=1024, prompt="run") for n in (32, 8, 16) for method in methods]
-
-
 def _prkv(c: Common) -> list[DecodeSetting]:
     methods = ("full", "prkv:budget=1024", "arkvale:budget=1024", "shadowkv:budget=1024")
     prompts = [c.run(method, 32 * _K, new_tokens=512, prompt="run") for method in methods]
     return prompts + [c.run(method, 400 + _MOST // 2, new_tokens=256) for method in methods]
-
-
-def _prkv_transfers(c: Common) -> list[DecodeSetting]:
-    """Neither, contiguous pages, batched copies, both: eager; and rows that a kernel reads, captured."""
-    how = ("transfer=each", "transfer=each:layout=page", "transfer=bulk", "transfer=bulk:layout=page", "transfer=uva")
-    return [c.run(f"prkv:{one}:retrieved=1024", 32 * _K, new_tokens=32, prompt="run") for one in how]
-
-
-def _draw_prkv_transfers(figure: Any, lines: list[Record]) -> None:
-    axes = figure.subplots()
-    for number, line in enumerate(lines):
-        axes.barh(number, 1e3 * line["tpot_s"], color=f"C{number}", label=plot.label(line))
-    axes.set(xlabel="ms a token", yticks=[])
-    axes.invert_yaxis()
-    axes.legend(fontsize=7)
 
 
 def _draw_prkv(figure: Any, lines: list[Record]) -> None:
@@ -268,20 +238,6 @@ def _draw_prkv(figure: Any, lines: list[Record]) -> None:
         left.set(title=f"{plot.short(one['length'])} + {plot.short(one['new_tokens'])}")
         left.legend(fontsize=7)
     right.set(title=f"400 + {plot.short(_MOST)}, by steps in its middle")
-
-
-def _draw_latency(figure: Any, lines: list[Record]) -> None:
-    """Prefill and decoding stacked, a panel a prompt and number of tokens decoded: all of them, half, a quarter."""
-    cases = [
-        (length, n) for length in sorted({r["length"] for r in lines}) for n in sorted(map(int, lines[0]["elapsed_s"]))[-3:]
-    ]
-    panels = figure.subplots(1, len(cases), squeeze=False)[0]
-    for axes, (length, tokens) in zip(panels, cases, strict=True):
-        mine = [line for line in lines if line["length"] == length and str(tokens) in line["elapsed_s"]]
-        _stacked(axes, mine, [line["elapsed_s"][str(tokens)] for line in mine])
-        axes.set(title=f"{plot.short(length)} + {plot.short(tokens)}")
-        axes.tick_params(axis="y", labelleft=axes is panels[0])
-    panels[0].legend(fontsize=7)
 
 
 def _stacked(axes: Any, lines: list[Record], decoding: list[float]) -> None:
@@ -302,11 +258,8 @@ PLANS = {
     "text": Figure(_8B, _text, _draw_lengths, steps=("compiled",)),
     "throughput": Figure(_8B, _throughput, _draw_batch),
     "clusterkv-ratio": Figure(_8B, _clusterkv_ratio, _draw_batch),
-    "clusterkv-latency": Figure(_8B, _clusterkv_latency, _draw_latency, (20, 4)),
     "prkv-latency": Figure(_8B, _prkv, _draw_prkv, (9, 3)),
-    "prkv-transfers": Figure(_8B, _prkv_transfers, _draw_prkv_transfers),
     "icecache-memory": Figure(_8B, _icecache_memory, _draw_memory),
     "pariskv-batches": Figure(_8B, _pariskv, _draw_batches, (13, 6)),
-    "icecache-scaling": Figure("qwen3-4b", _icecache_scaling, _draw_lengths),
 }
 """How each of FIGURES comes about."""

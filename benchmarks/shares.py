@@ -64,13 +64,13 @@ def shares(
                     known.add(Record(settings[k], {"layers": layers, "versions": versions()}))
             for k, record in ((k, known.get(settings[k])) for k in rows):
                 found[k] += [record["layers"]] if record is not None else []
-        for k, layers in found.items():
-            if not all(layers):
+        for k, prompts in found.items():
+            if not all(prompts):
                 raise ConfigError(f"{method} leaves nothing to retrieve of {length} tokens")
-            each = [sum(of.values()) / len(of) for of in layers]
+            each = [sum(of.values()) / len(of) for of in prompts]
             sizes = {"length": length, "rows": k, "samples": len(each)}
             spread = {"share": mean(each), "least": min(each), "most": max(each)}
-            by_layer = [{"layer": int(n), "share": mean(of[n] for of in layers)} for n in layers[0]]
+            by_layer = [{"layer": int(n), "share": mean(of[n] for of in prompts)} for n in prompts[0]]
             yield {"eval": "shares", **sizes, **spread, "layers": by_layer, **about}
 
 
