@@ -1,4 +1,5 @@
-"""Draws docs/overview.png and its dark twin, docs/results.png and docs/recall.png from benchmarks/results/*.jsonl."""
+"""Draws docs/overview.png and its dark twin, docs/results.png, docs/recall.png and docs/drift_methods.png from
+benchmarks/results/*.jsonl."""
 
 from __future__ import annotations
 
@@ -25,6 +26,27 @@ def main() -> None:
     overview(dark=True).savefig(HERE.parent / "docs" / "overview-dark.png", dpi=150)
     results().savefig(HERE.parent / "docs" / "results.png", dpi=130)
     recall().savefig(HERE.parent / "docs" / "recall.png", dpi=130)
+    drift().savefig(HERE.parent / "docs" / "drift_methods.png", dpi=130)
+
+
+def drift(length: int = 8192, steps: int = 4096, device: str = "cpu") -> Figure:
+    """What methods find while text goes on after a prompt (ParisKV's figure 1): recall of the exact rows, attention mass."""
+    shown = [line for line in lines("drift") if (line["length"], line["steps"], line["device"]) == (length, steps, device)]
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    panels = figure.subplots(1, 2)
+    measures = (("recall_at_rows", "recall of as many exact rows"), ("attention_mass", "attention mass (full attention: 1)"))
+    for axis, (field, label) in zip(panels, measures, strict=True):
+        for number, line in enumerate(sorted(shown, key=lambda line: -line["recall_at_rows"])):
+            rows = f"{line['rows']:,.0f} rows of its own draw" if line["rows"] > 101 else f"{line['retrieved']:g} rows"
+            places = [(one["first"] + one["stop"]) / 2 for one in line["bins"]]
+            values = [one[field] for one in line["bins"]]
+            axis.plot(places, values, STYLES[number % 4], label=f"{line['method']}, {rows}", color=f"C{number}")
+        axis.set(xlabel="tokens after the prompt", ylabel=label)
+    panels[0].legend(fontsize=7)
+    figure.suptitle(
+        f"{steps:,} tokens of a book after {length:,}, one place, each with its paper's regions, shipped model", fontsize=10
+    )
+    return figure
 
 
 def recall(length: int = 32768) -> Figure:
