@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,8 @@ class Regions:
     buffer: int
 
     def __post_init__(self) -> None:
-        for name, least in (("sink", 0), ("window", 1), ("buffer", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"regions.{name} is {getattr(self, name)}; it must be at least {least}")
+        at_least(0, sink=self.sink)
+        at_least(1, window=self.window, buffer=self.buffer)
 
     @property
     def ring(self) -> int:

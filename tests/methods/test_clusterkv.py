@@ -14,7 +14,6 @@ import kvthaw
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.methods import resolve
-from kvthaw.methods.clusterkv import clusterkv
 from zoo import prompt
 
 
@@ -122,6 +121,6 @@ def test_settings_out_of_range_are_refused_at_once(llama: PreTrainedModel, optio
 
 def test_unknown_presets_and_options_are_named() -> None:
     with pytest.raises(ConfigError, match="preset is 'authors'; it must be one of paper, code"):
-        clusterkv(preset="authors")  # type: ignore[arg-type]
+        resolve("clusterkv", preset="authors")
     with pytest.raises(ConfigError, match="clusterkv has no option 'pages'"):
         resolve("clusterkv", pages=3)

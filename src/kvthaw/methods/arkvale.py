@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import at_least, one_of
+from kvthaw.errors import at_least
 from kvthaw.index.bounds import BoundIndex, LayerBoundIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
@@ -34,7 +34,6 @@ def arkvale(
     """
     at_least(1, page=page)
     at_least(0, sink_pages=sink_pages)
-    one_of(get_args(Choice), choice=choice)
     made = LayerBoundIndex if choice == "layer" else BoundIndex
     return Method(
         "arkvale",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import at_least, one_of
+from kvthaw.errors import at_least
 from kvthaw.index.clusters import ClusterIndex, Start
 from kvthaw.index.per_query_head import QueryHeadClusterIndex
 from kvthaw.kernels.kmeans import Distance
@@ -30,8 +30,6 @@ def clusterkv(
     clusters_per_batch: int | None = None,
     start: Start = "random",
     iterations: int = 20,
-    window: int = 1,
-    buffer: int | None = None,
     keep: int = 1,
 ) -> Method:
     """Cluster the prompt's keys by k-means, and every `batch` generated tokens among themselves; select whole clusters by q.mu.
@@ -44,18 +42,16 @@ def clusterkv(
     query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`.
 
     tokens_per_cluster: of the prompt (C0 = L / 80). clusters: as many for any prompt instead. clusters_per_batch: C+ (m is batch).
-    start, iterations: where k-means starts, and its cap. distance: what it compares by. window: the last tokens that stay in the
-    window when others leave it; buffer: how many leave together, `batch` if not given. keep: R, of how many steps the selected
+    start, iterations: where k-means starts, and its cap. distance: what it compares by. keep: R, of how many steps the selected
     rows stay on the device.
 
     Host: the rows. Device: the centroids, the map of tokens and clusters, k-means, every decision.
     """
-    one_of(get_args(Preset), preset=preset)
-    at_least(1, batch=batch, window=window, buffer=buffer)
+    at_least(1, batch=batch)
     own_policy, own_clusters = _PRESETS[preset]
     return cluster_method(
         "clusterkv",
-        Regions(16, window, batch if buffer is None else buffer),
+        Regions(16, 1, batch),
         keep,
         differs="a budget below 674 shrinks the 320 tokens; one choice a KV head (`preset=code`: one a query head); rows stay "
         "on the device one by one, not by clusters",
@@ -75,7 +71,6 @@ def cluster_method(
     name: str, regions: Regions, keep: int, *, differs: str, choose: str, policy: Choice, **clusters: Any
 ) -> Method:
     """Return a method that selects clusters. clusters: ClusterIndex's options."""
-    one_of((*get_args(Policy), "each"), policy=policy)
     index = partial(QueryHeadClusterIndex, **clusters) if policy == "each" else partial(ClusterIndex, policy=policy, **clusters)
     return Method(
         name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import at_least
 from kvthaw.index.clusters import Start
 from kvthaw.kernels.kmeans import Distance
 from kvthaw.methods.clusterkv import Choice, cluster_method
@@ -20,8 +19,6 @@ def clusterkv_plus(
     clusters_per_batch: int = 10,
     start: Start = "covering",
     iterations: int = 8,
-    window: int = 16,
-    buffer: int = 16,
     keep: int = 1,
 ) -> Method:
     """ClusterKV's search, made to find single keys within small budgets.
@@ -35,10 +32,9 @@ def clusterkv_plus(
     Options as in clusterkv; policy says how the query heads of a group agree. Host: the rows. Device: the centroids, the map of
     tokens and clusters, k-means, every decision.
     """
-    at_least(1, window=window, buffer=buffer)
     return cluster_method(
         "clusterkv-plus",
-        Regions(16, window, buffer),
+        Regions(16, 16, 16),
         keep,
         differs="32 tokens a cluster, not 80; k-means starts from covering keys, not random ones, and takes 8 iterations; "
         "generated tokens leave by 16, not 320",

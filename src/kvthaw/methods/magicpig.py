@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import at_least
 from kvthaw.index.lsh import HashIndex
 from kvthaw.regions import Regions
 
 
-def magicpig(*, bits: int = 10, tables: int = 150, sink: int = 4, window: int = 64) -> Method:
+def magicpig(*, bits: int = 10, tables: int = 150) -> Method:
     """Tokens that meet the query in two of L = 150 tables of K = 10 bits, weighed by 1 / their chance to.
 
     GQA: every query head draws on its own and weighs what it drew; a KV head's rows are what its query heads drew together. The
@@ -19,14 +18,12 @@ def magicpig(*, bits: int = 10, tables: int = 150, sink: int = 4, window: int = 
     prompt's are. Host: the rows. Device: every decision, from 2 L bytes of codes and the key itself (the paper has tables, keys and
     this part of the attention on the CPU, where they take no device memory).
     """
-    at_least(0, sink=sink)
-    at_least(1, window=window)
     return Method(
         "magicpig",
         paper="MagicPIG",
         unit="token",
         index=partial(HashIndex, bits=bits, tables=tables),
-        regions=Regions(sink, window, 16),
+        regions=Regions(4, 64, 16),
         differs="hashes and attends on the device, not on the CPU; a budget below what it draws thins that (`budget=0.5` does not)",
         choose="comparing with sampling by LSH",
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import ConfigError, at_least, one_of
+from kvthaw.errors import at_least
 from kvthaw.index.codes import Centroids, CodesIndex, Policy
 from kvthaw.index.ratios import Ratios
 from kvthaw.regions import Regions
@@ -29,9 +29,6 @@ def pariskv(
     normalise: bool = True,
     centroids: Centroids = "signs",
     full_threshold: int = 0,
-    sink: int = 128,
-    window: int = 256,
-    buffer: int = 512,
 ) -> Method:
     """Retrieve the tokens whose sign patterns collide most with the query's, ranked by 4-bit codes (algorithm 1).
 
@@ -51,19 +48,15 @@ def pariskv(
     Host: the rows. Device: each key's codes, centroids and weights (112 bytes for 128 dimensions); every decision. A step is
     captured in one graph.
     """
-    one_of(get_args(Preset), preset=preset)
     return codes_method(
         "pariskv",
-        Ratios(rho, beta, candidates, votes == "tiered"),
-        sink=sink,
-        window=window,
-        buffer=buffer,
+        votes,
+        full_threshold,
+        ratios=Ratios(rho, beta, candidates, votes == "tiered"),
         policy=policy or PRESETS[preset],
-        votes=votes,
         rotate=rotate,
         normalise=normalise,
         centroids=centroids,
-        full_threshold=full_threshold,
         dense_layers=0,
         differs="one choice a KV head (`policy=each`: one a query head); rho and beta by length are the authors' code's; no full "
         "attention to short contexts (`full_threshold=2048`); regions shrink below a budget of 1,792; rows of the last step stay",
@@ -72,38 +65,17 @@ def pariskv(
 
 
 def codes_method(
-    name: str,
-    ratios: Ratios,
-    *,
-    sink: int,
-    window: int,
-    buffer: int,
-    policy: Policy,
-    votes: Votes,
-    rotate: bool,
-    normalise: bool,
-    centroids: Centroids,
-    full_threshold: int,
-    centre: bool = False,
-    **fields: Any,
+    name: str, votes: Votes, full_threshold: int, *, dense_layers: int = 2, differs: str, choose: str, **codes: Any
 ) -> Method:
-    """Return a method that ranks candidates by 4-bit codes. fields: more of Method's."""
-    at_least(0, full_threshold=full_threshold, sink=sink)
-    at_least(1, window=window, buffer=buffer)
-    one_of(get_args(Policy), policy=policy)
-    one_of(get_args(Centroids), centroids=centroids)
-    for option, switch in (("rotate", rotate), ("normalise", normalise), ("centre", centre)):
-        if not isinstance(switch, bool):
-            raise ConfigError(f"{option} is {switch!r}; it must be True or False")
-    index = partial(
-        CodesIndex,
-        policy=policy,
-        ratios=ratios,
-        graded=votes == "graded",
-        centre=centre,
-        rotate=rotate,
-        normalise=normalise,
-        centroids=centroids,
-        dense_below=full_threshold,
+    """Return a method that ranks candidates by 4-bit codes. codes: more of CodesIndex's options."""
+    at_least(0, full_threshold=full_threshold)
+    return Method(
+        name,
+        paper="ParisKV",
+        unit="token",
+        index=partial(CodesIndex, graded=votes == "graded", dense_below=full_threshold, **codes),
+        regions=Regions(128, 256, 512),
+        dense_layers=dense_layers,
+        differs=differs,
+        choose=choose,
     )
-    return Method(name, paper="ParisKV", unit="token", index=index, regions=Regions(sink, window, buffer), **fields)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import ConfigError, one_of
+from kvthaw.errors import ConfigError
 from kvthaw.index.codes import Centroids, Policy
 from kvthaw.index.ratios import Ratios
 from kvthaw.methods.pariskv import Votes, codes_method
@@ -23,9 +21,6 @@ def pariskv_plus(
     normalise: bool = True,
     centroids: Centroids = "signs",
     full_threshold: int = 0,
-    sink: int = 128,
-    window: int = 256,
-    buffer: int = 512,
 ) -> Method:
     """Retrieve the tokens of the best 4-bit codes among those whose sign patterns are most like the query's.
 
@@ -38,24 +33,20 @@ def pariskv_plus(
     rho: with other votes. The first two layers of deep models are dense. Other options, what is on host and device, and how the
     query heads of a group agree: as in pariskv.
     """
-    one_of(get_args(Votes), votes=votes)
     if votes == "graded" and rho is not None:
         raise ConfigError(
             f"rho is {rho} and votes is 'graded', with which all keys collide; give rho with 'tiered' or 'binary'"
         )
     return codes_method(
         "pariskv-plus",
-        Ratios(1.0 if votes == "graded" else rho, beta, candidates, votes == "tiered"),
-        sink=sink,
-        window=window,
-        buffer=buffer,
+        votes,
+        full_threshold,
+        ratios=Ratios(1.0 if votes == "graded" else rho, beta, candidates, votes == "tiered"),
         policy=policy,
-        votes=votes,
         centre=centre,
         rotate=rotate,
         normalise=normalise,
         centroids=centroids,
-        full_threshold=full_threshold,
         differs="votes by similarity, no collisions and tiers; keys centred on the prompt; two dense layers",
         choose="speed at long contexts and in large batches",
     )

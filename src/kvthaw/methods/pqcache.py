@@ -5,22 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import at_least
 from kvthaw.index.pq import ProductIndex
 from kvthaw.index.tokens import Policy
 from kvthaw.regions import Regions
 
 
-def pqcache(
-    *,
-    parts: int = 2,
-    centroids: int = 64,
-    iterations: int = 20,
-    policy: Policy = "max",
-    keep: int = 1,
-    sink: int = 4,
-    window: int = 32,
-) -> Method:
+def pqcache(*, parts: int = 2, centroids: int = 64, iterations: int = 20, policy: Policy = "max", keep: int = 1) -> Method:
     """The tokens of the largest estimated attention weights; 2 sub-vectors and 64 centroids, as in the paper.
 
     policy: how the query heads of a group agree, see `kvthaw.index.tokens.Policy`. Generated tokens get the prompt's centroids,
@@ -28,16 +18,13 @@ def pqcache(
     the paper's block cache drops what is used least often. The paper keeps initial and recent tokens too, here sink and window.
     Host: the rows. Device: a byte a key and part, the centroids, every decision (the paper clusters on CPU threads).
     """
-    at_least(0, sink=sink)
-    at_least(1, window=window)
     index = partial(ProductIndex, parts=parts, centroids=centroids, iterations=iterations, policy=policy)
-    regions = Regions(sink, window, 16)
     return Method(
         "pqcache",
         paper="PQCache",
         unit="token",
         index=index,
-        regions=regions,
+        regions=Regions(4, 32, 16),
         keep=keep,
         any_budget=True,
         differs="clusters on the device, not on the CPU; drops rows by last use, not by frequency",

@@ -19,7 +19,6 @@ def prkv(
     page: int = 32,
     share: float | Literal["auto"] = 0.25,
     interval: int = 128,
-    window: int = 64,
     spread: Spread = "mean",
     policy: Policy = "max",
     transfer: str = "uva",
@@ -42,14 +41,14 @@ def prkv(
     Host: the rows, from which a refresh reads the keys. Device: the map of tokens, each page's box, the window's queries, every
     decision.
     """
-    at_least(1, page=page, window=window)
+    at_least(1, page=page)
     index = partial(HybridIndex, page=page, share=share, interval=interval, spread=spread, policy=policy)
     return Method(
         "prkv",
         paper="PRKV",
         unit="token + page",
         index=index,
-        regions=Regions(0, window, page),
+        regions=Regions(0, 64, page),
         transfer=transfer_of(transfer, layout),
         dense_layers=0,
         differs="maps tokens to pages and moves no rows (`layout=page`: copies them); a kernel reads rows (`transfer=bulk`: one "

@@ -17,7 +17,6 @@ def prkv_plus(
     page: int = 16,
     share: float = 0.25,
     interval: int = 128,
-    window: int = 64,
     observe: int = 8,
     spread: Spread = "mean",
     policy: Policy = "max",
@@ -35,14 +34,14 @@ def prkv_plus(
     Host: the rows, from which a refresh reads those keys. Device: as for prkv. Other options, and how the query heads of a group
     agree on pages: as in prkv.
     """
-    at_least(1, page=page, window=window, observe=observe)
+    at_least(1, page=page, observe=observe)
     index = partial(StaticPageIndex, page=page, share=share, interval=interval, spread=spread, policy=policy, observe=observe)
     return Method(
         "prkv-plus",
         paper="PRKV",
         unit="token + page",
         index=index,
-        regions=Regions(0, window, page),
+        regions=Regions(0, 64, page),
         differs="pages of 16, not 32; the last 8 queries choose the static set, not 64, later from the best pages' keys; "
         "static tokens stay in their pages' volumes; two dense layers",
         choose="as prkv, and lines must be found among their like",
