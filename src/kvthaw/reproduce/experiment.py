@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate.tasks.base import read_asset
 
 if TYPE_CHECKING:
     from kvthaw.reproduce.lab import Lab
@@ -24,10 +26,11 @@ class Table:
 
 
 def table(text: str) -> Table:
-    """Read a table: a line of columns, then lines of a row's name and its values; "-" is no value."""
+    """Read a table: a line of columns, then lines of a row's name and its values; "-" is no value, and a bare name has none."""
     (columns, *lines) = [line.split() for line in text.strip().splitlines() if line.strip()]
     found: dict[str, dict[str, Value]] = {}
-    for name, *values in lines:
+    for name, *given in lines:
+        values = given or ["-"] * len(columns)
         if name in found or len(values) != len(columns):
             raise ValueError(f"{name} has {len(values)} values for {len(columns)} columns, or stands there twice")
         found[name] = dict(zip(columns, map(_value, values), strict=True))
@@ -102,6 +105,15 @@ class Experiment:
 
 def _short(model: str | None) -> str:
     return (model or "").rstrip("/").rpartition("/")[2].lower()
+
+
+def experiments(paper: str, plans: Mapping[str, Plan]) -> tuple[Experiment, ...]:
+    """Return a paper's experiments: what it says, from assets/papers, and how each is measured."""
+    found = []
+    for name, one in tomllib.loads(read_asset(f"papers/{paper}.toml")).items():
+        says = {model: table(text) for model, text in one.pop("says").items()}
+        found.append(Experiment(name, says=says, plan=plans[name], **one))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
