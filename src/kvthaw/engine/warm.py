@@ -8,7 +8,7 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.scheduler import STEP_TOKENS, chunk_tokens
-from kvthaw.kernels.dense import LONG, attend, runs, worth_a_plan
+from kvthaw.kernels.dense import LONG, plan, runs
 
 _TOKENS = 5  # of which the first comes with the prompt, two from eager steps, and one with a capture
 
@@ -30,23 +30,22 @@ def warm(batch: Batch) -> None:
 
 
 def _prefill(batch: Batch) -> None:
-    """Prefill a prompt of a few chunks, and attend as later chunks of longer prompts will."""
-    request = batch.request(
-        torch.arange(min(batch.capacity - 1, 2 * STEP_TOKENS)) % batch.vocabulary, max_new_tokens=1, stop=()
-    )
+    """Prefill two chunks of a long prompt, and plan the attention of later ones."""
+    if batch.capacity <= 2 * STEP_TOKENS or batch.cache.settings.method.evicts or batch.cache.foreign:
+        return
+    request = batch.request(torch.arange(2 * STEP_TOKENS) % batch.vocabulary, max_new_tokens=1, stop=())
     most = batch.admission.most()
     if most is not None and batch.admission.need(request) > most:
         return
     batch.join(request)
-    while request.prefilled < request.prompt:
+    for _ in range(2):
         batch.prefill(request, chunk_tokens(STEP_TOKENS, request.prefilled))
-        if request.prefilled < request.prompt:
-            _attend(batch, request.seq)
-    batch.start(None)
+    _plan(batch, request.seq)
+    batch.leave(request)  # before its end: a prefix cache keeps whole prompts
 
 
-def _attend(batch: Batch, seq: int) -> None:
-    """Attend to earlier KV of every length that layers will, see kvthaw.kernels.dense.runs, as it lies in layers of each kind."""
+def _plan(batch: Batch, seq: int) -> None:
+    """Plan attention to earlier KV of every length, see kvthaw.kernels.dense.runs, as it lies in layers of each kind."""
     met: set[tuple[int, int]] = set()
     depth = 0
     while depth < batch.capacity:
@@ -60,10 +59,7 @@ def _attend(batch: Batch, seq: int) -> None:
         (q_heads, _, dim), heads = layer.recent_queries[seq].shape, len(layer.read(seq, 0, 0))
         kind = type(layer), q_heads, heads, dim
         for chunk, run in () if kind in kinds else met:
-            if worth_a_plan(q_heads // heads * chunk, run):
-                query = torch.zeros(1, q_heads, chunk, dim, dtype=batch.model.dtype, device=batch.model.device)
-                rows = (
-                    layer.tensors()[0][:1, :, :run] if isinstance(layer, DenseLayer) else query.new_empty(1, heads, run, 2, dim)
-                )
-                attend(query, *rows.unbind(3), scale=layer.scale, causal=False)
+            query = torch.zeros(1, q_heads, chunk, dim, dtype=batch.model.dtype, device=batch.model.device)
+            rows = layer.tensors()[0][:1, :, :run] if isinstance(layer, DenseLayer) else query.new_empty(1, heads, run, 2, dim)
+            plan(query, *rows.unbind(3), scale=layer.scale)
         kinds.add(kind)

@@ -165,6 +165,13 @@ def worth_a_plan(queries: int, keys: int) -> bool:
     return again or min(queries, keys) >= BLOCK
 
 
+def plan(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> None:
+    """Have cuDNN plan attention to all keys if `attend` would use it, so that no step waits for that."""
+    folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
+    if _flash(query) and _cudnn(folded, keys, values, False):
+        attend(query, keys, values, scale=scale, causal=False)
+
+
 def _flash(query: Tensor) -> bool:
     """Return whether torch has an attention that gives its log-sum-exp too for such queries."""
     if query.device.type == "cpu":
