@@ -1,9 +1,9 @@
 """Time steps while blocks spill to the host, and while they come back.
 
-`python -m benchmarks.spilling --out spilling.jsonl` on a GPU: eight sequences of some 32k tokens on eight layers of the 8B shape, with
-4 GiB of device memory, which holds some two thirds of their blocks. Prompts differ by an eighth of a block, so that at any time some
-sequence needs its next block and an old one has to spill. Half way the first four sequences end, at once; blocks of the others
-come back into their room. A line is one method and device memory:
+`python -m benchmarks.spilling --out spilling.jsonl` on a GPU: eight sequences of some 32k tokens on eight layers of the 8B shape,
+with 4 GiB of device memory, which index and pool leave less than half of the blocks. Prompts differ by an eighth of a block, so at
+any time some sequence needs its next block and an old one has to spill. Half way the first four sequences end, at once; blocks of
+the others come back into their room. A line is one method and device memory:
 
 - spilling, returning: of the steps before and after that, but for the first WARM of each: median_ms, p95_ms, max_ms, over_median
   (the longest step in medians; the goal is 1.3), moved_blocks, host_blocks (more or fewer at the end than at the beginning).

@@ -8,7 +8,7 @@ from benchmarks.spilling import measure
 from kvthaw.bench.shapes import build
 
 
-def test_blocks_spill_and_come_back(small: None) -> None:
+def test_blocks_spill_and_come_back() -> None:
     model = build("tiny", torch.device("cpu"), layers=1)
     found = measure(model, "quest", 2, 128, 60, 400_000, budget=32, block_size=8)
     assert found["moved"]
