@@ -50,7 +50,7 @@ Done = TypeVar("Done")
 FORMAT = 2
 _log = logging.getLogger(__name__)
 _HEADER = "header.json"
-_AT_ONCE = 8  # files read or written at a time
+_AT_ONCE = 8  # files written at a time, or read where there are no more cores
 _SAMPLED = 64  # values of each weight that tell models apart
 
 
@@ -107,7 +107,7 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
         _log.info("%s: the index of %s is built anew in %d layers", path, kv.settings.method.name, sum(anew.values()))
     for number, layer in enumerate(layers):
         if isinstance(layer, DynamicLayer):
-            found = _read(path, header, number)
+            found = _checked(path, header, number).tensors
             keys, values = found["keys"].to(model.device, copy=True), found["values"].to(model.device, copy=True)
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
@@ -116,15 +116,18 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
 
 
 def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torch.device) -> Generator[tuple[int, SavedLayer]]:
-    """Yield the layers of a cache, by number, as a folder has them. Raises CacheError where one is not what was saved."""
+    """Yield the layers of a cache, by number, as a folder has them. Raises CacheError where one is not what was saved.
 
-    def read(number: int) -> SavedLayer:
-        try:
-            return SavedLayer.read(path, header, number, kv, device)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CacheError(f"{path} is damaged: {_name(number)} has {error!r}") from error
+    Page-locking a layer's blocks takes about as long as reading it and cannot be divided: a thread of its own does that beside."""
+    with ThreadPoolExecutor(1) as allocating:
 
-    return _some_at_once([layer.number for layer in kv.layers], read)
+        def read(number: int) -> SavedLayer:
+            try:
+                return SavedLayer.read(path, header, number, kv, device, allocating)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise CacheError(f"{path} is damaged: {_name(number)} has {error!r}") from error
+
+        yield from _some_at_once([layer.number for layer in kv.layers], read, max(_AT_ONCE, min(32, os.cpu_count() or 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +140,19 @@ class SavedLayer:
     kept: Mapping[int, Snapshot]
 
     @classmethod
-    def read(cls, path: Path, header: Mapping[str, Any], number: int, kv: KVCache, device: torch.device) -> SavedLayer:
-        """Read a layer into blocks on the host. Raises CacheError for a file that is not what was saved."""
-        tensors, scale = _read(path, header, number), header["files"][_name(number)]["scale"]
+    def read(
+        cls,
+        path: Path,
+        header: Mapping[str, Any],
+        number: int,
+        kv: KVCache,
+        device: torch.device,
+        allocating: ThreadPoolExecutor,
+    ) -> SavedLayer:
+        """Read a layer into blocks on the host, which `allocating` allocates. Raises CacheError for a file that is not what was
+        saved."""
+        file, scale = _file(path, header, number), header["files"][_name(number)]["scale"]
+        tensors = file.tensors
         seqs = range(len(header["left_pad"]))
         lengths = [len(ids) - pad for ids, pad in zip(header["token_ids"], header["left_pad"], strict=True)]
         if [tensors[f"rows.{seq}"].shape[1] for seq in seqs] != lengths:
@@ -148,25 +161,35 @@ class SavedLayer:
         some = next(iter(queries.values()))
         format = row_format(kv.settings.kv_dtype, some.shape[2], some.dtype)
         keys = some.new_empty((1, len(tensors["rows.0"]), 0, some.shape[2]))
-        size, pinned = kv.settings.block_size, device.type == "cuda"
-        blocks: dict[int, list[Block]] = {}
+        size, pinned, memory = kv.settings.block_size, device.type == "cuda", kv.streams.memory
+        parts = {seq: tensors[f"rows.{seq}"].split(size, dim=1) for seq in seqs}
+
+        def allocate(part: Tensor) -> Block:
+            return Block(memory.allocate((len(part), size, *format.tail), format.stored, pinned=pinned))
+
+        room = allocating.submit(lambda: {seq: [allocate(part) for part in own] for seq, own in parts.items()})
+        file.check(header["files"][_name(number)]["sha256"])
+        blocks = room.result()
         for seq in seqs:
-            blocks[seq] = []
-            for part in tensors[f"rows.{seq}"].split(size, dim=1):
-                block = Block(kv.streams.memory.allocate((len(part), size, *format.tail), format.stored, pinned=pinned))
+            for block, part in zip(blocks[seq], parts[seq], strict=True):
                 block.data[:, : part.shape[1]] = format.convert(part)
                 block.owners = 0  # until a sequence takes it
-                blocks[seq].append(block)
         shape = LayerShape(some[None, :, :0], keys, scale, format)
         same = header["index"] == index_kind(kv)["index"] and header["index"]["options"] is not None
         return cls(shape, blocks, queries, _snapshots(tensors) if same else {})
 
 
-def _read(path: Path, header: Mapping[str, Any], number: int) -> dict[str, Tensor]:
+def _file(path: Path, header: Mapping[str, Any], number: int) -> tensor_file.TensorFile:
     name = _name(number)
     if name not in header["files"]:
         raise CacheError(f"{path} has no {name}")
-    return tensor_file.read(path / name, header["files"][name]["sha256"])
+    return tensor_file.TensorFile(path / name)
+
+
+def _checked(path: Path, header: Mapping[str, Any], number: int) -> tensor_file.TensorFile:
+    file = _file(path, header, number)
+    file.check(header["files"][_name(number)]["sha256"])
+    return file
 
 
 def check_header(model: PreTrainedModel, path: Path) -> dict[str, Any]:
@@ -285,13 +308,13 @@ def _snapshots(tensors: Mapping[str, Tensor]) -> dict[int, Snapshot]:
     return {seq: Snapshot(state, *state.pop("span").tolist()) for seq, state in found.items()}
 
 
-def _some_at_once(items: Iterable[Item], work: Callable[[Item], Done]) -> Generator[tuple[Item, Done]]:
+def _some_at_once(items: Iterable[Item], work: Callable[[Item], Done], most: int = _AT_ONCE) -> Generator[tuple[Item, Done]]:
     """Yield each item with what is made of it on a thread, in order; few are under way at a time."""
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
+    with ThreadPoolExecutor(most) as threads:
         pending: deque[tuple[Item, Future[Done]]] = deque()
         for item in items:
             pending.append((item, threads.submit(work, item)))
-            if len(pending) > _AT_ONCE:
+            if len(pending) > most:
                 done, result = pending.popleft()
                 yield done, result.result()
         for done, result in pending:

@@ -26,6 +26,7 @@ _NAMES = {
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _PIECE = 64 << 20  # bytes hashed and written at once
+_HEADER = 100 << 20  # most bytes of a file's header
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -50,21 +51,30 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def read(path: Path, sha256: str) -> dict[str, Tensor]:
-    """Return the tensors of a file, which lie in its pages in memory. Raises CacheError unless it is the file that was written."""
-    try:
-        data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-    except (OSError, RuntimeError):
-        data = torch.empty(0, dtype=torch.uint8)
-    if hashlib.sha256(_bytes(data)).hexdigest() != sha256:
-        raise CacheError(f"{path.parent} is damaged: {path.name} is not what was saved")
-    start = 8 + int.from_bytes(bytes(data[:8].tolist()), "little")
-    found = {}
-    for name, entry in json.loads(bytes(data[8:start].tolist())).items():
-        begin, end = entry["data_offsets"]
-        own = data[start + begin : start + end].view(_TYPES[entry["dtype"]])
-        found[name] = own.view(entry["shape"])
-    return found
+class TensorFile:
+    """The tensors of a file, which lie in its pages in memory; whether it is the file that was written, check() says.
+
+    Raises CacheError for what is no such file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.tensors = path, dict[str, Tensor]()
+        try:
+            self._data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+            start = 8 + min(int.from_bytes(bytes(_bytes(self._data[:8])), "little"), _HEADER)
+            for name, entry in json.loads(bytes(_bytes(self._data[8:start]))).items():
+                begin, end = entry["data_offsets"]
+                own = self._data[start + begin : start + end].view(_TYPES[entry["dtype"]])
+                self.tensors[name] = own.view(entry["shape"])
+        except (OSError, RuntimeError, LookupError, TypeError, ValueError, AttributeError, OverflowError):
+            raise self._damaged() from None
+
+    def check(self, sha256: str) -> None:
+        """Raise CacheError unless the file's bytes have this SHA-256. Other threads run meanwhile."""
+        if hashlib.sha256(_bytes(self._data)).hexdigest() != sha256:
+            raise self._damaged()
+
+    def _damaged(self) -> CacheError:
+        return CacheError(f"{self.path.parent} is damaged: {self.path.name} is not what was saved")
 
 
 def _bytes(tensor: Tensor) -> memoryview:
