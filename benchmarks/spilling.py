@@ -14,7 +14,6 @@ the others come back into their room. A line is one method and device memory:
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -25,11 +24,10 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.placement import SIZES, WARM
-from benchmarks.script import tell
+from benchmarks.script import Report, options
 from kvthaw import Batch
-from kvthaw.bench.card import noted, provenance, where
+from kvthaw.bench.card import noted, where
 from kvthaw.bench.shapes import build
-from kvthaw.evaluate.results import Record
 
 
 def measure(
@@ -78,29 +76,20 @@ def state(batch: Batch) -> tuple[int, int, int]:
 
 def main() -> None:
     """Measure, one JSON line a method and device memory."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--seqs", type=int, default=8)
-    parser.add_argument("--length", type=int, default=32768)
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--block-size", type=int, help="tokens in a block; by default as many as a cache's")
-    parser.add_argument("--method", default="clusterkv-plus,pariskv-plus")
-    parser.add_argument("--device-memory", default="4GiB,auto", help="separated by commas")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = options(
+        __doc__, shape="llama-3.1-8b", layers=8, seqs=8, length=32768, steps=800, block_size=int,
+        method="clusterkv-plus,pariskv-plus", device_memory="4GiB,auto", commit=str, out=Path,
+    )  # fmt: skip
     device, name = where()
-    model, still = build(given.shape, device, layers=given.layers), False
+    model, report = build(given.shape, device, layers=given.layers), Report(given.out, given.commit)
+    still = False
     for method in given.method.split(","):
         for memory in given.device_memory.split(","):
+            sizes = {**SIZES[method], "block_size": given.block_size}
             setting = {"shape": given.shape, "layers": model.config.num_hidden_layers, "device": name, "method": method}
-            setting |= {"seqs": given.seqs, "length": given.length, "steps": given.steps, "device_memory": memory}
-            setting |= {"block_size": given.block_size, **SIZES[method]}
-            found = measure(
-                model, method, given.seqs, given.length, given.steps, memory, block_size=given.block_size, **SIZES[method]
-            )
-            tell(Record(setting, {**found, "about": provenance(given.commit)}).to_json(), given.out)
+            setting |= {"seqs": given.seqs, "length": given.length, "steps": given.steps, "device_memory": memory, **sizes}
+            found = measure(model, method, given.seqs, given.length, given.steps, memory, **sizes)
+            report.record(setting, found)
             if not found["moved"] and memory != "auto":
                 noted(f"{method} with {memory}: no block spilled, or none came back")
                 still = True
