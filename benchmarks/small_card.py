@@ -4,10 +4,15 @@
 random tokens that goes through the model, so that every layer has rows of its own. For each length, one JSON line a contender and
 card:
 
-- kvthaw: method "auto", device_memory "auto". dynamic: transformers' DynamicCache. offloaded: its offloading one, up to
-  `--offloaded` tokens, since each token brings all KV over the bus.
+- kvthaw: `--method`, "auto" unless given, device_memory "auto". dynamic: transformers' DynamicCache. offloaded: its offloading
+  one, up to `--offloaded` tokens, since each token brings all KV over the bus.
 - prefill_s: to the first token, offloading and indexing included. ms: the median of a token's. peak_bytes: what torch took at most.
   error: instead of these, where memory was short.
+
+With `--filled` kvthaw's cache begins with drawn keys and values instead of a prefill; they are drawn and indexed with the whole
+card, of which the small one takes the steps. 512k tokens take a minute and a half then instead of some three. Of the methods that
+search on the device only clusterkv-plus has an index that fits 24 GiB there beside the weights, without dense layers:
+`--filled --cards small --contenders kvthaw --lengths 524288 --method clusterkv-plus --dense-layers 0`.
 
 In the end a line with the longest prompt that each served on the small card, and whether kvthaw's greedy tokens are the same on
 both, and how many times the whole card's ms its ms are. Exits with 1 where the tokens differ.
@@ -19,6 +24,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +32,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from benchmarks.fill import drawn, fill
 from benchmarks.script import Report, options
 from kvthaw import Cache, HostMemoryError
 from kvthaw.bench.card import noted, where
@@ -39,15 +46,22 @@ PIECE = 4096
 """Tokens of a prompt that transformers' caches get at once."""
 
 
-def run(model: PreTrainedModel, contender: str, length: int, steps: int, **sizes: Any) -> dict[str, Any]:
-    """Serve one prompt and some greedy tokens. Returns the times, or the error."""
+def run(
+    model: PreTrainedModel, contender: str, length: int, steps: int, *, filled: bool = False, **sizes: Any
+) -> dict[str, Any]:
+    """Serve one prompt and some greedy tokens. Returns the times, or the error. filled: begin kvthaw's cache with drawn tokens."""
     ids = torch.randint(0, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     try:
         begin, cache = now(model.device), make(model, contender, **sizes)
-        if isinstance(cache, Cache):
+        if isinstance(cache, Cache) and filled:
+            cache.kv.streams.device.resolve(model.device)  # what "auto" is on this card
+            with whole_card():
+                fill(cache, lambda layer: drawn(model, layer, length, 0), coming=steps + 1)
+            logits = torch.zeros((1, model.config.vocab_size), device=model.device)
+        elif isinstance(cache, Cache):
             logits = prefill(model, cache, ids)[None]
             cache.wait()
         else:
@@ -63,7 +77,7 @@ def run(model: PreTrainedModel, contender: str, length: int, steps: int, **sizes
         return {"error": str(error).splitlines()[0]}
     each = sorted(after - before for before, after in pairwise(laps[4:]))
     found: dict[str, Any] = {
-        "prefill_s": first,
+        "fill_s" if filled else "prefill_s": first,
         "ms": 1e3 * each[len(each) // 2],
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
     }
@@ -73,10 +87,25 @@ def run(model: PreTrainedModel, contender: str, length: int, steps: int, **sizes
     return {**found, "tokens": tokens}
 
 
-def make(model: PreTrainedModel, contender: str, **sizes: Any) -> Cache | DynamicCache:
+@contextmanager
+def whole_card() -> Iterator[None]:
+    """Let torch take all of the device within it, and of what it took keep what is in use."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    share = torch.cuda.get_per_process_memory_fraction()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(share)
+    torch.cuda.reset_peak_memory_stats()
+
+
+def make(model: PreTrainedModel, contender: str, *, method: str = "auto", **sizes: Any) -> Cache | DynamicCache:
     """Return an empty cache."""
     if contender == "kvthaw":
-        return Cache(model, "auto", **sizes)
+        return Cache(model, method, device_memory="auto", **sizes)
     return DynamicCache(config=model.config, offloading=contender == "offloaded")
 
 
@@ -91,11 +120,19 @@ def measure(model: PreTrainedModel, given: argparse.Namespace, lengths: list[int
             for length in lengths:
                 if contender == "offloaded" and length > given.offloaded:
                     continue
-                found = run(model, contender, length, given.steps, budget=given.budget, host_bytes=host)
+                sizes = {"method": given.method, "dense_layers": given.dense_layers, "budget": given.budget, "host_bytes": host}
+                found = run(model, contender, length, given.steps, filled=given.filled, **sizes)
                 gc.collect()
                 if total:
                     torch.cuda.empty_cache()
-                yield {"card": card, "gib": given.gib, "contender": contender, "length": length, **found}
+                yield {
+                    "card": card,
+                    "gib": given.gib,
+                    "contender": contender,
+                    "length": length,
+                    "filled": given.filled,
+                    **found,
+                }
                 if "error" in found:
                     break  # longer ones are no better off
 
@@ -123,7 +160,8 @@ def main() -> None:
     """Measure, one JSON line a run."""
     given = options(
         __doc__, shape="llama-3.1-8b", layers=int, lengths="32768,131072,524288", contenders="kvthaw,dynamic,offloaded",
-        offloaded=131072, gib=24.0, budget=1024, host_memory=str, cards="small,whole", steps=32, commit=str, out=Path,
+        offloaded=131072, gib=24.0, budget=1024, host_memory=str, cards="small,whole", steps=32, method="auto",
+        dense_layers=int, filled=False, commit=str, out=Path,
     )  # fmt: skip
     device, name = where()
     model, lines = build(given.shape, device, layers=given.layers), list[dict[str, Any]]()

@@ -21,3 +21,26 @@ def test_every_contender_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert all(line["ms"] > 0 and len(line["tokens"]) == 7 for line in lines)
     assert last["longest"] == {"kvthaw": 256, "dynamic": 256}
     assert last["same_tokens"]
+
+
+def test_a_cache_may_be_filled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        "--shape",
+        "tiny",
+        "--layers",
+        "1",
+        "--lengths",
+        "256",
+        "--steps",
+        "6",
+        "--budget",
+        "128",
+        "--contenders",
+        "kvthaw",
+    ]
+    monkeypatch.setattr(sys, "argv", ["small_card", *given, "--filled", "--method", "quest", "--dense-layers", "0"])
+    small_card.main()
+    *lines, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["method"], line["filled"], len(line["tokens"])) for line in lines] == [("quest", True, 7)] * 2
+    assert all(line["fill_s"] > 0 and line["kv_host_bytes"] for line in lines)
+    assert last["same_tokens"]
