@@ -13,7 +13,9 @@ import json
 import multiprocessing
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.joining import random_prompt, sizes_of
 from benchmarks.script import Report, options
 from benchmarks.trace import Arrival, Served, arrivals, replay, told
-from kvthaw import Batch, Scheduler
+from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import where
 from kvthaw.bench.shapes import build
 from kvthaw.engine.warm import warm
@@ -39,16 +41,29 @@ def tokenizer_of(vocabulary: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
 
 
-def client(port: int, vocabulary: int, coming: list[Arrival]) -> dict[str, Any]:
-    """Send the requests as they come. Returns what was measured."""
-    bodies = [
-        {"prompt": random_prompt(vocabulary, one.prompt, seed).tolist(), "max_tokens": one.new, "ignore_eos": True}
-        for seed, one in enumerate(coming)
-    ]
-    return asyncio.run(_client(port, [json.dumps({**body, "stream": True}).encode() for body in bodies], coming))
+class Timed(Scheduler):
+    """Counts the time within its steps, and the CPU time of their thread."""
+
+    seconds = cpu_seconds = 0.0
+
+    def step(self) -> list[Request]:
+        begin, spent = time.perf_counter(), time.thread_time()
+        try:
+            return super().step()
+        finally:
+            self.seconds += time.perf_counter() - begin
+            self.cpu_seconds += time.thread_time() - spent
 
 
-async def _client(port: int, bodies: list[bytes], coming: list[Arrival]) -> dict[str, Any]:
+def client(port: int, vocabulary: int, coming: list[Arrival]) -> tuple[list[Served], float]:
+    """Send the requests as they come, greedy ones. Returns when their tokens came, and how long all took."""
+    prompts = [random_prompt(vocabulary, one.prompt, seed).tolist() for seed, one in enumerate(coming)]
+    common = {"temperature": 0, "ignore_eos": True, "stream": True}
+    bodies = [common | {"prompt": prompt, "max_tokens": one.new} for prompt, one in zip(prompts, coming, strict=True)]
+    return asyncio.run(_client(port, [json.dumps(body).encode() for body in bodies], coming))
+
+
+async def _client(port: int, bodies: list[bytes], coming: list[Arrival]) -> tuple[list[Served], float]:
     begin = time.perf_counter()
 
     async def send(body: bytes, one: Arrival) -> Served:
@@ -63,28 +78,57 @@ async def _client(port: int, bodies: list[bytes], coming: list[Arrival]) -> dict
             raise RuntimeError(f"{status!r}: {await reader.read(1000)!r}")
         while (line := await reader.readline()) != b"data: [DONE]\n":
             if line.startswith(b'data: {"id'):
-                served.tokens.append(time.perf_counter() - begin)
+                now, (choice,) = time.perf_counter() - begin, json.loads(line[6:])["choices"]
+                served.tokens += [now] * len(choice["text"].split())  # an event may have several tokens, each of them a word
         writer.close()
         return served
 
     served = await asyncio.gather(*(send(body, one) for body, one in zip(bodies, coming, strict=True)))
-    return told(coming, served, time.perf_counter() - begin)
+    return served, time.perf_counter() - begin
+
+
+@contextmanager
+def serving(service: Service) -> Iterator[int]:
+    """Serve meanwhile. Yields the port."""
+    listener = listen("127.0.0.1", 0)
+    server = Server(service, grace=0.0)
+    thread = threading.Thread(target=server.run, args=([listener],), name="http")
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def cpu_seconds() -> dict[str, float]:
+    """Return the CPU time of the threads of a server that runs."""
+    clocks = {thread.name: time.pthread_getcpuclockid(thread.ident or 0) for thread in threading.enumerate()}
+    return {name: time.clock_gettime(clocks[name]) for name in ("http", "kvthaw-worker")}
 
 
 def over_http(batch: Batch, coming: list[Arrival], clients: Executor) -> dict[str, Any]:
     """Serve the requests of a client. Returns what it measured."""
     service = Service(batch, tokenizer_of(batch.vocabulary), "random", max_waiting=len(coming))
-    listener = listen("127.0.0.1", 0)
-    server = Server(service, grace=0.0)
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        return clients.submit(client, listener.getsockname()[1], batch.vocabulary, coming).result()
-    finally:
-        server.should_exit = True
-        thread.join()
+    service.worker.scheduler = scheduler = Timed(batch)
+    with serving(service) as port:
+        before = cpu_seconds()
+        served, whole = clients.submit(client, port, batch.vocabulary, coming).result()
+        spent = {f"{name}_cpu_s": seconds - before[name] for name, seconds in cpu_seconds().items()}
+    return told(coming, served, whole) | spent | within(scheduler)
+
+
+def alone(batch: Batch, coming: list[Arrival]) -> dict[str, Any]:
+    """Serve the requests by the scheduler alone. Returns what was measured."""
+    scheduler = Timed(batch)
+    return replay(scheduler, coming) | within(scheduler)
+
+
+def within(scheduler: Timed) -> dict[str, float]:
+    """Return the time within steps; the engine is idle, or busy with other things, for the rest."""
+    return {"within_steps_s": scheduler.seconds, "within_steps_cpu_s": scheduler.cpu_seconds}
 
 
 def main() -> None:
@@ -102,15 +146,13 @@ def main() -> None:
         batch = Batch(model, given.method, max_seqs=given.seqs, capacity=given.capacity, **sizes)
         warm(batch)
         few = [Arrival(0.0, min(600, one.prompt), min(100, one.new)) for one in coming[: given.seqs]]
-        replay(Scheduler(batch), few)  # compiles kernels
+        alone(batch, few)  # compiles kernels
         over_http(batch, few, clients)
-        before = replay(Scheduler(batch), coming)
-        found = over_http(batch, coming, clients)
-        after = replay(Scheduler(batch), coming)
-    alone = {key: (before[key] + after[key]) / 2 for key in COMPARED}
+        before, found, after = alone(batch, coming), over_http(batch, coming, clients), alone(batch, coming)
+    mean = {key: (before[key] + after[key]) / 2 for key in COMPARED}
     setting = {key: value for key, value in vars(given).items() if key not in ("out", "commit", "trace")}
     setting |= {"device": name, "trace": given.trace.name if given.trace else "drawn"}
-    compared = {f"over_{key}": found[key] / alone[key] for key in COMPARED}
+    compared = {f"over_{key}": found[key] / mean[key] for key in COMPARED}
     Report(given.out, given.commit).record(setting, {**compared, "http": found, "alone": [before, after]})
 
 
