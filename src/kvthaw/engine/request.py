@@ -41,7 +41,9 @@ class Request:
     "left" where it was taken out, "error" where its prefill failed, with `error`. stopped_by: the token or the string.
 
     text: the text so far where a tokenizer was given, without a stop token or string unless include_stop is set; piece: what the
-    latest token added to it. Text that may become a stop string or is part of a character is held back until more is known.
+    latest token added to it. Text that may become a stop string or is part of a character is held back until more is known. Tokens
+    are decoded when one of the two is read, or as they come where stop strings are looked for.
+
     logprobs: of each of tokens; prompt_logprobs: of each of the prompt, None for its first; where sampling asks for them.
     """
 
@@ -58,14 +60,14 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     finished: Literal["stop", "length", "left", "error"] | None = None
     stopped_by: int | str | None = None
-    text: str = ""
-    piece: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list, repr=False)
     error: Exception | None = field(default=None, repr=False)
     decoded: Detokenizer | None = field(default=None, repr=False)
     scored: list[Tensor] = field(default_factory=list, repr=False)
     matcher: Matcher | None = field(init=False, repr=False)
+    _read: int = field(default=0, init=False, repr=False)  # tokens that were decoded
+    _piece: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
         grammar = self.sampling.grammar
@@ -75,6 +77,18 @@ class Request:
     def prompt(self) -> int:
         """Tokens of the prompt."""
         return self.ids.shape[0]
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        self._decode()
+        return "" if self.decoded is None else self.decoded.text
+
+    @property
+    def piece(self) -> str:
+        """What the latest token added to the text."""
+        self._decode()
+        return self._piece
 
     def decode(self, tokenizer: Any) -> None:
         """Decode its text with a tokenizer of transformers."""
@@ -111,14 +125,19 @@ class Request:
             self.finished, self.stopped_by = "stop", token
         elif len(self.tokens) == self.limit:
             self.finished = "length"
-        if self.decoded is not None:
-            self._read(token, self.decoded)
+        if self.sampling.stop:
+            self._decode()
 
-    def _read(self, token: int, decoded: Detokenizer) -> None:
-        hidden = self.finished == "stop" and not self.sampling.include_stop
-        self.piece = "" if hidden else decoded.push(token)
-        if decoded.stopped_by is not None:
-            self.finished, self.stopped_by = "stop", decoded.stopped_by
-        elif self.finished:
-            self.piece += decoded.finish()
-        self.text = decoded.text
+    def _decode(self) -> None:
+        """Decode the tokens that have come since it was called last."""
+        decoded = self.decoded
+        while decoded is not None and self._read < len(self.tokens):
+            token = self.tokens[self._read]
+            self._read += 1
+            last = self._read == len(self.tokens) and self.finished in ("stop", "length")
+            hidden = last and self.finished == "stop" and not self.sampling.include_stop
+            self._piece = "" if hidden else decoded.push(token)
+            if decoded.stopped_by is not None:
+                self.finished, self.stopped_by = "stop", decoded.stopped_by
+            elif last:
+                self._piece += decoded.finish()

@@ -112,7 +112,7 @@ class Sampling:
     def split(self, n: int) -> list[Sampling]:
         """Return settings for n outputs of one prompt, which differ in their seeds: the i-th has seed + i."""
         _whole(1, n=n)
-        return [replace(self, seed=(self.seed + i + (1 << 63)) % (1 << 64) - (1 << 63)) for i in range(n)]
+        return [self, *(replace(self, seed=(self.seed + i + (1 << 63)) % (1 << 64) - (1 << 63)) for i in range(1, n))]
 
     @property
     def penalized(self) -> bool:

@@ -12,27 +12,19 @@ from typing import Any
 
 from kvthaw.engine.sampling import TokenLogprobs
 from kvthaw.serve.errors import ApiError
+from kvthaw.serve.jobs import Delta
 from kvthaw.serve.schema import ChatRequest, CompletionRequest, Sampled
-from kvthaw.serve.worker import Delta
 
 Json = dict[str, Any]
-
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_TEXT = "\0"  # stands for a text in an event of which all else is known
 
 IMPOSSIBLE = -9999.0
 """The log-probability of tokens that cannot come; JSON knows no infinity."""
 
 
-def merged(deltas: Sequence[Delta]) -> Delta:
-    """Return one delta for all of an output's."""
-    return Delta(
-        deltas[0].index,
-        [token for delta in deltas for token in delta.tokens],
-        "".join(delta.text for delta in deltas),
-        [score for delta in deltas for score in delta.logprobs],
-        deltas[0].prompt_logprobs,
-        deltas[-1].finished,
-        cached_tokens=deltas[0].cached_tokens,
-    )
+def _json(value: Json | str) -> bytes:
+    return _ENCODER.encode(value).encode()
 
 
 class Answer:
@@ -68,9 +60,13 @@ class Answer:
         """Return the answer to a request that asked for no stream."""
         raise NotImplementedError
 
-    def encode(self, event: Json) -> bytes:
-        """Return an event as it is sent."""
-        return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    def added(self, delta: Delta) -> bytes:
+        """Return the events of what a step added, as they are sent; counts its tokens."""
+        return self.encode(self.parts(delta))
+
+    def encode(self, events: Sequence[Json]) -> bytes:
+        """Return events as they are sent."""
+        return b"".join(b"data: " + _json(event) + b"\n\n" for event in events)
 
     def _count(self, delta: Delta) -> None:
         self._new += len(delta.tokens)
@@ -105,6 +101,21 @@ class Completion(Answer):
         super().__init__(body, prompts, tokenizer, model)
         self._body = body
         self._head = {"id": self.id, "created": self.created, "model": model}
+        self._around: dict[
+            int, list[bytes]
+        ] = {}  # what is before and behind the text in an output's events, after its first one
+
+    def added(self, delta: Delta) -> bytes:
+        around = self._around.get(delta.index)
+        if around is not None and not (delta.logprobs or delta.finished):
+            self._count(delta)
+            return _json(delta.text).join(around) if delta.text else b""
+        sent = super().added(delta)
+        options = self._body.stream_options
+        if sent and delta.index not in self._around and (options is None or not options.continuous_usage_stats):
+            event = self.encode([self._chunk(self._choice(Delta(delta.index, text=_TEXT), whole=False))])
+            self._around[delta.index] = event.split(_json(_TEXT))
+        return sent
 
     def parts(self, delta: Delta) -> list[Json]:
         delta = self._kept(delta)

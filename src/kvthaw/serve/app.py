@@ -16,9 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvthaw.errors import ConfigError
 from kvthaw.serve import contexts, page
-from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json, merged
+from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json
 from kvthaw.serve.clients import attended, service_of
 from kvthaw.serve.errors import ERRORS, ApiError, told
+from kvthaw.serve.jobs import Job
 from kvthaw.serve.responses import ResponseAnswer
 from kvthaw.serve.schema import (
     ChatRequest,
@@ -29,7 +30,6 @@ from kvthaw.serve.schema import (
     TokenizeRequest,
 )
 from kvthaw.serve.service import Service, refused
-from kvthaw.serve.worker import Delta, Job
 from kvthaw.version import __version__
 
 MOST_BYTES = 16 << 20
@@ -202,38 +202,31 @@ async def _generate(
     job = service.submit(body, prompts, sampling, param, answer.id)
     if body.stream:
         return EventStream(service, job, _events(service, job, answer, body))
-    outputs: list[list[Delta]] = [[] for _ in job.requests]
     async with attended(service, job, http.receive):
-        async for delta in job.deltas(KEEP_ALIVE):
-            if delta is not None:
-                if delta.error is not None:
-                    raise told(delta.error)
-                outputs[delta.index].append(delta)
+        outputs = await job.whole()
+    if outputs and outputs[-1].error is not None:
+        raise told(outputs[-1].error)
     if body.kv_name is not None:
         await service.save(body.kv_name)
-    if not all(outputs) or any(each[-1].finished is None for each in outputs):
+    if len(outputs) < len(job.requests) or any(output.finished is None for output in outputs):
         return Response(status_code=499)  # nobody reads it
-    return JSONResponse(answer.whole([merged(each) for each in outputs]))
+    return JSONResponse(answer.whole(outputs))
 
 
 async def _events(service: Service, job: Job, answer: Answer, body: Sampled) -> AsyncIterator[bytes]:
     """Yield server-sent events."""
-    for event in answer.opening():
-        yield answer.encode(event)
-    async for delta in job.deltas(KEEP_ALIVE):
-        if delta is None:
-            yield b": keep-alive\n\n"
-        elif delta.error is not None:
-            yield answer.encode(answer.failed(told(delta.error)))
+    yield answer.encode(answer.opening())
+    async for deltas in job.stream(KEEP_ALIVE):
+        error = deltas[-1].error if deltas else None
+        added = b"".join(answer.added(delta) for delta in deltas if delta.error is None)
+        if error is not None:
+            yield added + answer.encode([answer.failed(told(error))])
             return
-        else:
-            for event in answer.parts(delta):
-                yield answer.encode(event)
+        if added or not deltas:
+            yield added or b": keep-alive\n\n"
     if body.kv_name is not None:
         await service.save(body.kv_name)
-    for event in answer.closing():
-        yield answer.encode(event)
-    yield answer.ending
+    yield answer.encode(answer.closing()) + answer.ending
 
 
 class EventStream(StreamingResponse):

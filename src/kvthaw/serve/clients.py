@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from fastapi import Request
 from starlette.types import Receive
 
+from kvthaw.serve.jobs import Job
 from kvthaw.serve.service import Service
-from kvthaw.serve.worker import Job
 
 
 def service_of(http: Request) -> Service:

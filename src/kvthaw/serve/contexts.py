@@ -12,7 +12,6 @@ from kvthaw.serve.errors import ApiError, told, too_long
 from kvthaw.serve.schema import ContextRequest, Name
 from kvthaw.serve.service import Service
 
-_PATIENCE = 60.0
 router = APIRouter(prefix="/v1/contexts")
 
 
@@ -35,16 +34,15 @@ async def create(body: ContextRequest, http: Request) -> Json:
         raise ApiError(400, str(error), param="text" if body.messages is None else "messages") from None
     service.check(None, 1)
     job = service.worker.submit([request])
-    cached = 0
     async with attended(service, job, http.receive):
-        async for delta in job.deltas(_PATIENCE):
-            if delta is not None and isinstance(delta.error, CacheError):
-                raise ApiError(400, str(delta.error), param="name", code="context_too_large")
-            if delta is not None and delta.error is not None:
-                raise told(delta.error)
-            cached += 0 if delta is None else delta.cached_tokens
+        outputs = await job.whole()
+    for output in outputs:
+        if isinstance(output.error, CacheError):
+            raise ApiError(400, str(output.error), param="name", code="context_too_large")
+        if output.error is not None:
+            raise told(output.error)
     await service.save(body.name, body.messages)
-    return _card(service, body.name) | {"cached_tokens": cached}
+    return _card(service, body.name) | {"cached_tokens": sum(output.cached_tokens for output in outputs)}
 
 
 @router.get("")

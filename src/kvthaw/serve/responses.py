@@ -8,8 +8,8 @@ from typing import Any
 
 from kvthaw.serve.answers import Answer, Json
 from kvthaw.serve.errors import ApiError
+from kvthaw.serve.jobs import Delta
 from kvthaw.serve.schema import ResponsesRequest
-from kvthaw.serve.worker import Delta
 
 _ENDED = ApiError(500, "the server ended before the answer did", code="server_error")
 
@@ -61,10 +61,12 @@ class ResponseAnswer(Answer):
         self._take(outputs[0])
         return self._response(self._status)
 
-    def encode(self, event: Json) -> bytes:
-        numbered = event | {"sequence_number": self._sent}
-        self._sent += 1
-        return f"event: {event['type']}\n".encode() + super().encode(numbered)
+    def encode(self, events: Sequence[Json]) -> bytes:
+        sent = b""
+        for event in events:
+            sent += f"event: {event['type']}\n".encode() + super().encode([event | {"sequence_number": self._sent}])
+            self._sent += 1
+        return sent
 
     def _take(self, delta: Delta) -> None:
         self._count(delta)

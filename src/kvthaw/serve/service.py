@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
 from jinja2 import TemplateError
 
 from kvthaw.cache.prefix import Entry
@@ -20,10 +22,11 @@ from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.scheduler import Scheduler
 from kvthaw.errors import ConfigError, QueueFullError
 from kvthaw.serve.errors import ApiError, too_long
+from kvthaw.serve.jobs import Job
 from kvthaw.serve.metrics import Metrics
 from kvthaw.serve.schema import Body, Message, Sampled
 from kvthaw.serve.watcher import Watcher
-from kvthaw.serve.worker import Job, Worker
+from kvthaw.serve.worker import Worker
 
 
 class Service:
@@ -172,10 +175,11 @@ class Service:
             if len(ids) + (sampling.max_tokens or 1) > limit:
                 raise too_long(len(ids), sampling.max_tokens or 1, limit, param)
         samplings = sampling.split(body.outputs)
+        tensors = [torch.from_numpy(np.array(ids, dtype=np.int64)) for ids in prompts]  # numpy reads lists faster than torch
         try:
             requests = [
                 self.batch.request(ids, sampling=one, tokenizer=self.tokenizer, cache_salt=body.cache_salt)
-                for ids in prompts
+                for ids in tensors
                 for one in samplings
             ]
         except ConfigError as error:

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,66 +16,15 @@ from typing import TypeVar
 
 from kvthaw.engine.lockstep import Cancel, Change, Forget, Lockstep, Submit
 from kvthaw.engine.request import Request
-from kvthaw.engine.sampling import TokenLogprobs
 from kvthaw.engine.scheduler import Scheduler
 from kvthaw.errors import QueueFullError
+from kvthaw.serve.jobs import Delta, Job
 from kvthaw.serve.metrics import Metrics
 from kvthaw.serve.watcher import Watcher
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 _HEARTBEAT = 60.0  # seconds after which other processes are told that there is nothing to do
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What a step added to an output. finished: why it ended, "abort" where the server ended it, "error" with the error.
-    cached_tokens: of the prompt, with the first token."""
-
-    index: int
-    tokens: Sequence[int] = ()
-    text: str = ""
-    logprobs: Sequence[TokenLogprobs] = ()
-    prompt_logprobs: Sequence[TokenLogprobs | None] = ()
-    finished: str | None = None
-    error: Exception | None = None
-    cached_tokens: int = 0
-
-
-class Job:
-    """The outputs that one HTTP request waits for. Of the event loop's thread. numbers: of its requests among all."""
-
-    def __init__(self, requests: Sequence[Request], numbers: Sequence[int]) -> None:
-        self.requests, self.numbers, self.arrived = requests, numbers, time.perf_counter()
-        self.open = set(range(len(requests)))
-        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
-
-    def push(self, delta: Delta) -> None:
-        """Add to an output that has not ended."""
-        if delta.index in self.open:
-            self._deltas.put_nowait(delta)
-            if delta.finished is not None:
-                self.open.remove(delta.index)
-
-    def close(self) -> None:
-        """End the iteration where it is."""
-        self.open.clear()
-        self._deltas.put_nowait(None)
-
-    async def deltas(self, patience: float) -> AsyncIterator[Delta | None]:
-        """Yield what is added until all outputs have ended; None after so many seconds of nothing."""
-        left = len(self.requests)
-        while left:
-            try:
-                async with asyncio.timeout(patience):
-                    delta = await self._deltas.get()
-            except TimeoutError:
-                yield None
-                continue
-            if delta is None:
-                return
-            left -= delta.finished is not None
-            yield delta
 
 
 @dataclass(eq=False, slots=True)
@@ -117,7 +66,8 @@ class Worker:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _inbox: queue.SimpleQueue[_Task] = field(default_factory=queue.SimpleQueue)
     _outputs: dict[Request, _Output] = field(default_factory=dict)
-    _unsent: list[tuple[Job, Delta]] = field(default_factory=list)  # of the latest step
+    _unsent: list[Request] = field(default_factory=list)  # those that the latest step gave a token, until it is sent
+    _stepped: float = 0.0  # when that step ended
     _failed: bool = False  # whether the latest step did
     _ended: bool = False
     _told: float = 0.0  # when the metrics of the cache were set
@@ -267,12 +217,12 @@ class Worker:
         self._failed = False
         self.lockstep.note(told)
         self.watcher.take(told)
-        now = time.perf_counter()
+        now = self._stepped = time.perf_counter()
         for output in self._outputs.values():
             if not output.placed and output.request.seq >= 0:
                 output.placed = began
                 self.metrics.queued.observe(max(0.0, began - output.job.arrived))
-        self._unsent = [self._take(self._outputs[request], now) for request in told]
+        self._unsent = told
         if not self.scheduler.decoding:
             self._flush()
         if now - self._told > 1 or not self.scheduler.busy:
@@ -309,7 +259,6 @@ class Worker:
         else:
             metrics.between_tokens.observe(now - output.latest)
         output.latest = now
-        metrics.generation_tokens.inc()
         if request.finished is not None:
             metrics.whole.observe(now - arrived)
             metrics.finished(request.finished)
@@ -324,11 +273,13 @@ class Worker:
         return output.job, Delta(output.index, finished="error", error=error)
 
     def _flush(self) -> None:
-        """Send what the latest step gave, where it was not sent yet. The next step is on its way on the device then, so that the
-        event loop works while this thread waits for it, and does not keep it from giving the device work."""
+        """Count and send what the latest step gave, if that has not been done. While requests decode the batch calls it once the
+        next step is on the device: text is decoded, and the event loop works, while this thread would wait for the device."""
         unsent, self._unsent = self._unsent, []
-        if unsent:
-            self._send(unsent)
+        if unsent:  # one whose next step failed has been told so already
+            told = [self._take(self._outputs[request], self._stepped) for request in unsent if request in self._outputs]
+            self._send(told)
+            self.metrics.generation_tokens.inc(sum(len(delta.tokens) for _, delta in told))
 
     def _send(self, pairs: Sequence[tuple[Job, Delta]]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, pairs)
