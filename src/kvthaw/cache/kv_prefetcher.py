@@ -15,6 +15,8 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.kernels.dense import BLOCK, LONG, runs
 
+_HELD = 256 << 20  # bytes of the longest run that is copied on the device, but for BLOCK; two are held at a time
+
 
 class KVPrefetcher:
     """Two blocks on the device, filled by turns on a stream of their own while the other one is attended to.
@@ -39,14 +41,17 @@ class KVPrefetcher:
         *,
         queries: int = BLOCK,
     ) -> Iterator[Tensor]:
-        """Return rows 0 .. stop of a sequence in order, [H, n, 2, D] each, on the device, in `runs` of BLOCK; of LONG for fewer
-        than BLOCK queries where all of the sequence lies on the device.
+        """Return rows 0 .. stop of a sequence in order, [H, n, 2, D] each, on the device, in `runs` of BLOCK; for fewer than BLOCK
+        queries, where all of the sequence lies on the device, of up to LONG.
 
         after: ends the copy of the last of them to their blocks. A block is good until the next is asked for, and one at a time may
         be on its way. The first copy begins at once.
         """
         gather = store.gathers(seq, device)
-        sizes = runs(stop, LONG if gather is not None and queries < BLOCK else BLOCK)
+        most = BLOCK
+        if gather is not None and queries < BLOCK:
+            most = max(BLOCK, min(LONG, 1 << (_HELD // (store.kv_heads * store.row_bytes)).bit_length() - 1))
+        sizes = runs(stop, most)
         spans = [(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         if gather is not None:
             return (gather(*span) for span in spans)
