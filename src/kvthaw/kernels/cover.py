@@ -42,6 +42,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.gpu import PRECISION
+    from kvthaw.kernels.tiles import load_rows
 
     @triton.jit(do_not_specialize=["tokens", "count"])
     def _direct(keys, which, units, tokens, count, dim, DP: tl.constexpr):
@@ -60,20 +61,14 @@ if HAS_TRITON:
     ):  # fmt: skip
         # Program (block of keys; problem) loops over all centres.
         n = tl.program_id(1).to(tl.int64)
-        t, d, i = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, BN)
-        known, inside = t < tokens, d < dim
-        k = tl.load(keys + (n * tokens + t[:, None]) * dim + d[None, :], mask=known[:, None] & inside[None, :], other=0.0)
+        t, i = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
+        known = t < tokens
+        k = load_rows(keys, n * tokens + t, dim, known, dim, DP, UPCAST)
         square = tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
-        if UPCAST:
-            k = k.to(tl.float32)
         best = tl.full([BM, BN], float("-inf"), tl.float32)
         for start in range(0, count, BN):
             c = start + i
-            m = tl.load(
-                centres + (n * count + c[:, None]) * dim + d[None, :], mask=(c < count)[:, None] & inside[None, :], other=0.0
-            )
-            if UPCAST:
-                m = m.to(tl.float32)
+            m = load_rows(centres, n * count + c, dim, c < count, dim, DP, UPCAST)
             found = tl.dot(k, tl.trans(m), input_precision=PRECISION)
             if start + BN > count:
                 found = tl.where((c < count)[None, :], found, float("-inf"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.places import place_of
-from kvthaw.kernels.row_format import RowFormat
+from kvthaw.kernels.row_format import RowFormat, copying
 
 Span = tuple[int, int, int]
 """A sequence, its first position and the number of tokens."""
@@ -50,7 +50,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from kvthaw.kernels.row_format import store_part
+    from kvthaw.kernels.row_format import copy_words, store_part
 
     @triton.jit(do_not_specialize=["sink", "ring", "table_stride"])
     def _freeze(
@@ -77,10 +77,7 @@ if HAS_TRITON:
                 base = block.to(tl.pointer_type(tl.int32))
                 target = tl.multiple_of(base + (h * block_size + row % block_size) * width, ALIGN)
                 source = slab + seq * seq_stride + h * head_stride + place * width
-                for start in range(0, width, BLOCK):
-                    words = start + tl.arange(0, BLOCK)
-                    inside = words < width
-                    tl.store(target + words, tl.load(source + words, mask=inside), mask=inside)
+                copy_words(source, target, width, BLOCK)
 
 
 def freeze(
@@ -101,15 +98,8 @@ def freeze(
     """
     assert slab.is_contiguous() and table.stride(1) == 1 and spans.is_contiguous()
     assert spans.dtype == torch.int32 and table.dtype == torch.int64
-    row_bytes, dim = 2 * slab.shape[4] * slab.element_size(), None
-    if format is not None and format.fp8:
-        width, words, dim = format.row_bytes, slab, format.dim
-        block = triton.next_power_of_2(dim)
-    else:
-        assert row_bytes % 4 == 0, "rows are copied in 32-bit words"
-        width, words = row_bytes // 4, slab.view(torch.int32)
-        block = min(1024, 1 << (width - 1).bit_length())
+    words, width, how = copying(slab, format)
     _freeze[(most, slab.shape[1], len(spans))](
         spans, words, table, block_size, width, sink, ring, table.stride(0), words.stride(0), words.stride(1),
-        BLOCK=block, ALIGN=16 if row_bytes % 16 == 0 else 4, DIM=dim, num_warps=1 if block <= 256 else 4,
+        **how,
     )  # fmt: skip

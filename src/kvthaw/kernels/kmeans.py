@@ -85,6 +85,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.gpu import PRECISION
+    from kvthaw.kernels.tiles import load_rows
 
     # labels, ranks and order are slices of one tensor, and changed is a row of one: whether their addresses are multiples of 16
     # depends on the numbers of tokens and problems, so kernels are not specialized on it.
@@ -96,19 +97,13 @@ if HAS_TRITON:
         # Program (block of keys; problem) loops over all centroids. changed: this iteration's flags, then the next one's.
         n = tl.program_id(1).to(tl.int64)
         if tl.load(changed + n) != 0:
-            t, d, i = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, BN)
-            known, inside = t < tokens, d < dim
-            k = tl.load(keys + (n * tokens + t[:, None]) * dim + d[None, :], mask=known[:, None] & inside[None, :], other=0.0)
-            if UPCAST:
-                k = k.to(tl.float32)
+            t, i = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
+            known = t < tokens
+            k = load_rows(keys, n * tokens + t, dim, known, dim, DP, UPCAST)
             best, where = tl.full([BM, BN], float("-inf"), tl.float32), tl.zeros([BM, BN], tl.int32)
             for start in range(0, count, BN):
                 c = start + i
-                m = tl.load(
-                    probes + (n * count + c[:, None]) * dim + d[None, :], mask=(c < count)[:, None] & inside[None, :], other=0.0
-                )
-                if UPCAST:
-                    m = m.to(tl.float32)
+                m = load_rows(probes, n * count + c, dim, c < count, dim, DP, UPCAST)
                 found = tl.dot(k, tl.trans(m), input_precision=PRECISION)
                 if L2:
                     found += tl.load(bias + n * count + c, mask=c < count, other=0.0)[None, :]

@@ -48,26 +48,23 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.gpu import PRECISION
+    from kvthaw.kernels.tiles import load_rows
 
     @triton.jit(do_not_specialize=["tokens", "count"])
     def _nearest(keys, lift, promoted, up, labels, tokens, count, dim,
                  BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
         # Program (block of keys; problem) loops over all promoted keys.
         n = tl.program_id(1).to(tl.int64)
-        t, d, i = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, BN)
-        known, inside = t < tokens, d < dim
-        k = tl.load(keys + (n * tokens + t[:, None]) * dim + d[None, :], mask=known[:, None] & inside[None, :], other=0.0)
+        t, i = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
+        known = t < tokens
+        k = load_rows(keys, n * tokens + t, dim, known, dim, DP, UPCAST)
         own = tl.load(lift + n * tokens + t, mask=known, other=0.0)
-        if UPCAST:
-            k = k.to(tl.float32)
         best, label = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.int32)
         for start in range(0, count, BN):
             c = start + i
             there = c < count
-            p = tl.load(
-                promoted + (n * count + c[:, None]) * dim + d[None, :], mask=there[:, None] & inside[None, :], other=0.0
-            )
-            near = tl.dot(k, tl.trans(p.to(tl.float32)), input_precision=PRECISION) if UPCAST else tl.dot(k, tl.trans(p))
+            p = load_rows(promoted, n * count + c, dim, there, dim, DP, UPCAST)
+            near = tl.dot(k, tl.trans(p), input_precision=PRECISION)
             near += own[:, None] * tl.load(up + n * count + c, mask=there, other=0.0)[None, :]
             near = tl.where(there[None, :], near, float("-inf"))
             top = tl.max(near, axis=1)

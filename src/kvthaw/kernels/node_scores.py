@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.node_digests import TAIL
-from kvthaw.kernels.unit_scores import BLOCK, programs
+from kvthaw.kernels.unit_scores import BLOCK, outputs, programs
 
 
 def definition(query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, *, scale: float, reach: float) -> Tensor:
@@ -38,6 +38,7 @@ if HAS_TRITON:
 
     from kvthaw.kernels.gpu import PRECISION
     from kvthaw.kernels.parts import store_block_part
+    from kvthaw.kernels.tiles import load_rows
 
     @triton.jit
     def _score(
@@ -49,8 +50,7 @@ if HAS_TRITON:
         bh, d, g = tl.program_id(1).to(tl.int64), tl.arange(0, DP), tl.arange(0, GP)
         count = tl.load(counts + bh // heads)
         inside = d < dim
-        q = tl.load(query + (bh * G + g[:, None]) * dim + d[None, :], mask=(g < G)[:, None] & inside[None, :], other=0.0)
-        wide = q.to(tl.float32)
+        wide = load_rows(query, bh * G + g, dim, g < G, dim, DP, True)
         far = reach * tl.sqrt(tl.sum(wide * wide, axis=1))
         q = tl.trans(wide)
         if not UPCAST:
@@ -85,19 +85,14 @@ def launch(
     batch, heads, units, width = digests.shape
     dim, group = query.shape[2], query.shape[1] // heads
     query = query.contiguous()
-    assert all(t.is_contiguous() for t in (digests, stops, counts)), "the tables are read as contiguous"
-    assert stops.dtype == counts.dtype == torch.int32, f"stops are {stops.dtype}, counts {counts.dtype}"
-    assert stops.shape == (batch, heads, units + 1), f"stops are {tuple(stops.shape)}"
     assert width > TAIL and (width - TAIL) % dim == 0, f"digests are {width} wide"
-    assert query.dtype == digests.dtype, f"queries are {query.dtype}, digests {digests.dtype}"
-    padded, compact = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(group)
-    wide, points, blocks = triton.next_power_of_2(dim), (width - TAIL) // dim, max(1, triton.cdiv(units, BLOCK))
-    scores = query.new_empty((batch, heads, group, units), dtype=torch.float32)
-    parts = query.new_empty((batch, heads, blocks, 2, compact), dtype=torch.float32)
+    scores, parts = outputs(query, digests, stops, counts, group)
+    padded, wide = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
+    points, blocks = (width - TAIL) // dim, parts.shape[2]
     stages, many = programs(BLOCK * wide * points * digests.dtype.itemsize, blocks, batch * heads)
     _score[(many, batch * heads)](
         query, digests, stops, counts, scores, parts, scale, reach, heads, dim, width, units, blocks,
-        G=group, GC=compact, GP=padded, DP=wide, POINTS=points, BLOCK=BLOCK, STAGES=stages, num_warps=4,
+        G=group, GC=parts.shape[4], GP=padded, DP=wide, POINTS=points, BLOCK=BLOCK, STAGES=stages, num_warps=4,
         UPCAST=query.device.type == "cpu" or digests.dtype == torch.float32,
     )  # fmt: skip
     return scores, parts

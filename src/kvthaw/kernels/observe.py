@@ -40,6 +40,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.gpu import PRECISION
+    from kvthaw.kernels.tiles import load_rows
 
     @triton.jit(do_not_specialize=["tokens", "span"])
     def _denominators(
@@ -48,20 +49,13 @@ if HAS_TRITON:
     ):  # fmt: skip
         # Program (span of keys; head; block of queries). parts [N, spans, W, 2]: maximum and sum of exponentials, base 2.
         split, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-        w, d = tl.program_id(2) * WB + tl.arange(0, WB), tl.arange(0, DP)
-        q = tl.load(
-            queries + (n * width + w[:, None]) * dim + d[None, :], mask=(w < width)[:, None] & (d < dim)[None, :], other=0.0
-        )
-        if UPCAST:
-            q = q.to(tl.float32)
+        w = tl.program_id(2) * WB + tl.arange(0, WB)
+        q = load_rows(queries, n * width + w, dim, w < width, dim, DP, UPCAST)
         top, total = tl.full([WB], float("-inf"), tl.float32), tl.zeros([WB], tl.float32)
         for start in range(split * span, tl.minimum(tokens, (split + 1) * span), TB):
             t = start + tl.arange(0, TB)
             known = (t < tokens) & (t < (split + 1) * span)
-            where = keys + n * key_stride + t[:, None].to(tl.int64) * row_stride + d[None, :]
-            k = tl.load(where, mask=known[:, None] & (d < dim)[None, :], other=0.0)
-            if UPCAST:
-                k = k.to(tl.float32)
+            k = load_rows(keys + n * key_stride, t.to(tl.int64), row_stride, known, dim, DP, UPCAST)
             found = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
             found = tl.where(known[None, :], found, float("-inf"))
             new = tl.maximum(top, tl.max(found, axis=1))
@@ -78,20 +72,13 @@ if HAS_TRITON:
     ):  # fmt: skip
         # Program (block of keys; head) loops over all queries.
         n = tl.program_id(1).to(tl.int64)
-        t, d = tl.program_id(0) * TB + tl.arange(0, TB), tl.arange(0, DP)
-        where = keys + n * key_stride + t[:, None].to(tl.int64) * row_stride + d[None, :]
-        k = tl.load(where, mask=(t < tokens)[:, None] & (d < dim)[None, :], other=0.0)
-        if UPCAST:
-            k = k.to(tl.float32)
+        t = tl.program_id(0) * TB + tl.arange(0, TB)
+        k = load_rows(keys + n * key_stride, t.to(tl.int64), row_stride, t < tokens, dim, DP, UPCAST)
         mass = tl.zeros([TB], tl.float32)
         for start in range(0, width, WB):
             w = start + tl.arange(0, WB)
             known = w < width
-            q = tl.load(
-                queries + (n * width + w[:, None]) * dim + d[None, :], mask=known[:, None] & (d < dim)[None, :], other=0.0
-            )
-            if UPCAST:
-                q = q.to(tl.float32)
+            q = load_rows(queries, n * width + w, dim, known, dim, DP, UPCAST)
             found = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * 1.4426950408889634)
             below = tl.load(lse + n * width + w, mask=known, other=0.0)
             weight = tl.load(weights + n * weight_stride + w, mask=known, other=0.0)

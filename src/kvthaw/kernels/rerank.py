@@ -50,6 +50,13 @@ class Estimates:
     peaks: Tensor | None = None
     run: int = TILE
 
+    @classmethod
+    def empty(cls, queries: tuple[int, int, int], width: int, programs: int, run: int, device: torch.device) -> Estimates:
+        """Allocate what a kernel fills, for queries [L, H, P]."""
+        sizes = (width,), (programs, 2), (-(-width // TILE) * (TILE // run),)
+        scores, parts, peaks = (torch.empty((*queries, *size), dtype=torch.float32, device=device) for size in sizes)
+        return cls(scores, parts, peaks, run)
+
 
 def shape(run: int) -> tuple[int, int]:
     """Return the candidates per program at once, a multiple of `run`, and the programs per KV head.
@@ -185,17 +192,14 @@ def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: T
     assert candidates.is_contiguous() and wanted.dtype == candidates.dtype == torch.int32
     assert TILE % run == 0, f"{run} candidates do not divide a tile"
     tile, splits = shape(run)
-    runs = triton.cdiv(width, TILE) * (TILE // run)
-    scores, parts, peaks = (
-        torch.empty((batch, heads, scored, *size), dtype=torch.float32, device=candidates.device)
-        for size in ((width,), (splits, 2), (runs,))
-    )
+    found = Estimates.empty((batch, heads, scored), width, splits, run, candidates.device)
     _rerank[(splits, heads, batch)](
-        rotated.whole, rotated.factors, summaries.codes, summaries.weights, candidates, wanted, scores, peaks, parts, heads,
-        summaries.capacity, width, *quantizer.bytes, scale, P=scored, PP=max(2, triton.next_power_of_2(scored)), SUBS=subs,
-        TILE=tile, ROOM=TILE, RUN=run, PLAIN=not nvidia(candidates.device, (8, 0)), num_warps=1, **dependent(candidates.device),
+        rotated.whole, rotated.factors, summaries.codes, summaries.weights, candidates, wanted, found.scores, found.peaks,
+        found.parts, heads, summaries.capacity, width, *quantizer.bytes, scale, P=scored, PP=max(2, triton.next_power_of_2(scored)),
+        SUBS=subs, TILE=tile, ROOM=TILE, RUN=run, PLAIN=not nvidia(candidates.device, (8, 0)), num_warps=1,
+        **dependent(candidates.device),
     )  # fmt: skip
-    return Estimates(scores, parts, peaks, run)
+    return found
 
 
 def rerank(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,

@@ -11,7 +11,7 @@ before sm_89 have no instructions for e4m3.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -142,6 +142,24 @@ def row_format(kv_dtype: KvDtype | None, dim: int, dtype: torch.dtype) -> RowFor
     return RowFormat(dim, dtype) if kv_dtype is None else E4M3(dim, dtype)
 
 
+def copying(slab: Tensor, format: RowFormat | None) -> tuple[Tensor, int, dict[str, Any]]:
+    """Return how a kernel copies rows between a slab [B, H, N, 2, D] and blocks of a format, None for the slab's own: the slab as
+    it reads it, how many numbers a stored row is, and its constants. DIM: of rows that are e4m3; others are 32-bit words."""
+    row_bytes = 2 * slab.shape[4] * slab.element_size()
+    if format is not None and format.fp8:
+        words, width, dim, block = slab, format.row_bytes, format.dim, triton.next_power_of_2(format.dim)
+    else:
+        assert row_bytes % 4 == 0, "rows are copied in 32-bit words"
+        words, width, dim, block = (
+            slab.view(torch.int32),
+            row_bytes // 4,
+            None,
+            min(1024, triton.next_power_of_2(row_bytes // 4)),
+        )
+    how = {"BLOCK": block, "ALIGN": 16 if row_bytes % 16 == 0 else 4, "DIM": dim, "num_warps": 1 if block <= 256 else 4}
+    return words, width, how
+
+
 def definition(rows: Tensor, row_bytes: int) -> Tensor:
     """Return rows [..., 2, D] as e4m3, [..., row_bytes] uint8."""
     x, dim = rows.float(), rows.shape[-1]
@@ -200,6 +218,13 @@ if HAS_TRITON:
         place = tl.multiple_of(rows.to(tl.pointer_type(tl.uint8)), 8)[:, None] + (8 + PART * DIM) + d[None, :]
         tl.store(place, codes, mask=known[:, None] & (d < DIM)[None, :])
         return to_numbers(codes) * (scale * 256)[:, None]
+
+    @triton.jit
+    def copy_words(source, target, width, BLOCK: tl.constexpr):
+        # Copy a row of 32-bit words.
+        for start in range(0, width, BLOCK):
+            words = start + tl.arange(0, BLOCK)
+            tl.store(target + words, tl.load(source + words, mask=words < width), mask=words < width)
 
     @triton.jit
     def _encode(rows, stored, count, row_bytes, ROWS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr):

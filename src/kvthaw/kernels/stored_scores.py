@@ -115,18 +115,14 @@ def launch(
     assert fp8 or dim * bytes_ % 4 == 0, "a key is read in 32-bit words"
     words = dim if fp8 else dim * bytes_ // 4
     row_bytes = 2 * dim * bytes_ if format is None else format.row_bytes
-    runs = triton.cdiv(width, TILE) * (TILE // run)
-    scores, parts, peaks = (
-        torch.empty((batch, heads, group, *size), dtype=torch.float32, device=query.device)
-        for size in ((width,), (SPLITS, 2), (runs,))
-    )
+    found = Estimates.empty((batch, heads, group), width, SPLITS, run, query.device)
     _read[(SPLITS, heads, batch)](
-        query, table, candidates, wanted, scores, peaks, parts, heads, block_size, table.stride(0), dim, words, row_bytes, width,
-        scale, G=group, GP=max(16, triton.next_power_of_2(group)), WP=max(16, triton.next_power_of_2(words)), TILE=TILE,
-        RUN=run, PAIRS=bytes_ == 2 and not fp8, UPCAST=query.device.type == "cpu", ALIGN=16 if words % 4 == 0 else 4,
+        query, table, candidates, wanted, found.scores, found.peaks, found.parts, heads, block_size, table.stride(0), dim, words,
+        row_bytes, width, scale, G=group, GP=max(16, triton.next_power_of_2(group)), WP=max(16, triton.next_power_of_2(words)),
+        TILE=TILE, RUN=run, PAIRS=bytes_ == 2 and not fp8, UPCAST=query.device.type == "cpu", ALIGN=16 if words % 4 == 0 else 4,
         DIM=dim if fp8 else None, num_warps=4,
     )  # fmt: skip
-    return Estimates(scores, parts, peaks, run)
+    return found
 
 
 def stored_scores(

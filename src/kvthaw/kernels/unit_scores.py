@@ -135,20 +135,14 @@ def launch(
     """
     batch, heads, units, width = digests.shape
     dim, group = query.shape[2], query.shape[1] // heads
-    query = query.contiguous()
-    assert all(t.is_contiguous() for t in (digests, stops, counts)), "the tables are read as contiguous"
-    assert stops.dtype == counts.dtype == torch.int32, f"stops are {stops.dtype}, counts {counts.dtype}"
-    assert stops.shape == (batch, heads, units + 1), f"stops are {tuple(stops.shape)}"
+    query, seen = query.contiguous(), 1 if mean else group
+    scores, parts = outputs(query, digests, stops, counts, seen)
     assert width in (dim, 2 * dim), f"digests are {width} wide"
-    assert query.dtype == digests.dtype, f"queries are {query.dtype}, digests {digests.dtype}"
     if recent is not None:
         assert recent.queries.is_contiguous() and recent.seen.is_contiguous() and recent.seen.dtype == torch.float32
         assert recent.queries.shape[:2] == query.shape[:2] and recent.queries.shape[3] == dim
         assert recent.steps.dtype == torch.int64
-    seen, padded, wide = 1 if mean else group, max(16, triton.next_power_of_2(group)), triton.next_power_of_2(width)
-    compact, blocks = triton.next_power_of_2(seen), max(1, triton.cdiv(units, BLOCK))
-    scores = query.new_empty((batch, heads, seen, units), dtype=torch.float32)
-    parts = query.new_empty((batch, heads, blocks, 2, compact), dtype=torch.float32)
+    padded, wide, blocks = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(width), parts.shape[2]
     tile, held = BLOCK * wide * digests.dtype.itemsize, padded * wide * digests.dtype.itemsize
     if tile + 2 * held > _SHARED:
         padded = 16
@@ -157,9 +151,21 @@ def launch(
     to = (query, query, counts, 0) if recent is None else (recent.queries, recent.seen, recent.steps, recent.queries.shape[2])
     _score[(many, batch * heads, 1 if mean else shares)](
         query, digests, stops, counts, scores, parts, *to[:3], scale, heads, dim, width, units, blocks, to[3],
-        G=group, GS=seen, GC=compact, GP=padded, EP=wide, BLOCK=BLOCK, STAGES=stages, num_warps=4, RECORD=recent is not None,
+        G=group, GS=seen, GC=parts.shape[4], GP=padded, EP=wide, BLOCK=BLOCK, STAGES=stages, num_warps=4, RECORD=recent is not None,
         PARTS=shares if mean else 1, UPCAST=query.device.type == "cpu" or digests.dtype == torch.float32,
     )  # fmt: skip
+    return scores, parts
+
+
+def outputs(query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, seen: int) -> tuple[Tensor, Tensor]:
+    """Check tables of units, and allocate scores and parts of `seen` queries a KV head for a kernel to fill."""
+    batch, heads, units, _ = digests.shape
+    assert all(t.is_contiguous() for t in (digests, stops, counts)), "the tables are read as contiguous"
+    assert stops.dtype == counts.dtype == torch.int32, f"stops are {stops.dtype}, counts {counts.dtype}"
+    assert stops.shape == (batch, heads, units + 1), f"stops are {tuple(stops.shape)}"
+    assert query.dtype == digests.dtype, f"queries are {query.dtype}, digests {digests.dtype}"
+    sizes = (seen, units), (max(1, triton.cdiv(units, BLOCK)), 2, triton.next_power_of_2(seen))
+    scores, parts = (query.new_empty((batch, heads, *size), dtype=torch.float32) for size in sizes)
     return scores, parts
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.row_format import RowFormat
+from kvthaw.kernels.row_format import RowFormat, copying
 
 COUNTERS = 256
 """Sums over which the kernel spreads its count of rows, so that few programs add to the same one."""
@@ -44,7 +44,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from kvthaw.kernels.row_format import load_part
+    from kvthaw.kernels.row_format import copy_words, load_part
 
     @triton.jit
     def _uva_gather(
@@ -76,10 +76,7 @@ if HAS_TRITON:
                 base = block.to(tl.pointer_type(tl.int32))
                 source = tl.multiple_of(base + (h * block_size + row % block_size) * width, ALIGN)
                 target = slab + b * seq_stride + h * head_stride + place * width
-                for start in range(0, width, BLOCK):
-                    words = start + tl.arange(0, BLOCK)
-                    inside = words < width
-                    tl.store(target + words, tl.load(source + words, mask=inside), mask=inside)
+                copy_words(source, target, width, BLOCK)
 
 
 def uva_gather(
@@ -102,20 +99,12 @@ def uva_gather(
     """
     assert slab.is_contiguous() and fetch.is_contiguous() and slots.is_contiguous() and table.is_contiguous()
     assert fetch.dtype == slots.dtype == torch.int32 and table.dtype == torch.int64
-    row_bytes, dim = 2 * slab.shape[-1] * slab.element_size(), None
-    if format is not None and format.fp8:
-        width, words, dim = format.row_bytes, slab, format.dim
-        block = triton.next_power_of_2(dim)
-    else:
-        assert row_bytes % 4 == 0, "a row is copied in 32-bit words"
-        width, words = row_bytes // 4, slab.view(torch.int32)
-        block = min(1024, 1 << (width - 1).bit_length())
+    words, width, how = copying(slab, format)
     if count is not None:
         assert count[0].shape == table.shape and count[0].is_contiguous() and count[0].dtype == torch.bool
         assert count[1].shape == (COUNTERS,) and count[1].dtype == torch.int64
     batch, heads, rows = fetch.shape
     _uva_gather[(batch * heads * rows,)](
         table, fetch, slots, words, *(count or (None, None)), block_size, width, heads, rows, offset, table.stride(0),
-        words.stride(0), words.stride(1), COUNTERS=COUNTERS, BLOCK=block, ALIGN=16 if row_bytes % 16 == 0 else 4,
-        DIM=dim, num_warps=1 if block <= 256 else 4,
+        words.stride(0), words.stride(1), COUNTERS=COUNTERS, **how,
     )  # fmt: skip
