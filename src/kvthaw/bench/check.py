@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from kvthaw.bench.settings import HF, DecodeSetting
-from kvthaw.bench.steps import synchronize
+from kvthaw.bench.steps import random_ids
 from kvthaw.engine.decode import decode
 from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.errors import CacheError
+from kvthaw.evaluate.machine import synchronize
 
 PROMPT, LENGTH = 480, 512
 
@@ -29,9 +30,7 @@ class Checks:
 
     def __init__(self, model: PreTrainedModel, forwards: dict[str, Callable[..., Any]]) -> None:
         self.model, self.forwards = model, forwards
-        generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(0, model.config.vocab_size, (1, LENGTH), generator=generator)
-        self.ids = ids.to(model.device)
+        self.ids = random_ids(model, 1, LENGTH, seed=1)
         self._passed: set[tuple[object, ...]] = set()
         self._reference: tuple[Tensor, float] | None = None
 

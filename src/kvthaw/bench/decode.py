@@ -19,7 +19,7 @@ from kvthaw.bench.card import noted, provenance, where
 from kvthaw.bench.check import Checks, attention, hf_cache, replayed
 from kvthaw.bench.settings import HF, DecodeSetting, groups, possible
 from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import Steps, prefill, random_tokens, take
+from kvthaw.bench.steps import Steps, prefill, random_ids, random_tokens, take
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
@@ -149,20 +149,27 @@ class Bench:
     def begin(self, one: DecodeSetting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, Measures]:
         """Return a cache after its prompt, and seconds until the first and the second token, of a run that comes after a cold one
         (cold_*), in which kernels are compiled and host memory is touched first. With prompt "once" the cold run is all."""
-        generator = torch.Generator().manual_seed(one.seed + one.length)
-        ids = torch.randint(0, self.model.config.vocab_size, (one.batch, one.length), generator=generator).to(self.device)
+        ids = self.prompt(one)
         found: Measures = {"fill_s": None, "ttft_s": None, "tt2t_s": None}
         names = ("cold_",) if one.prompt == "once" else ("cold_", "")
         for name in names:
-            cache = self.cache(one)
+            cache, each = self.cache(one), tokens if name == names[-1] else self.tokens(one)
             first = prefill(self.model, cache, ids)
-            second = take(self.model, cache, tokens, 1, warm=0, capture=False).mean
+            second = take(self.model, cache, each, 1, warm=0, capture=False).mean
             found |= {f"{name}ttft_s": first, f"{name}tt2t_s": first + second}
             if name != names[-1]:
-                take(self.model, cache, tokens, 3, warm=0, capture=False)
+                self.heat(one, cache, each)
                 del cache
                 free()
         return cache, found
+
+    def prompt(self, one: DecodeSetting) -> Tensor:
+        """Return the ids [B, T] of a setting's prompt."""
+        return random_ids(self.model, one.batch, one.length, one.seed + one.length)
+
+    def heat(self, one: DecodeSetting, cache: DynamicCache, tokens: Iterator[Tensor]) -> None:
+        """Take the steps of a cold run."""
+        take(self.model, cache, tokens, 3, warm=0, capture=False)
 
     def more(self, one: DecodeSetting, cache: DynamicCache, tokens: Iterator[Tensor]) -> Measures:
         """Return what else is measured of a setting, after its steps."""

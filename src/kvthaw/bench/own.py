@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvthaw.bench.check import replayed
-from kvthaw.bench.decode import Bench, Measures, free
+from kvthaw.bench.decode import Bench, Measures
 from kvthaw.bench.settings import HF, DecodeSetting, possible, values
-from kvthaw.bench.steps import WARM, Steps, prefill, take
+from kvthaw.bench.steps import WARM, Steps, take
 from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.engine.hf import DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.model import check_prompt
@@ -95,21 +95,14 @@ class OwnBench(Bench):
         for at in itertools.count(one.length):
             yield torch.full((one.batch, 1), self._ids[at % len(self._ids)], device=self.device)
 
-    def begin(self, one: DecodeSetting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, Measures]:
+    def prompt(self, one: DecodeSetting) -> Tensor:
         row = list(itertools.islice(itertools.cycle(self._ids), one.length))
-        prompt = torch.tensor([row] * one.batch, device=self.device)
-        found: Measures = {"fill_s": None}
-        for name, each in (("cold_", self.tokens(one)), ("", tokens)):
-            cache = self.cache(one)
-            first = prefill(self.model, cache, prompt)
-            second = take(self.model, cache, each, 1, warm=0, capture=False).mean
-            found |= {f"{name}ttft_s": first, f"{name}tt2t_s": first + second}
-            if name:  # what later steps compile
-                replayed(cache, one.steps, self.forwards)
-                take(self.model, cache, each, 1, capture=one.steps != "eager")
-                del cache
-                free()
-        return cache, found
+        return torch.tensor([row] * one.batch, device=self.device)
+
+    def heat(self, one: DecodeSetting, cache: DynamicCache, tokens: Iterator[Tensor]) -> None:
+        """Take steps as later ones are taken, for what they compile."""
+        replayed(cache, one.steps, self.forwards)
+        take(self.model, cache, tokens, 1, capture=one.steps != "eager")
 
     def taken(self, one: DecodeSetting, cache: DynamicCache, taken: Steps) -> Measures:
         """As a Bench's, and chosen: the likeliest tokens [B][n] of the steps; agreement: the share of them that the first of EXACT

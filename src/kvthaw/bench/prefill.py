@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from kvthaw.bench.card import provenance, where
+from kvthaw.bench.check import attention
 from kvthaw.bench.decode import Watch, free
 from kvthaw.bench.shapes import build
+from kvthaw.bench.steps import random_ids
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layers import indexed_layers
 from kvthaw.engine.hf import PreTrainedModel, attach
 from kvthaw.errors import CacheError, at_least
+from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.kernels.dense import BLOCK
 from kvthaw.methods import resolve
@@ -116,7 +119,7 @@ def measure(model: PreTrainedModel, one: PrefillSetting, host_bytes: int | None)
     figure 5a; cold_s: indexed_s of the first run, which also takes the host memory from the system. None where the device's memory
     did not suffice. peak_device_bytes: all that torch held; weight_bytes: of the model.
     """
-    ids, times = _prompt(model, one.length), list[_Times]()
+    ids, times = random_ids(model, 1, one.length, seed=one.length), list[_Times]()
     for _ in range(2):
         free()
         if ids.is_cuda:
@@ -139,13 +142,11 @@ def check(model: PreTrainedModel, one: PrefillSetting, host_bytes: int | None) -
     """The logits of a prompt in five chunks are transformers' own of one pass, as near as transformers' two ways to attend (sdpa
     and eager) are to each other; rounding alone moves those of a deep bfloat16 model of random weights by 8 %. On a GPU the past
     is of several blocks. Raises CacheError where they are not."""
-    ids, few = _prompt(model, 2 * BLOCK + 5000 if model.device.type == "cuda" else 700), _prompt(model, 512)
-    expected, sdpa, before = _logits(model, ids), _logits(model, few), model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
+    length = 2 * BLOCK + 5000 if model.device.type == "cuda" else 700
+    ids, few = random_ids(model, 1, length, seed=length), random_ids(model, 1, 512, seed=512)
+    expected, sdpa = _logits(model, ids), _logits(model, few)
+    with attention(model, "eager"):
         rounding = _away(_logits(model, few), sdpa)
-    finally:
-        model.set_attn_implementation(before)
     with attach(model, one.method, prefill_chunk=-(-ids.shape[1] // 5), host_bytes=host_bytes, **_sizes(one)):
         error = _away(_logits(model, ids), expected)
     if not error <= max(rounding, 1e-4):
@@ -167,20 +168,20 @@ class _Times(NamedTuple):
 def _run(model: PreTrainedModel, one: PrefillSetting, ids: Tensor, host_bytes: int | None) -> _Times:
     """Take a prompt and one token behind it."""
     if one.method == HF:
-        begin = _now(ids)
+        begin = now(ids.device)
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
-        seconds = _now(ids) - begin
+        seconds = now(ids.device) - begin
         model(ids[:, -1:], past_key_values=cache)
-        return _Times(seconds, seconds, _now(ids) - begin, None)
+        return _Times(seconds, seconds, now(ids.device) - begin, None)
     with attach(model, one.method, prefill_chunk=one.chunk, host_bytes=host_bytes, **_sizes(one)) as handle:
-        begin = _now(ids)
+        begin = now(ids.device)
         model(ids, logits_to_keep=1)
-        seconds = _now(ids) - begin
+        seconds = now(ids.device) - begin
         handle.cache.wait()
-        indexed = _now(ids) - begin
+        indexed = now(ids.device) - begin
         alone = [updater for _, updater in indexed_layers(handle.cache.kv.layers)]
         model(ids[:, -1:], past_key_values=handle.cache)
-        return _Times(seconds, indexed, _now(ids) - begin, _build_alone(alone))
+        return _Times(seconds, indexed, now(ids.device) - begin, _build_alone(alone))
 
 
 def _build_alone(found: Sequence[IndexUpdater]) -> float | None:
@@ -198,17 +199,6 @@ def _build_alone(found: Sequence[IndexUpdater]) -> float | None:
 
 def _sizes(one: PrefillSetting) -> dict[str, Any]:
     return {"budget": one.budget, "retrieved": one.retrieved, "dense_layers": one.dense_layers}
-
-
-def _now(ids: Tensor) -> float:
-    if ids.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def _prompt(model: PreTrainedModel, length: int) -> Tensor:
-    ids = torch.randint(0, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
-    return ids.to(model.device)
 
 
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvthaw.bench.card import provenance, where
 from kvthaw.bench.decode import Watch
 from kvthaw.bench.shapes import build
+from kvthaw.bench.steps import random_ids
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.engine.request import Request
@@ -79,7 +80,7 @@ def check(method: str, device: torch.device) -> None:
     """Requests that share a batch must get the tokens that each gets in a batch of its own. Raises CacheError where one does
     not."""
     model = build("tiny", device).float()
-    prompts = [_prompt(model, n, i) for i, n in enumerate((150, 60, 100))]
+    prompts = [random_ids(model, 1, n, seed=i)[0] for i, n in enumerate((150, 60, 100))]
     found = []
     for seqs in (1, 2):
         batch = Batch(model, method, max_seqs=seqs, capacity=200, **_settings(method, 48, None))
@@ -91,7 +92,7 @@ def check(method: str, device: torch.device) -> None:
 def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, Any]:
     """Step times in ms, joins in s, and what was captured."""
     length, seqs, requests, new_tokens = asked.length, asked.max_seqs, asked.requests, asked.new_tokens
-    prompts = [_prompt(model, length - i * length // (2 * requests), i) for i in range(requests)]
+    prompts = [random_ids(model, 1, length - i * length // (2 * requests), seed=i)[0] for i in range(requests)]
     settings = _settings(method, asked.budget, asked.device_memory)
     batch = Batch(model, method, max_seqs=seqs, capacity=length + new_tokens, compile=asked.compile, **settings)
     warm(batch)
@@ -139,8 +140,3 @@ def _serve(batch: Batch, prompts: list[Tensor], new: int, steps: list[tuple[floa
 
 def _settings(method: str, budget: int | float, memory: str | None) -> dict[str, Any]:
     return {} if method != AUTO and resolve(method).dense else {"budget": budget, "device_memory": memory}
-
-
-def _prompt(model: PreTrainedModel, tokens: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, model.config.vocab_size, (tokens,), generator=generator)

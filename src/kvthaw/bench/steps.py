@@ -15,6 +15,7 @@ from kvthaw.engine.decode import decode
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.attention import ranks
 from kvthaw.errors import CacheError
+from kvthaw.evaluate.machine import now
 
 WARM = 6
 """Steps of each way that do not count, at least: kernels are compiled and tuned in them, and graphs captured."""
@@ -79,11 +80,9 @@ class Counts:
 
 def prefill(model: PreTrainedModel, cache: DynamicCache, ids: Tensor) -> float:
     """Process a prompt [B, T]; seconds until its first token is known."""
-    synchronize(model.device)
-    begin = time.perf_counter()
+    begin = now(model.device)
     model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(dim=-1)
-    synchronize(model.device)
-    return time.perf_counter() - begin
+    return now(model.device) - begin
 
 
 def warm_steps(cache: DynamicCache) -> int:
@@ -119,8 +118,7 @@ def take(
         nonlocal begin, last, before, skipped, patience
         if begin:
             chosen.append(logits.argmax(dim=-1))
-            synchronize(device)
-            gaps.append(time.perf_counter() - begin)
+            gaps.append(now(device) - begin)
             if len(gaps) == WARM:  # behind all that is compiled and captured
                 patience = time.perf_counter() + _PATIENCE
             if WARM <= len(gaps) < skipped and not processes.least(time.perf_counter() < patience):
@@ -130,9 +128,7 @@ def take(
             return None
         if len(gaps) == skipped:
             before = Counts.of(cache)
-        ids = next(tokens)
-        synchronize(device)
-        begin = time.perf_counter()
+        ids, begin = next(tokens), now(device)
         return ids
 
     for _ in decode(model, cache, last, choose, capture=capture):
@@ -143,15 +139,15 @@ def take(
     return Steps(tuple(gaps[skipped:]), (before, Counts.of(cache)), peak, tuple(chosen[skipped:]))
 
 
+def random_ids(model: PreTrainedModel, rows: int, tokens: int, seed: int) -> Tensor:
+    """Return random token ids [rows, tokens] on the model's device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config.vocab_size, (rows, tokens), generator=generator).to(model.device)
+
+
 def random_tokens(model: PreTrainedModel, batch: int, seed: int) -> Iterator[Tensor]:
     """Return ids [B, 1] of random tokens, drawn by hundreds so that a step does not wait for them."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         drawn = torch.randint(0, model.config.vocab_size, (128, batch, 1), generator=generator)
         yield from drawn.to(model.device)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -51,6 +51,11 @@ def device_name(device: torch.device) -> str:
 
 def now(device: torch.device) -> float:
     """Return seconds, after all that the device was asked for is done."""
+    synchronize(device)
+    return time.perf_counter()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter()

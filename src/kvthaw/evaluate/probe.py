@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.retriever import Choice
@@ -111,7 +112,23 @@ class Quality:
         return asdict(self) | {name: getattr(self, name) for name in shares}
 
 
-class Probe:
+class Observer:
+    """Is called with what every sparse layer of a cache chooses, step after step, until it is detached."""
+
+    def __init__(self, kv: KVCache) -> None:
+        self._observers = kv.streams.observers
+        self._observers.append(self)
+
+    def detach(self) -> None:
+        """Observe no more."""
+        self._observers.remove(self)
+
+    def __call__(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
+        """Observe a step of a layer."""
+        raise NotImplementedError
+
+
+class Probe(Observer):
     """Observes every sparse layer of a cache, at every n-th step of each.
 
     reference: a cache that holds the same first tokens in full; rows are read from it instead of the host store, and for a
@@ -125,13 +142,8 @@ class Probe:
         self.observations: list[Observation] = []
         self.seconds = 0.0
         self._steps: dict[int, int] = {}
-        self._observers = cache.kv.streams.observers
         self._reference = {} if reference is None else {layer.number: layer for layer in reference.kv_layers}
-        self._observers.append(self)
-
-    def detach(self) -> None:
-        """Observe no more."""
-        self._observers.remove(self)
+        super().__init__(cache.kv)
 
     def quality(self) -> Quality:
         """Means over all that was observed."""
@@ -175,8 +187,7 @@ def observe(layer: OffloadedLayer, seq: int, query: Tensor, choice: Choice | Non
     assert layer.plan is not None
     length, sink, ring = layer.length(seq), layer.plan.regions.sink, layer.indexed(seq)
     heads = rows[0].shape[0]
-    folded = query.float().reshape(heads, -1, query.shape[-1])
-    scores = torch.cat([folded @ part[:, :, 0].float().transpose(1, 2) for part in rows], dim=2) * layer.scale  # [H, G, n]
+    scores = exact_scores(layer, query, rows)
     added = torch.full_like(scores, -torch.inf)  # what the sparse softmax adds to each score
     added[:, :, : min(sink, length)] = 0.0
     added[:, :, ring:] = 0.0
@@ -235,6 +246,12 @@ def observe(layer: OffloadedLayer, seq: int, query: Tensor, choice: Choice | Non
         ceiling=ceiling,
         ceiling_mass=ceiling_mass.flatten().cpu(),
     )
+
+
+def exact_scores(layer: OffloadedLayer, query: Tensor, rows: list[Tensor]) -> Tensor:
+    """Return scaled scores [H, G, n] of queries [Hq, D] and all rows of a sequence, in parts [H, n, 2, D]."""
+    folded = query.float().reshape(rows[0].shape[0], -1, query.shape[-1])
+    return torch.cat([folded @ part[:, :, 0].float().transpose(1, 2) for part in rows], dim=2) * layer.scale
 
 
 class _Region:

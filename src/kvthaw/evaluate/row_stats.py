@@ -11,6 +11,7 @@ from torch import Tensor
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.retriever import Choice
+from kvthaw.evaluate.probe import Observer
 
 if TYPE_CHECKING:
     from kvthaw.engine.hf import Cache
@@ -39,7 +40,7 @@ class RowStats:
         return {"held_budget": found.pop("budget"), **found}
 
 
-class PerRequestStats:
+class PerRequestStats(Observer):
     """Counts what each row of a cache selects and fetches, beside whatever else observes the layers.
 
     It adds to tensors on the device and never waits for them, so steps that it observes can be captured in CUDA graphs.
@@ -55,15 +56,9 @@ class PerRequestStats:
         if self._choosing:
             device = self._choosing[0].slab.data.device
             self._live = torch.ones(len(self._begin), dtype=torch.int64, device=device)
-            self._counted = torch.zeros(
-                3, len(self._begin), dtype=torch.int64, device=device
-            )  # selected, fetched, most of a head
-        self._observers = cache.kv.streams.observers
-        self._observers.append(self)
-
-    def detach(self) -> None:
-        """Observe no more."""
-        self._observers.remove(self)
+            counts = 3, len(self._begin)  # selected, fetched, most of a head
+            self._counted = torch.zeros(counts, dtype=torch.int64, device=device)
+        super().__init__(cache.kv)
 
     def ended(self, row: int) -> None:
         """Stop counting a row: it has sent its last token, and what it holds on the host now is what counts."""

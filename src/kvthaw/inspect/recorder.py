@@ -12,13 +12,13 @@ from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.retriever import Choice
-from kvthaw.evaluate.probe import stored_rows
+from kvthaw.evaluate.probe import Observer, exact_scores, stored_rows
 
 Rows = dict[int, Tensor]
 """By layer: rows [H, M] int32, -1 padded, on the CPU; of layers that choose, not of those that follow them."""
 
 
-class Recorder:
+class Recorder(Observer):
     """Holds what every layer selected in the latest step, on the device. It copies once a layer and step, in place, so captured
     steps contain it."""
 
@@ -26,11 +26,7 @@ class Recorder:
 
     def __init__(self, kv: KVCache) -> None:
         self._kv, self._latest = kv, dict[int, Tensor]()
-        kv.streams.observers.append(self)
-
-    def detach(self) -> None:
-        """Observe no more."""
-        self._kv.streams.observers.remove(self)
+        super().__init__(kv)
 
     def __call__(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         """Keep a layer's selection until its next step."""
@@ -53,7 +49,7 @@ class Recorder:
         return {number: part.view(rows.shape) for number, part, rows in zip(self._latest, parts, own, strict=True)}
 
 
-class ExactTopK:
+class ExactTopK(Observer):
     """Ranks all tokens of the retrieval region beside each selection of some sequences, which reads all of their keys: steps are
     slow, and run eagerly.
 
@@ -63,15 +59,11 @@ class ExactTopK:
     """
 
     def __init__(self, kv: KVCache, seqs: Sequence[int] = (), reference: Sequence[LayerKV] = ()) -> None:
-        self.seqs, self._kv = seqs, kv
+        self.seqs = seqs
         self._reference = {layer.number: layer for layer in reference}
         self._rows: dict[int, Rows] = {}
         self._mass: dict[int, Rows] = {}
-        kv.streams.observers.append(self)
-
-    def detach(self) -> None:
-        """Observe no more."""
-        self._kv.streams.observers.remove(self)
+        super().__init__(kv)
 
     def __call__(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         """Rank the tokens for one query a head."""
@@ -93,9 +85,7 @@ def exact_rows(layer: OffloadedLayer, seq: int, query: Tensor, selected: Tensor,
     """Return the exact top-k [H, M] int32 for a query [Hq, D], k as many as each head selected of rows [H, M], and the attention
     mass [H] that these cover with sink and ring. parts: all rows of the sequence, [H, n, 2, D] each."""
     assert layer.plan is not None
-    sink, ring, heads = layer.plan.regions.sink, layer.indexed(seq), selected.shape[0]
-    folded = query.float().reshape(heads, -1, query.shape[-1])
-    scores = torch.cat([folded @ part[:, :, 0].float().transpose(1, 2) for part in parts], dim=2) * layer.scale  # [H, G, n]
+    sink, ring, scores = layer.plan.regions.sink, layer.indexed(seq), exact_scores(layer, query, parts)
     weights = torch.softmax(scores, dim=2)
     covered = torch.zeros_like(scores[:, 0], dtype=torch.bool)
     covered[:, :sink] = covered[:, ring:] = True

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 
 from kvthaw.bench.card import where
 from kvthaw.bench.shapes import build
+from kvthaw.bench.steps import random_ids
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.chunks import CHUNK
 from kvthaw.engine.prefill import prefill
@@ -34,7 +35,7 @@ def pipelined(lab: Lab, rows: Sequence[str], shape: str, length: int) -> tuple[F
     device, size = where()[0], QUICK if lab.quick else length
     lab.bench.prepare("tiny" if lab.quick else shape)
     model, found = lab.bench.model, Found()
-    ids = torch.randint(0, model.config.vocab_size, (size,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = random_ids(model, 1, size, seed=0)[0].tolist()
     for _ in range(2):  # the first pass compiles kernels and takes the host memory
         for row, method, chunk in zip(rows, ("full", "icecache", "icecache"), (size, size, CHUNK), strict=True):
             begin = now(device)
@@ -54,7 +55,7 @@ def estimates(lab: Lab, rows: Sequence[str], shape: str, length: int) -> tuple[F
     device, size = where()[0], QUICK if lab.quick else length
     model = build("tiny" if lab.quick else shape, device, layers=None if lab.quick else 1)
     config = model.config
-    ids = torch.randint(0, config.vocab_size, (size,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = random_ids(model, 1, size, seed=0)[0].tolist()
     query = torch.randn(1, config.num_attention_heads, config.head_dim, device=device, dtype=model.dtype)
     keys = torch.randn(1, config.num_key_value_heads, size, config.head_dim, device=device, dtype=model.dtype)
     found = {rows[0]: {"us": _time(_graphed(partial(attend, query[:, :, None], keys, keys, enable_gqa=True), device), device)}}

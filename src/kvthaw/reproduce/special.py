@@ -13,6 +13,7 @@ from kvthaw.cache.plan import Settings
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.prefill import prefill
 from kvthaw.evaluate.metrics import mean
+from kvthaw.evaluate.probe import exact_scores
 from kvthaw.evaluate.published import BENCHMARKS
 from kvthaw.evaluate.results import Record
 from kvthaw.evaluate.variant import Variant, complete, fork, whole
@@ -114,8 +115,7 @@ def _chosen(lab: Lab, source: View, variants: Sequence[Variant]) -> list[list[tu
         def look(kv: Any, query: Tensor, choice: Any, seen: list[Any] = seen, layer: Any = layer) -> None:
             if kv is not layer:
                 return
-            keys = kv.read(0, 0, kv.length(0))[:, :, 0].to(query.device).float()
-            scores = query[0].float().reshape(keys.shape[0], -1, keys.shape[2]) @ keys.transpose(1, 2) * kv.scale
+            scores = exact_scores(kv, query[0], [kv.read(0, 0, kv.length(0)).to(query.device)])
             seen.append((kv.length(0), torch.softmax(scores, dim=2).amax(dim=1).cpu(), choice.selection.rows[0].cpu()))
 
         cache.kv.streams.observers.append(look)
