@@ -166,6 +166,24 @@ def test_kv_that_device_memory_does_not_hold_is_the_methods(llama: PreTrainedMod
     assert "device_memory is" in cache.stats().reason
 
 
+def test_a_batch_that_never_fits_stays_with_the_method(llama: PreTrainedModel) -> None:
+    """Nothing that its steps read moves when a first request comes after all have left."""
+    batch = Batch(llama, "pariskv-plus", max_seqs=2, capacity=200, full_below=1000, device_memory="8KiB", **SMALL)
+    found = []
+    for seed in range(2):
+        request = batch.join(prompt(1, 90, seed=seed)[0], max_new_tokens=4, stop=())
+        while batch.requests:
+            batch.step()
+            found.append([tensor.data_ptr() for tensor in batch.cache.kv.tensors()])
+        assert batch.stats().method == "pariskv-plus"
+        one = Batch(llama, "pariskv-plus", max_seqs=1, capacity=200, **SMALL)
+        own = one.join(prompt(1, 90, seed=seed)[0], max_new_tokens=4, stop=())
+        while one.requests:
+            one.step()
+        assert request.tokens == own.tokens
+    assert found[1:] == found[1:2] * (len(found) - 1)
+
+
 def test_a_captured_step_is_captured_anew_at_the_change_alone(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, captures = Cache(llama, "pariskv-plus", full_below=60, **SMALL), []
 

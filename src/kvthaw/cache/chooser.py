@@ -57,9 +57,11 @@ class Chooser:
             self.layers[i] = DenseLayer(layer.number, self.sequences, self.settings.method.prompt_queries)
 
     @property
-    def changed(self) -> bool:
-        """Whether the method is in force after full attention was, or might have been."""
-        return self.settings.full_below is not None and not self.full
+    def returns(self) -> bool:
+        """Whether full attention is to be in force again once there are no tokens: not where the KV of sequences at their capacity,
+        which is given, never fits, for what steps read would move with every first request."""
+        changed = self.settings.full_below is not None and not self.full
+        return changed and not (self.sequences.room and self._too_large(0))
 
     def before_prompt(self, tokens: int, pads: Sequence[int]) -> None:
         """Choose before a step of several tokens, or of the first."""
@@ -123,7 +125,7 @@ class Chooser:
         capacity = sequences.room or sequences.capacity
         if capacity < longest:
             capacity = roomier(capacity, longest)
-        layers = sum(isinstance(layer, DenseLayer) for layer in self.layers)
+        layers = sum(i in self.by_method or isinstance(layer, DenseLayer) for i, layer in enumerate(self.layers))
         need = max(1, sequences.count) * capacity * crossing.token_bytes * layers
         if need <= memory.bytes:
             return None

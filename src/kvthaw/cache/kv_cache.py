@@ -314,7 +314,7 @@ class KVCache:
             layer.clear(seq)
         self.sequences.clear(seq)
         self.finite.forget(seq)
-        if not self.sequences.padded_length and self.chooser.changed:
+        if not self.sequences.padded_length and self.chooser.returns:
             self.streams.device.reset()
             self.sequences.regions = None
             self.chooser.reset()
