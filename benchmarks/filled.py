@@ -128,7 +128,7 @@ class FilledBench(Bench):
 
 def taken(cache: Cache, number: int) -> Tokens:
     """A layer's tokens, of a cache that has only had a prompt of one row."""
-    kv = cache.kv_layers[number]
+    kv = cache.kv.layers[number]
     queries, keys, values = padded(kv)
     return Tokens(number, torch.stack((keys, values), dim=3), queries, kv.scale)
 

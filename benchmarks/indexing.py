@@ -49,7 +49,7 @@ def measure(
     layers made once more, alone, from the same keys; indexing_share: of full attention's prefill, `full` seconds. beside_share: how
     much longer than that the method's own took. For PRKV also the refresh: of all layers, and its share of `interval` steps."""
     cache = Cache(model, method, budget=budget)
-    if not cache.frozen_layers:
+    if not cache.kv.offloaded:
         raise ConfigError(f"dense_layers is {cache.settings.dense_layers}; that leaves no layer to {method}")
     times = [_prefill(model, cache, ids)[0]]
     for _ in range(runs):
@@ -57,7 +57,7 @@ def measure(
         seconds, token = _prefill(model, cache, ids)
         times.append(seconds)
     indexes = []
-    for layer in cache.frozen_layers:
+    for layer in cache.kv.offloaded:
         index = None if layer.retriever is None else layer.retriever.index
         if not isinstance(index, UnitIndex):
             raise ConfigError(f"method is {method!r}; this benchmark is for pages and clusters on the device")
@@ -85,7 +85,7 @@ def _prefill(model: PreTrainedModel, cache: Cache, ids: Tensor) -> tuple[float, 
 
 def again(cache: Cache, number: int, index: UnitIndex) -> float:
     """Seconds to index a layer once more, alone, the second of two times; and the check that it comes to the same."""
-    layer = cache.frozen_layers[number]
+    layer = cache.kv.offloaded[number]
     rows = layer.read(0, index.first, layer.indexed(0)).to(index.context.device)
     keys, values = rows[:, :, 0].contiguous(), rows[:, :, 1].contiguous()
     before, took = {name: table.clone() for name, table in _tables(index).items()}, 0.0

@@ -47,7 +47,7 @@ class Record:
         ids = book.repeat(-(-(self.length + RECENT_QUERIES) // len(book)))[: self.length + RECENT_QUERIES]
         cache = Cache(model, "full")
         model(ids[None], past_key_values=cache, logits_to_keep=1)
-        layers = cache.kv_layers
+        layers = cache.kv.layers
         self.rows = [layer.read(0, 0, self.length) for layer in layers]  # [H, T, 2, D] each
         self.queries = [layer.recent_queries[0] for layer in layers]  # [Hq, RECENT_QUERIES, D] each
         theirs = self.rows[0].shape[-1]

@@ -200,11 +200,11 @@ def prefilled(method: str, length: int, **sizes: Any) -> tuple[Any, Cache]:
 def test_steps_that_do_not_count_reach_the_first_tokens_that_leave(method: str, sizes: dict[str, int]) -> None:
     """If they leave soon: that, too, compiles kernels."""
     model, cache = prefilled(method, 1000, **sizes, dense_layers=0)
-    warm, rings = warm_steps(cache), [kv.indexed(0) for kv in cache.frozen_layers]
+    warm, rings = warm_steps(cache), [kv.indexed(0) for kv in cache.kv.offloaded]
     assert WARM <= warm <= most_warm(torch.device("cpu"))
     take(model, cache, random_tokens(model, 1, 0), 1, warm=warm, capture=False)
     if method in ("quest", "icecache-reuse"):
-        assert all(kv.indexed(0) > before for kv, before in zip(cache.frozen_layers, rings, strict=True))
+        assert all(kv.indexed(0) > before for kv, before in zip(cache.kv.offloaded, rings, strict=True))
     else:
         assert warm == WARM
 
@@ -231,6 +231,6 @@ def test_counts_are_of_all_sequences_and_layers(llama: PreTrainedModel) -> None:
     cache = kvthaw.Cache(llama, "oracle", budget=64, dense_layers=0)
     with torch.no_grad():
         llama(prompt(2, 100), past_key_values=cache)
-    stored = [layer.store.length(seq) for layer in cache.frozen_layers for seq in range(2)]
+    stored = [layer.store.length(seq) for layer in cache.kv.offloaded for seq in range(2)]
     assert min(stored) > 0
     assert Counts.of(cache).stored_bytes == sum(stored) * 2 * (2 * 16 * 4)  # heads, K and V in float32

@@ -24,7 +24,7 @@ def test_an_index_that_is_another_alone_is_seen() -> None:
     model = build("tiny", torch.device("cpu"))
     cache = Cache(model, "clusterkv", budget=64)
     model(torch.arange(150)[None], past_key_values=cache)
-    index = cache.frozen_layers[1].retriever.index  # type: ignore[union-attr]
+    index = cache.kv.offloaded[1].retriever.index  # type: ignore[union-attr]
     assert isinstance(index, indexing.UnitIndex)
     assert indexing.again(cache, 1, index) > 0
     index.digests[0, 0, 0, 0] += 1

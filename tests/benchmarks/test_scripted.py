@@ -26,15 +26,15 @@ def _decoded(
         model(ids, past_key_values=cache)
         for _ in range(steps):
             model(ids[:, :1], past_key_values=cache)
-            assert cache.frozen_layers[0].retriever is not None
-            rows.append(cache.frozen_layers[0].retriever.choices[-1].selection.rows)
+            assert cache.kv.offloaded[0].retriever is not None
+            rows.append(cache.kv.offloaded[0].retriever.choices[-1].selection.rows)
     return cache, rows
 
 
 @pytest.mark.parametrize("method", ["quest", "icecache-digest"])
 def test_neighbouring_steps_share_what_was_asked_for(llama: PreTrainedModel, method: str) -> None:
     cache, rows = _decoded(llama, method, 0.75)
-    layer = cache.frozen_layers[0]
+    layer = cache.kv.offloaded[0]
     assert layer.plan is not None
     for before, now in pairwise(rows):
         for seq in range(2):
@@ -52,7 +52,7 @@ def test_neighbouring_steps_share_what_was_asked_for(llama: PreTrainedModel, met
 def test_rows_differ_between_sequences_heads_and_layers(llama: PreTrainedModel) -> None:
     cache, rows = _decoded(llama, "quest", 0.0, steps=2)
     seqs = rows[0]
-    groups = [kv.retriever for kv in cache.frozen_layers]
+    groups = [kv.retriever for kv in cache.kv.offloaded]
     others = [group.choices[-1].selection.rows for group in groups if group is not None]
     assert not torch.equal(seqs[0], seqs[1])
     assert not torch.equal(seqs[0, 0], seqs[0, 1])
@@ -69,7 +69,7 @@ def test_an_anchors_script_is_its_followers(llama: PreTrainedModel) -> None:
 def test_what_an_index_can_do_stays_known(llama: PreTrainedModel, method: str, name: str) -> None:
     """Protocols look for attributes, from Python 3.12 on without __getattr__."""
     for one, has in ((method, True), ("oracle", False)):
-        group = _decoded(llama, one, 0.5, steps=1)[0].frozen_layers[0].retriever
+        group = _decoded(llama, one, 0.5, steps=1)[0].kv.offloaded[0].retriever
         assert group is not None
         assert (getattr_static(group.index, name, None) is not None) is has
 

@@ -24,7 +24,7 @@ def test_the_share_is_the_papers_equation(loaded: tuple[Any, Any]) -> None:
     prompt = text_passage(tokenizer, length=300, steps=1, seed=0).prompt
     cache = Cache(model, "full")
     prefill(model, cache, prompt)
-    for layer in cache.kv_layers:
+    for layer in cache.kv.layers:
         queries, keys = layer.recent_queries[0][:, -16:].double(), layer.read(0, 0, 300 - 16)[:, :, 0].double()
         common = []
         for head, own in enumerate(queries):

@@ -41,7 +41,7 @@ def test_rows_are_the_same_however_they_are_copied(method: str) -> None:
                     cache.reorder_cache(torch.tensor([1, 0]))
             one, *others = (llama(ids[:, at : at + 1], past_key_values=cache).logits for cache in caches)
             assert all(torch.equal(other, one) for other in others)
-    for kv in (*caches[2].frozen_layers, *caches[3].frozen_layers):
+    for kv in (*caches[2].kv.offloaded, *caches[3].kv.offloaded):
         fetch, pages = torch.arange(160, dtype=torch.int32).expand(2, 2, -1).contiguous(), kv.store.pages.now()
         places = pages.places(fetch)
         held = places >= 0
@@ -59,7 +59,7 @@ def test_the_keys_of_a_page_lie_side_by_side(llama: PreTrainedModel) -> None:
     with torch.no_grad():
         llama(prompt(1, 300), past_key_values=cache)
         llama(prompt(1, 1), past_key_values=cache)
-    for number, kv in enumerate(cache.frozen_layers):
+    for number, kv in enumerate(cache.kv.offloaded):
         store = kv.store
         if number % 2:
             assert store.pages.tokens(0) == 0

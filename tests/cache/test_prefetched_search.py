@@ -189,7 +189,7 @@ def test_errors_in_the_search_come_up(model: PreTrainedModel, monkeypatch: pytes
 
 def test_an_index_that_failed_is_not_searched(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, asked = cached(model), []
-    layer = cache.frozen_layers[2]
+    layer = cache.kv.offloaded[2]
     assert layer.retriever is not None
 
     def fail() -> None:
@@ -206,7 +206,7 @@ def test_an_index_that_failed_is_not_searched(model: PreTrainedModel, monkeypatc
 @pytest.mark.parametrize("change", ["submit", "truncate", "reorder", "copy", "settle"])
 def test_the_index_stays_as_it_is_under_a_search(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     cache = cached(model)
-    group = cache.frozen_layers[2].retriever
+    group = cache.kv.offloaded[2].retriever
     assert group is not None
     slow = Slow(monkeypatch, layer=2)
     changes: dict[str, Callable[[], object]] = {
@@ -231,7 +231,7 @@ def test_what_is_not_asked_for_is_dropped(model: PreTrainedModel, monkeypatch: p
     """A step that breaks off in the layer before, and whatever comes instead."""
     cache = cached(model)
     expected = step(model, copy.deepcopy(cache), IDS[:, :30])
-    layer = cache.frozen_layers[2]
+    layer = cache.kv.offloaded[2]
     slow = Slow(monkeypatch, layer=2)
     layer.prefetch(torch.randn(2, 4, 3, 16))
     assert layer.retriever.prefetched is not None
@@ -283,7 +283,7 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = kvthaw.Cache(model, "icecache-digest", budget=64, prefetch=True)
     step(model, cache, ids)
     cache.wait()
-    layer, queries, done = cache.frozen_layers[2], torch.randn(2, 4, 1, 64, device="cuda"), torch.cuda.Event()
+    layer, queries, done = cache.kv.offloaded[2], torch.randn(2, 4, 1, 64, device="cuda"), torch.cuda.Event()
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # half a second: a host that waited would find it over
     done.record()

@@ -16,7 +16,7 @@ def group_of(llama: PreTrainedModel, method: str) -> Retriever:
     cache = kvthaw.Cache(llama, method, budget=64, dense_layers=0)
     with torch.no_grad():
         llama(prompt(2, 90), past_key_values=cache)
-    found = cache.frozen_layers[0].retriever
+    found = cache.kv.offloaded[0].retriever
     assert found is not None
     return found
 

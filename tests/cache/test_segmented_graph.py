@@ -42,7 +42,7 @@ def test_a_choice_left_to_the_host_is_the_eager_one(llama: PreTrainedModel, meth
     with recorded.kv.streams.records(now):
         found = steps(llama, recorded, rows["attention_mask"])
     assert torch.equal(found, expected)
-    assert now.calls == 50 * sum(layer.chooses for layer in recorded.frozen_layers)
+    assert now.calls == 50 * sum(layer.chooses for layer in recorded.kv.offloaded)
     assert recorded.kv.streams.graph is None
     assert recorded.stats() == eager.stats()
 

@@ -28,7 +28,7 @@ def filled(model: PreTrainedModel) -> kvthaw.Cache:
     step(model, cache, IDS[:, :90])
     for t in range(200):
         step(model, cache, IDS[:, t % 90 :][:, :1])
-        if all(ahead(layer) for layer in cache.frozen_layers):
+        if all(ahead(layer) for layer in cache.kv.offloaded):
             return cache
     raise AssertionError("the ring was never full")
 
@@ -54,10 +54,10 @@ def held(layer: OffloadedLayer) -> list[tuple[int, int]]:
 
 def test_the_index_goes_ahead_and_the_ring_follows(llama: PreTrainedModel) -> None:
     cache = filled(llama)
-    for layer in cache.frozen_layers:
+    for layer in cache.kv.offloaded:
         assert all(indexed == ring + layer.plan.regions.buffer for indexed, ring in held(layer))
     step(llama, cache, IDS[:, :1])
-    for layer in cache.frozen_layers:
+    for layer in cache.kv.offloaded:
         assert not ahead(layer)
         assert all(indexed == ring for indexed, ring in held(layer))
 
@@ -66,11 +66,11 @@ def test_the_index_goes_ahead_and_the_ring_follows(llama: PreTrainedModel) -> No
 def test_a_crop_brings_it_back(llama: PreTrainedModel, drop: int) -> None:
     cache = filled(llama)
     cache.crop(-drop)
-    for layer in cache.frozen_layers:
+    for layer in cache.kv.offloaded:
         assert all(indexed == ring for indexed, ring in held(layer))
     for t in range(40):
         step(llama, cache, IDS[:, t : t + 1])
-    for layer in cache.frozen_layers:
+    for layer in cache.kv.offloaded:
         assert all(indexed in (ring, ring + layer.plan.regions.buffer) for indexed, ring in held(layer))
 
 
@@ -78,7 +78,7 @@ def test_a_dense_continuation_brings_it_back(llama: PreTrainedModel) -> None:
     cache = filled(llama)
     step(llama, cache, IDS[:, :30])
     step(llama, cache, IDS[:, 30:31])
-    for layer in cache.frozen_layers:
+    for layer in cache.kv.offloaded:
         assert all(indexed == ring for indexed, ring in held(layer))
 
 
@@ -105,7 +105,7 @@ def test_rows_are_never_in_the_ring(llama: PreTrainedModel) -> None:
     for t in range(40):
         step(llama, cache, IDS[:, t : t + 1])
     assert all(asked)
-    assert len(asked) == 40 * len(cache.frozen_layers)
+    assert len(asked) == 40 * len(cache.kv.offloaded)
 
 
 def test_a_failure_is_not_forgotten(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,18 +115,18 @@ def test_a_failure_is_not_forgotten(llama: PreTrainedModel, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(TreeIndex, "append", fail)
         cache = filled(llama)
-        for layer in cache.frozen_layers:
+        for layer in cache.kv.offloaded:
             with pytest.raises(MemoryError):
                 layer.wait()
     for _ in range(2):
         with pytest.raises(MemoryError, match="no room"):
-            cache.frozen_layers[0].wait()
+            cache.kv.offloaded[0].wait()
     with pytest.raises(MemoryError, match="no room"):
         step(llama, cache, IDS[:, :1])
     twin = filled(llama)
     step(llama, twin, IDS[:, :1])
     step(llama, cache, IDS[:, :1])  # the step that failed is taken again, and the index given what it lacks
-    assert [held(layer) for layer in cache.frozen_layers] == [held(layer) for layer in twin.frozen_layers]
+    assert [held(layer) for layer in cache.kv.offloaded] == [held(layer) for layer in twin.kv.offloaded]
     again = step(llama, cache, IDS[:, 1:2]), step(llama, twin, IDS[:, 1:2])
     torch.testing.assert_close(*again, atol=5e-5, rtol=5e-5)  # rows may stand in other slots
 
@@ -144,7 +144,7 @@ def test_a_replayed_step_has_the_next_ones_work_done(llama: PreTrainedModel, met
         ids = IDS[:, 60 + t : 61 + t]
         logits = replay(ids, torch.full((2, 1), replayed.get_seq_length()))
         assert torch.equal(logits, step(llama, eager, ids))
-        layers = replayed.frozen_layers
+        layers = replayed.kv.offloaded
         went = [layer.storage.offloader.keeps and layer.storage.offloader.ahead(0, layer.indexed(0)) for layer in layers]
         full = replayed.kv.sequences.full()
         found += full and not replayed.kv.needs_host()
@@ -171,7 +171,7 @@ def test_layers_cluster_together_what_left_their_rings_at_once(llama: PreTrained
         step(llama, cache, IDS[:, :60])
     calls.clear()
     alone: list[int] = []
-    layers = len(eager.frozen_layers)
+    layers = len(eager.kv.offloaded)
     for t in range(60):
         ids = IDS[:, 60 + t : 61 + t]
         logits = replay(ids, torch.full((2, 1), replayed.get_seq_length()))
@@ -200,7 +200,7 @@ def test_a_layer_that_could_not_go_ahead_is_not_forgotten() -> None:
         ids = IDS[:1, 60 + t : 61 + t]
         logits = replay(ids, torch.full((1, 1), cache.get_seq_length()))
         assert torch.equal(logits, step(model, eager, ids))
-        ran = [ahead(layer) for layer in cache.frozen_layers]
+        ran = [ahead(layer) for layer in cache.kv.offloaded]
         if cache.kv.sequences.full():
             assert cache.kv.needs_host() == (not all(ran))
             some += len(set(ran)) == 2

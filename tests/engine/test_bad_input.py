@@ -243,7 +243,7 @@ def test_host_memory_that_will_not_fit(name: str, dense_layers: int) -> None:
         pytest.skip("this version of transformers fails to roll back its own sliding-window layers")
     model = build(name)
     cache = kvthaw.Cache(model, "oracle", budget=64, host_bytes=1, dense_layers=dense_layers, block_size=20)
-    layers = len(cache.frozen_layers)
+    layers = len(cache.kv.offloaded)
     need = 2 * 60 * 2 * 16 * 4 * layers
     with pytest.raises(HostMemoryError, match=rf"{need:,} bytes.* 1 are free"):
         forward(model, cache, IDS)

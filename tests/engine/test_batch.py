@@ -213,7 +213,7 @@ def test_a_step_that_breaks_off_between_layers_is_taken_again(
         requests = [prefilled(batch, prompt(1, n)[0], max_new_tokens=40, stop=()) for n in (90, 60)]
         for step in range(39):
             if fails and step % 4 == 2:
-                layer = batch.cache.kv_layers[step % 3]
+                layer = batch.cache.kv.layers[step % 3]
                 with monkeypatch.context() as patch:
                     patch.setattr(layer, "decode", interrupted)
                     with pytest.raises(KeyboardInterrupt):

@@ -65,7 +65,7 @@ def test_a_refused_crop_changes_no_layer(name: str, method: str, kinds: str | No
         forward(model, cache, IDS[:, :100])
         with pytest.raises(CacheError, match=r"dropped .*crop\(-60\)"):
             cache.crop(-60)
-        assert [kv.length(0) for kv in handle.cache.kv_layers] == [100] * len(handle.cache.kv_layers)
+        assert [kv.length(0) for kv in handle.cache.kv.layers] == [100] * len(handle.cache.kv.layers)
         assert forward(model, cache, IDS[:, :1]).isfinite().all()
 
 

@@ -19,8 +19,8 @@ from zoo import build, prompt
 
 def held(cache: Cache) -> dict[str, int]:
     """The bytes that a cache holds, as Needs names them. On a CPU the tables of an index on the host are on the device too."""
-    layers, stats = cache.frozen_layers, cache.stats()
-    fixed = {layer.number: layer.fixed_bytes() for layer in cache.kv_layers}
+    layers, stats = cache.kv.offloaded, cache.stats()
+    fixed = {layer.number: layer.fixed_bytes() for layer in cache.kv.layers}
     slab = sum(layer.slab.data.nbytes for layer in layers)
     windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
     trees = [layer.retriever for layer in layers if layer.on_host and layer.chooses and layer.retriever is not None]
@@ -29,7 +29,7 @@ def held(cache: Cache) -> dict[str, int]:
     tables = [table for tree in trees for table in tree.residency.tensors()]
     here = sum(table.nbytes for table in tables if table.device == layers[0].slab.data.device)
     return {
-        "dense": sum(fixed[layer.number] for layer in cache.kv_layers if layer not in layers),
+        "dense": sum(fixed[layer.number] for layer in cache.kv.layers if layer not in layers),
         "windows": sum(layer.keys.nbytes + layer.values.nbytes for layer in windows),
         "slab": slab,
         "index": sum(fixed[layer.number] for layer in layers) - slab - here + turns,
@@ -52,8 +52,8 @@ def agree(model: PreTrainedModel, method: str, length: int = 300, new: int = 3, 
     found = held(cache)
     trees, told = found.pop("host_index"), {name: getattr(needs, name) for name in found}
     assert needs.host_index == pytest.approx(trees, rel=0.1 if length > 2000 else 1)
-    ahead = sum(layer.store.allocator.nbytes() for layer in cache.frozen_layers)
-    table = 24 * 8 * rows * len(cache.kv_layers)  # addresses of blocks, without which a CPU does
+    ahead = sum(layer.store.allocator.nbytes() for layer in cache.kv.offloaded)
+    table = 24 * 8 * rows * len(cache.kv.layers)  # addresses of blocks, without which a CPU does
     for name, real in found.items():
         slack = {"index": table, "rows": ahead}.get(name, 0)
         assert told[name] == pytest.approx(real, rel=0, abs=slack), (name, told, found)

@@ -359,7 +359,7 @@ def test_forks_of_a_dense_cache_share_what_was_offloaded_for_the_first(llama: Pr
     first, second = base.fork("oracle", budget=TIGHT), base.fork("quest", budget=TIGHT)
     held = base.stats().kv_host_bytes
     assert held == 80 / 90 * base.stats().kv_dense_bytes
-    for mine, theirs in zip(first.frozen_layers, second.frozen_layers, strict=True):
+    for mine, theirs in zip(first.kv.offloaded, second.kv.offloaded, strict=True):
         for seq in range(2):
             same = mine.store.addresses(seq) == theirs.store.addresses(seq)
             assert same.tolist() == [True] * 5 + [False]
@@ -375,14 +375,14 @@ def test_forks_of_a_dense_cache_share_what_was_offloaded_for_the_first(llama: Pr
     forward(llama, fresh, torch.cat((ids[:, :60], more), dim=1))
     for _ in range(2):
         third = base.fork("quest", budget=TIGHT)
-        for mine, theirs in zip(third.frozen_layers, fresh.frozen_layers, strict=True):
+        for mine, theirs in zip(third.kv.offloaded, fresh.kv.offloaded, strict=True):
             assert torch.allclose(mine.read(1, 0, 100), theirs.read(1, 0, 100), atol=1e-5)
         forward(llama, base, more[:, :1])  # more full blocks follow
         fresh = kvthaw.Cache(llama, "quest", budget=TIGHT, block_size=16)
         forward(llama, fresh, torch.cat((ids[:, :60], more, more[:, :1]), dim=1))
     base.batch_select_indices(torch.tensor([1]))
     fourth = base.fork("oracle", budget=TIGHT)
-    assert torch.equal(fourth.kv_layers[0].read(0, 0, 102), base.kv_layers[0].read(0, 0, 102))
+    assert torch.equal(fourth.kv.layers[0].read(0, 0, 102), base.kv.layers[0].read(0, 0, 102))
 
 
 SAME = [name for name in kvthaw.METHODS if resolve(name).any_budget]
@@ -400,7 +400,7 @@ def test_an_index_that_serves_any_budget_is_not_built_again(
     method = first.settings.method
     first.wait()
     built: list[Any] = []
-    (kind,) = {type(kv.retriever.index) for kv in first.frozen_layers if kv.retriever is not None}
+    (kind,) = {type(kv.retriever.index) for kv in first.kv.offloaded if kv.retriever is not None}
     build = kind.build
     monkeypatch.setattr(kind, "build", lambda self, *args: (built.append(self), build(self, *args)))
     forks = {budget: first.fork(method, budget=budget) for budget in (263, 256)}
@@ -410,7 +410,7 @@ def test_an_index_that_serves_any_budget_is_not_built_again(
         assert torch.equal(decode(llama, fork, more), expected[budget])
         assert fork.stats() == fresh[budget].stats()
         assert fork.settings.budget == budget
-    for mine, theirs in zip(fork.frozen_layers, first.frozen_layers, strict=True):
+    for mine, theirs in zip(fork.kv.offloaded, first.kv.offloaded, strict=True):
         held = theirs.store.reserved(0)
         assert mine.store.addresses(0)[0] == theirs.store.addresses(0)[0], "rows are shared"
         mine.store.claim(0, held + 1)
@@ -432,7 +432,7 @@ def test_fork_later(llama: PreTrainedModel, method: str) -> None:
     forward(llama, origin, IDS)
     decode(llama, origin, IDS[:, :30])
     fork = origin.fork("full")
-    for mine, theirs in zip(origin.kv_layers, fork.kv_layers, strict=True):
+    for mine, theirs in zip(origin.kv.layers, fork.kv.layers, strict=True):
         assert torch.equal(mine.read(0, 0, 120), theirs.read(0, 0, 120))
     origin.batch_repeat_interleave(2)
     assert origin.fork("full").stats().batch == 2

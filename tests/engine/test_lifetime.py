@@ -28,9 +28,9 @@ def _uncollected() -> Iterator[None]:
 
 def held(cache: kvthaw.Cache) -> list[weakref.ref]:
     """What a cache should let go of, after a prompt and some steps: its layers and their memory."""
-    stores = [layer.store for layer in cache.frozen_layers]
-    groups = [layer.retriever for layer in cache.frozen_layers if layer.retriever is not None]
-    return [weakref.ref(one) for one in (cache, *cache.layers, *cache.kv_layers, *stores, *groups)]
+    stores = [layer.store for layer in cache.kv.offloaded]
+    groups = [layer.retriever for layer in cache.kv.offloaded if layer.retriever is not None]
+    return [weakref.ref(one) for one in (cache, *cache.layers, *cache.kv.layers, *stores, *groups)]
 
 
 def decode(model: PreTrainedModel, cache: kvthaw.Cache, steps: int = 6) -> None:

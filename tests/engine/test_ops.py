@@ -36,7 +36,7 @@ def test_the_operator_is_as_declared(
         llama(prompt(rows, 100), past_key_values=cache)
         with serving(cache.kv):
             torch.library.opcheck(torch.ops.kvthaw.attend.default, (*given, 0, 0.125, softcap, biases), test_utils=DECLARED)
-    assert cache.kv_layers[0].length(0) > cache.kv_layers[1].length(0) == 100  # it is the layer that was named
+    assert cache.kv.layers[0].length(0) > cache.kv.layers[1].length(0) == 100  # it is the layer that was named
 
 
 def test_the_fake_output_lies_as_the_real_one_does(llama: PreTrainedModel) -> None:

@@ -95,7 +95,7 @@ def test_a_quantised_model_is_served_in_the_dtype_it_computes_in(kind: str, tmp_
             assert torch.equal(generate(model), plain)
     with kvthaw.attach(model, "infinigen", budget=48) as handle:
         generate(model)
-        assert {layer.store.dtype for layer in handle.cache.frozen_layers} == {torch.bfloat16}
+        assert {layer.store.dtype for layer in handle.cache.kv.offloaded} == {torch.bfloat16}
     batch = kvthaw.Batch(model, "oracle", max_seqs=1, capacity=120, budget=1024)
     request = batch.join(PROMPT, max_new_tokens=4, stop=())
     while batch.requests:

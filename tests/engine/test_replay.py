@@ -442,7 +442,7 @@ def test_a_tensor_of_an_own_indexs_helper_that_moved_is_noticed(
         steps = len(device.at)
         with torch.no_grad():
             llama(zoo.prompt(1, 1), past_key_values=cache)
-        group = cache.frozen_layers[-1].retriever
+        group = cache.kv.offloaded[-1].retriever
         assert group is not None
         assert isinstance(group.index, Helped)
         if moves:
@@ -465,7 +465,7 @@ def test_a_reset_lets_go_of_all_that_a_captured_step_reads(llama: PreTrainedMode
     for _ in range(4):
         step()
     assert device.captured == 1
-    store = weakref.ref(cache.frozen_layers[0].store)
+    store = weakref.ref(cache.kv.offloaded[0].store)
     del device, step
     monkeypatch.undo()
     cache.reset()

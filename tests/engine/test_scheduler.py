@@ -224,14 +224,14 @@ def test_memory_is_counted_wherever_blocks_may_lie(
     batch = Batch(model, "oracle", max_seqs=2, capacity=200, **settings_of("oracle"))
     batch.prefill(batch.join(asked[0][0], max_new_tokens=8, stop=()))
     (request,) = batch.requests
-    need, fixed = batch.admission.need(request), sum(layer.fixed_bytes() for layer in batch.cache.kv_layers)
+    need, fixed = batch.admission.need(request), sum(layer.fixed_bytes() for layer in batch.cache.kv.layers)
     sizes: dict[str, Any] = {"host_bytes": {"host_bytes": int(room * need)}, "system": {}}.get(
         where, {"host_bytes": need // 8, "device_memory": fixed + int(room * need)}
     )
     batch = Batch(model, "oracle", max_seqs=2, capacity=200, **settings_of("oracle"), **sizes)
     if where == "system":
         held = batch.cache.kv.streams.memory
-        monkeypatch.setattr(held, "free", lambda: int(room * need) - sum(x.host_bytes() for x in batch.cache.kv_layers))
+        monkeypatch.setattr(held, "free", lambda: int(room * need) - sum(x.host_bytes() for x in batch.cache.kv.layers))
     scheduler = Scheduler(batch)
     assert together(scheduler, *asked) == (places, plain)
     if (where, places) == ("host_bytes", 1):
@@ -340,7 +340,7 @@ def test_requests_without_memory_wait_and_go_on(
     scheduler = Scheduler(Batch(model, "quest", max_seqs=3, capacity=200, **settings_of("quest")), step_tokens=24)
     sampling = Sampling(temperature=1.0, repetition_penalty=1.3, seed=2)
     requests = [scheduler.submit(ids, max_new_tokens=new, stop=(), sampling=sampling) for ids, new in asked]
-    layer, told, short, calls = scheduler.batch.cache.kv_layers[1], [], [2, 12, 20], []
+    layer, told, short, calls = scheduler.batch.cache.kv.layers[1], [], [2, 12, 20], []
 
     def lacking(take: Any, *given: Any) -> Any:
         calls.append(given)
@@ -399,7 +399,7 @@ def test_a_step_that_has_changed_states_is_taken_again_by_way_of_the_prompts(mon
         for step in range(60):
             if fails and step == 5:
                 with monkeypatch.context() as patch:
-                    patch.setattr(scheduler.batch.cache.kv_layers[-1], "decode", None)
+                    patch.setattr(scheduler.batch.cache.kv.layers[-1], "decode", None)
                     with pytest.raises(TypeError):
                         scheduler.step()
             scheduler.step()

@@ -87,9 +87,9 @@ def test_filter_layers_stand_at_the_papers_depth() -> None:
     model = build("llama", num_hidden_layers=32)
     for dense_layers, expected in ((2, [2, 8, 18]), (0, [0, 2, 8, 18]), (5, [5, 8, 18])):
         cache = kvthaw.Cache(model, "omnikv", budget=64, dense_layers=dense_layers)
-        assert [kv.number for kv in cache.frozen_layers if kv.leader is None] == expected
+        assert [kv.number for kv in cache.kv.offloaded if kv.leader is None] == expected
     cache = kvthaw.Cache(model, "omnikv", budget=64, dense_layers=4, filters=(4, 20))
-    assert [kv.number for kv in cache.frozen_layers if kv.leader is None] == [4, 20]
+    assert [kv.number for kv in cache.kv.offloaded if kv.leader is None] == [4, 20]
     with pytest.raises(ConfigError, match="layer 2 comes before the first"):
         kvthaw.Cache(model, "omnikv", budget=64, dense_layers=2, filters=(4, 20))
 
@@ -97,7 +97,7 @@ def test_filter_layers_stand_at_the_papers_depth() -> None:
 def test_options_reach_the_index(llama: PreTrainedModel) -> None:
     with kvthaw.attach(llama, "omnikv", budget=64, dense=False) as handle:
         generate(llama, {"input_ids": prompt(1, 200)}, 4)
-        for kv in handle.cache.frozen_layers:
+        for kv in handle.cache.kv.offloaded:
             assert kv.retriever is not None
             assert isinstance(kv.retriever.index, FilterIndex)
             assert set(kv.retriever.index.tables) == {"keys"}

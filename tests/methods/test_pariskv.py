@@ -22,7 +22,7 @@ def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **how: Any
 
 
 def indices(handle: Any) -> list[CodesIndex]:
-    return [kv.retriever.index for kv in handle.cache.frozen_layers]
+    return [kv.retriever.index for kv in handle.cache.kv.offloaded]
 
 
 def test_regions_and_dense_layers_are_the_papers() -> None:
@@ -198,7 +198,7 @@ def test_centre_and_grades_keep_a_text_in_pieces_as_it_is(llama: PreTrainedModel
                 at += size
             llama(ids[:, :1], past_key_values=cache)
         caches.append(cache)
-    for one, other in zip(*(cache.frozen_layers for cache in caches), strict=True):
+    for one, other in zip(*(cache.kv.offloaded for cache in caches), strict=True):
         a, b = one.retriever.index, other.retriever.index
         torch.testing.assert_close(a.tables["centre"], b.tables["centre"])
         assert a.counts == b.counts

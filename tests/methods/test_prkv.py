@@ -30,7 +30,7 @@ def test_options_reach_the_index_and_the_static_set_is_refreshed(llama: PreTrain
             assert isinstance(index, HybridIndex)
             assert (index.size, index.interval, index.spread) == (8, 24, "max")
             assert index.order is not None
-            static = int(0.5 * handle.cache.frozen_layers[0].plan.rows)
+            static = int(0.5 * handle.cache.kv.offloaded[0].plan.rows)
             assert index.stops[0, :, 0].tolist() == [static] * 2
             assert not (index.order[0, :, :20] == old).all()
 
@@ -38,7 +38,7 @@ def test_options_reach_the_index_and_the_static_set_is_refreshed(llama: PreTrain
 def test_a_window_of_another_size(llama: PreTrainedModel) -> None:
     with kvthaw.attach(llama, "prkv", budget=400, window=24, page=8) as handle:
         generate(llama, {"input_ids": prompt(1, 500)}, 2)
-        assert handle.cache.frozen_layers[0].plan.regions == Regions(0, 24, 8)
+        assert handle.cache.kv.offloaded[0].plan.regions == Regions(0, 24, 8)
         assert {index.window for index in indices(handle) if isinstance(index, HybridIndex)} == {24}
     with pytest.raises(ConfigError, match=r"^window is 0; it must be at least 1"):
         resolve("prkv", window=0)

@@ -33,7 +33,7 @@ def test_keys_are_turned_back_to_what_the_model_made(name: str) -> None:
                 value.fill_(-1e4)
     with kvthaw.attach(model, "shadowkv", budget=64, rank=1) as handle:
         generate(model, {"input_ids": prompt(1, 150)}, 4)
-        for kv in handle.cache.frozen_layers:
+        for kv in handle.cache.kv.offloaded:
             assert kv.retriever is not None
             index = kv.retriever.index
             assert isinstance(index, ShadowIndex)

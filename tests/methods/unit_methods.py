@@ -16,4 +16,4 @@ def generate(model: PreTrainedModel, inputs: dict[str, Tensor], new: int = 24) -
 
 
 def indices(handle: Any) -> list[Index]:
-    return [kv.retriever.index for kv in handle.cache.frozen_layers]
+    return [kv.retriever.index for kv in handle.cache.kv.offloaded]

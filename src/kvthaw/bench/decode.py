@@ -253,7 +253,7 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
             "kv_host_bytes": full if offloaded else 0,
             "kv_frozen_bytes": full if offloaded else 0,
         }
-    stats, layers = cache.stats(), cache.frozen_layers
+    stats, layers = cache.stats(), cache.kv.offloaded
     here = [kv for kv in layers if kv.slab.data.is_cuda or not _on_host(kv)]
     tensors = {t.data_ptr(): t.nbytes for kv in here for t in kv.tensors() if t.device == kv.slab.data.device}
     slabs = {t.data_ptr(): t.nbytes for kv in layers for t in (kv.slab.data, kv.slab.tickets)}
@@ -264,7 +264,7 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
         **{name: getattr(stats, name) for name in ("attended_mean", "attended_max", "retrieved", "budget", "dense_layers")},
         "kv_device_bytes": stats.kv_device_bytes,
         "index_device_bytes": sum(size for at, size in tensors.items() if at not in slabs),
-        "kv_dense_bytes": sum(kv.device_bytes() for kv in cache.kv_layers if isinstance(kv, DenseLayer)),
+        "kv_dense_bytes": sum(kv.device_bytes() for kv in cache.kv.layers if isinstance(kv, DenseLayer)),
         "kv_host_bytes": sum(store.kv_heads * store.block_size * store.row_bytes for store in blocks.values()),
         "kv_frozen_bytes": sum(
             kv.store.kv_heads * kv.store.row_bytes * kv.store.length(seq)
@@ -277,7 +277,7 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
 
 def _searched(cache: DynamicCache) -> float:
     """Return the bytes that the indexes of a cache read from the host in a step."""
-    groups = [kv.retriever for kv in cache.frozen_layers if kv.leader is None] if isinstance(cache, Cache) else []
+    groups = [kv.retriever for kv in cache.kv.offloaded if kv.leader is None] if isinstance(cache, Cache) else []
     return float(sum(group.index.searched_bytes() for group in groups if group and isinstance(group.index, NodeIndex)))
 
 

@@ -67,7 +67,7 @@ class Counts:
         """Now; waits for the device."""
         if not isinstance(cache, Cache):
             return Counts()
-        layers = cache.frozen_layers
+        layers = cache.kv.offloaded
         groups = {id(kv.retriever): kv.retriever for kv in layers if kv.retriever is not None}.values()
         stored = [(kv.store, kv.store.length(seq)) for kv in layers for seq in range(kv.sequences.count)]
         return Counts(
@@ -87,7 +87,7 @@ def prefill(model: PreTrainedModel, cache: DynamicCache, ids: Tensor) -> float:
 
 def warm_steps(cache: DynamicCache) -> int:
     """Steps of a cache that do not count: WARM, or up to most_warm() if tokens leave a ring of its layers by then."""
-    layers = cache.frozen_layers if isinstance(cache, Cache) else []
+    layers = cache.kv.offloaded if isinstance(cache, Cache) else []
     most = [most_warm(kv.slab.data.device) - 1 for kv in layers]
     first = [(kv.undisturbed(steps), steps) for kv, steps in zip(layers, most, strict=True)]
     return max([WARM, *(steps + 2 for steps, limit in first if steps < limit)])

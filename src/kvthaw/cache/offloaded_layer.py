@@ -20,7 +20,7 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.index_api import IndexContext, Transfer
 from kvthaw.cache.index_updater import IndexUpdater, Snapshot
-from kvthaw.cache.layer_base import AttentionParams, attend_rows, last_queries, reordered
+from kvthaw.cache.layer_base import AttentionParams, LayerKV, attend_rows, last_queries, reordered
 from kvthaw.cache.layer_storage import LayerStorage
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
@@ -37,7 +37,7 @@ from kvthaw.kernels.dense import continued
 from kvthaw.kernels.places import Newest
 
 
-class OffloadedLayer:
+class OffloadedLayer(LayerKV):
     """KV of one layer: sink, ring and fetched rows in a slab on the device, everything in a store on the host; see LayerKV.
 
     leader: the anchor whose index and selections this layer follows; None: it has its own. plan: the sizes, None before the first
@@ -60,7 +60,6 @@ class OffloadedLayer:
         self.reset()
 
     def reset(self) -> None:
-        """See LayerKV."""
         self.drop_search()
         for part in ("store", "slab", "storage", "sparse"):
             self.__dict__.pop(part, None)
@@ -75,7 +74,6 @@ class OffloadedLayer:
     # Reading
 
     def length(self, seq: int) -> int:
-        """See LayerKV."""
         step, taken = self._taken
         under_way = step is not None and step is self.sequences.step and step.seq is None
         return step.lengths(taken)[seq] if step is not None and under_way else self.sequences.length(seq)
@@ -85,11 +83,9 @@ class OffloadedLayer:
         return self.sequences.indexed(seq, self.length(seq))
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
-        """See LayerKV."""
         return self.storage.offloader.read(seq, start, stop)
 
     def nonfinite(self) -> Tensor | None:
-        """See LayerKV."""
         return self.slab.tickets[:1] if self.plan else None
 
     def device_bytes(self) -> int:
@@ -97,7 +93,6 @@ class OffloadedLayer:
         return self.slab.data.nbytes + self.store.nbytes(on_device=True) if self.plan else 0
 
     def fixed_bytes(self) -> int:
-        """See LayerKV."""
         return self.sparse.fixed_bytes() if self.plan else 0
 
     def host_bytes_per_token(self) -> int:
@@ -105,7 +100,6 @@ class OffloadedLayer:
         return self.store.kv_heads * self.store.row_bytes if self.plan and self.storage.offloader.keeps else 0
 
     def host_bytes(self, seq: int | None = None) -> int:
-        """See LayerKV."""
         return self.store.nbytes(seq) if self.plan else 0
 
     @property
@@ -114,7 +108,6 @@ class OffloadedLayer:
         return self.leader is None
 
     def tensors(self) -> list[Tensor]:
-        """See LayerKV."""
         return self.sparse.tensors() if self.plan else []
 
     # Prompts
@@ -151,7 +144,6 @@ class OffloadedLayer:
         self.streams.device.fixed[self.number] = self.fixed_bytes()
 
     def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """See LayerKV."""
         self.drop_search()
         if self.plan is None:
             self.allocate(step, query, key, attention.scale)
@@ -174,7 +166,6 @@ class OffloadedLayer:
         return attend_rows(step, query, attend)
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """See LayerKV."""
         assert self.plan is not None
         ring = self.slab.held().clone() if step.start and self.settings.method.evicts else None
         self._before = step, dict(self.recent_queries), ring
@@ -206,7 +197,6 @@ class OffloadedLayer:
     # Decoding
 
     def decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """See LayerKV."""
         if self.retriever is not None and self.chooses:
             self.retriever.choices.clear()
         outs = []
@@ -220,7 +210,6 @@ class OffloadedLayer:
         return torch.stack(outs, dim=2) if step.tokens > 1 else outs[0][:, :, None]
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """See LayerKV."""
         if step.dense:
             return self._attend_dense(step, query, key, value, attention)
         self.asked_again += 1
@@ -308,7 +297,6 @@ class OffloadedLayer:
         return self.store.reserved(seq) if self.plan and seq < self.store.seqs else 0
 
     def reserve_blocks(self, ends: Mapping[int, int]) -> None:
-        """See LayerKV."""
         if self.plan is not None:
             self.storage.reserve(ends)
 
@@ -323,7 +311,6 @@ class OffloadedLayer:
         self.extremes = []
 
     def wait(self) -> None:
-        """See LayerKV."""
         if self.plan is not None:
             self.check_finite()
             self.storage.settle()
@@ -331,12 +318,10 @@ class OffloadedLayer:
     # Changes from outside
 
     def recover(self) -> None:
-        """See LayerKV."""
         if self.retriever is not None and self.chooses:
             self.retriever.recover()
 
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
-        """See LayerKV."""
         if not repeated:
             self.drop_search()
         if self.plan is None:
@@ -361,7 +346,6 @@ class OffloadedLayer:
             self.storage.rollback(seq, start, length, own)
 
     def check_crop(self, drop: int) -> None:
-        """See LayerKV."""
         if self.plan is None or not self.settings.method.evicts:
             return
         sequences, sink = self.sequences, self.plan.regions.sink
@@ -380,7 +364,6 @@ class OffloadedLayer:
         self.storage.crop(seq, start, length, own.indexed(seq), own.length(seq), exactly=exactly)
 
     def clear(self, seq: int) -> None:
-        """See LayerKV."""
         if self.plan is None:
             return
         self.drop_search()
@@ -391,7 +374,6 @@ class OffloadedLayer:
         self.recent_queries.pop(seq, None)
 
     def reorder(self, sequences: Sequence[int]) -> None:
-        """See LayerKV."""
         if self.plan is None:
             return
         self.drop_search()

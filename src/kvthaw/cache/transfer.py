@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -112,18 +113,10 @@ def _runs(fetch: Tensor) -> Iterator[tuple[int, int, int, int]]:
     """Runs of ascending neighbours among rows [B, H, M], -1 left out: sequence, head, first row, how many."""
     for seq, heads in enumerate(fetch.tolist()):
         for head, rows in enumerate(heads):
-            start = count = 0
-            for row in rows:
-                if row < 0:
-                    continue
-                if count and row == start + count:
-                    count += 1
-                    continue
-                if count:
-                    yield seq, head, start, count
-                start, count = row, 1
-            if count:
-                yield seq, head, start, count
+            known = enumerate(row for row in rows if row >= 0)
+            for _, run in groupby(known, key=lambda each: each[1] - each[0]):
+                (_, first), *rest = run
+                yield seq, head, first, 1 + len(rest)
 
 
 class PagedCopy:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvthaw.cache.layer_base import AttentionParams, attend_rows
+from kvthaw.cache.layer_base import AttentionParams, LayerKV, attend_rows
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
@@ -37,7 +37,7 @@ class Span:
         return (positions - self.size + 1).clamp_(min=0)
 
 
-class WindowLayer:
+class WindowLayer(LayerKV):
     """KV of the last tokens of each sequence in a ring; see LayerKV.
 
     leader: the first layer of the cache with this span, which computes where the spans of a decode step begin; None: this one.
@@ -52,7 +52,6 @@ class WindowLayer:
         self.reset()
 
     def reset(self) -> None:
-        """See LayerKV."""
         self.recent_queries: dict[int, Tensor] = {}
         self.scale = 0.0
         self.slab: Slab | None = None
@@ -62,7 +61,6 @@ class WindowLayer:
     # Reading
 
     def length(self, seq: int) -> int:
-        """See LayerKV."""
         return self.sequences.length(seq)
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
@@ -71,15 +69,12 @@ class WindowLayer:
         return self.slab.read(seq, start, stop)
 
     def nonfinite(self) -> Tensor | None:
-        """See LayerKV."""
         return None if self.slab is None else self.slab.tickets[:1]
 
     def device_bytes(self) -> int:
-        """See LayerKV."""
         return 0 if self.slab is None else self.slab.data.nbytes
 
     def fixed_bytes(self) -> int:
-        """See LayerKV."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def host_bytes(self, seq: int | None = None) -> int:
@@ -87,13 +82,11 @@ class WindowLayer:
         return 0
 
     def tensors(self) -> list[Tensor]:
-        """See LayerKV."""
         return [] if self.slab is None else [self.slab.data, self.slab.tickets]
 
     # Steps
 
     def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """See LayerKV."""
         self._allocate(step, key, attention.scale)
         assert self.slab is not None
         self._before = step, {row.seq: self.slab.data[row.seq].clone() for row in step.rows() if row.past}
@@ -110,7 +103,6 @@ class WindowLayer:
         return self._attend_one(query, key, value, attention)
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """See LayerKV."""
         assert self.slab is not None
         if step.dense:
             return self._attend(step, query, key, value, attention)
@@ -118,7 +110,6 @@ class WindowLayer:
         return self._attend_one(query, key, value, attention)
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """See LayerKV."""
         assert self.slab is not None
         for row in step.rows():
             new = torch.stack((key[row.row, :, row.pad :], value[row.row, :, row.pad :]), dim=2)[:, -self.slab.regions.ring :]
@@ -196,7 +187,6 @@ class WindowLayer:
         """Nothing is under way."""
 
     def check_crop(self, drop: int) -> None:
-        """See LayerKV."""
         if drop:
             raise CacheError(f"layer {self.number} keeps {self.span.size} tokens; it cannot be cropped")
 
@@ -212,7 +202,6 @@ class WindowLayer:
             self._before[1].pop(seq, None)
 
     def reorder(self, sequences: Sequence[int]) -> None:
-        """See LayerKV."""
         if self.slab is not None:
             self.slab.reorder(torch.tensor(sequences, device=self.slab.data.device))
             self._before = None, {}

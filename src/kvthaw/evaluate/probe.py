@@ -142,7 +142,7 @@ class Probe(Observer):
         self.observations: list[Observation] = []
         self.seconds = 0.0
         self._steps: dict[int, int] = {}
-        self._reference = {} if reference is None else {layer.number: layer for layer in reference.kv_layers}
+        self._reference = {} if reference is None else {layer.number: layer for layer in reference.kv.layers}
         super().__init__(cache.kv)
 
     def quality(self) -> Quality:

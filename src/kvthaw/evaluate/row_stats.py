@@ -51,7 +51,7 @@ class PerRequestStats(Observer):
     def __init__(self, cache: Cache) -> None:
         self._cache, sequences = cache, cache.kv.sequences
         self._begin = [sequences.length(seq) for seq in range(sequences.count)]
-        self._choosing = [kv for kv in cache.frozen_layers if kv.leader is None and kv.retriever is not None]
+        self._choosing = [kv for kv in cache.kv.offloaded if kv.leader is None and kv.retriever is not None]
         self._host: dict[int, int] = {}
         if self._choosing:
             device = self._choosing[0].slab.data.device
@@ -63,7 +63,7 @@ class PerRequestStats(Observer):
     def ended(self, row: int) -> None:
         """Stop counting a row: it has sent its last token, and what it holds on the host now is what counts."""
         if row not in self._host:
-            self._host[row] = sum(kv.host_bytes(row) for kv in self._cache.frozen_layers)
+            self._host[row] = sum(kv.host_bytes(row) for kv in self._cache.kv.offloaded)
             if self._choosing:
                 self._live[row] = 0
 
@@ -73,7 +73,7 @@ class PerRequestStats(Observer):
         return [self._row(row, count, *of) for row, (count, of) in enumerate(zip(steps, counted, strict=True))]
 
     def _row(self, row: int, steps: int, selected: int, fetched: int, most: int) -> RowStats:
-        layers, frozen = self._cache.kv_layers, self._cache.frozen_layers
+        layers, frozen = self._cache.kv.layers, self._cache.kv.offloaded
         end = self._begin[row] + steps
         held = [self._cache.kv.sequences.held_at(row, n) for n in range(self._begin[row] + 1, end + 1)] if frozen else []
         heads = frozen[0].slab.data.shape[1] if frozen else 0

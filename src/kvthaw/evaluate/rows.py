@@ -28,7 +28,7 @@ class Rows:
     def __init__(self, model: PreTrainedModel, asked: int | None) -> None:
         at_least(1, batch=asked)
         empty = Cache(model, "full")
-        alone = len(empty.kv_layers) != len(empty.layers)
+        alone = len(empty.kv.layers) != len(empty.layers)
         if alone and asked is not None and asked > 1:
             raise ConfigError(
                 f"batch is {asked}; {type(model).__name__} has layers that transformers serves itself, so only 1 works"

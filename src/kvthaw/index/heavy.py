@@ -11,6 +11,7 @@ from torch import Tensor
 from kvthaw.cache.index_api import IndexContext, Remembers, Selection
 from kvthaw.errors import one_of
 from kvthaw.index.kept import Agree, KeptIndex, observed
+from kvthaw.kernels.places import held, newest_place, place_of
 
 Score = Literal["sum", "mean"]
 """What of the weights that a token was paid ranks it: their sum, or their mean over the queries that could see it."""
@@ -47,11 +48,11 @@ class HeavyIndex(KeptIndex, Remembers):
         mass = observed(queries[:, :, -(self.queries or keys.shape[1]) :], keys, scale=self.context.scale, agree=self.agree)
         positions = torch.arange(self.first + tokens, self.first + keys.shape[1], device=keys.device)
         self.tables["near"][seq].zero_()
-        self.tables["near"][seq, :, self._place(positions)] = mass[:, tokens:]
+        self.tables["near"][seq, :, self._places(positions)] = mass[:, tokens:]
         return mass[:, :tokens]
 
     def arrive(self, seq: int, start: int, stop: int) -> Tensor:
-        return self.tables["near"][seq, :, self._place(torch.arange(start, stop, device=self.context.device))]
+        return self.tables["near"][seq, :, self._places(torch.arange(start, stop, device=self.context.device))]
 
     def rank(self, seq: int, rows: Tensor, scores: Tensor) -> Tensor:
         held = self.context.regions.held
@@ -97,13 +98,11 @@ class HeavyIndex(KeptIndex, Remembers):
         seqs, places = min(slab.data.shape[0], len(self.tokens)), self.context.regions.held
         tables = {name: table[:seqs] for name, table in self.tables.items()}
         near, length, end = tables["near"], tables["length"], torch.clamp(tables["ends"], min=self.first)
-        newest = torch.where(length > 0, self._place(length - 1), places)[:, None, None]
+        newest = torch.where(length > 0, newest_place(length, self.context.regions), places)[:, None, None]
         near.scatter_(2, newest.expand(-1, near.shape[1], 1), 0.0)  # another token stood there before
-        place, sink, ring = torch.arange(places, device=near.device), self.context.regions.sink, self.context.regions.ring
-        since = (place - end[:, None]) % ring  # place - sink is position - sink modulo ring, so this is position - end
-        held = torch.where(place < sink, place < length[:, None], since < (length - end)[:, None])[:, None, None]
+        in_slab = held(length, end, self.context.regions)[:, None, None]
         kept = (tables["kept"] >= 0) & (length > 0)[:, None, None]
-        known = torch.cat((held.expand(-1, near.shape[1], -1, -1), kept[:, :, None]), dim=3)
+        known = torch.cat((in_slab.expand(-1, near.shape[1], -1, -1), kept[:, :, None]), dim=3)
         keys = torch.cat((slab.keys[:seqs, :, :places], tables["keys"]), dim=2).float()
         logits = tables["asked"].float().unflatten(1, (near.shape[1], -1)) @ keys.transpose(2, 3) * self.context.scale
         weights = torch.softmax(logits.masked_fill(~known, -torch.inf), dim=3).masked_fill(~known, 0.0)
@@ -112,6 +111,6 @@ class HeavyIndex(KeptIndex, Remembers):
         tables["scores"] += paid[:, :, places:]
         length.zero_()
 
-    def _place(self, position: Tensor) -> Tensor:
-        sink, ring = self.context.regions.sink, self.context.regions.ring
-        return torch.where(position < sink, position, sink + (position - sink) % ring)
+    def _places(self, positions: Tensor) -> Tensor:
+        """Where tokens of these positions stand in sink and ring."""
+        return place_of(positions, self.context.regions.sink, self.context.regions.ring)

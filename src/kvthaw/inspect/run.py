@@ -75,7 +75,7 @@ def inspect(
     for variant in variants:
         run = Run(variant)
         stops = stop_tokens(model, tokenizer)
-        _record(model, fork(base, variant), base.kv_layers, logits, asked, run, answer, exact, stops, limit)
+        _record(model, fork(base, variant), base.kv.layers, logits, asked, run, answer, exact, stops, limit)
         runs.append(run)
     return Inspection(before, asked, answer, runs)
 

@@ -63,7 +63,7 @@ def estimates(lab: Lab, rows: Sequence[str], shape: str, length: int) -> tuple[F
         base = Cache(model, row, budget=BUDGET if lab.quick else 1024, dense_layers=0)
         prefill(model, base, ids)
         base.wait()
-        layer = base.frozen_layers[0]
+        layer = base.kv.offloaded[0]
         assert layer.retriever is not None and layer.plan is not None
         index, count = layer.retriever.index, layer.plan.rows
         found[row] = {"us": _time(_graphed(partial(index.select, query, count), device), device)}

@@ -109,7 +109,7 @@ def _chosen(lab: Lab, source: View, variants: Sequence[Variant]) -> list[list[tu
     found = []
     for variant in variants:
         cache, seen = fork(base, complete(model, variant)), list[tuple[int, Tensor, Tensor]]()
-        layers = cache.frozen_layers
+        layers = cache.kv.offloaded
         layer = min(layers, key=lambda one: abs(one.number - (source.layer or 0) * len(cache.layers) / DEPTH))
 
         def look(kv: Any, query: Tensor, choice: Any, seen: list[Any] = seen, layer: Any = layer) -> None:
@@ -167,7 +167,7 @@ def drifted(lab: Lab, rows: Sequence[str], source: View) -> tuple[Found, str]:
     logits = prefill(model, cache, prompt)
     send(model, cache, logits, rest or written(lab, cache, logits, small.steps))
     far: dict[str, list[float]] = {row: [] for row in rows}
-    for layer in cache.kv_layers:
+    for layer in cache.kv.layers:
         keys = layer.read(0, 0, layer.length(0))[:, :, 0].to(model.device).float()
         made = torch.nn.functional.normalize(keys[:, len(prompt) :], dim=2)
         for row, known in zip(rows, (keys[:, : len(prompt)], keys), strict=True):
@@ -201,6 +201,6 @@ def static_shares(base: Cache, method: str, count: int) -> dict[int, float]:
     """Return the automatic static share of each layer that retrieves so many of a cache's tokens."""
     cache = base.fork(method, retrieved=count)
     cache.wait()
-    indexes = {layer.number: layer.retriever.index for layer in cache.frozen_layers if layer.retriever is not None}
+    indexes = {layer.number: layer.retriever.index for layer in cache.kv.offloaded if layer.retriever is not None}
     known = {n: index.statics[0].share for n, index in indexes.items() if isinstance(index, HybridIndex) and index.statics}
     return {number: share for number, share in known.items() if share is not None}

@@ -24,11 +24,9 @@ from transformers.cache_utils import (
 
 from kvthaw.cache.clone import clone
 from kvthaw.cache.crossing import Crossing
-from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.index_api import Index, Method
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.no_effect import no_effect
-from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings, default_block_size, try_index
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.stats import Stats
@@ -182,16 +180,6 @@ class Cache(DynamicCache):
         if model is None:
             raise CacheError("the model of this cache is gone")
         return model
-
-    @property
-    def kv_layers(self) -> list[OffloadedLayer | DenseLayer | WindowLayer]:
-        """The layers that kvthaw serves, in order."""
-        return self.kv.layers
-
-    @property
-    def frozen_layers(self) -> list[OffloadedLayer]:
-        """Those of them whose KV is offloaded or evicted."""
-        return self.kv.offloaded
 
     @property
     def reordered(self) -> bool:
