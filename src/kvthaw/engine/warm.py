@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.window import WindowLayer
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.batch import Batch
+from kvthaw.engine.hf.cache import of_layer
 from kvthaw.engine.scheduler import STEP_TOKENS, chunk_tokens
 from kvthaw.kernels.dense import LONG, plan, runs
 
@@ -14,8 +15,8 @@ _TOKENS = 5  # of which the first comes with the prompt, two from eager steps, a
 
 
 def warm(batch: Batch) -> None:
-    """Allocate all that a step of a batch without requests needs, capture steps of every number of sequences, and have attention
-    plan the lengths of a long prompt's chunks, so that no request waits for that."""
+    """Allocate all that a step of a batch without requests needs, capture steps of every number of sequences, compile kernels for a
+    prompt in chunks and plan its attention, so that no request waits for that."""
     seqs, on_gpu = 1, batch.cache.model.device.type == "cuda"
     while True:
         for _ in range(seqs):
@@ -27,10 +28,42 @@ def warm(batch: Batch) -> None:
         seqs = min(2 * seqs, batch.max_seqs)
     if on_gpu:
         _prefill(batch)
+    plan_attention(batch)
+
+
+def plan_attention(batch: Batch) -> None:
+    """Have cuDNN plan the attention of a long prompt's chunks, some 50 ms for each pair of lengths, as KV lies in layers of each
+    kind. A plan is the thread's that made it: call this on the one that takes the steps. Does nothing on a CPU, and for layers
+    without tensors."""
+    met, depth, device = set[tuple[int, int]](), 0, batch.cache.model.device
+    while depth < batch.capacity and device.type == "cuda" and not batch.cache.settings.method.evicts:
+        chunk = chunk_tokens(STEP_TOKENS, depth)
+        met |= {(chunk, run) for run in (0, *runs(depth, LONG))}
+        depth += chunk
+    config, known = batch.model.config.get_text_config(decoder=True), set[tuple[object, ...]]()
+    for layer in batch.cache.kv.layers:
+        if isinstance(layer, OffloadedLayer) and layer.plan is not None:
+            heads, dim, held = layer.store.kv_heads, layer.store.head_dim, None
+        elif isinstance(layer, DenseLayer) and layer.tensors():
+            held = layer.tensors()[0][:1]
+            heads, dim = held.shape[1], held.shape[4]
+        else:
+            continue
+        own = of_layer(config, layer.number)
+        group = own.num_attention_heads // (getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
+        kind = type(layer), group, heads, dim
+        for chunk, run in () if kind in known else sorted(met):
+            query = torch.zeros(1, chunk, group * heads, dim, dtype=batch.model.dtype, device=device).transpose(1, 2)
+            if run:
+                rows = query.new_empty(1, heads, run, 2, dim) if held is None else held[:, :, :run]
+                plan(query.contiguous(), *rows.unbind(3), causal=False)
+            else:  # the chunk's own keys, which came from the model as they are
+                plan(query, query[:, :heads], query[:, :heads], causal=True)
+        known.add(kind)
 
 
 def _prefill(batch: Batch) -> None:
-    """Prefill two chunks of a long prompt, and plan the attention of later ones."""
+    """Prefill two chunks of a long prompt."""
     if batch.capacity <= 2 * STEP_TOKENS or batch.cache.settings.method.evicts or batch.cache.foreign:
         return
     request = batch.request(torch.arange(2 * STEP_TOKENS) % batch.vocabulary, max_new_tokens=1, stop=())
@@ -40,26 +73,4 @@ def _prefill(batch: Batch) -> None:
     batch.join(request)
     for _ in range(2):
         batch.prefill(request, chunk_tokens(STEP_TOKENS, request.prefilled))
-    _plan(batch, request.seq)
     batch.leave(request)  # before its end: a prefix cache keeps whole prompts
-
-
-def _plan(batch: Batch, seq: int) -> None:
-    """Plan attention to earlier KV of every length, see kvthaw.kernels.dense.runs, as it lies in layers of each kind."""
-    met: set[tuple[int, int]] = set()
-    depth = 0
-    while depth < batch.capacity:
-        chunk = chunk_tokens(STEP_TOKENS, depth)
-        met |= {(chunk, run) for run in runs(depth, LONG)}
-        depth += chunk
-    kinds = set()
-    for layer in batch.cache.kv.layers:
-        if isinstance(layer, WindowLayer):
-            continue
-        (q_heads, _, dim), heads = layer.recent_queries[seq].shape, len(layer.read(seq, 0, 0))
-        kind = type(layer), q_heads, heads, dim
-        for chunk, run in () if kind in kinds else met:
-            query = torch.zeros(1, q_heads, chunk, dim, dtype=batch.model.dtype, device=batch.model.device)
-            rows = layer.tensors()[0][:1, :, :run] if isinstance(layer, DenseLayer) else query.new_empty(1, heads, run, 2, dim)
-            plan(query, *rows.unbind(3), scale=layer.scale)
-        kinds.add(kind)

@@ -165,11 +165,15 @@ def worth_a_plan(queries: int, keys: int) -> bool:
     return again or min(queries, keys) >= BLOCK
 
 
-def plan(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> None:
-    """Have cuDNN plan attention to all keys if `attend` would use it, so that no step waits for that."""
+def plan(query: Tensor, keys: Tensor, values: Tensor, *, causal: bool) -> None:
+    """Have cuDNN plan attention to all keys, or as many queries' causal attention to their own, where it would be used, so that no
+    later call of this thread waits for that."""
     folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
-    if _flash(query) and _cudnn(folded, keys, values, False):
-        attend(query, keys, values, scale=scale, causal=False)
+    asked = (query, query, query) if causal else (folded, keys, values)
+    if _flash(query) and _cudnn(*asked, causal):
+        attend(query.contiguous(), keys, values, scale=1.0, causal=causal)
+        if causal:
+            causal_attention(query, keys, values, scale=1.0)
 
 
 def _flash(query: Tensor) -> bool:

@@ -17,6 +17,7 @@ from typing import TypeVar
 from kvthaw.engine.lockstep import Cancel, Change, Forget, Lockstep, Submit
 from kvthaw.engine.request import Request
 from kvthaw.engine.scheduler import Scheduler
+from kvthaw.engine.warm import plan_attention
 from kvthaw.errors import QueueFullError
 from kvthaw.serve.jobs import Delta, Job
 from kvthaw.serve.metrics import Metrics
@@ -77,6 +78,7 @@ class Worker:
         """Start the thread; in the event loop that it is to serve."""
         self._loop = asyncio.get_running_loop()
         self.scheduler.batch.launched = self._flush
+        self._inbox.put(_Task(partial(plan_attention, self.scheduler.batch)))  # plans are the thread's
         self._thread = threading.Thread(target=self._run, name="kvthaw-worker", daemon=True)
         self._thread.start()
 
