@@ -24,7 +24,7 @@ from kvthaw.evaluate.job import Progress, Shard, part
 from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.passages import opening, text_name, tokens_of
 from kvthaw.evaluate.prefills import Prefilled, Prefills
-from kvthaw.evaluate.results import BYTES, Record, ResultsFile, Setting, asked_budget, largest, means, shared
+from kvthaw.evaluate.results import BYTES, Record, ResultsFile, Setting, asked_budget, lacking, largest, means, shared
 from kvthaw.evaluate.row_stats import PerRequestStats
 from kvthaw.evaluate.rows import Rows, alone, spread
 from kvthaw.evaluate.variant import FULL, Variant, complete, setting_of
@@ -175,16 +175,12 @@ class Reader:
 
         Raises ConfigError for a text or a model that is too short.
         """
-        found = []
+        found, places = [], course.seeds if seeds is None else seeds
         for length in sorted(set(course.lengths)):
-            one, lacking = replace(course, lengths=(length,)), dict[tuple[Variant, ...], list[int]]()
+            one = replace(course, lengths=(length,))
             check_prompt(self.model, one.tokens - 1)
-            for seed in course.seeds if seeds is None else seeds:
-                of = {variant: self._setting(one, variant, length, seed) for variant in wanted}
-                lack = tuple(variant for variant, setting in of.items() if self.known.get(setting) is None)
-                if lack:
-                    lacking.setdefault(lack, []).append(seed)
-            for lack, some in lacking.items():
+            settings = {variant: [self._setting(one, variant, length, seed) for seed in places] for variant in wanted}
+            for lack, some in lacking(self.known, settings, places).items():
                 spans = spread(len(some), self._rows.at(one.tokens))
                 found += [Stretch(one, tuple(some[a:b]), lack) for a, b in spans]
         return found

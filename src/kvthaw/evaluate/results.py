@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.metrics import mean, paired, wilson
 
+K = TypeVar("K")
+T = TypeVar("T")
 Setting = dict[str, Any]
 
 
@@ -131,6 +133,16 @@ class ResultsFile:
 
 def _current(record: Record, setting: Setting) -> bool:
     return record.setting.get("options", "") in ("", setting.get("options", ""))
+
+
+def lacking(results: ResultsFile, settings: Mapping[K, Sequence[Setting]], places: Sequence[T]) -> dict[tuple[K, ...], list[T]]:
+    """Return the places that lack records, by what they lack them under. settings: of each place, under everything wanted."""
+    found: dict[tuple[K, ...], list[T]] = {}
+    for i, place in enumerate(places):
+        lack = tuple(wanted for wanted, of in settings.items() if results.get(of[i]) is None)
+        if lack:
+            found.setdefault(lack, []).append(place)
+    return found
 
 
 def shared(records: Sequence[Record], *names: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from kvthaw.evaluate.job import Job, Progress, SampleKey, Shard, Unit, part
 from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.prefills import Prefilled, Prefills
 from kvthaw.evaluate.probe import QUALITY, Probe
-from kvthaw.evaluate.results import Record, ResultsFile, Setting
+from kvthaw.evaluate.results import Record, ResultsFile, Setting, lacking
 from kvthaw.evaluate.row_stats import PerRequestStats
 from kvthaw.evaluate.rows import Rows, alone, spread
 from kvthaw.evaluate.tasks import Sample, Task, find
@@ -93,16 +93,9 @@ class Runner:
         """Return what the results do not hold of a job, or of some of its samples, under complete variants: samples that lack the
         same, as many at once as share their steps."""
         check_prompt(self.model, job.length)  # before it is made
-        lacking: dict[tuple[Variant, ...], list[SampleKey]] = {}
-        places, different = job.cells() if places is None else places, list(dict.fromkeys(wanted))
-        settings = [self.settings(job, variant, places) for variant in different]
-        for place, row in zip(places, zip(*settings, strict=True), strict=True):
-            known = zip(different, map(self.results.get, row), strict=True)
-            lack = tuple(variant for variant, record in known if record is None)
-            if lack:
-                lacking.setdefault(lack, []).append(place)
-        units = []
-        for lack, some in lacking.items():
+        places, units = job.cells() if places is None else places, []
+        settings = {variant: self.settings(job, variant, places) for variant in wanted}
+        for lack, some in lacking(self.results, settings, places).items():
             fraction = any(isinstance(one, float) for variant in lack for one in (variant.budget, variant.retrieved))
             spans = spread(len(some), 1 if fraction else self._rows.at(job.length))
             units += [Unit(job, tuple(some[a:b]), lack) for a, b in spans]

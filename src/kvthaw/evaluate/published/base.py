@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvthaw.errors import ConfigError, at_least
+from kvthaw.evaluate.tasks.base import read_json, read_text
 
 Record = Mapping[str, Any]
 Ask = Callable[[str], str]
@@ -128,24 +127,16 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv")
 
 def read_records(path: Path) -> Iterator[Record]:
     """Return the records of a .jsonl, .json (a list) or .csv file, gzipped or not. Raises ConfigError for anything else."""
-    name = path.name.removesuffix(".gz")
-    try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
-        if name.endswith(".csv"):
-            return iter(list(csv.DictReader(io.StringIO(text, newline=""))))
-        if name.endswith(".jsonl"):  # not splitlines(): JSON text may hold other line separators
-            return iter([json.loads(line) for line in text.split("\n") if line.strip()])
-        if name.endswith(".json"):
-            records = json.loads(text)
-            if isinstance(records, list):
-                return iter(records)
-            raise ConfigError(f"data is {str(path)!r}, which holds no list of records")
-    except FileNotFoundError:
-        raise ConfigError(f"data is {str(path)!r}; there is no such file") from None
-    except (OSError, EOFError, ValueError) as error:
-        raise ConfigError(f"data is {str(path)!r}, which cannot be read: {error}") from None
-    raise ConfigError(f"data is {str(path)!r}; it must be one of {', '.join(ENDINGS)}")
+    if not path.name.endswith(ENDINGS):
+        raise ConfigError(f"data is {str(path)!r}; it must be one of {', '.join(ENDINGS)}")
+    if path.name.endswith(".csv"):
+        return csv.DictReader(io.StringIO(read_text(path), newline=""))
+    records = read_json(path)
+    if isinstance(records, dict) and ".jsonl" in path.suffixes:
+        records = [records]  # a file of one line
+    if not isinstance(records, list):
+        raise ConfigError(f"data is {str(path)!r}, which holds no list of records")
+    return iter(records)
 
 
 def _from_hub(path: str, name: str | None, split: str) -> Iterator[Record]:

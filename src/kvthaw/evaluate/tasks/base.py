@@ -257,14 +257,36 @@ def ahead(spare: str, prompt: str) -> str:
     return f"{spare}\n\n{prompt}" if spare else prompt
 
 
-def read_records(path: Path, field: str) -> list[dict[str, Any]]:
-    """Return the records of a JSON-lines file, gzip too. Raises ConfigError where it is none or a record has no `field`."""
-    opener = gzip.open if path.suffix == ".gz" else open
+def read_text(path: Path) -> str:
+    """Return the text of a file, gzip too. Raises ConfigError where there is none."""
     try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            records = [json.loads(line) for line in lines if line.strip()]
-    except (ValueError, gzip.BadGzipFile) as error:
-        raise ConfigError(f"data is {str(path)!r}; it is not a file of JSON lines: {error}") from error
+        raw = path.read_bytes()
+        return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"data is {str(path)!r}; there is no such file") from None
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError(f"data is {str(path)!r}, which cannot be read: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds, or the list of a file of JSON lines. Raises ConfigError for any other."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:  # not splitlines(): JSON text may hold other line separators
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
+    except ValueError as error:
+        raise ConfigError(
+            f"data is {str(path)!r}, which cannot be read; it is not JSON, and not a file of JSON lines: {error}"
+        ) from error
+
+
+def read_records(path: Path, field: str) -> list[dict[str, Any]]:
+    """Return the records of a JSON-lines file. Raises ConfigError where it is none or a record has no `field`."""
+    found = read_json(path)
+    records = found if isinstance(found, list) else [found]
     if not records or not all(isinstance(record, dict) and field in record for record in records):
         raise ConfigError(f"data is {str(path)!r}; every line must be an object with the field {field!r}")
     return records

@@ -6,9 +6,7 @@ tales that ship and qa_2 an invented country, made by the seed.
 
 from __future__ import annotations
 
-import gzip
 import itertools
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from typing import Any
 
 from kvthaw.errors import ConfigError
 
-from .base import ASSETS, Sample, Task, depth_of, distinct, fit, match_any, word_list
+from .base import ASSETS, Sample, Task, depth_of, distinct, fit, match_any, read_json, word_list
 
 RULE = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 INTRO = RULE + "\n\nThe following are given documents.\n\n"
@@ -94,7 +92,7 @@ class Documents:
 def read_squad(path: Path | None) -> Library:
     """SQuAD's layout: data, paragraphs, context and qas. None: fairy tales. Raises ConfigError for any other."""
     try:
-        articles = _load(ASSETS / "fairytales.json" if path is None else path)["data"]
+        articles = read_json(ASSETS / "fairytales.json" if path is None else path)["data"]
         contexts = [[paragraph["context"] for paragraph in article["paragraphs"]] for article in articles]
         documents = sorted(set(itertools.chain.from_iterable(contexts)))
         index = {document: i for i, document in enumerate(documents)}
@@ -124,7 +122,7 @@ def read_hotpot(path: Path | None) -> Library:
     if path is None:
         return invented(random.Random("country"))
     try:
-        loaded = _load(path)
+        loaded = read_json(path)
         each = [loaded] if isinstance(loaded, dict) else loaded  # a file of one line
         records = [(one["question"], one["answer"], _paragraphs(one)) for one in each]
         documents = sorted({document for *_, shown in records for document in shown})
@@ -175,20 +173,6 @@ def _after(documents: Sequence[str], depth: float) -> int:
     """Before which document a share `depth` of the text stands."""
     ends = list(itertools.accumulate(len(document) for document in documents))
     return sum(end <= depth * ends[-1] + 1 for end in ends) if ends else 0
-
-
-def _load(path: Path) -> Any:
-    """Return a JSON file, or the list of a file of JSON lines; gzip too."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            text = file.read()
-        try:
-            return json.loads(text)
-        except ValueError:
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (ValueError, gzip.BadGzipFile) as error:
-        raise ConfigError(f"data is {str(path)!r}; it is not JSON: {error}") from error
 
 
 def _paragraphs(record: dict[str, Any]) -> list[str]:
