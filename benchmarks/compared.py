@@ -19,11 +19,12 @@ from pathlib import Path
 
 from benchmarks.cells import Cell, read_cells, read_stretches, records_of, write_cells, write_stretches
 from benchmarks.claims import EXACT, by_budget, by_task, complete, verdicts
+from benchmarks.script import put
 from kvthaw.evaluate.compare import summaries
 from kvthaw.evaluate.overview import overview
 
 HERE = Path(__file__).parents[1]
-BEGIN, END = "<!-- written by benchmarks/compared.py -->", "<!-- until here -->"
+BEGIN = "<!-- written by benchmarks/compared.py -->"
 FRESH = 1000
 """Samples from here on were not looked at when methods were designed."""
 RESULTS = HERE / "benchmarks" / "results" / "compare.jsonl"
@@ -61,16 +62,6 @@ def newest(paths: Sequence[Path]) -> list[Cell]:
 PAGES = {"docs/results.md": summary}  # what stands between the marks of each
 
 
-def put(path: Path, text: str, mark: str = BEGIN) -> None:
-    """Replace what stands between the marks of a file. Ends the script where it has none."""
-    whole = path.read_text(encoding="utf-8")
-    before, begin, rest = whole.partition(mark)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        sys.exit(f"{path} has no {mark} followed by {END}")
-    path.write_text(f"{before}{mark}\n\n{text}\n\n{END}{after}", encoding="utf-8")
-
-
 def photograph(page: str, to: Path) -> None:
     """The beginning of an HTML page as a picture, by Chromium."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -104,7 +95,7 @@ def main(arguments: list[str]) -> None:
     if stretches:
         write_stretches(stretches, RESULTS)
     for page, text in PAGES.items():
-        put(HERE / page, text(cells))
+        put(HERE / page, text(cells), BEGIN)
     photograph(overview(*summaries(records_of(cells))).html(), HERE / "docs" / "compare.png")
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.compared import HERE, put
+from benchmarks.compared import HERE
+from benchmarks.script import put
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.document import Table
 from kvthaw.evaluate.results import ResultsFile

@@ -18,6 +18,7 @@ from kvthaw.errors import CacheError, KvthawError
 from kvthaw.evaluate.results import Record
 from kvthaw.kernels import HAS_TRITON
 
+END = "<!-- until here -->"
 HELP = {
     "shape": "the model's shape, with random weights; shipped, where it is allowed: the model that ships",
     "layers": "layers of the shape; all unless given",
@@ -70,6 +71,16 @@ class Report:
             self._out.parent.mkdir(parents=True, exist_ok=True)
             with self._out.open("a", encoding="utf-8") as file:
                 file.write(text + "\n")
+
+
+def put(path: Path, text: str, mark: str) -> None:
+    """Replace what stands between a mark and END in a page. Ends the script where it has none."""
+    whole = path.read_text(encoding="utf-8")
+    before, begin, rest = whole.partition(mark)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        sys.exit(f"{path} has no {mark} followed by {END}")
+    path.write_text(f"{before}{mark}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
 
 def run_as_script(main: Callable[[], object]) -> None:

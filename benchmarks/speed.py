@@ -14,12 +14,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.script import put
 from kvthaw.evaluate import plot
+from kvthaw.evaluate.document import Table
 from kvthaw.evaluate.results import Record as Result
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "results.md"
-MARKS = ("<!-- written by benchmarks/speed.py -->", "<!-- until here -->")
+MARK = "<!-- written by benchmarks/speed.py -->"
 Record = dict[str, Any]
 K = 1024
 LENGTHS = (36 * K, 128 * K, 512 * K, 1024 * K)
@@ -113,11 +115,6 @@ def commit(lines: Iterable[Record]) -> str:
     return ", ".join(dict.fromkeys(str(line["about"]["commit"]) for line in lines))
 
 
-def table(head: list[str], rows: Iterable[list[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
-
-
 def matches(line: Record, wanted: Record) -> bool:
     """Whether a line answers to what is wanted; fewer iterations of k-means are the same method."""
     one = {**asked(line), "method": asked(line)["method"].replace(":iterations=4", "")}
@@ -173,7 +170,7 @@ def prompted(lines: list[Record]) -> Iterable[str]:
                 "ms a token",
             ]
             yield f"{device}, mean (median, 95th percentile) of {used[0]['setting']['new_tokens']} tokens ({commit(used)}):"
-            yield table(head, rows)
+            yield Table(head, rows).markdown()
 
 
 def lengths(lines: list[Record]) -> Iterable[str]:
@@ -201,7 +198,9 @@ def lengths(lines: list[Record]) -> Iterable[str]:
     there = f"; at {', '.join(map(plot.short, shared))} layers share one layer's rows on the host" if shared else ""
     what = "Mean (median, 95th percentile) milliseconds a token, index updates counted"
     yield f"{what}, {how} unless marked ({commit(used)}{there}):"
-    yield table(["", *(plot.short(n) for n in columns), "KV and index on the device, dense layers too, of full's"], rows)
+    yield Table(
+        ["", *(plot.short(n) for n in columns), "KV and index on the device, dense layers too, of full's"], rows
+    ).markdown()
 
 
 def batches(lines: list[Record]) -> Iterable[str]:
@@ -299,15 +298,6 @@ def part() -> str:
     return "\n\n".join(found)
 
 
-def write(text: str) -> str:
-    """A page with its part between the marks made anew. Raises ValueError where it has no marks."""
-    before, begin, rest = text.partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
-    if not begin or not end:
-        raise ValueError(f"the page has no part between {MARKS[0]} and {MARKS[1]}")
-    return f"{before}{begin}\n\n{part()}\n\n{end}{after}"
-
-
 def draw() -> None:
     """Both plots, from what is newest of each setting, as the tables."""
     decode = [Result.from_json(json.dumps(line)) for line in read(HERE / "results" / "decode.jsonl")]
@@ -328,7 +318,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(__doc__)
     for folder in arguments:
         take_in(Path(folder))
-    PAGE.write_text(write(PAGE.read_text()))
+    put(PAGE, part(), MARK)
     draw()
 
 

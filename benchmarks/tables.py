@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from kvthaw.evaluate.document import Table
+
 Line = dict[str, Any]
 
 
@@ -28,11 +30,6 @@ def gather(lines: Iterable[Line], commit: str) -> Iterable[Line]:
         if "layers" in short:
             short["layers"] = [{k: v for k, v in layer.items() if k != "heads"} for layer in short["layers"]]
         yield short | {"commit": commit}
-
-
-def table(head: list[str], rows: Iterable[list[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def share(value: float | None) -> str:
@@ -70,7 +67,7 @@ def tasks(lines: list[Line]) -> Iterable[str]:
         for method, runs in grouped(of, asked).items():
             cells = {line["length"]: f"{100 * line['accuracy']:.0f} % ({line['n']})" for line in runs}
             rows.append([method, *(cells.get(length, "") for length in lengths)])
-        yield f"**{task}**\n\n" + table(["", *(f"{length:,}" for length in lengths)], rows)
+        yield f"**{task}**\n\n" + Table(["", *(f"{length:,}" for length in lengths)], rows).markdown()
 
 
 MEASURES = {
@@ -87,8 +84,9 @@ def recall(lines: list[Line]) -> Iterable[str]:
     for (length, steps), of in grouped(lines, lambda line: (line["length"], line["steps"])).items():
         kinds = ", ".join(f"{name}: {part['observed']}" for name, part in of[0]["kinds"].items())
         rows = [[asked(line), *(share(line[name]) for name in MEASURES)] for line in of]
-        yield f"**{length:,} tokens**, {of[0]['samples']} prompts, {steps} steps (observed: {kinds})\n\n" + table(
-            ["", *MEASURES.values()], rows
+        yield (
+            f"**{length:,} tokens**, {of[0]['samples']} prompts, {steps} steps (observed: {kinds})\n\n"
+            + Table(["", *MEASURES.values()], rows).markdown()
         )
 
 
@@ -101,11 +99,12 @@ def drift(lines: list[Line]) -> Iterable[str]:
             cells = [share(a) + (f" ({share(b)})" if b is not None else "") for a, b in parts]
             change = f"{100 * (parts[-1][0] - parts[0][0]):+.1f}" if parts else ""
             rows.append([asked(line), *cells, change, share(line["mass_of_exact"])])
-        yield f"**{steps:,} tokens after {length:,}**, {of[0]['samples']} texts\n\n" + table(
-            ["", "first quarter", "second", "third", "last", "change", "mass of exact"], rows
+        yield (
+            f"**{steps:,} tokens after {length:,}**, {of[0]['samples']} texts\n\n"
+            + Table(["", "first quarter", "second", "third", "last", "change", "mass of exact"], rows).markdown()
         )
         masses = [[asked(line), *(share(part["attention_mass"]) for part in line["quarters"])] for line in of]
-        yield "Attention mass:\n\n" + table(["", "first quarter", "second", "third", "last"], masses)
+        yield "Attention mass:\n\n" + Table(["", "first quarter", "second", "third", "last"], masses).markdown()
 
 
 def shares(lines: list[Line]) -> Iterable[str]:
@@ -116,8 +115,9 @@ def shares(lines: list[Line]) -> Iterable[str]:
             [f"{k:,} rows", *(share(cells[length, k]["share"]) if (length, k) in cells else "" for length in lengths)]
             for k in sorted({line["rows"] for line in of})
         ]
-        yield f"**automatic static share**, pages of {page}, window {window}, {samples} prompts\n\n" + table(
-            ["", *(f"{length:,}" for length in lengths)], rows
+        yield (
+            f"**automatic static share**, pages of {page}, window {window}, {samples} prompts\n\n"
+            + Table(["", *(f"{length:,}" for length in lengths)], rows).markdown()
         )
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from benchmarks.cells import read_cells, write_cells
+from benchmarks.script import END, put
 from kvthaw import cli
 from kvthaw.evaluate.describe import markdown
 from kvthaw.evaluate.published import BENCHMARKS
@@ -114,7 +115,7 @@ def test_tables_of_the_comparison_come_from_its_cells() -> None:
     compared = runpy.run_path(str(ROOT / "benchmarks" / "compared.py"))
     cells = read_cells(ROOT / "benchmarks" / "results" / "compare.jsonl")
     for page, text in compared["PAGES"].items():
-        found = (ROOT / page).read_text().partition(compared["BEGIN"])[2].partition(compared["END"])[0]
+        found = (ROOT / page).read_text().partition(compared["BEGIN"])[2].partition(END)[0]
         assert found.strip() == text(cells), f"benchmarks/compared.py has not been run for {page}"
 
 
@@ -131,14 +132,13 @@ def test_of_cells_that_are_published_again_the_last_counts(tmp_path: Path) -> No
 
 
 def test_what_stands_between_the_marks_is_replaced(tmp_path: Path) -> None:
-    compared = runpy.run_path(str(ROOT / "benchmarks" / "compared.py"))
     path = tmp_path / "page.md"
-    path.write_text(f"before {compared['BEGIN']} old {compared['END']} after")
-    compared["put"](path, "new")
-    assert path.read_text() == f"before {compared['BEGIN']}\n\nnew\n\n{compared['END']} after"
+    path.write_text(f"before <!-- mark --> old {END} after")
+    put(path, "new", "<!-- mark -->")
+    assert path.read_text() == f"before <!-- mark -->\n\nnew\n\n{END} after"
     path.write_text("no marks")
     with pytest.raises(SystemExit, match=r"page\.md has no"):
-        compared["put"](path, "new")
+        put(path, "new", "<!-- mark -->")
 
 
 def test_every_command_that_is_shown_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
