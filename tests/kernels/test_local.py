@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvthaw.cache.window import Span
 from kvthaw.kernels.dense import masked_attention
-from kvthaw.kernels.local import local_attention
+from kvthaw.kernels.local import Span, local_attention
 from shapes import Shape, close
 
 

@@ -40,8 +40,7 @@ class AuxStream:
             job()
             for tensor in used:
                 tensor.record_stream(stream)
-            done = torch.cuda.Event()
-            done.record(stream)
+            done: torch.cuda.Event = stream.record_event()
         return done
 
     def spread(self, device: torch.device, jobs: Iterable[Callable[[], None]], *used: Tensor) -> SpreadWork:
@@ -49,8 +48,7 @@ class AuxStream:
         for run()."""
         work = SpreadWork(device, jobs)
         if device.type == "cuda":
-            work.start = torch.cuda.Event()
-            work.start.record(torch.cuda.current_stream(device))
+            work.start = torch.cuda.current_stream(device).record_event()
             for tensor in used:
                 tensor.record_stream(self._stream(device))
         self._waiting.append(work)
@@ -89,9 +87,8 @@ class AuxStream:
                 work.start = None
             with torch.cuda.stream(stream):
                 work.jobs[0]()
-                if len(work.jobs) == 1:
-                    work.done = torch.cuda.Event()
-                    work.done.record(stream)
+            if len(work.jobs) == 1:
+                work.done = stream.record_event()
         work.jobs.popleft()
         if not work.jobs:
             self._waiting.remove(work)

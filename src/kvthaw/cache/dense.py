@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.layer_base import AttentionParams, LayerKV, attend_rows, last_queries, reordered
+from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, attend_rows, last_queries, reordered
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
 from kvthaw.kernels.decode_step import DecodeStep
@@ -18,13 +18,11 @@ from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.sparse_decode import sparse_decode
 
 
-class DenseLayer(LayerKV):
+class DenseLayer(DeviceLayer):
     """KV of one layer, [B, H, capacity, 2, D], each sequence's from its first token on; see LayerKV.
 
     Tokens behind a sequence's length are never read, so a step that failed left nothing.
     """
-
-    can_run_ahead = True
 
     def __init__(self, number: int, sequences: Sequences, prompt_queries: int | None) -> None:
         self.number, self.sequences, self.prompt_queries = number, sequences, prompt_queries
@@ -57,9 +55,6 @@ class DenseLayer(LayerKV):
         if self._data is None:
             return 0
         return self._data[0, :, 0].nbytes * sum(self.sequences.length(seq) for seq in range(self.sequences.count))
-
-    def fixed_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors())
 
     def token_bytes(self) -> int:
         """Return the bytes of KV of one token of one sequence."""
@@ -196,22 +191,9 @@ class DenseLayer(LayerKV):
         if self._data is not None:
             self._make_room()
 
-    def run_ahead(self, leaving: Sequence[tuple[int, int, int]]) -> bool:
-        """Nothing leaves a dense layer."""
-        return True
-
-    def recover(self) -> None:
-        """Nothing is remembered of a step."""
-
-    def reserve_blocks(self, ends: Mapping[int, int]) -> None:
-        """Nothing leaves a dense layer."""
-
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
         if failed is not None and not repeated and self._before[0] is failed:
             self.recent_queries, self._before = self._before[1], (None, {})
-
-    def wait(self) -> None:
-        """Nothing is under way."""
 
     def check_crop(self, drop: int) -> None:
         """All tokens are here."""

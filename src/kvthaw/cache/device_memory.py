@@ -113,11 +113,7 @@ class BlockArena:
         """Record events that pass when all work enqueued so far that may read blocks is done."""
         if self.device.type != "cuda":
             return []
-        events = []
-        for stream in (torch.cuda.current_stream(self.device), *self.streams):
-            events.append(torch.cuda.Event())
-            events[-1].record(stream)
-        return events
+        return [stream.record_event() for stream in (torch.cuda.current_stream(self.device), *self.streams)]
 
 
 class DeviceBlocks:

@@ -33,8 +33,7 @@ class PromptCheck:
         self._finite = finite
         if finite.is_cuda:
             self._finite = torch.empty_like(finite, device="cpu", pin_memory=True).copy_(finite, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied = torch.cuda.current_stream().record_event()
 
     def wait(self) -> None:
         """Raise CacheError for the first layer whose keys or values were not."""
@@ -101,8 +100,7 @@ class FiniteCheck:
             self._here = torch.empty(len(flags), dtype=torch.int32, pin_memory=True)
         self._asked = list(flags)
         self._here.copy_(torch.cat(list(flags.values())), non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
+        self._copied = torch.cuda.current_stream().record_event()
 
     def _raise(self, layer: int | None) -> None:
         if layer is not None:

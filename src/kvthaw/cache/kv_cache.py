@@ -22,8 +22,9 @@ from kvthaw.cache.sequences import Sequences, roomier
 from kvthaw.cache.stats import Stats, collect
 from kvthaw.cache.step import Step
 from kvthaw.cache.streams import Streams
-from kvthaw.cache.window import Span, WindowLayer
+from kvthaw.cache.window import WindowLayer
 from kvthaw.errors import CacheError
+from kvthaw.kernels.local import Span
 
 
 class KVCache:

@@ -82,8 +82,7 @@ class KVPrefetcher:
             try:
                 yield block
             finally:
-                read = self._read[turn] = torch.cuda.Event()
-                read.record(current)
+                self._read[turn] = current.record_event()
 
     def _bring(
         self, store: HostStore, seq: int, start: int, stop: int, device: torch.device
@@ -97,9 +96,7 @@ class KVPrefetcher:
             self._stream.wait_event(read)
         with torch.cuda.stream(self._stream):
             store.copy_to(block, seq, start)
-            brought = torch.cuda.Event()
-            brought.record(self._stream)
-        return turn, block, brought
+        return turn, block, self._stream.record_event()
 
     def _buffer(self, turn: int, store: HostStore, rows: int, device: torch.device) -> Tensor:
         need = store.kv_heads * rows * 2 * store.head_dim * store.dtype.itemsize

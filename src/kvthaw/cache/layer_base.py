@@ -114,6 +114,27 @@ class LayerKV(Protocol):
         """Return the tensors that a captured step reads and writes."""
 
 
+class DeviceLayer(LayerKV):
+    """A layer whose KV stays on the device: nothing is offloaded, indexed or under way between its steps."""
+
+    can_run_ahead = True
+
+    def fixed_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def run_ahead(self, leaving: Sequence[tuple[int, int, int]]) -> bool:
+        return True
+
+    def recover(self) -> None:
+        """Nothing is remembered of a step."""
+
+    def reserve_blocks(self, ends: Mapping[int, int]) -> None:
+        """Nothing is offloaded."""
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
 def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tensor]) -> Tensor:
     """Attend row by row: attend(row, q) returns the output for the queries q [1, Hq, n, D] of a row without its padding. query: of
     the step's last tokens."""

@@ -13,8 +13,9 @@ from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.streams import Streams
-from kvthaw.cache.window import Span, WindowLayer, window_layers
+from kvthaw.cache.window import WindowLayer, window_layers
 from kvthaw.errors import ConfigError
+from kvthaw.kernels.local import Span
 
 BUILT_AT_ONCE = 4
 """Layers whose indexes of a joining prompt are built between two steps of other sequences."""

@@ -381,6 +381,4 @@ def _to_host(query: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     if not query.is_cuda:
         return query.float(), None
     here = torch.empty(query.shape, dtype=torch.float32, pin_memory=True).copy_(query.float(), non_blocking=True)
-    sent = torch.cuda.Event()
-    sent.record(torch.cuda.current_stream(query.device))
-    return here, sent
+    return here, torch.cuda.current_stream(query.device).record_event()

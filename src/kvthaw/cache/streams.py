@@ -74,8 +74,7 @@ class Streams:
             store.append(seq, torch.stack((keys, values), dim=2), non_blocking=True)
             for tensor in (keys, values):
                 tensor.record_stream(stream)
-            done = torch.cuda.Event()
-            done.record(stream)
+            done = stream.record_event()
         store.arrive(done, ordered=False)
         self._copies.append(done)
         if len(self._copies) > self._IN_FLIGHT:

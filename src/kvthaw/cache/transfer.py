@@ -71,8 +71,7 @@ class BulkCopy:
         rows = staging[:count]
         if slab.data.device.type == "cuda":
             rows = rows.to(slab.data.device, non_blocking=True)
-            self._sent = torch.cuda.Event()
-            self._sent.record()
+            self._sent = torch.cuda.current_stream().record_event()
         scatter(slab, source.format.decode(rows), which, slots)
 
     def _buffer(self, source: Rows, rows: int) -> Tensor:

@@ -3,49 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.layer_base import AttentionParams, LayerKV, attend_rows
+from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, attend_rows
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
 from kvthaw.errors import CacheError
 from kvthaw.kernels.decode_step import DecodeStep
-from kvthaw.kernels.local import local_attention
+from kvthaw.kernels.local import Span, local_attention
 from kvthaw.kernels.sparse_decode import sparse_decode
 from kvthaw.regions import Regions
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Which tokens a query attends to: itself and those before it, `size` in all, or those of its own chunk of `size` tokens."""
-
-    size: int
-    chunked: bool = False
-
-    def first(self, position: int) -> int:
-        """Return the first position that a query at a position attends to."""
-        return position // self.size * self.size if self.chunked else max(0, position - self.size + 1)
-
-    def firsts(self, positions: Tensor) -> Tensor:
-        """Return `first` of every position."""
-        if self.chunked:
-            return torch.div(positions, self.size, rounding_mode="floor") * self.size
-        return (positions - self.size + 1).clamp_(min=0)
-
-
-class WindowLayer(LayerKV):
+class WindowLayer(DeviceLayer):
     """KV of the last tokens of each sequence in a ring; see LayerKV.
 
     leader: the first layer of the cache with this span, which computes where the spans of a decode step begin; None: this one.
     Before a prefill overwrites a ring, the ring is kept until the next one: a prefill that fails is taken back, and layers that
     share the keys attend to what was there. Cannot be cropped.
     """
-
-    can_run_ahead = True
 
     def __init__(self, number: int, sequences: Sequences, span: Span, leader: WindowLayer | None = None) -> None:
         self.number, self.sequences, self.span, self.leader = number, sequences, span, leader
@@ -73,9 +52,6 @@ class WindowLayer(LayerKV):
 
     def device_bytes(self) -> int:
         return 0 if self.slab is None else self.slab.data.nbytes
-
-    def fixed_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors())
 
     def host_bytes(self, seq: int | None = None) -> int:
         """Nothing is on the host."""
@@ -166,25 +142,12 @@ class WindowLayer(LayerKV):
     def before_step(self, leaving: Sequence[tuple[int, int, int]]) -> None:
         """Tokens leave the ring as others are written in their places."""
 
-    def run_ahead(self, leaving: Sequence[tuple[int, int, int]]) -> bool:
-        """Nothing is to be done before a step."""
-        return True
-
-    def recover(self) -> None:
-        """Nothing is remembered of a step."""
-
-    def reserve_blocks(self, ends: Mapping[int, int]) -> None:
-        """Nothing is offloaded."""
-
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
         """See LayerKV. The place that a decoded token took is that of one which no later query attends to."""
         if failed is not None and not repeated and self._before[0] is failed and self.slab is not None:
             for seq, data in self._before[1].items():
                 self.slab.data[seq].copy_(data)
             self._before = None, {}
-
-    def wait(self) -> None:
-        """Nothing is under way."""
 
     def check_crop(self, drop: int) -> None:
         if drop:

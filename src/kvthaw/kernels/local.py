@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,14 +13,22 @@ _BLOCK = 512
 """Queries that go under one mask."""
 
 
-class First(Protocol):
-    """Where the tokens that a query attends to begin."""
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Which tokens a query attends to: itself and those before it, `size` in all, or those of its own chunk of `size` tokens."""
+
+    size: int
+    chunked: bool = False
 
     def first(self, position: int) -> int:
         """Return the first position that a query at a position attends to."""
+        return position // self.size * self.size if self.chunked else max(0, position - self.size + 1)
 
     def firsts(self, positions: Tensor) -> Tensor:
         """Return `first` of every position."""
+        if self.chunked:
+            return torch.div(positions, self.size, rounding_mode="floor") * self.size
+        return (positions - self.size + 1).clamp_(min=0)
 
 
 def local_attention(
@@ -28,7 +36,7 @@ def local_attention(
     keys: Tensor,
     values: Tensor,
     start: int,
-    span: First,
+    span: Span,
     *,
     scale: float,
     softcap: float | None = None,

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.window import Span
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, Layers
 from kvthaw.errors import ConfigError, UnsupportedModelError
+from kvthaw.kernels.local import Span
 
 
 class BatchCache(Cache):

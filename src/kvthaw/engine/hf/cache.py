@@ -30,7 +30,7 @@ from kvthaw.cache.no_effect import no_effect
 from kvthaw.cache.plan import Settings, default_block_size, try_index
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.stats import Stats
-from kvthaw.cache.window import Span, WindowLayer
+from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf import saving
 from kvthaw.engine.hf.attention import ranks, unwrap, use_kvthaw_attention
@@ -38,6 +38,7 @@ from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
 from kvthaw.formatting import human
+from kvthaw.kernels.local import Span
 from kvthaw.kernels.row_format import KvDtype, row_format
 from kvthaw.methods.auto import AUTO, find
 from kvthaw.typecheck import check_type
