@@ -24,7 +24,6 @@ FIGURES = {
     "throughput": "Tokens a second against the batch at 128k",
     "clusterkv-ratio": "Latency and throughput beside full attention at 32k (ClusterKV's headline)",
     "prkv-latency": "32k + 512 and 400 + 16k tokens (PRKV, figure 7 left)",
-    "icecache-memory": "Device memory against time a token at 36k (IceCache, figure 1)",
     "pariskv-batches": "64k to 384k tokens by batch (ParisKV, figures 7 and 11)",
 }
 """Name -> what it shows and where it comes from."""
@@ -169,27 +168,6 @@ def _draw_batch(figure: Any, lines: list[Record]) -> None:
     plot.by_batch(figure.subplots(), lines)
 
 
-def _icecache_memory(c: Common) -> list[DecodeSetting]:
-    sparse = (*_HOST, "arkvale", "pqcache", "magicpig", "omnikv", "quest", "streaming", "snapkv")
-    return [c.run(method, 36 * _K) for method in ("full", *sparse)]
-
-
-def _draw_memory(figure: Any, lines: list[Record]) -> None:
-    axes, below = figure.subplots(), -8.0
-    for _, steps, colour, runs in sorted(plot.series(lines), key=lambda one: one[3][0]["tpot_s"]):
-        for run in runs:
-            place = (run["kv_device_bytes"] + run["index_device_bytes"] + run["kv_dense_bytes"]) / 2**20, 1e3 * run["tpot_s"]
-            axes.plot(*place, "o", color=colour)
-            name = run["method"] if steps == "captured" else f"{run['method']} ({steps})"
-            axes.annotate(name, place, fontsize=7, xytext=(5, below), textcoords="offset points")
-            below = -5.0 - below  # under and over the point by turns, for those that take as long as each other
-    axes.set(xscale="log", xlabel="KV and index on the device, dense layers included, MiB", ylim=(0, None))
-    axes.set_ylabel("time per output token, mean, ms")
-    ticks = [300, 500, 1000, 2000, 5000]
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.minorticks_off()
-
-
 def _pariskv(c: Common) -> list[DecodeSetting]:
     batches = (
         (64, (1, 4, 12), (1, 4, 16)),
@@ -259,7 +237,6 @@ PLANS = {
     "throughput": Figure(_8B, _throughput, _draw_batch),
     "clusterkv-ratio": Figure(_8B, _clusterkv_ratio, _draw_batch),
     "prkv-latency": Figure(_8B, _prkv, _draw_prkv, (9, 3)),
-    "icecache-memory": Figure(_8B, _icecache_memory, _draw_memory),
     "pariskv-batches": Figure(_8B, _pariskv, _draw_batches, (13, 6)),
 }
 """How each of FIGURES comes about."""

@@ -1,4 +1,4 @@
-"""Write the paper's numbers beside those of benchmarks/results/reproduce.jsonl into docs/reproduce.md.
+"""Write the paper's numbers beside those of benchmarks/results/reproduce.jsonl into docs/reproduce.md, and IceCache's figure 1.
 
 usage: python3 -m benchmarks.reproduced [OUT]    OUT: a file that kvthaw reproduce --out wrote, which is added first
 """
@@ -14,7 +14,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.evaluate.document import Table
 from kvthaw.evaluate.results import ResultsFile
 from kvthaw.reproduce import EXPERIMENTS, Lab, Outcome, run
-from kvthaw.reproduce.draw import shown
+from kvthaw.reproduce.draw import picture, shown
 
 BEGIN = "<!-- written by benchmarks/reproduced.py -->"
 DEVICE = "NVIDIA H200"
@@ -26,14 +26,18 @@ def unloaded(name: str) -> tuple[object, object]:
     raise ConfigError(f"{name} is not loaded")
 
 
+def lab() -> Lab:
+    """Return the results, nothing of which is measured anew."""
+    return Lab(None, unloaded, ResultsFile(FILE), known=DEVICE)
+
+
 def pages() -> str:
     """Return the tables of all names of which something was timed, the paper's number before ours."""
-    lab = Lab(None, unloaded, ResultsFile(FILE), known=DEVICE)
     made = []
     for one in EXPERIMENTS.values():
         if one.plan.needs == "a GPU":
             try:
-                made.append(page(run(one, lab)))
+                made.append(page(run(one, lab())))
             except ConfigError:  # nothing of it was measured
                 continue
     return "\n\n".join(made) or "No times yet."
@@ -58,6 +62,7 @@ def main(arguments: list[str]) -> None:
     if arguments:
         ResultsFile(FILE).add(*ResultsFile(Path(arguments[0])))
     put(HERE / "docs" / "reproduce.md", pages(), BEGIN)
+    picture(run(EXPERIMENTS["icecache-f1"], lab())).savefig(HERE / "docs" / "figures" / "icecache-f1.png", dpi=100)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ def _points(axes: Any, numbers: Numbers, outcome: Outcome) -> None:
             axes.plot(x, y, "o", color=_colour(number), label=row)
         elif isinstance(y, float | int):
             axes.axhline(y, color=_colour(number), linewidth=0.8, label=row)
-    axes.set(xlabel=across, ylabel=up)
+    most = max((y for of in numbers.values() if isinstance(y := of.get(up), float | int)), default=1)
+    axes.set(xlabel=across, ylabel=up, ylim=(0, 1.1 * most))
     axes.legend(fontsize=6)
 
 
