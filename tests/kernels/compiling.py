@@ -1,12 +1,14 @@
 """Compiles kernels for a GPU on a machine that may have none, as far as types and layouts are checked (no machine code is made).
 
-Run as a script with a target ("cuda:90", "hip:gfx942") and names of CASES; prints a line of JSON for each case: what was compiled,
-or the error. Launchers are called with tensors that hold nothing, and what they would launch is compiled instead.
+Run as a script with targets and names of CASES ("cuda:90=nodes,units", "hip:gfx942=elsewhere"); prints a line of JSON for each
+case: its target, and what was compiled or the error. Launchers are called with tensors that hold nothing, and what they would
+launch is compiled instead.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -303,20 +305,35 @@ def _only_compile(target: str, seen: list[str], kinds: set[tuple[str, str]]) -> 
     compiler.add_stages, JITFunction.run, ASTSource.make_ir = add_stages, compile_only, make_once
 
 
-def main() -> None:
+def compile_cases(target: str, names: list[str]) -> None:
+    """Print what becomes of each case; this process then compiles for no other target."""
     seen: list[str] = []
     kinds: set[tuple[str, str]] = set()
-    _only_compile(sys.argv[1], seen, kinds)
-    for name in sys.argv[2:]:
+    _only_compile(target, seen, kinds)
+    for name in names:
         seen.clear()
         kinds.clear()
-        line: dict[str, Any] = {"case": name}
+        line: dict[str, Any] = {"target": target, "case": name}
         try:
             CASES[name](torch.bfloat16, 40)  # a width that is padded
         except Exception as error:
             line["error"] = f"{type(error).__name__}: {error}"
         line["kinds"] = Counter(kernel for kernel, _ in kinds)
         print(json.dumps({**line, "compiled": seen}), flush=True)
+
+
+def main() -> None:
+    """A process for each target, forked once what takes seconds to import is there."""
+    import triton  # noqa: F401
+
+    empty(1).clone()  # torch imports its compiler for the first operation without data
+    for argument in sys.argv[1:]:
+        target, _, names = argument.partition("=")
+        if (child := os.fork()) == 0:
+            compile_cases(target, names.split(","))
+            os._exit(0)
+        if status := os.waitpid(child, 0)[1]:
+            sys.exit(f"compiling for {target} ended with {os.waitstatus_to_exitcode(status)}")
 
 
 if __name__ == "__main__":
