@@ -137,7 +137,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def llama() -> PreTrainedModel:
-    """A tiny Llama of 3 layers, 4 query and 2 KV heads, with sharp random weights; of the test's own."""
+    """A tiny Llama of 2 layers, 4 query and 2 KV heads, with sharp random weights; of the test's own."""
     return build("llama")
 
 

@@ -57,7 +57,8 @@ class Pair:
     @functools.cache
     def of(cls, architecture: str, dtype: torch.dtype, device: str, attach: bool) -> Pair:
         """attach: steps given to the model with a cache are captured where they can be."""
-        model, plain = (build(architecture, attention=how).to(device, dtype) for how in (None, "eager"))
+        layers = {"num_hidden_layers": 3} if architecture in TIGHTLY else {}
+        model, plain = (build(architecture, attention=how, **layers).to(device, dtype) for how in (None, "eager"))
         plain.load_state_dict(model.state_dict())
         for module in (*model.modules(), *plain.modules()):
             if isinstance(module, nn.Linear):

@@ -31,7 +31,7 @@ def test_a_fraction_is_of_the_current_length(name: str) -> None:
     cache = Cache(model, name, budget=0.25, dense_layers=0)
     logits = prefill(model, cache, PROMPT)
     first = cache.stats()
-    list(generate(model, cache, logits, limit=14))
+    list(generate(model, cache, logits, limit=10))
     stats = cache.stats()
     assert (first.budget, stats.regions) == (50, first.regions)
     length = cache.get_seq_length()

@@ -121,7 +121,7 @@ class Stores(RuleBasedStateMachine):
         assert all(seq < store.seqs for store, _ in self.known for seq in store.allocator.ahead)
 
 
-Stores.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+Stores.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 TestStores = Stores.TestCase
 
 

@@ -89,7 +89,7 @@ class Spilling(RuleBasedStateMachine):
         for found, expected in zip(take(self.cache, drawn, pads), take(self.full, drawn, pads), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
-    @rule(steps=st.integers(1, 40))
+    @rule(steps=st.integers(1, 20))
     def decode(self, steps: int) -> None:
         for _ in range(steps):
             self._take(1)

@@ -130,8 +130,9 @@ def test_choices_are_those_of_asking_late(
         late = script(model, cached(model, reuse=reuse))
     assert len(early) == begun
     assert all(torch.equal(a, b) for a, b in zip(found, late, strict=True))
-    own = script(model, cached(model, reuse=reuse, prefetch=False))
-    assert not all(torch.equal(a, b) for a, b in zip(found, own, strict=True)), "prefetched queries are not the layers' own"
+    if script is plain:
+        own = script(model, cached(model, reuse=reuse, prefetch=False))
+        assert not all(torch.equal(a, b) for a, b in zip(found, own, strict=True)), "prefetched queries are not the layers' own"
 
 
 def test_rows_of_different_lengths(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

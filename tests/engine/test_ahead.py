@@ -140,7 +140,7 @@ def test_a_replayed_step_has_the_next_ones_work_done(llama: PreTrainedModel, met
     found = 0
     for cache in (eager, replayed):
         step(llama, cache, IDS[:, :60])
-    for t in range(40):
+    for t in range(30):
         ids = IDS[:, 60 + t : 61 + t]
         logits = replay(ids, torch.full((2, 1), replayed.get_seq_length()))
         assert torch.equal(logits, step(llama, eager, ids))
@@ -154,7 +154,7 @@ def test_a_replayed_step_has_the_next_ones_work_done(llama: PreTrainedModel, met
                 cache.crop(-3)
             more = IDS[:, t : t + 20] if found % 4 == 1 else IDS[:, t : t + 2]
             assert torch.equal(step(llama, replayed, more), step(llama, eager, more))
-    assert found >= 2 if goes else found == 0
+    assert found >= 3 if goes else found == 0
 
 
 def test_layers_cluster_together_what_left_their_rings_at_once(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,14 +172,14 @@ def test_layers_cluster_together_what_left_their_rings_at_once(llama: PreTrained
     calls.clear()
     alone: list[int] = []
     layers = len(eager.kv.offloaded)
-    for t in range(60):
+    for t in range(44):
         ids = IDS[:, 60 + t : 61 + t]
         logits = replay(ids, torch.full((2, 1), replayed.get_seq_length()))
         batched = len(calls)
         assert torch.equal(logits, step(llama, eager, ids))
         alone += calls[batched:]
         del calls[batched:]
-        if t == 30:  # a copy has what was put off, and goes on as the other does
+        if t == 20:  # a copy has what was put off, and goes on as the other does
             replayed = copy.deepcopy(replayed)
             replay = GraphRunner(llama.forward, replayed, capture=False)
     assert set(calls) == {2 * layers}  # two rows
@@ -196,7 +196,7 @@ def test_a_layer_that_could_not_go_ahead_is_not_forgotten() -> None:
     for each in (eager, cache):
         step(model, each, IDS[:1, :60])
     some = 0
-    for t in range(60):
+    for t in range(44):
         ids = IDS[:1, 60 + t : 61 + t]
         logits = replay(ids, torch.full((1, 1), cache.get_seq_length()))
         assert torch.equal(logits, step(model, eager, ids))
@@ -216,7 +216,7 @@ def test_memory_that_is_not_to_be_had_is_an_error_of_the_token_that_needs_it(
     for cache in (plain, short):
         step(llama, cache, IDS[:, :60])
     failed = 0
-    for t in range(40):
+    for t in range(28):
         ids, positions = IDS[:, 60 + t : 61 + t], torch.full((2, 1), short.get_seq_length())
         with monkeypatch.context() as patch:
             patch.setattr(host_memory, "host_tensor", none)

@@ -68,7 +68,7 @@ def test_a_wrapped_model_thaws(llama: PreTrainedModel, wrapper: str) -> None:
         wrapped(IDS)
         assert handle.stats().tokens == 60
         decode(llama if isinstance(wrapped, Parallel) else wrapped)
-        assert handle.stats().sparse_steps == 6
+        assert handle.stats().sparse_steps == 4
         for other in (wrapped, llama):
             with pytest.raises(CacheError, match="attached"):
                 kvthaw.attach(other, "oracle")
@@ -195,7 +195,7 @@ def test_detach_closes_the_handle(llama: PreTrainedModel) -> None:
     handle = kvthaw.attach(llama, "oracle", budget=32)
     decode(llama)
     kvthaw.detach(llama)
-    assert handle.stats().sparse_steps == 6
+    assert handle.stats().sparse_steps == 4
     handle.detach()
     with pytest.raises(CacheError, match="closed"):
         handle.cache  # noqa: B018
@@ -230,7 +230,7 @@ def test_layers_on_several_devices_are_refused() -> None:
     model = build("llama")
     for number, layer in enumerate(model.model.layers):
         with FakeTensorMode():
-            layer.self_attn.k_proj.weight = nn.Parameter(torch.empty(32, 64, device=f"cuda:{number // 2}"))
+            layer.self_attn.k_proj.weight = nn.Parameter(torch.empty(32, 64, device=f"cuda:{number}"))
     with pytest.raises(UnsupportedModelError, match=r"layers on cpu, cuda:0, cuda:1 .*tp_size"):
         kvthaw.attach(model, "oracle", budget=48)
 
@@ -245,7 +245,7 @@ def test_a_prompt_inside_generate_tells_how_far_it_is(llama: PreTrainedModel) ->
     prefix = kvthaw.PrefixCache()
     with kvthaw.attach(llama, "oracle", budget=64, prefill_chunk=40, prefix_cache=prefix, progress=lambda *at: told.append(at)):
         llama.generate(prompt(1, 100), max_new_tokens=3, do_sample=False)
-        assert told == [(done, 100) for done in (0, 13, 26, 40, 53, 66, 80, 86, 93, 100)]  # three layers
+        assert told == [(done, 100) for done in (0, 20, 40, 60, 80, 90, 100)]  # two layers
         told.clear()
         llama.generate(torch.cat([prompt(1, 100), prompt(1, 30)], dim=1), max_new_tokens=2, do_sample=False)
         assert (told[0], told[-1]) == ((0, 128), (128, 128))  # the last 128 of 130 always go through the model

@@ -96,7 +96,7 @@ def test_fraction_too_small_names_the_smallest(llama: PreTrainedModel) -> None:
         ({"seed": "x"}, "seed is 'x'; it must be a whole number"),
         ({"retrieved": 0}, "retrieved is 0; it must be at least 1"),
         ({"dense_layers": -1}, "dense_layers is -1; it must be at least 0"),
-        ({"dense_layers": 99}, "dense_layers is 99; that leaves no layer to oracle, of 3"),
+        ({"dense_layers": 99}, "dense_layers is 99; that leaves no layer to oracle, of 2"),
         ({"sparse_queries": 0}, "sparse_queries is 0; it must be at least 1"),
         ({"block_size": 0}, "block_size is 0; it must be at least 1"),
     ],

@@ -145,7 +145,7 @@ def test_saved_loaded_and_forked(tmp_path: Path) -> None:
     for one in (as8_loaded, as8_fork, *eight[1:]):
         assert torch.equal(one, eight[0])
     assert not torch.equal(full_fork, eight[0])
-    saved = 3 * HEADS * 90 * (2 * DIM * 4 - E4M3(DIM, torch.float32).row_bytes)
+    saved = len(llama.model.layers) * HEADS * 90 * (2 * DIM * 4 - E4M3(DIM, torch.float32).row_bytes)
     assert sizes[None] - sizes["fp8"] == pytest.approx(saved, abs=100), "but for the headers"
     dense = Cache(llama, "full")
     llama(ids, past_key_values=dense)
@@ -156,7 +156,7 @@ def test_reuse_of_a_document() -> None:
     document, rest = prompt(1, 200)[0], prompt(1, 60, seed=3)[0]
     ids, prefix, found = torch.cat((document, rest)), PrefixCache(), []
     for kept in (None, prefix):
-        batch = Batch(build("llama"), "quest", max_seqs=2, capacity=400, prefix_cache=kept, kv_dtype="fp8", **SETTINGS)
+        batch = Batch(model(), "quest", max_seqs=2, capacity=400, prefix_cache=kept, kv_dtype="fp8", **SETTINGS)
         scheduler = Scheduler(batch, step_tokens=100)
         requests = [scheduler.submit(one, max_new_tokens=6, stop=()) for one in (document, ids)]
         while scheduler.busy:

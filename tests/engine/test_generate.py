@@ -87,7 +87,7 @@ def test_explicit_cache_equals_dynamic_cache(llama: PreTrainedModel, method: str
     assert cache.stats().sparse_steps > 0
 
 
-@turns_of("way, dense_layers", ["beams", "sampling, several returned", "small chunks", "prompt lookup", "long"], [1, 3])
+@turns_of("way, dense_layers", ["beams", "sampling, several returned", "small chunks", "prompt lookup", "long"], [1, 2])
 def test_dense_layers_equal_dynamic_cache(llama: PreTrainedModel, way: str, dense_layers: int) -> None:
     inputs, how = WAYS[way]
     expected = by_dynamic_cache(way)
@@ -338,7 +338,9 @@ def test_crop_undoes(decoded: int, drop: int) -> None:
 
 
 @turns_of("target, source", DISTINCT, ["full", "oracle", "icecache-digest:reuse=3"])
-def test_fork_equals_a_fresh_prefill(llama: PreTrainedModel, source: str, target: str) -> None:
+def test_fork_equals_a_fresh_prefill(source: str, target: str) -> None:
+    """Of three layers, for infinigen's and omnikv's first two are not as the others."""
+    llama = build("llama", num_hidden_layers=3)
     ids, mask = BATCH["input_ids"], BATCH["attention_mask"]
     origin = kvthaw.Cache(llama, source, budget=64)
     fresh = kvthaw.Cache(llama, target, budget=TIGHT)

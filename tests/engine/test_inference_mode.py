@@ -66,7 +66,7 @@ def after(
     found = []
     for seed, mode in enumerate(modes[1:]):
         with mode():
-            found.append(decode(model, cache, 5, seed=seed).clone())
+            found.append(decode(model, cache, 4, seed=seed).clone())
     return torch.cat(found, dim=1)
 
 

@@ -22,7 +22,7 @@ from zoo import KINDS, build, build_exact, prompt
 
 @functools.cache
 def shared_model() -> PreTrainedModel:
-    return build_exact("llama")
+    return build_exact("llama", num_hidden_layers=3)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_a_conversation_that_is_generated_turn_by_turn_prefills_what_is_new(mode
 
 def test_a_tree_is_shared_where_little_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new tokens are inserted, as those of a next turn."""
-    model = build_exact("llama", max_position_embeddings=1024)
+    model = build_exact("llama", num_hidden_layers=3, max_position_embeddings=1024)
     ids, new = prompt(1, 800)[0], prompt(1, 60, seed=5)[0]
     question = torch.cat((ids[:790], new))
     prefix, built = PrefixCache(), list[int]()
@@ -242,7 +242,7 @@ def test_entries_with_a_name_stay(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("method", ["full", "quest", "pariskv", "icecache-digest"])
 def test_reuse_on_a_gpu(method: str) -> None:
     """From blocks on the device, on the host, and on both; steps are captured."""
-    model = build("llama").cuda()
+    model = build("llama", num_hidden_layers=3).cuda()
     document, question = prompt(1, 300)[0], prompt(1, 140, seed=3)[0]
     ids = torch.cat((document, question))
     fresh = tokens_of(batch_of(model, method, None), ids)[0]

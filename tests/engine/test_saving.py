@@ -33,6 +33,12 @@ def decode(model: PreTrainedModel, cache: Cache, token: torch.Tensor, steps: int
 
 
 @pytest.fixture
+def llama() -> PreTrainedModel:
+    """Of three layers, two of which are not dense."""
+    return build("llama", num_hidden_layers=3)
+
+
+@pytest.fixture
 def saved(tmp_path: Path, llama: PreTrainedModel) -> tuple[Path, torch.Tensor]:
     cache, ids = Cache(llama, "oracle", **SETTINGS), prompt(1, 90)
     with torch.no_grad():

@@ -89,7 +89,7 @@ def test_probe_equals_slow_computation(llama: PreTrainedModel, method: str) -> N
         assert probe.quality().observed == 0
         assert probe.quality().attention_mass is None
         return
-    assert len(probe.observations) == len(steps) == 4 * 3
+    assert len(probe.observations) == len(steps) == 4 * 2
     for seen, (layer, query, choice, rows, ring) in zip(probe.observations, steps, strict=True):
         whole = rows[0]
         if method == "streaming":  # its own rows are gone; the prompt's stand in the cache it was forked from
@@ -114,7 +114,7 @@ def test_rows_of_a_batch_have_their_own_lengths(llama: PreTrainedModel) -> None:
     probe = Probe(cache)
     steps = watch(cache, probe)
     decode(llama, cache, ids, 3, mask)
-    assert len(probe.observations) == 2 * len(steps) == 2 * 2 * 3
+    assert len(probe.observations) == 2 * len(steps) == 2 * 2 * 2
     for i, seen in enumerate(probe.observations):
         layer, query, choice, rows, ring = steps[i // 2]
         seq = i % 2
@@ -164,7 +164,7 @@ def test_every_nth_step_and_detach(llama: PreTrainedModel) -> None:
     assert [o.length for o in probe.observations if o.layer == 0] == [61, 64, 67]
     probe.detach()
     decode(llama, cache, ids[:, :1], 5)
-    assert len(probe.observations) == 9
+    assert len(probe.observations) == 6
     with pytest.raises(ConfigError, match="every is 0"):
         Probe(cache, every=0)
 
@@ -232,7 +232,7 @@ def test_observing_changes_no_choice(llama: PreTrainedModel) -> None:
         return found
 
     plain = rows(False)
-    assert len(plain) == 19 * 3
+    assert len(plain) == 19 * 2
     assert all(torch.equal(a, b) for a, b in zip(plain, rows(True), strict=True))
 
 

@@ -10,7 +10,7 @@ from zoo import build
 
 
 def test_as_many_as_their_keys_and_values_leave_room_for() -> None:
-    rows, token = Rows(build("llama"), None), 2 * 3 * 2 * 16 * 4  # layers, KV heads, head_dim, float32
+    rows, token = Rows(build("llama"), None), 2 * 2 * 2 * 16 * 4  # layers, KV heads, head_dim, float32
     assert rows.at(100) == MOST_ROWS
     assert rows.at(MOST_BYTES // (token * 5)) == 5
     assert rows.at(MOST_BYTES) == 1

@@ -23,6 +23,12 @@ def test_options_reach_the_index(llama: PreTrainedModel) -> None:
             assert (index.width, index.alpha, index.most) == (8, 2.0, 0.1)
 
 
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    """Of three layers; the first two prefetch nothing."""
+    return build("llama", num_hidden_layers=3)
+
+
 class Asked:
     """What the indices of layers were asked with, by layer."""
 
@@ -66,10 +72,19 @@ def test_a_layer_is_asked_with_what_the_layer_before_prefetches(
             torch.testing.assert_close(query, expected[:, :, 0])
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gemma3", "gpt_neox", "gpt2", "qwen3_next", "gpt_oss"])
-def test_any_model_can_be_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+THREE: dict[str, Any] = {"num_hidden_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        *(("llama", THREE), ("phi3", THREE), ("gpt_neox", THREE), ("gpt2", THREE | {"n_layer": 3})),
+        *(("gemma3", {}), ("qwen3_next", {}), ("gpt_oss", {})),
+    ],
+)
+def test_any_model_can_be_asked(name: str, layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked(monkeypatch)
-    model = build(name)
+    model = build(name, **layers)
     for prefetch in (True, False):
         with kvthaw.attach(model, "infinigen", budget=48, prefetch=prefetch):
             generate(model, {"input_ids": prompt(1, 100)}, 2)
