@@ -15,7 +15,7 @@ from kvthaw.cache import host_memory
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import HostMemoryError
-from kvthaw.index import clusters
+from kvthaw.index import batches
 from kvthaw.index.forest import TreeIndex
 from zoo import build, prompt
 
@@ -160,9 +160,9 @@ def test_a_replayed_step_has_the_next_ones_work_done(llama: PreTrainedModel, met
 def test_layers_cluster_together_what_left_their_rings_at_once(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a replayed step all layers' batches are one call, an eager step has one a layer, and the clusters are the same."""
     calls: list[int] = []
-    real = clusters.cluster
+    real = batches.form
     monkeypatch.setattr(
-        clusters, "cluster", lambda every, count: (calls.append(sum(len(own.first) for own in every)), real(every, count))[1]
+        batches, "form", lambda every, count: (calls.append(sum(len(own.first) for own in every)), real(every, count))[1]
     )
     options = {"batch": 16, "clusters_per_batch": 2}
     eager, replayed = (kvthaw.Cache(llama, "clusterkv", budget=64, dense_layers=0, **options) for _ in range(2))
