@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvthaw.evaluate.plot import label
+from kvthaw.evaluate.report import lay_out
 from kvthaw.evaluate.results import Record
 
 Column = tuple[str, Callable[[Record], str]]
@@ -16,12 +16,8 @@ Column = tuple[str, Callable[[Record], str]]
 
 def _table(title: str, records: Sequence[Record], columns: Sequence[Column], *, words: int = 1) -> Table:
     """One row a record; the first columns are words, the others numbers."""
-    made = Table(title=title, box=SIMPLE_HEAD)
-    for place, (name, _) in enumerate(columns):
-        made.add_column(name, justify="left" if place < words else "right")
-    for record in records:
-        made.add_row(*(cell(record) for _, cell in columns))
-    return made
+    names = [name for name, _ in columns]
+    return lay_out(title, names, [[cell(record) for _, cell in columns] for record in records], words=names[:words])
 
 
 def _known(name: str, form: str, times: float = 1) -> Callable[[Record], str]:

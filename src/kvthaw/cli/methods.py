@@ -10,6 +10,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import print_wide
+from kvthaw.evaluate.report import lay_out
 
 EXAMPLES = "Examples:\n\n  kvthaw methods\n\n  kvthaw methods pariskv\n\n  kvthaw methods --json"
 
@@ -43,8 +44,8 @@ def methods(
         print(json.dumps(rows))
     elif name is None:
         columns = [column.replace("_", " ") for column in rows[0]]
-        _table("Methods", columns[:7], [map(word, [*row.values()][:7]) for row in rows])
-        _table("", [columns[0], *columns[7:]], [map(word, [row["name"], *[*row.values()][7:]]) for row in rows])
+        _table("Methods", columns[:7], [[*map(word, [*row.values()][:7])] for row in rows])
+        _table("", [columns[0], *columns[7:]], [[*map(word, [row["name"], *[*row.values()][7:]])] for row in rows])
     elif as_json:
         print(json.dumps(rows[0] | {"text": own.text(METHODS[name]), "options": own.options(METHODS[name])}))
     else:
@@ -54,12 +55,5 @@ def methods(
             _table("", ["option", "default", "takes"], [(one, str(of["default"]), of["takes"]) for one, of in takes.items()])
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    from rich.table import Table
-
-    table = Table(title=title or None)
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*row)
-    print_wide(table)
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    print_wide(lay_out(title or None, columns, rows, words=columns))

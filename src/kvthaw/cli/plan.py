@@ -14,6 +14,7 @@ from kvthaw.cli.common import print_wide, stdout
 from kvthaw.cli.options import dense_of, names_of, one_budget, single, tokens_of
 from kvthaw.cli.progress import waiting
 from kvthaw.errors import ConfigError, one_of, unknown
+from kvthaw.evaluate.report import lay_out
 from kvthaw.formatting import human, read_bytes
 
 if TYPE_CHECKING:
@@ -142,15 +143,9 @@ def _dtype(name: str, *, cpu: bool) -> torch.dtype:
 
 def _places(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> Table:
     """Return the bytes of the first method by place."""
-    from rich.table import Table
-
     needs, many = one.needs, "" if about["batch"] == 1 else f" x {about['batch']}"
     where = about["gpu"] or ("a CPU" if forecaster.machine.cpu else "a GPU")
-    table = Table(title=f"{about['model']}, {about['dtype']}, {about['length']:,} tokens{many}, {one.method}, on {where}")
-    table.add_column("what")
-    table.add_column("device", justify="right")
-    table.add_column("host", justify="right")
-    rows = [
+    places = [
         ("weights", forecaster.weights, 0),
         ("KV of layers that attend to everything", needs.dense, 0),
         ("KV of sliding-window layers", needs.windows, 0),
@@ -158,31 +153,25 @@ def _places(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> Tab
         ("index", needs.index, needs.host_index),
         ("rows in blocks", needs.blocks, needs.rows),
     ]
-    for what, device, host in rows:
-        if device or host:
-            table.add_row(what, human(device) if device else "", human(host) if host else "")
-    table.add_section()
-    table.add_row("sum", human(forecaster.weights + needs.device), human(needs.host))
+    shown = [(what, *(human(size) if size else "" for size in sizes)) for what, *sizes in places if any(sizes)]
+    rows = [*shown, (), ("sum", human(forecaster.weights + needs.device), human(needs.host))]
     if about["gpu_memory"] is not None and forecaster.room is not None:
-        kept = about["gpu_memory"] - forecaster.weights - forecaster.room
-        table.add_row("kept for activations", human(kept), "")
+        rows.append(("kept for activations", human(about["gpu_memory"] - forecaster.weights - forecaster.room), ""))
     if about["gpu_memory"] or about["host_memory"]:
-        table.add_row("there is", *(human(about[name]) if about[name] else "" for name in ("gpu_memory", "host_memory")))
-    return table
+        rows.append(("there is", *(human(about[name]) if about[name] else "" for name in ("gpu_memory", "host_memory"))))
+    title = f"{about['model']}, {about['dtype']}, {about['length']:,} tokens{many}, {one.method}, on {where}"
+    return lay_out(title, ("what", "device", "host"), rows, words=("what",))
 
 
 def _methods(found: list[Forecast], most: int) -> Table:
     """Return the methods side by side. most: tokens of the longest prompt that the model has positions for."""
-    from rich.table import Table
-
-    table = Table(title="Methods: KV and index, beside the weights")
-    for name in ("method", "device", "host", "fits", "ms a token", "longest prompt"):
-        table.add_column(name, justify="left" if name == "method" else "right")
+    rows = []
     for one in found:
         name = one.method if one.in_force == one.method.partition(":")[0] else f"{one.method} ({one.in_force})"
         fits = "-" if one.fits is None else "yes" if one.fits else "no"
-        table.add_row(name, human(one.needs.device), human(one.needs.host), fits, _time(one), _longest(one, most))
-    return table
+        rows.append((name, human(one.needs.device), human(one.needs.host), fits, _time(one), _longest(one, most)))
+    columns = ("method", "device", "host", "fits", "ms a token", "longest prompt")
+    return lay_out("Methods: KV and index, beside the weights", columns, rows)
 
 
 def _longest(one: Forecast, most: int) -> str:

@@ -12,6 +12,7 @@ from kvthaw.cli import options
 from kvthaw.cli.common import load_model, print_results, save_plot, tell_outdated, warned
 from kvthaw.cli.options import host_bytes_of, words
 from kvthaw.cli.progress import bars, stderr
+from kvthaw.evaluate.report import lay_out
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -100,28 +101,19 @@ def _listed(one: Experiment) -> dict[str, object]:
 
 
 def _list(every: list[Experiment]) -> Table:
-    from rich.table import Table
-
-    made = Table(title="Minutes are a rough guess for one H100. With --quick none needs anything, and each takes seconds.")
-    for column in ("name", "what", "the paper's model or machine", "needs", "minutes"):
-        made.add_column(column, justify="right" if column == "minutes" else "left")
-    for one in every:
-        made.add_row(one.name, one.title, "; ".join(one.says), one.plan.needs, f"{one.minutes:,.0f}")
-    return made
+    title = "Minutes are a rough guess for one H100. With --quick none needs anything, and each takes seconds."
+    columns = ("name", "what", "the paper's model or machine", "needs", "minutes")
+    rows = [(one.name, one.title, "; ".join(one.says), one.plan.needs, f"{one.minutes:,.0f}") for one in every]
+    return lay_out(title, columns, rows, words=columns[:-1])
 
 
 def _table(outcome: Outcome) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     from kvthaw.reproduce.draw import shown
 
-    one = outcome.experiment
-    made = Table(title=f"{one.name}: {one.title}; {one.source}; {one.unit}", box=SIMPLE_HEAD)
-    for column in ("", "", *outcome.said.columns, "on"):
-        made.add_column(column, justify="left" if column in ("", "on") else "right", no_wrap=True)
+    one, columns, rows = outcome.experiment, outcome.said.columns, []
     for row, said in outcome.said.rows.items():
         ours = {column: cell.value for (name, column), cell in outcome.cells.items() if name == row}
-        made.add_row(row, "paper", *(shown(said[column]) for column in outcome.said.columns), outcome.model)
-        made.add_row("", "ours", *(shown(ours.get(column)) for column in outcome.said.columns), outcome.on(row))
-    return made
+        rows.append([row, "paper", *(shown(said[column]) for column in columns), outcome.model])
+        rows.append(["", "ours", *(shown(ours.get(column)) for column in columns), outcome.on(row)])
+    title = f"{one.name}: {one.title}; {one.source}; {one.unit}"
+    return lay_out(title, ("", "", *columns, "on"), rows, words=("", "on"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -36,7 +36,7 @@ def table(summaries: Sequence[Summary]) -> Table:
     """One row a run; shares in percent."""
     first = summaries[0]
     samples = " / ".join(dict.fromkeys(str(row["n"]) for row in summaries))
-    made = _table(f"{first['task']}: {samples} samples, question {first['question']}, {_on(first)}", _COLUMNS)
+    made = lay_out(f"{first['task']}: {samples} samples, question {first['question']}, {_on(first)}", _COLUMNS)
     length = first["length"]
     for row in summaries:
         if row["length"] != length:
@@ -71,7 +71,7 @@ def by_task(summaries: Sequence[Summary]) -> Table:
     counts = dict.fromkeys(row["n"] for row in summaries)
     samples = f"{' / '.join(map(str, counts))} sample{'s' * (max(counts) > 1)}"
     title = f"accuracy, {samples} a cell, question {first['question']}, {_on(first)}"
-    made = _table(
+    made = lay_out(
         title,
         ("length", "method", "budget", "dense\nlayers", *(name.replace("_", "\n", 1) for name in tasks), "mean", "ms a\nstep"),
     )
@@ -103,7 +103,7 @@ def perplexity_table(summaries: Sequence[Summary]) -> Table:
     lengths = list(dict.fromkeys(row["length"] for row in summaries))
     places = f"{first['n']} place" + "s" * (first["n"] > 1)
     title = f"perplexity after so many tokens: {first['steps']} tokens each, {places} in the text, {_on(first)}"
-    made = _table(title, ("method", "budget", "dense\nlayers", *(f"{length:,}" for length in lengths), "nats over\nfull"))
+    made = lay_out(title, ("method", "budget", "dense\nlayers", *(f"{length:,}" for length in lengths), "nats over\nfull"))
     rows: dict[tuple[str, str, int], dict[int, Summary]] = {}
     for row in summaries:
         budget = (
@@ -121,7 +121,7 @@ def by_benchmark(summaries: Sequence[Summary]) -> Table:
     """Scores in percent, a row a benchmark and a column a variant, and their mean over the benchmarks."""
     first, variants = summaries[0], list(dict.fromkeys(map(_column, summaries)))
     title = f"avg@{first['samples']}, question {first['question']}, {_on(first)}"
-    made = _table(title, ("benchmark", "questions", *variants))
+    made = lay_out(title, ("benchmark", "questions", *variants))
     every: dict[str, list[float]] = {variant: [] for variant in variants}
     for benchmark in dict.fromkeys(row["benchmark"] for row in summaries):
         rows = {_column(row): row for row in summaries if row["benchmark"] == benchmark}
@@ -145,7 +145,7 @@ def scores(summaries: Sequence[Summary]) -> Table:
     extra = list(dict.fromkeys(name for row in summaries for name in row["scores"]))
     columns = ("method", "budget", "dense\nlayers", f"avg@{first['samples']}", "95 %", *(f"pass@{k}" for k in ks), *extra)
     watched = ("mass", "recall\nat k", "recall,\nlast 1/4") if any(row["drift"] for row in summaries) else ()
-    made = _table(title, (*columns, *watched, "ended", "tokens\nprompt", "tokens\nanswer", "tokens\nattended", "hit\nrate"))
+    made = lay_out(title, (*columns, *watched, "ended", "tokens\nprompt", "tokens\nanswer", "tokens\nattended", "hit\nrate"))
     for row in summaries:
         made.add_row(
             row["method"],
@@ -182,10 +182,22 @@ def _on(row: Summary) -> str:
     return f"{display_name(row['model'])} in {row['dtype']} on {row['device']}"
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
+def lay_out(
+    title: str | None,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]] = (),
+    *,
+    words: Collection[str] = ("method", "benchmark", ""),
+) -> Table:
+    """Return a table. rows: an empty one begins a section. words: columns of words, beside which all are of numbers."""
     made = Table(title=title, box=SIMPLE_HEAD)
     for name in columns:
-        made.add_column(name, justify="left" if name in ("method", "benchmark", "") else "right", no_wrap=True)
+        made.add_column(name, justify="left" if name in words else "right", no_wrap=True)
+    for row in rows:
+        if row:
+            made.add_row(*row)
+        else:
+            made.add_section()
     return made
 
 
