@@ -15,6 +15,7 @@ from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, QueueFullErr
 from kvthaw.engine.scheduler import DEPTH, chunk_tokens
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.forest import TreeIndex
+from kvthaw.kernels.dense import worth_a_plan
 from zoo import KINDS, build, build_exact, prompt
 
 
@@ -281,13 +282,15 @@ def test_chunks_become_smaller_deeper_in_a_prompt(model: PreTrainedModel, monkey
 
 
 @pytest.mark.parametrize("step_tokens", [600, 4096, 5000])
-def test_chunks_of_a_long_prompt_are_powers_of_two_that_take_as_long(step_tokens: int) -> None:
-    depth = 0
+def test_chunks_of_a_long_prompt_have_few_sizes_and_take_as_long(step_tokens: int) -> None:
+    depth, sizes = 0, set[int]()
     while depth < 1 << 19:
         chunk = chunk_tokens(step_tokens, depth, decoded=7)
         work = chunk * (1 + depth / DEPTH)
-        assert chunk == 512 or (chunk.bit_count() == 1 and step_tokens / 2 < work <= step_tokens)
-        depth += chunk
+        assert chunk == 512 or 0.79 * step_tokens < work <= step_tokens
+        assert worth_a_plan(7 * chunk, 65536)  # in any group of query heads
+        depth, sizes = depth + chunk, sizes | {chunk}
+    assert len(sizes) <= 14
 
 
 def test_a_chunk_that_is_not_finite_is_told_with_the_next(model: PreTrainedModel) -> None:

@@ -128,7 +128,7 @@ def test_gpu_attend_with_its_log_sum_exp(dtype: torch.dtype, dim: int, steps: in
 
 
 def test_plans_are_made_for_few_lengths() -> None:
-    """Chunks in powers of two, of any group of query heads, over runs of earlier keys; of a prompt's own length if it is long."""
+    """A scheduler's chunks, of any group of query heads, over runs of earlier keys; of a prompt's own length if it is long."""
     plan, chunks = dense.worth_a_plan, (512, 1024, 2048, 4096)
     assert all(plan(group * chunk, dense.BLOCK) for group in (1, 4, 7) for chunk in (512, 4096, dense.BLOCK))
     assert plan(131073, 131073)

@@ -160,8 +160,8 @@ def runs(keys: int, most: int) -> list[int]:
 def worth_a_plan(queries: int, keys: int) -> bool:
     """Return whether cuDNN shall plan attention for so many queries and keys: where flash attention would take longer than the
     plan, and for pairs that come again and again: keys a power of two from 2,048 up to LONG, as runs() gives them; queries a power
-    of two from 512 on, or that times the query heads of a KV head, if fewer than 16."""
-    again = _PLANNED <= keys <= LONG and not keys & (keys - 1) and queries % 512 == 0 and (queries & -queries) * 16 > queries
+    of two from 128 on times less than 64, as the scheduler's chunks have in each KV head."""
+    again = _PLANNED <= keys <= LONG and not keys & (keys - 1) and queries % 128 == 0 and (queries & -queries) * 64 > queries
     return again or min(queries, keys) >= BLOCK
 
 
