@@ -27,9 +27,9 @@ class Needs:
 
     On the device: dense (KV of the layers that attend to everything, at their capacity), slab (sink, window, buffer and fetched
     rows), index, blocks (rows that lie there), windows (KV of sliding-window layers). On the host: rows; host_index, an estimate.
-    searching, retrieving: how many layers select, and how many have rows selected. plan: the sizes in force, None if every layer
-    attends to everything. reason: why what is in force is. capacity: tokens that a sequence has room for on the device. fetched:
-    bytes that cross the bus in a step if none of the selected rows is on the device already.
+    searching: how many layers select. plan: the sizes in force, None if every layer attends to everything. reason: why what is in
+    force is. capacity: tokens that a sequence has room for on the device. fetched: bytes that cross the bus in a step if none of
+    the selected rows is on the device already.
     """
 
     dense: int
@@ -39,7 +39,6 @@ class Needs:
     rows: int
     host_index: int
     searching: int
-    retrieving: int
     plan: Plan | None
     reason: str
     capacity: int
@@ -114,7 +113,6 @@ def dry_run(
         rows=rows,
         host_index=host_index,
         searching=sum(twin.chooses and twin.retriever is not None for twin in twins.values()),
-        retrieving=sum(twin.retriever is not None for twin in twins.values()),
         plan=None if first is None else first.plan,
         reason=kv.chooser.reason,
         capacity=sequences.capacity,

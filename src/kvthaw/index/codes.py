@@ -18,6 +18,7 @@ from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.joined import joined
 from kvthaw.index.learned import assign, learn, subspaces
 from kvthaw.index.ratios import Ratios
+from kvthaw.index.tables import grown
 from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.collide import BINS, CHUNK, collide, shift
 from kvthaw.kernels.decode_step import DecodeStep
@@ -107,7 +108,25 @@ class CodesIndex(Index, Reversible, Attends):
         self.grows = not (self._learn or centre)
         self._first, self._k = context.regions.sink, 1
         self.counts: list[int] = []
-        self.tables: dict[str, Tensor] = {}
+        heads, dim, subs = context.kv_heads, context.head_dim, self._subs
+        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "ids": ((heads, subs, 0), torch.uint8),
+            "codes": ((heads, 0, subs), torch.int32),
+            "weights": ((heads, 0, subs), torch.bfloat16),
+            "sizes": ((heads, subs, CENTROIDS), torch.int32),
+            "lengths": ((), torch.int32),
+            "wanted": ((), torch.int32),
+            "limits": ((6,), torch.int32),
+        }
+        if dense_below:
+            sizes |= dict.fromkeys(("keys", "values"), ((heads, dense_below, dim), context.dtype))
+        if centre:
+            sizes["centre"] = ((heads, dim), torch.float32)
+        if self._learn:
+            sizes["learned"] = ((heads, subs, CENTROIDS, SUB), torch.float32)
+        self.tables = {
+            name: torch.zeros((0, *size), dtype=dtype, device=context.device) for name, (size, dtype) in sizes.items()
+        }
         self._reserve(context.store.seqs, 0)
 
     # Changes
@@ -308,35 +327,15 @@ class CodesIndex(Index, Reversible, Attends):
 
     def _reserve(self, seqs: int, length: int) -> None:
         """Room for so many sequences and positions; what is there stays."""
-        have_seqs = len(self.counts)
-        have = self.tables["ids"].shape[3] if self.tables else 0
-        if seqs <= have_seqs and length <= have and self.tables:
+        have = self.tables["ids"].shape[3]
+        if seqs <= len(self.counts) and length <= have and have:
             return
-        self.counts += [0] * (seqs - have_seqs)
+        self.counts += [0] * (seqs - len(self.counts))
         room = length + length // 8 if have == 0 else max(length, 2 * have)
         capacity = have if length <= have and have else max(CHUNK, -(-room // CHUNK) * CHUNK)
-        heads, subs, dim, device = self.context.kv_heads, self._subs, self.context.head_dim, self.context.device
-        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "ids": ((heads, subs, capacity), torch.uint8),
-            "codes": ((heads, capacity, subs), torch.int32),
-            "weights": ((heads, capacity, subs), torch.bfloat16),
-            "sizes": ((heads, subs, CENTROIDS), torch.int32),
-            "lengths": ((), torch.int32),
-            "wanted": ((), torch.int32),
-            "limits": ((6,), torch.int32),
-        }
-        if self.dense_below:
-            sizes |= dict.fromkeys(("keys", "values"), ((heads, self.dense_below, dim), self.context.dtype))
-        if self._centre:
-            sizes["centre"] = ((heads, dim), torch.float32)
-        if self._learn:
-            sizes["learned"] = ((heads, subs, CENTROIDS, SUB), torch.float32)
-        for name, (size, dtype) in sizes.items():
-            new = torch.zeros((len(self.counts), *size), dtype=dtype, device=device)
-            if name in self.tables:
-                old = self.tables[name]
-                new[tuple(slice(n) for n in old.shape)] = old
-            self.tables[name] = new
+        places = {"ids": (0, 0, capacity), "codes": (0, capacity), "weights": (0, capacity)}
+        for name, table in self.tables.items():
+            self.tables[name] = grown(table, len(self.counts), *places.get(name, ()))
         self._bind()
 
     def _update(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import Index, IndexContext, Selection
 from kvthaw.errors import one_of
-from kvthaw.index.unit_counts import grown
+from kvthaw.index.tables import grown
 
 Agree = Literal["mean", "max"]
 """How the query heads of a group agree on a token: the mean or the largest of the attention that each pays to it."""
@@ -176,7 +176,7 @@ class KeptIndex(Index):
         rows = some["kept"]
         if not self.rows and rows.shape[1] > self.tables["kept"].shape[2]:
             for name in self._own(seq):
-                self.tables[name] = grown(self.tables[name], 0, rows.shape[1])
+                self.tables[name] = grown(self.tables[name], 0, 0, rows.shape[1])
             self.tables["kept"][:seq, :, -1] = self.tables["kept"][seq + 1 :, :, -1] = -1
         rank = self.rank(seq, rows, some["scores"]).masked_fill(rows < 0, -torch.inf)
         limit = self.tables["kept"].shape[2]

@@ -12,7 +12,8 @@ from kvthaw.cache.index_api import IndexContext, Rebuilds
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import at_least
 from kvthaw.index.principal import principal
-from kvthaw.index.unit_counts import Seq, grown
+from kvthaw.index.tables import grown
+from kvthaw.index.unit_counts import Seq
 from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.unit_select import Policy
 
@@ -160,6 +161,6 @@ class ShadowIndex(UnitIndex, Rebuilds):
 
     def _reserve_factors(self, tokens: int) -> None:
         """Room for the factors of so many tokens of a prompt."""
-        self.factors, self.exact = (grown(table, len(self.seqs), tokens) for table in (self.factors, self.exact))
+        self.factors, self.exact = (grown(table, len(self.seqs), 0, tokens) for table in (self.factors, self.exact))
         if self.context.rotary is not None:
             self.context.rotary.reserve(self.first + tokens, self.context.device)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.index_api import Index, IndexContext, Reversible, Selection
 from kvthaw.errors import one_of
+from kvthaw.index.tables import grown
 from kvthaw.index.target import Full, Target
 
 Policy = Literal["max", "mean", "mean_query"]
@@ -194,11 +195,5 @@ class TokenIndex(Index, Reversible):
         self.counts += [0] * (seqs - len(self.counts))
         many, have = len(self.counts), self.capacity
         capacity = have if tokens <= have else max(tokens, 2 * have, 64)
-        for tables, length in ((self.tables, capacity), (self.learned, None)):
-            for name, table in tables.items():
-                size = [many, *table.shape[1:]]
-                if length is not None:
-                    size[2] = length
-                if size != list(table.shape):
-                    tables[name] = table.new_zeros(size)
-                    tables[name][tuple(slice(n) for n in table.shape)] = table
+        self.tables = {name: grown(table, many, 0, capacity) for name, table in self.tables.items()}
+        self.learned = {name: grown(table, many) for name, table in self.learned.items()}

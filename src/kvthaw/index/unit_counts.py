@@ -1,4 +1,4 @@
-"""What the host knows of a sequence's units, and tables that grow."""
+"""What the host knows of a sequence's units."""
 
 from __future__ import annotations
 
@@ -56,15 +56,3 @@ class Before:
     def copy(self) -> Before:
         """Return a copy."""
         return replace(self, parts=tuple((name, start, part.clone()) for name, start, part in self.parts))
-
-
-def grown(table: Tensor, seqs: int, length: int | None = None) -> Tensor:
-    """A table with at least so many sequences and, in dimension 2, so many places; itself where it is large enough."""
-    shape = [max(seqs, table.shape[0]), *table.shape[1:]]
-    if length is not None:
-        shape[2] = max(length, table.shape[2])
-    if shape == list(table.shape):
-        return table
-    larger = table.new_zeros(shape)
-    larger[tuple(slice(0, n) for n in table.shape)] = table
-    return larger

@@ -17,8 +17,9 @@ from kvthaw.cache.aux_stream import AuxStream
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.index_api import Index, IndexContext, Reversible, Selection, WorksBeside
 from kvthaw.errors import one_of
+from kvthaw.index.tables import grown
 from kvthaw.index.target import Full, Target
-from kvthaw.index.unit_counts import Before, Seq, grown
+from kvthaw.index.unit_counts import Before, Seq
 from kvthaw.kernels.extend import Place, Tables, extend, means
 from kvthaw.kernels.page_bounds import Spread, page_bounds
 from kvthaw.kernels.unit_scores import RecentQueries
@@ -243,7 +244,7 @@ class UnitIndex(Index, Reversible, WorksBeside):
         lengths = {"units": units, "ends": units + 1, "tokens": tokens}
         for name in self._tables():
             counted = self.tables[name]
-            setattr(self, name, grown(getattr(self, name), many, None if counted is None else lengths[counted]))
+            setattr(self, name, grown(getattr(self, name), many, *(() if counted is None else (0, lengths[counted]))))
 
     def _tables(self) -> list[str]:
         return [name for name in self.tables if getattr(self, name) is not None]
