@@ -34,14 +34,19 @@ for part in "$@"; do
     decode-kernels) kernels kernels_decode ;;
     tree) kernels kernels_tree --layers 6 --threads 16 ;;
     figures=*) run 580 python3 -m benchmarks.figures "${name#figures=}" --out "$out/decode.jsonl" --host-bytes "$host" --commit "$commit" ;;
-    icecache) measure 300 icecache ;;
+    icecache) # its ways to search, eager
+      searches=icecache-digest,icecache-digest:query_beam=32,icecache-digest:transfer=bulk,icecache-digest:reuse=3
+      searches+=,icecache,icecache:transfer=uva,icecache:preset=code
+      run 300 python3 -m kvthaw bench decode --shape llama-3.1-8b --length 36864 --method "full,$searches" --steps eager \
+        --host-memory "$host" --out "$out/decode.jsonl" --commit "$commit" ;;
     breakdown) for one in full ${sparse//,/ }; do # nothing is timed after a profile in the same process
         measure 100 breakdown "$one"
       done ;;
     prefill) # what one pass of full attention takes is known
       cp -n benchmarks/results/prefill.jsonl "$out/"
       measure 400 prefill ;;
-    serving) measure 200 serving ;;
+    serving) run 200 python3 -m kvthaw bench serving --shape llama-3.1-8b --length 16384 --max-seqs 4 --requests 6 \
+        --method full,pariskv,pariskv-plus,clusterkv-plus,prkv --budget 1024 --out "$out/serving.jsonl" --commit "$commit" ;;
     *) echo "no part $name"; exit 2 ;;
   esac
   echo "== $part took $((SECONDS - begin)) s"

@@ -1,6 +1,6 @@
-"""What gpu.sh measures besides kernels and figures: python3 -m benchmarks.measure OUT COMMIT HOST_BYTES PART [METHOD].
+"""What gpu.sh measures that no command does: python3 -m benchmarks.measure OUT COMMIT HOST_BYTES PART [METHOD].
 
-parts: icecache, breakdown (of METHOD), prefill, serving, indexing
+parts: breakdown (of METHOD), prefill, indexing
 """
 
 from __future__ import annotations
@@ -12,31 +12,21 @@ from typing import Any
 from benchmarks import indexing, room
 from benchmarks.filled import FilledBench
 from benchmarks.script import Report, printing, run_as_script
-from kvthaw.bench import prefill, serving
+from kvthaw.bench import prefill
 from kvthaw.bench.card import noted, where
 from kvthaw.bench.settings import grid
 from kvthaw.evaluate.results import ResultsFile
 
 SHAPE = "llama-3.1-8b"
-ICECACHE = (
-    "full",
-    "icecache-digest",
-    "icecache-digest:query_beam=32",
-    "icecache-digest:transfer=bulk",
-    "icecache",
-    "icecache:transfer=uva",
-    "icecache:preset=code",
-    "icecache-digest:reuse=3",
-)
 
 
-def decode(out: Path, commit: str, host_bytes: int, methods: tuple[str, ...], length: int, **more: Any) -> None:
-    """Time decoding; profile: and break the steps down by kernels."""
-    profile, steps = more.pop("profile", False), more.pop("steps")
+def breakdown(out: Path, commit: str, host_bytes: int, method: str, length: int = 131072, steps: str = "captured") -> None:
+    """Time decoding, and break the steps down by kernels."""
     wanted = {"budget": 256, "retrieved": None, "dense_layers": None, "new_tokens": 64, "seed": 0, "device": where()[1]}
     bench = FilledBench(ResultsFile(out), commit=commit, host_bytes=host_bytes, **printing(out))
-    bench.profile = profile
-    bench.run([one for one in grid(methods, [length], [1], [steps], shape=SHAPE, **wanted, **more) if bench.fits(one)])
+    bench.profile = True
+    settings = grid((method,), [length], [1], [steps], shape=SHAPE, prompt="filled", **wanted)
+    bench.run([one for one in settings if bench.fits(one)])
     bench.judge()
 
 
@@ -63,20 +53,10 @@ def main(arguments: list[str]) -> None:
     if len(arguments) < 4:
         sys.exit(__doc__)
     out, commit, host_bytes, part = Path(arguments[0]), arguments[1], int(arguments[2]), arguments[3]
-    if part == "icecache":
-        decode(out / "decode.jsonl", commit, host_bytes, ICECACHE, 36864, steps="eager")
-    elif part == "breakdown":
-        how = {"steps": "captured", "prompt": "filled", "profile": True}
-        decode(out / "breakdown.jsonl", commit, host_bytes, (arguments[4],), 131072, **how)
+    if part == "breakdown":
+        breakdown(out / "breakdown.jsonl", commit, host_bytes, arguments[4])
     elif part == "prefill":
         prefills(out / "prefill.jsonl", commit, host_bytes)
-    elif part == "serving":
-        asked = serving.Serving(shape=SHAPE, length=16384, max_seqs=4, requests=6, new_tokens=64, budget=1024)
-        methods, say = (
-            ("full", "pariskv", "pariskv-plus", "clusterkv-plus", "prkv"),
-            lambda record: print(record.to_json(), flush=True),
-        )
-        serving.run(asked, methods, ResultsFile(out / "serving.jsonl"), commit=commit, say=say)
     elif part == "indexing":
         report = Report(out / "indexing.jsonl", commit, bench="indexing")
         for line in indexing.lines(SHAPE, 32768, ("clusterkv", "clusterkv-plus", "prkv")):

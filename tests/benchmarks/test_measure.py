@@ -35,7 +35,7 @@ def test_trees_are_searched_for_the_exact_best_keys() -> None:
 def test_decoding_is_measured_into_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SHAPE", "tiny")
     monkeypatch.setattr(FilledChecks, "__call__", lambda *_: None)  # tested elsewhere
-    measure.decode(tmp_path / "decode.jsonl", "abc", 1 << 34, ("quest",), 200, steps="eager")
-    assert [line["setting"]["method"] for line in lines(tmp_path / "decode.jsonl")] == ["quest"]  # type: ignore[index]
+    measure.breakdown(tmp_path / "breakdown.jsonl", "abc", 1 << 34, "quest", 200, "eager")
+    assert [line["setting"]["method"] for line in lines(tmp_path / "breakdown.jsonl")] == ["quest"]  # type: ignore[index]
     with pytest.raises(SystemExit, match="no part nonsense"):
         measure.main([str(tmp_path), "abc", "1", "nonsense"])
