@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 import time
@@ -47,8 +48,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(service: Service, listener: socket.socket, *, grace: float, api_keys: Sequence[str] = ()) -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises KeyboardInterrupt after the latter and KvthawError where the model cannot go on."""
+    """Serve until SIGTERM or Ctrl-C, as the last thing that the process does. Raises KeyboardInterrupt after the latter and
+    KvthawError where the model cannot go on."""
     server = Server(service, grace=grace, api_keys=api_keys)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: a collection that looks through all of it stops every thread for a quarter of a second
     server.run([listener])
     if service.worker.failure is not None:
         raise KvthawError(f"the model cannot go on: {service.worker.failure}")
