@@ -39,8 +39,8 @@ def test_gpu_blocks_on_the_device_come_in_long_runs(queries: int, device: torch.
     store.allocator.device = DeviceBlocks(DeviceMemory(1 << 30, [0]), 0, store.allocator.shape, torch.float32, device)
     store.append(1, rows.to(device))
     for stop in (70000, 5):
-        blocks = list(KVPrefetcher().blocks(store, 1, stop, device, queries=queries))
-        assert torch.equal(torch.cat(blocks, dim=1).cpu(), rows[:, :stop])
+        blocks = [block.cpu() for block in KVPrefetcher().blocks(store, 1, stop, device, queries=queries)]
+        assert torch.equal(torch.cat(blocks, dim=1), rows[:, :stop])
         assert [block.shape[1] for block in blocks] == runs(stop, LONG if queries == 512 else BLOCK)
 
 

@@ -287,10 +287,10 @@ def test_chunks_of_a_long_prompt_have_few_sizes_and_take_as_long(step_tokens: in
     while depth < 1 << 19:
         chunk = chunk_tokens(step_tokens, depth, decoded=7)
         work = chunk * (1 + depth / DEPTH)
-        assert chunk == 512 or 0.79 * step_tokens < work <= step_tokens
+        assert chunk == 512 or (chunk % 512 == 0 and step_tokens / 2 < work <= step_tokens)
         assert worth_a_plan(7 * chunk, 65536)  # in any group of query heads
         depth, sizes = depth + chunk, sizes | {chunk}
-    assert len(sizes) <= 14
+    assert len(sizes) <= 6
 
 
 def test_a_chunk_that_is_not_finite_is_told_with_the_next(model: PreTrainedModel) -> None:

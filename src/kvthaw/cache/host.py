@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -219,21 +220,14 @@ class HostStore:
             parts = [part.to(next(device for device in devices if device.type != "cpu")) for part in parts]
         return self.format.decode(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
 
-    def gathers(self, seq: int, device: torch.device) -> Callable[[int, int], Tensor] | None:
-        """Return a function that copies rows start .. stop of a sequence to [H, stop - start, 2, D] by one kernel on the current
+    def gathers(self, seq: int, device: torch.device) -> Callable[[int, Tensor], None] | None:
+        """Return a function that copies rows from a position on of a sequence to out [H, n, 2, D] by one kernel on the current
         stream; None where not all of its blocks lie on a GPU as the model's rows."""
         apart = device.type != "cuda" or not all(block.on_device for block in self._blocks[seq])
         if apart or self.format.fp8 or not HAS_TRITON:
             return None
         self.order(device)
-        table = self.table_on(device)[seq]
-
-        def gather(start: int, stop: int) -> Tensor:
-            out = torch.empty((self.kv_heads, stop - start, 2, self.head_dim), dtype=self.dtype, device=device)
-            stream_rows(table, self.block_size, start, out)
-            return out
-
-        return gather
+        return partial(stream_rows, self.table_on(device)[seq], self.block_size)
 
     def read_keys(self, seq: int, start: int, stop: int, device: torch.device, out: Tensor | None = None) -> Tensor:
         """Copy the keys of rows start .. stop of a sequence to out [H, stop - start, D] on `device`, each head contiguous; allocate

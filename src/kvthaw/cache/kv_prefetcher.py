@@ -6,7 +6,7 @@ TFLOP/s and 55 GB/s the bus is hidden from c = 12,000 H / Hq on: 3,000 tokens wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 import torch
@@ -15,7 +15,27 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.kernels.dense import BLOCK, LONG, runs
 
-_HELD = 256 << 20  # bytes of the longest run that is copied on the device, but for BLOCK; two are held at a time
+_HELD = 1 << 30  # bytes of a buffer for rows that are copied on the device, but for BLOCK
+
+
+def longest_run(token_bytes: int, queries: int) -> int:
+    """Return how many rows on the device are copied, and attended to, at once by so many queries."""
+    return BLOCK if queries >= BLOCK else max(BLOCK, min(LONG, 1 << (_HELD // token_bytes).bit_length() - 1))
+
+
+def buffer_for(store: HostStore, most: int, device: torch.device) -> Tensor:
+    """Return room for a copy of `most` rows [H, n, 2, D] of a store on the device; if that is more than BLOCK, of all that a
+    sequence has room for where they are not too many: the strides of a dense layer, for attention's plans depend on them."""
+    held = most if most == BLOCK else max(most, _HELD // (store.kv_heads * store.row_bytes))
+    rows = min(held, store.table_on(device).shape[1] * store.block_size)
+    return torch.empty((store.kv_heads, rows, 2, store.head_dim), dtype=store.dtype, device=device)
+
+
+def _gathered(gather: Callable[[int, Tensor], None], buffer: Tensor, stop: int, most: int) -> Iterator[Tensor]:
+    for start in range(0, stop, most):
+        rows = buffer[:, : min(most, stop - start)]
+        gather(start, rows)
+        yield from rows.split(runs(rows.shape[1], most), dim=1)
 
 
 class KVPrefetcher:
@@ -48,13 +68,11 @@ class KVPrefetcher:
         be on its way. The first copy begins at once.
         """
         gather = store.gathers(seq, device)
-        most = BLOCK
-        if gather is not None and queries < BLOCK:
-            most = max(BLOCK, min(LONG, 1 << (_HELD // (store.kv_heads * store.row_bytes)).bit_length() - 1))
-        sizes = runs(stop, most)
-        spans = [(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         if gather is not None:
-            return (gather(*span) for span in spans)
+            most = longest_run(store.kv_heads * store.row_bytes, queries)
+            return _gathered(gather, buffer_for(store, most, device), stop, most)
+        sizes = runs(stop, BLOCK)
+        spans = [(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         if device.type != "cuda" or not spans:
             return (store.read(seq, *span) for span in spans)
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

@@ -22,8 +22,9 @@ of them, and 29 us."""
 STREAMED = 2048
 """Tokens of a chunk whose attention takes about as long as the bus that brings the KV before it."""
 _FEW = 512
-"""Longer chunks are powers of two or 5/4, 6/4, 7/4 of one, for attention has plans for few lengths, see kvthaw.kernels.dense;
-shorter ones would take as long, for attention to much KV has no more work than multiprocessors."""
+"""Longer chunks are multiples of this, powers of two or 3/2 of one, for attention has plans for few lengths, see
+kvthaw.kernels.dense. Others would take as long as the next multiple: the tiles of this many queries of 32 heads, 128 of each, are
+as many as a GPU of 132 multiprocessors computes at once."""
 
 
 class Scheduler:
@@ -204,4 +205,4 @@ def chunk_tokens(step_tokens: int, depth: int, decoded: int = 0) -> int:
     if step_tokens <= _FEW:
         return max(1, round((step_tokens - decoded) / (1 + depth / DEPTH)))
     left = max(_FEW, int(step_tokens / (1 + depth / DEPTH)))
-    return left - left % (1 << (left.bit_length() - 3))
+    return left - left % max(_FEW, 1 << (left.bit_length() - 2))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.kv_prefetcher import buffer_for, longest_run
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.hf.cache import of_layer
-from kvthaw.engine.scheduler import STEP_TOKENS, chunk_tokens
-from kvthaw.kernels.dense import LONG, plan, runs
+from kvthaw.engine.scheduler import STEP_TOKENS, STREAMED, chunk_tokens
+from kvthaw.kernels.dense import BLOCK, LONG, plan, runs
 
 _TOKENS = 5  # of which the first comes with the prompt, two from eager steps, and one with a capture
 
@@ -35,24 +36,29 @@ def plan_attention(batch: Batch) -> None:
     """Have cuDNN plan the attention of a long prompt's chunks, some 50 ms for each pair of lengths, as KV lies in layers of each
     kind. A plan is the thread's that made it: call this on the one that takes the steps. Does nothing on a CPU, and for layers
     without tensors."""
-    met, depth, device = set[tuple[int, int]](), 0, batch.cache.model.device
-    while depth < batch.capacity and device.type == "cuda" and not batch.cache.settings.method.evicts:
-        chunk = chunk_tokens(STEP_TOKENS, depth)
-        met |= {(chunk, run) for run in (0, *runs(depth, LONG))}
-        depth += chunk
-    config, known = batch.model.config.get_text_config(decoder=True), set[tuple[object, ...]]()
+    device, config = batch.cache.model.device, batch.model.config.get_text_config(decoder=True)
+    if device.type != "cuda" or batch.cache.settings.method.evicts:
+        return
+    known = set[tuple[object, ...]]()
     for layer in batch.cache.kv.layers:
+        held, most, least = None, BLOCK, 1
         if isinstance(layer, OffloadedLayer) and layer.plan is not None:
-            heads, dim, held = layer.store.kv_heads, layer.store.head_dim, None
+            store = layer.store
+            heads, dim = store.kv_heads, store.head_dim
+            if layer.storage.placement is None or store.format.fp8:
+                least = STREAMED
+            else:
+                most = longest_run(heads * store.row_bytes, 1)
+                held = buffer_for(store, most, device)[None]
         elif isinstance(layer, DenseLayer) and layer.tensors():
-            held = layer.tensors()[0][:1]
+            held, most = layer.tensors()[0][:1], LONG
             heads, dim = held.shape[1], held.shape[4]
         else:
             continue
         own = of_layer(config, layer.number)
         group = own.num_attention_heads // (getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
         kind = type(layer), group, heads, dim
-        for chunk, run in () if kind in known else sorted(met):
+        for chunk, run in () if kind in known else sorted(_lengths(batch.capacity, least, most)):
             query = torch.zeros(1, chunk, group * heads, dim, dtype=batch.model.dtype, device=device).transpose(1, 2)
             if run:
                 rows = query.new_empty(1, heads, run, 2, dim) if held is None else held[:, :, :run]
@@ -60,6 +66,17 @@ def plan_attention(batch: Batch) -> None:
             else:  # the chunk's own keys, which came from the model as they are
                 plan(query, query[:, :heads], query[:, :heads], causal=True)
         known.add(kind)
+
+
+def _lengths(capacity: int, least: int, most: int) -> set[tuple[int, int]]:
+    """Return the lengths of a prompt's chunks, of at least so many tokens, with those of the runs before them, at most so long, and
+    with 0."""
+    met, depth = set[tuple[int, int]](), 0
+    while depth < capacity:
+        chunk = max(least, chunk_tokens(STEP_TOKENS, depth))
+        met |= {(chunk, run) for run in (0, *runs(depth, most))}
+        depth += chunk
+    return met
 
 
 def _prefill(batch: Batch) -> None:

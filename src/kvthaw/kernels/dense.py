@@ -16,9 +16,9 @@ from kvthaw.kernels.merge import merge_into
 
 BLOCK = 16384
 """Earlier keys that many new tokens attend to at once: a constant limits the number of shapes and the memory of a long past."""
-LONG = 65536
+LONG = 131072
 """Earlier keys that fewer than BLOCK new tokens attend to at once: launches, not operations, are what more parts would cost."""
-_PLANNED = 2048  # the fewest keys worth a plan of cuDNN's
+_PLANNED = (8192, 4096, 2048)  # fewer keys than BLOCK that are worth a plan of cuDNN's
 _SCORES = 1 << 24  # float32 scores that the fallback path holds at once
 
 
@@ -148,10 +148,11 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def runs(keys: int, most: int) -> list[int]:
-    """Split earlier keys into runs of `most`, then of powers of two, and a last one too short for a plan: so few lengths occur."""
+    """Split earlier keys into runs of `most`, one of a multiple of BLOCK, powers of two, and a last one too short for a plan: few
+    lengths occur."""
     found, left = [most] * (keys // most), keys % most
-    for size in (1 << bit for bit in reversed(range(_PLANNED.bit_length() - 1, most.bit_length()))):
-        if left >= size:
+    for size in (left // BLOCK * BLOCK, *_PLANNED):
+        if 0 < size <= left:
             found.append(size)
             left -= size
     return [*found, left] if left else found
@@ -159,9 +160,10 @@ def runs(keys: int, most: int) -> list[int]:
 
 def worth_a_plan(queries: int, keys: int) -> bool:
     """Return whether cuDNN shall plan attention for so many queries and keys: where flash attention would take longer than the
-    plan, and for pairs that come again and again: keys a power of two from 2,048 up to LONG, as runs() gives them; queries a power
-    of two from 128 on times less than 64, as the scheduler's chunks have in each KV head."""
-    again = _PLANNED <= keys <= LONG and not keys & (keys - 1) and queries % 128 == 0 and (queries & -queries) * 64 > queries
+    plan, and for pairs that come again and again: keys as runs() gives them; queries a power of two from 512 on times less than 64,
+    as the scheduler's chunks have in each KV head."""
+    run = keys in _PLANNED or (0 < keys <= LONG and keys % BLOCK == 0)
+    again = run and queries % 512 == 0 and (queries & -queries) * 64 > queries
     return again or min(queries, keys) >= BLOCK
 
 

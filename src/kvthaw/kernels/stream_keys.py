@@ -85,9 +85,9 @@ def stream_keys(table: Tensor, block_size: int, start: int, out: Tensor, format:
 
 
 def stream_rows(table: Tensor, block_size: int, start: int, out: Tensor) -> None:
-    """Copy rows start .. start + n of blocks [H, block_size, 2, D] to out [H, n, 2, D], contiguous, on its current stream, without
-    a sync. Otherwise as `stream_keys`."""
-    assert out.is_contiguous(), f"out must be contiguous, not {out.stride()}"
+    """Copy rows start .. start + n of blocks [H, block_size, 2, D] to out [H, n, 2, D], on its current stream, without a sync.
+    Otherwise as `stream_keys`."""
+    assert out[:1].is_contiguous(), f"the rows of a head must be contiguous, not {out.stride()}"
     assert out.shape[3] * out.element_size() % 2 == 0, "rows are copied in 32-bit words"
     words = out.view(torch.int32).flatten(2)
     _launch(table, block_size, start, words, words.shape[2], words.shape[2], triton.cdiv(out.shape[1], _ROWS))
