@@ -36,6 +36,16 @@ def test_items_of_a_kind_are_done_at_once_and_only_once() -> None:
     assert done[2:] == [("a", [4])]
 
 
+def test_the_work_of_an_owner_is_done_in_the_order_in_which_it_queued_it() -> None:
+    deferred, done = DeferredBatch(), []
+    for owner, kinds in (("a", "xz"), ("b", "yz"), ("c", "xzz")):  # y came after z
+        for kind in kinds:
+            deferred.defer(owner, kind, lambda items: done.extend(items), owner + kind)
+    deferred.flush()
+    for owner, kinds in (("a", "xz"), ("b", "yz"), ("c", "xzz")):
+        assert [item[1] for item in done if item[0] == owner] == list(kinds)
+
+
 def test_work_that_fails_is_not_tried_again() -> None:
     deferred = DeferredBatch()
 

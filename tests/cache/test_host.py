@@ -13,15 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from kvthaw.cache import host_memory
-from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory, check_host_memory, held_bytes
 from kvthaw.cache.placement import full_blocks
 from kvthaw.cache.plan import default_block_size
-from kvthaw.cache.pool import Slab
 from kvthaw.errors import HostMemoryError
 from kvthaw.kernels.row_format import KvDtype, row_format
-from kvthaw.regions import Regions
 from shapes import DTYPES
 
 HEADS, DIM, BLOCK_SIZE = 2, 3, 4
@@ -263,21 +260,6 @@ def none_to_be_had(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
         return real(*args, **kwargs)
 
     monkeypatch.setattr(host_memory, "host_tensor", give)
-
-
-def test_where_one_sequence_finds_no_memory_none_is_said_to_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HostStore(2, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
-    slab = Slab(2, HEADS, DIM, Regions(0, 4, 4), 1, dtype=torch.float32, device=torch.device("cpu"))
-    slab.data.normal_()
-    spans = [(seq, 0, 3) for seq in range(2)]
-    with monkeypatch.context() as patch:
-        none_to_be_had(patch, 1)
-        with pytest.raises(HostMemoryError):
-            store.freeze(slab, spans, DeferredBatch())
-    assert [store.length(seq) for seq in range(2)] == [0, 0]
-    store.freeze(slab, spans, DeferredBatch())
-    for seq in range(2):
-        assert torch.equal(store.read(seq, 0, 3), slab.read(seq, 0, 3))
 
 
 def test_what_is_shared_stays_shared_where_there_is_no_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.pool import Slab
@@ -49,7 +48,12 @@ def an_updater(*, grows: bool, on_host: bool = False) -> tuple[IndexUpdater, Rec
         store.append(seq, rows)
         slab.write(seq, 0, rows[:, :SINK])
         slab.write(seq, 12, rows[:, 12:20])
-    return IndexUpdater(index, store, slab, DeferredBatch()), index, rows  # type: ignore[arg-type]
+    return IndexUpdater(index, store, slab), index, rows  # type: ignore[arg-type]
+
+
+def flush(updater: IndexUpdater, rows: Tensor, *leaving: tuple[int, int, int]) -> None:
+    """Tokens (sequence, start, stop) leave their rings; their rows come with them."""
+    updater.flush([(*each, each[2]) for each in leaving], torch.stack([rows[:, at:end] for _, at, end in leaving]), {})
 
 
 @pytest.mark.parametrize("old", [SINK, 12])
@@ -79,24 +83,29 @@ def test_what_leaves_rings_goes_in_one_append_but_for_sequences_that_had_none() 
     updater, index, rows = an_updater(grows=True)
     updater.indexed[:] = 12, 12
     for _ in range(2):  # what it was given is not given again
-        updater.flush([(0, 12, 16), (1, 12, 16)], {})
+        flush(updater, rows, (0, 12, 16), (1, 12, 16))
     updater.indexed[1] = SINK
-    updater.flush([(1, SINK, SINK + 2)], {})
+    flush(updater, rows, (1, SINK, SINK + 2))
     (first, seqs, keys, none), (second, seq, _, width) = index.calls
     assert (first, seqs, none) == ("append", [0, 1], -1)
     assert torch.equal(keys, rows[:, 12:16, 0].expand(2, -1, -1, -1))
     assert (second, seq, width) == ("build", 1, 0), "a sequence without a prompt has no last queries"
+    index.calls.clear()
+    updater.indexed[:] = 16, 12
+    flush(updater, rows, (0, 12, 16), (1, 12, 16))
+    assert [call[1] for call in index.calls] == [[1]], "what one has already is given to the other alone"
+    assert torch.equal(index.calls[0][2][0], rows[:, 12:16, 0])
 
 
 def test_an_index_on_the_host_is_given_numbers_only() -> None:
     updater, index, rows = an_updater(grows=False, on_host=True)
     updater.prompt(0, 26, rows[:, :, 0], rows[:, :, 1], 0, torch.randn(HEADS, 3, DIM), 0)
-    updater.flush([(0, 26, 30)], {})
+    flush(updater, rows, (0, 26, 30))
     assert [call[2].shape for call in index.calls] == [(HEADS, 24, 0), (1, HEADS, 4, 0)]
 
 
 def test_what_an_index_did_not_take_is_given_again() -> None:
-    updater, index, _ = an_updater(grows=True)
+    updater, index, rows = an_updater(grows=True)
     updater.indexed[:] = 12, 12
     append = index.append
 
@@ -105,20 +114,20 @@ def test_what_an_index_did_not_take_is_given_again() -> None:
 
     index.append = fail  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
-        updater.flush([(0, 12, 16)], {})
+        flush(updater, rows, (0, 12, 16))
     index.append = append  # type: ignore[method-assign]
-    updater.flush([(0, 12, 16)], {})
+    flush(updater, rows, (0, 12, 16))
     assert [call[:2] for call in index.calls] == [("truncate", 0), ("append", [0])]
     assert updater.indexed == [16, 12]
 
 
 def test_an_append_that_fails_on_the_worker_is_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    updater, index, _ = an_updater(grows=True)
+    updater, index, rows = an_updater(grows=True)
     updater.indexed[:] = 12, 12
     failures: list[Any] = []
     monkeypatch.setattr(index, "submit", lambda after, job, failed: failures.append(failed))
-    updater.flush([(0, 12, 16)], {})
-    updater.flush([(0, 16, 20)], {})
+    flush(updater, rows, (0, 12, 16))
+    flush(updater, rows, (0, 16, 20))
     for failed in reversed(failures):
         failed()
     assert updater.indexed == [12, 12]

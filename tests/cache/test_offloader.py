@@ -1,14 +1,18 @@
-"""The tokens before a chunk of a prompt come back in order, from the store and the ring."""
+"""What leaves rings goes to the stores of all layers; tokens before a chunk of a prompt come back in order, from store and ring."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
+from kvthaw.cache import host_memory
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.offloader import Offloader
+from kvthaw.cache.offloader import Offloader, offload
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.streams import Streams
+from kvthaw.errors import HostMemoryError
 from kvthaw.regions import Regions
 
 
@@ -32,3 +36,46 @@ def test_a_ring_is_filled_again_as_far_as_the_store_goes() -> None:
     store.append(0, rows[:, :14])
     Offloader(store, slab, Streams(), keeps=True).refill(0, 12, 20)
     assert torch.equal(slab.read(0, 12, 20), rows[:, 12:])
+
+
+def layers(count: int, seqs: int = 2) -> list[Offloader]:
+    """Layers of sequences whose first 14 tokens are stored; the ring has 12 .. 20."""
+    made = []
+    for _ in range(count):
+        store = HostStore(seqs, 2, 4, torch.float32, block_size=7)
+        slab = Slab(seqs, 2, 4, Regions(2, 4, 4), 1, dtype=torch.float32, device=torch.device("cpu"))
+        slab.data.normal_()
+        for seq in range(seqs):
+            store.append(seq, torch.cat([slab.read(seq, 0, 2), torch.randn(2, 10, 2, 4), slab.read(seq, 12, 14)], dim=1))
+        made.append(Offloader(store, slab, Streams(), keeps=True))
+    return made
+
+
+def test_what_leaves_the_rings_of_layers_is_stored_and_returned() -> None:
+    three = layers(3)
+    found = offload(three, [(0, 12, 18, 14), (1, 12, 18, 18)])  # the second sequence's are stored in part already, and stay so
+    for layer, rows in zip(three, found, strict=True):
+        assert [layer.store.length(seq) for seq in range(2)] == [18, 14]
+        assert torch.equal(layer.store.read(0, 0, 18)[:, 12:], rows[0])
+        for seq in range(2):
+            assert torch.equal(rows[seq], layer.slab.read(seq, 12, 18))
+        assert [layer.ahead(seq, 12) for seq in range(2)] == [True, False]
+
+
+def test_where_one_layer_finds_no_memory_none_is_said_to_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    three, spans = layers(3), [(seq, 12, 18, 14) for seq in range(2)]
+    real, given = host_memory.host_tensor, iter(range(3))
+
+    def give(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(given, None) is None:
+            raise HostMemoryError("no more")
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_memory, "host_tensor", give)
+        with pytest.raises(HostMemoryError):
+            offload(three, spans)
+    assert [layer.store.length(seq) for layer in three for seq in range(2)] == [14] * 6
+    for layer, rows in zip(three, offload(three, spans), strict=True):
+        for seq in range(2):
+            assert torch.equal(layer.store.read(seq, 12, 18), rows[seq])

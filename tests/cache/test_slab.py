@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.transfer import BulkCopy, UvaGather
@@ -70,18 +69,6 @@ def test_reorder() -> None:
 
 def test_a_slab_starts_finite() -> None:
     assert (slab(Regions(2, 2, 2)).data == 0).all()
-
-
-def test_sequences_are_read_at_once_wherever_their_rings_stand() -> None:
-    own, deferred = slab(Regions(2, 3, 3), 2), DeferredBatch()
-    own.data.copy_(torch.randn_like(own.data))
-    for starts in ([(1, 9), (0, 12), (1, 0)], [(0, 9), (1, 12)]):
-        found = own.read_seqs(starts, 4, deferred)
-        assert found.is_contiguous()
-        for rows, (seq, start) in zip(found, starts, strict=True):
-            assert torch.equal(rows, own.read(seq, start, start + 4))
-    found.zero_()
-    assert (own.data != 0).all(), "what is read is the caller's own"
 
 
 @pytest.mark.parametrize("transfer", [BulkCopy, UvaGather])

@@ -58,7 +58,7 @@ def broken(model: PreTrainedModel, cache: kvthaw.Cache, number: int, phase: str)
             real = module.sparse_decode
             patch.setattr(module, "sparse_decode", lambda *args, real=real: boom() if current[0] == number else real(*args))
     elif phase == "offload" and not isinstance(layer, DenseLayer):
-        patch.setattr(layer.store, "freeze", boom)
+        patch.setattr(layer.store, "extend", boom)
     elif group is not None and phase == "fetch":
         patch.setattr(layer.sparse.transfer, "fetch", boom)
     elif group is not None and phase in ("select", "append") and layer.chooses:

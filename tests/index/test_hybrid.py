@@ -29,6 +29,7 @@ def hybrid(seqs: Seqs) -> HybridIndex:
 
 def table(index: HybridIndex, seq: int) -> list[Tensor]:
     """What select() reads of a sequence, copied."""
+    index.join()
     host = index.seqs[seq]
     assert index.order is not None
     parts = [index.order[seq, :, : host.tokens], index.stops[seq, :, : host.units + 1], index.digests[seq, :, : host.units]]

@@ -93,8 +93,9 @@ def moves(dtype: torch.dtype, dim: int) -> None:
     ring, block_size = empty(HEADS, 90, 2, dim, dtype=dtype), empty(HEADS, 64, 2, dim, dtype=dtype)
     offload.offload(ring[:, 5:25], block_size, 3)
     slab, table, eight = empty(3, HEADS, 90, 2, dim, dtype=dtype), empty(3, 8, dtype=torch.int64), row_format.E4M3(dim, dtype)
+    leaving, out = [(0, 7, 23, 7), (1, 9, 25, 25)], empty(2, 2, HEADS, 16, 2, dim, dtype=dtype)
     for format in (None, eight):
-        freeze.freeze(slab, table, 1024, empty(2, 3), 16, sink=4, ring=80, format=format)
+        freeze.freeze([slab] * 2, [table] * 2, 1024, leaving, out, sink=4, ring=80, format=format)
     row_format.encode(slab, eight.row_bytes)
     keys, places = empty(2, HEADS, 16, 2, dim, dtype=dtype)[:, :, :, 0], [extend.Place(0, 7, 40, 2), extend.Place(1, 9, 50, 3)]
     kinds: list[tuple[Tensor | None, int, Spread | None]]
@@ -102,7 +103,7 @@ def moves(dtype: torch.dtype, dim: int) -> None:
     for order, wide, spread in kinds:
         made = empty(3, HEADS, 70, wide * dim, dtype=dtype) if wide else None
         tables = extend.Tables(empty(3, HEADS, 48, dim, dtype=dtype), empty(3, HEADS, 71), empty(3), order, made)
-        extend.launch(keys, tables, places, empty(2, 4), size=32, first=4, spread=spread)
+        extend.launch([extend.Added(keys, tables)] * 2, places, size=32, first=4, spread=spread)
     far, which = empty(HEADS, 700, dtype=torch.float32), empty(HEADS, 30, dtype=torch.int64)
     keys = empty(HEADS, 700, dim, dtype=dtype)
     cover.launch(far, keys, which)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from kvthaw.kernels.extend import Place, Tables, definition, launch
+from kvthaw.kernels.extend import Added, Place, Tables, definition, launch
 from kvthaw.kernels.page_bounds import Spread
 from shapes import DTYPES, TOLERANCE, poisoned
 
@@ -24,10 +24,6 @@ def tables(head_dim: int, dtype: torch.dtype, device: torch.device, *, mapped: b
     )}  # fmt: skip
     digests = poisoned(SEQS, HEADS, 129, wide * head_dim, dtype=dtype).to(device) if wide else None
     return Tables(recent.to(device), numbers["stops"], numbers["counts"], numbers["order"] if mapped else None, digests)
-
-
-def sent(places: list[Place], device: torch.device) -> torch.Tensor:
-    return torch.tensor(places, dtype=torch.int32, device=device)
 
 
 PLACES = [
@@ -49,16 +45,18 @@ def test_against_the_definition(
     case: tuple[int, int, list[Place]], spread: Spread | None, kind: tuple[torch.dtype, int], device: torch.device
 ) -> None:
     (new, size, places), (dtype, head_dim) = case, kind
-    rows = torch.randn(len(places), HEADS, new, 2, head_dim).to(dtype).to(device)
-    keys = rows[:, :, :, 0]  # as they come from a ring
+    rows = torch.randn(2, len(places), HEADS, new, 2, head_dim).to(dtype).to(device)
     mapped, wide = spread is None, 1 if spread is None else 2
-    expected, found = (tables(head_dim, dtype, device, mapped=mapped, wide=wide) for _ in range(2))
-    definition(keys, expected, places, size=size, first=16, spread=spread)
-    launch(keys, found, places, sent(places, device), size=size, first=16, spread=spread)
-    for name, own, other in zip(Tables._fields, found, expected, strict=True):
-        if own is not None and other is not None:
-            close = TOLERANCE[dtype] if name == "digests" else {"rtol": 0, "atol": 0}
-            torch.testing.assert_close(own, other, equal_nan=True, **close)
+    both = [
+        [Added(keys, tables(head_dim, dtype, device, mapped=mapped, wide=wide)) for keys in rows[..., 0, :]] for _ in range(2)
+    ]
+    definition(both[0], places, size=size, first=16, spread=spread)
+    launch(both[1], places, size=size, first=16, spread=spread)  # keys as they come from the rings of two layers
+    for (_, expected), (_, found) in zip(*both, strict=True):
+        for name, own, other in zip(Tables._fields, found, expected, strict=True):
+            if own is not None and other is not None:
+                close = TOLERANCE[dtype] if name == "digests" else {"rtol": 0, "atol": 0}
+                torch.testing.assert_close(own, other, equal_nan=True, **close)
     others = [seq for seq in range(SEQS) if seq not in {place.seq for place in places}]
     assert found.digests is not None
     assert found.digests[others].isnan().all(), "other sequences are left as they were"
@@ -71,7 +69,7 @@ def test_what_it_writes(device: torch.device) -> None:
     keys = torch.arange(HEADS * 5 * 8, dtype=torch.float32, device=device).view(1, HEADS, 5, 8)
     kept = own.recent[1, :, 10:14].clone()
     places = [Place(1, kept=4, begin=10, before=2)]
-    launch(keys, own, places, sent(places, device), size=3, first=100)
+    launch([Added(keys, own)], places, size=3, first=100)
     assert own.stops[1, :, :8].tolist() == [[-7, -7, -7, 13, 16, 19, -7, -7]] * HEADS
     assert own.counts.tolist() == [-7, 5, -7, -7]
     assert own.order is not None
@@ -86,7 +84,7 @@ def test_what_it_writes(device: torch.device) -> None:
 def test_others_may_make_the_digests(device: torch.device) -> None:
     own = tables(8, torch.float32, device, wide=0)
     places = [Place(0, kept=0, begin=0, before=0)]
-    launch(torch.zeros(1, HEADS, 5, 8, device=device), own, places, sent(places, device), size=4, first=0)
+    launch([Added(torch.zeros(1, HEADS, 5, 8, device=device), own)], places, size=4, first=0)
     assert own.counts.tolist() == [2, -7, -7, -7]
 
 
@@ -96,6 +94,6 @@ def test_room_is_checked(device: torch.device) -> None:
     for bad, size in (({"kept": 108}, 4), ({"before": 128}, 4), ({"begin": 296}, 4), ({"before": 125}, 1)):
         places = [good._replace(**bad)]
         with pytest.raises(AssertionError, match="no room"):
-            launch(keys, own, places, sent(places, device), size=size, first=0)
+            launch([Added(keys, own)], places, size=size, first=0)
     with pytest.raises(AssertionError, match="digests"):
-        launch(keys, own, [good], sent([good], device), size=4, first=0, spread="mean")
+        launch([Added(keys, own)], [good], size=4, first=0, spread="mean")

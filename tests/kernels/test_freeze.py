@@ -1,26 +1,27 @@
-"""The kernel that writes what leaves the rings to host memory, under the interpreter without a GPU, against its definition."""
+"""The kernel that copies what leaves the rings, under the interpreter without a GPU, against its definition."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kvthaw.kernels.freeze import definition, freeze
+from kvthaw.kernels.freeze import Span, definition, freeze
 from shapes import poisoned
 
 pytest.importorskip("triton")
 
-SINK, RING, HEADS, SEQS = 5, 24, 2, 3
+SINK, RING, HEADS, SEQS, LAYERS = 5, 24, 2, 3, 2
 SPANS = [
-    [(1, 40, 7)],
-    [(0, 0, 12), (2, 0, 5)],  # sink and ring, sink alone
-    [(2, 20, 16), (0, 31, 1), (1, 13, 24)],  # over the ring's end, and over a block's
+    [(1, 40, 47, 40)],
+    [(0, 12, 12, 0), (2, 5, 5, 0)],  # sink and ring, sink alone; an index takes nothing
+    [(2, 20, 36, 20), (0, 16, 32, 31), (1, 13, 29, 29)],  # over the ring's end, and over a block's; stored in part, and all
+    [(0, 8, 14, 3)],  # more is stored than the index takes
 ]
 
 
-def blocks(head_dim: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    made = [[poisoned(HEADS, 16, 2, head_dim, dtype=dtype) for _ in range(3)] for _ in range(SEQS)]
-    return [[block.pin_memory() for block in own] for own in made] if torch.cuda.is_available() else made
+def blocks(head_dim: int, dtype: torch.dtype) -> list[list[list[torch.Tensor]]]:
+    made = [[[poisoned(HEADS, 16, 2, head_dim, dtype=dtype) for _ in range(3)] for _ in range(SEQS)] for _ in range(LAYERS)]
+    return [[[block.pin_memory() for block in seq] for seq in own] for own in made] if torch.cuda.is_available() else made
 
 
 @pytest.mark.parametrize(
@@ -31,30 +32,40 @@ def blocks(head_dim: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         (SPANS[2], 6, torch.float16),  # a row is no multiple of 16 bytes
     ],
 )
-def test_against_the_definition(
-    spans: list[tuple[int, int, int]], head_dim: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    slab = torch.randn(SEQS, HEADS, SINK + RING + 9, 2, head_dim).to(dtype).to(device)
+def test_against_the_definition(spans: list[Span], head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    slabs = [torch.randn(SEQS, HEADS, SINK + RING + 9, 2, head_dim).to(dtype).to(device) for _ in range(LAYERS)]
+    most = max(stop - start for _, start, stop, _ in spans)
+    rows, same = (poisoned(LAYERS, len(spans), HEADS, most, 2, head_dim, dtype=dtype).to(device) for _ in range(2))
     found, expected = blocks(head_dim, dtype), blocks(head_dim, dtype)
-    definition(slab, expected, 16, spans, sink=SINK, ring=RING)
-    table = torch.tensor([[data.data_ptr() for data in own] for own in found]).to(device)
-    given = torch.tensor(spans, dtype=torch.int32, device=device)
-    freeze(slab, table, 16, given, max(count for *_, count in spans), sink=SINK, ring=RING)
+    definition(slabs, expected, 16, spans, same, sink=SINK, ring=RING)
+    tables = [torch.tensor([[data.data_ptr() for data in seq] for seq in own]).to(device) for own in found]
+    freeze(slabs, tables, 16, spans, rows, sink=SINK, ring=RING)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    whole = torch.stack([torch.cat(own, dim=1) for own in found])
-    torch.testing.assert_close(whole, torch.stack([torch.cat(own, dim=1) for own in expected]), rtol=0, atol=0, equal_nan=True)
-    for seq, start, count in spans:
-        for row in range(start, start + count):
-            place = row if row < SINK else SINK + (row - SINK) % RING
-            assert torch.equal(whole[seq, :, row], slab[seq, :, place].cpu())
-            whole[seq, :, row] = torch.nan
-    assert whole.isnan().all(), "what stands beside them is left as it was"
+    torch.testing.assert_close(rows, same, rtol=0, atol=0, equal_nan=True)
+    for slab, taken, mine, theirs in zip(slabs, rows, found, expected, strict=True):
+        whole, other = (torch.stack([torch.cat(seq, dim=1) for seq in own]) for own in (mine, theirs))
+        torch.testing.assert_close(whole, other, rtol=0, atol=0, equal_nan=True)
+        for out, (seq, start, stop, stored) in zip(taken, spans, strict=True):
+            for row in range(min(start, stored), stop):
+                there = slab[seq, :, row if row < SINK else SINK + (row - SINK) % RING].cpu()
+                if row >= stored:
+                    assert torch.equal(whole[seq, :, row], there)
+                    whole[seq, :, row] = torch.nan
+                if row >= start:
+                    assert torch.equal(out[:, row - start].cpu(), there)
+        assert whole.isnan().all(), "what stands beside them is left as it was"
+
+
+def test_what_a_method_evicts_is_read_alone(device: torch.device) -> None:
+    slab, rows = torch.randn(SEQS, HEADS, 40, 2, 8, device=device), torch.empty(1, 1, HEADS, 4, 2, 8, device=device)
+    freeze([slab], [None], 16, [(1, 6, 10, 10)], rows, sink=SINK, ring=RING)
+    assert torch.equal(rows[0, 0], slab[1, :, 6:10])
 
 
 def test_layout_is_checked(device: torch.device) -> None:
     slab, table = torch.zeros(2, HEADS, 40, 2, 8, device=device), torch.zeros(2, 3, dtype=torch.int64, device=device)
-    spans = torch.zeros(1, 3, dtype=torch.int32, device=device)
-    for bad in ((slab[:, :, ::2], table, spans), (slab, table.int(), spans), (slab, table, spans.long())):
+    rows, span = torch.empty(1, 1, HEADS, 4, 2, 8, device=device), (0, 0, 4, 0)
+    for bad in ((slab[:, :, ::2], table, rows), (slab, table.int(), rows), (slab, table, rows[0]), (slab, table, rows.half())):
         with pytest.raises(AssertionError):
-            freeze(bad[0], bad[1], 16, bad[2], 1, sink=5, ring=24)
+            freeze([bad[0]], [bad[1]], 16, [span], bad[2], sink=5, ring=24)

@@ -152,10 +152,14 @@ def test_frozen_from_a_ring(dim: int, dtype: torch.dtype, device: torch.device) 
     pinned = torch.cuda.is_available()
     theirs = [[data.clone().pin_memory() if pinned else data.clone() for data in own] for own in blocks]
     rounded, before = slab.clone(), slab.clone()
-    frozen(rounded, blocks, 16, spans, sink=sink, ring=ring, format=format)
+    leaving = [(seq, start + 2, start + count, start) for seq, start, count in spans]
+    taken, same = (torch.zeros(1, len(spans), HEADS, 6, 2, dim, dtype=dtype) for _ in range(2))
+    frozen([rounded], [blocks], 16, leaving, same, sink=sink, ring=ring, format=format)
     slab = slab.to(device)
     table = torch.tensor([[data.data_ptr() for data in own] for own in theirs], device=device)
-    freeze(slab, table, 16, torch.tensor(spans, dtype=torch.int32, device=device), 6, sink=sink, ring=ring, format=format)
+    taken = taken.to(device)
+    freeze([slab], [table], 16, leaving, taken, sink=sink, ring=ring, format=format)
+    torch.testing.assert_close(taken.cpu(), same, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(slab.cpu(), rounded, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(rounded[:, :, sink + ring :], before[:, :, sink + ring :])
     for seq, start, count in spans:

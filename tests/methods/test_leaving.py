@@ -11,7 +11,7 @@ import torch
 from one_layer import SCALE, OneLayer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvthaw.cache import host
+from kvthaw.cache import offloader
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
@@ -246,7 +246,7 @@ def test_nothing_is_left_to_do_before_a_step_whose_work_went_ahead(method: str) 
 
 TOKENS = ["oracle", "omnikv", "pqcache", "magicpig", "socket", "infinigen", "twilight"]
 KERNELS = [
-    (host, "freeze_definition"),
+    (offloader, "freeze_definition"),
     (units, "extend"),
     (codes, "encode"),
     (codes, "count"),
@@ -279,7 +279,6 @@ def test_more_rows_are_no_more_launches(method: str, pads: str, monkeypatch: pyt
                     for module, name in KERNELS:
                         patch.setattr(module, name, launches.one(getattr(module, name)))
                     cache.before_step()
-                    cache.flush_deferred()
                 found.append((rows, start, launches.count))
             q, k, v = (x[:, :, start:stop] for x in (query, key, value))
             cache.attend(cache.layers[0], q, k, v, AttentionParams(SCALE), left)

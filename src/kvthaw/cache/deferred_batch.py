@@ -22,13 +22,16 @@ class DeferredBatch:
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, tuple[Callable[[Sequence[Any]], None], list[Any]]] = {}
-        self._owners: set[object] = set()
+        self._owners: dict[object, Hashable] = {}  # and of what kind each queued last
         self._made: dict[Hashable, Any] = {}
 
     def defer(self, owner: object, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any) -> None:
-        """Queue an item; work(items) runs later, once for all items of a kind."""
+        """Queue an item; work(items) runs later, once for all items of a kind, and behind what the owner queued before."""
+        kinds = list(self._waiting)
+        if kind in kinds and owner in self._owners and kinds.index(self._owners[owner]) > kinds.index(kind):
+            self.flush()
         self._waiting.setdefault(kind, (work, []))[1].append(item)
-        self._owners.add(owner)
+        self._owners[owner] = kind
 
     def flush(self) -> None:
         """Run all queued work, kinds in the order in which they came."""

@@ -187,7 +187,7 @@ class DenseLayer(DeviceLayer):
 
     # Between steps
 
-    def before_step(self, leaving: Sequence[tuple[int, int, int]]) -> None:
+    def before_step(self) -> None:
         if self._data is not None:
             self._make_room()
 

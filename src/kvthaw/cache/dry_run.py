@@ -83,7 +83,7 @@ def dry_run(
     while sequences.capacity < prompt + new_tokens:
         sequences.capacity = roomier(sequences.capacity, sequences.capacity + 1)
         for one in dense:
-            one.before_step(())
+            one.before_step()
         for layer in made.values():
             assert layer.plan is not None
             layer.plan = layer.sparse.grow(settings, layer.plan)

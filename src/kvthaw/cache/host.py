@@ -17,13 +17,9 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.addresses import Addresses
-from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host_memory import Block, BlockAllocator, HostMemory
 from kvthaw.cache.page_copy import PageCopy
-from kvthaw.cache.pool import Slab
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.freeze import Span, freeze
-from kvthaw.kernels.freeze import definition as freeze_definition
 from kvthaw.kernels.offload import MOST, offload
 from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.stream_keys import definition as stream_definition
@@ -142,28 +138,9 @@ class HostStore:
                     block[h, offset : offset + take].copy_(source[h], non_blocking=non_blocking)
         self._length[seq] = start + n
 
-    def freeze(self, slab: Slab, spans: Sequence[Span], deferred: DeferredBatch) -> None:
-        """Add rows of some sequences, at most one span each, behind the sequence's last, from sink or ring, where they become what
-        is stored. From a GPU that is only enqueued on the current stream; the caller waits before anyone reads."""
-        for seq, start, count in spans:
-            self.claim(seq, start + count)
-        for seq, start, count in spans:  # not before there is room for all
-            self._length[seq] = start + count
-        if HAS_TRITON and slab.data.is_cuda and self.pinned:
-            self._freeze(slab, spans, max(count for _, _, count in spans), deferred)
-        else:
-            blocks, place = [[block.data for block in own] for own in self._blocks], slab.regions
-            freeze_definition(slab.data, blocks, self.block_size, spans, sink=place.sink, ring=place.ring, format=self.format)
-
-    def prepare(self, slab: Slab, deferred: DeferredBatch) -> None:
-        """Have the kernel of freeze() compiled, which takes a third of a second: no step should wait for that. Writes nothing."""
-        if HAS_TRITON and slab.data.is_cuda and self.pinned:
-            self._freeze(slab, [(0, 0, 0)], 1, deferred)
-
-    def _freeze(self, slab: Slab, spans: Sequence[Span], most: int, deferred: DeferredBatch) -> None:
-        device, place = slab.data.device, slab.regions
-        table, numbers = self.table_on(device), deferred.numbers(spans, device)
-        freeze(slab.data, table, self.block_size, numbers, most, sink=place.sink, ring=place.ring, format=self.format)
+    def extend(self, seq: int, length: int) -> None:
+        """A sequence has `length` tokens, those behind its last on their way to where claim() made room."""
+        self._length[seq] = length
 
     def arrive(self, copied: torch.cuda.Event, *, ordered: bool) -> None:
         """All rows appended so far are there when `copied` passes. ordered: it was recorded on the current stream."""

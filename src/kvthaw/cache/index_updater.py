@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index, Snapshots
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.side_index import SideIndex, can_build_beside
 from kvthaw.errors import CacheError
+from kvthaw.kernels.freeze import Span
 
 _log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class IndexUpdater:
     index on the host reads them from the store itself, once they have arrived there, and is given their number alone.
     """
 
-    def __init__(self, retriever: Retriever, store: HostStore, slab: Slab, deferred: DeferredBatch) -> None:
-        self.retriever, self.store, self.slab, self.deferred = retriever, store, slab, deferred
+    def __init__(self, retriever: Retriever, store: HostStore, slab: Slab) -> None:
+        self.retriever, self.store, self.slab = retriever, store, slab
         self.first = slab.regions.sink
         self.indexed = [self.first] * store.seqs
         self._last: dict[int, int] = {}  # where the latest append to a sequence began
@@ -193,23 +193,26 @@ class IndexUpdater:
         self._marked.clear()
         self._uncommitted.clear()
 
-    def flush(self, leaving: Sequence[tuple[int, int, int]], recent_queries: Mapping[int, Tensor]) -> None:
-        """Index the tokens that leave the rings of some sequences, (sequence, start, stop), equally many of each, unless they are
-        indexed already. recent_queries: the last queries of the prompts, [Hq, W, D]."""
-        index = self.retriever.index
-        leaving = [each for each in leaving if self.indexed[each[0]] < each[2]]
-        for seq, start, stop in leaving:
-            if start == self.first:  # the first tokens of a sequence that had none to index
-                own = self._nothing(stop - start) if index.on_host else self.slab.read(seq, start, stop)
-                self._build(seq, stop, own[:, :, 0], own[:, :, 1], self._queries(recent_queries, seq))
-        known = [(seq, start) for seq, start, _ in leaving if start > self.first]
+    def flush(self, spans: Sequence[Span], rows: Tensor, recent_queries: Mapping[int, Tensor]) -> None:
+        """Index the tokens start .. stop of some sequences, which leave their rings, rows [R, H, n, 2, D], unless they are indexed
+        already. recent_queries: the last queries of the prompts, [Hq, W, D]."""
+        index, known = self.retriever.index, []
+        for i, (seq, start, stop, _) in enumerate(spans):
+            if self.indexed[seq] >= stop:
+                continue
+            if start > self.first:
+                known.append(i)
+                continue
+            own = (
+                self._nothing(stop - start) if index.on_host else rows[i]
+            )  # the first tokens of a sequence that had none to index
+            self._build(seq, stop, own[:, :, 0], own[:, :, 1], self._queries(recent_queries, seq))
         if known:
-            n = next(stop - start for _, start, stop in leaving)
             if index.on_host:
-                rows = self._nothing(n).expand(len(known), -1, -1, -1, -1)
-            else:
-                rows = self.slab.read_seqs(known, n, self.deferred)
-            self._append([seq for seq, _ in known], n, rows[:, :, :, 0], rows[:, :, :, 1], None)
+                rows = self._nothing(rows.shape[2]).expand(len(known), -1, -1, -1, -1)
+            elif len(known) < len(rows):
+                rows = torch.stack([rows[i] for i in known])
+            self._append([spans[i][0] for i in known], rows.shape[2], rows[:, :, :, 0], rows[:, :, :, 1], None)
 
     def built(self, seq: int, timeout: float | None = 0.0) -> bool:
         """Return whether take_built() need not wait, after waiting at most `timeout` seconds; None: as long as it takes."""

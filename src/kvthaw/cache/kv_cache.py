@@ -14,6 +14,7 @@ from kvthaw.cache.chooser import Chooser
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
+from kvthaw.cache.layer_storage import flush, flush_early
 from kvthaw.cache.layers import built, indexed_layers, make_layers, offloaded_numbers
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
@@ -211,9 +212,12 @@ class KVCache:
         sequences = self.sequences
         if sequences.capacity <= sequences.longest:
             sequences.capacity = roomier(sequences.capacity, sequences.longest + 1)
-        leaving = sequences.leaving()
+        for own in self.offloaded:
+            own.renew()
+        flush(self.offloaded, sequences.leaving())
+        self.streams.deferred.flush()
         for layer in self.layers:
-            layer.before_step(leaving)
+            layer.before_step()
             if self._prepared[1] != sequences.capacity:
                 self.streams.device.fixed[layer.number] = layer.fixed_bytes()
         self._prepared, self._flushed = self._state(), sequences.padded_length
@@ -222,7 +226,7 @@ class KVCache:
         """Run the host-side work of the next decode step while the device is busy: in every layer if it is certain that the step
         comes, else in the layers that can undo it exactly."""
         if self.sequences.full():
-            self._run_ahead([layer for layer in self.layers if certain or layer.can_run_ahead])
+            self._run_ahead([layer for layer in self.offloaded if certain or layer.can_run_ahead])
 
     @torch.inference_mode(False)  # tensors made here outlive the caller's mode
     @torch.no_grad()
@@ -236,17 +240,13 @@ class KVCache:
         if self._checkpoints.candidates is None and self.streams.graph is None and self.sequences.full():
             self._run_ahead([layer for layer in self.offloaded if layer.on_host and layer.can_run_ahead])
 
-    def _run_ahead(self, layers: Sequence[LayerKV]) -> None:
-        if self._flushed != self.sequences.padded_length:
-            leaving = self.sequences.leaving()
-            done = [layer.run_ahead(leaving) for layer in layers]
-            self.flush_deferred()
-            if all(done) and len(done) == len(self.layers):
-                self._flushed = self.sequences.padded_length
-
-    def flush_deferred(self) -> None:
-        """Run the queued index updates of all layers."""
+    def _run_ahead(self, layers: Sequence[OffloadedLayer]) -> None:
+        done = flush_early(layers, self.sequences.leaving())
         self.streams.deferred.flush()
+        for layer in layers:
+            layer.sparse.update_table()
+        if done and len(layers) == len(self.offloaded):
+            self._flushed = self.sequences.padded_length
 
     def after_step(self) -> None:
         """Preallocate host memory for coming tokens, and go on with work that is spread over steps."""

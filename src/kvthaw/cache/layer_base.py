@@ -52,16 +52,8 @@ class LayerKV(Protocol):
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Store tokens as prefill() does, without attention."""
 
-    def before_step(self, leaving: Sequence[tuple[int, int, int]]) -> None:
-        """Run all host-side work that the next decode step requires; idempotent. leaving: (sequence, start, stop) of the tokens
-        that leave their rings with that step."""
-
-    def run_ahead(self, leaving: Sequence[tuple[int, int, int]]) -> bool:
-        """Run that work before it is certain that the step comes. Returns whether all of it is done."""
-
-    @property
-    def can_run_ahead(self) -> bool:
-        """Whether rollback() undoes run_ahead() exactly."""
+    def before_step(self) -> None:
+        """Run all host-side work that the next decode step requires, but for what leaves full rings; idempotent."""
 
     def reserve_blocks(self, ends: Mapping[int, int]) -> None:
         """Allocate the host blocks that offloading up to `ends` takes, by sequence. Raises HostMemoryError."""
@@ -117,13 +109,8 @@ class LayerKV(Protocol):
 class DeviceLayer(LayerKV):
     """A layer whose KV stays on the device: nothing is offloaded, indexed or under way between its steps."""
 
-    can_run_ahead = True
-
     def fixed_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
-
-    def run_ahead(self, leaving: Sequence[tuple[int, int, int]]) -> bool:
-        return True
 
     def recover(self) -> None:
         """Nothing is remembered of a step."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,14 +13,28 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.index_updater import IndexUpdater, Snapshot
-from kvthaw.cache.offloader import Offloader
+from kvthaw.cache.offloader import Offloader, offload
 from kvthaw.cache.placement import Placement
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.preallocator import BlockPreallocator
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
+from kvthaw.kernels.freeze import Span
 from kvthaw.kernels.row_format import row_format
+
+Leaving = tuple[int, int, int]
+"""A sequence and the tokens that leave its ring, start .. stop."""
+_AT_ONCE = 1 << 28
+"""Bytes of rows that leave rings at once, of one layer at least."""
+
+
+class Ringed(Protocol):
+    """A layer with a ring. plan: None before the first prompt; recent_queries: the last queries of each sequence's prompt."""
+
+    plan: Plan | None
+    storage: LayerStorage
+    recent_queries: dict[int, Tensor]
 
 
 class LayerStorage:
@@ -93,14 +107,19 @@ class LayerStorage:
         if self.updater is not None:
             self.updater.resume(seq, start, kept)
 
-    def flush(self, leaving: Sequence[tuple[int, int, int]], recent_queries: Mapping[int, Tensor]) -> None:
-        """Offload and index tokens that leave their rings, (sequence, start, stop); idempotent. recent_queries: the last queries of
-        the prompts."""
-        if leaving:
-            self.finish_moves()
-            self.offloader.up_to({seq: stop for seq, _, stop in leaving})
-            if self.updater is not None:
-                self.updater.flush(leaving, recent_queries)
+    def lacking(self, leaving: Sequence[Leaving]) -> list[Span]:
+        """Return what of the tokens that leave rings the index or the store lacks; nothing of sequences to be indexed anew."""
+        spans: list[Span] = []
+        for seq, start, stop in leaving:
+            given = self.updater is None or self.updater.indexed[seq] >= stop
+            stored = self.offloader.stored(seq, stop)
+            if not (given and stored == stop) and not self.stale(seq):
+                spans.append((seq, stop if given else start, stop, stored))
+        return spans
+
+    def stale(self, seq: int) -> bool:
+        """Return whether a sequence is to be indexed anew."""
+        return self.updater is not None and seq in self.updater.stale
 
     def trim_queries(self, recent_queries: dict[int, Tensor], idle: Collection[int]) -> None:
         """Free the early queries of prompts that are indexed, where the method keeps all until then."""
@@ -190,3 +209,35 @@ class LayerStorage:
             self.updater.reorder(sequences)
         self.offloader.reorder(sequences)
         self.slab.reorder(torch.tensor(sequences, device=self.slab.data.device))
+
+
+def flush(layers: Sequence[Ringed], leaving: Sequence[Leaving]) -> bool:
+    """Offload and index tokens that leave rings, equally many of each, in layers that agree by one kernel; idempotent. Returns
+    whether all is done: sequences to be indexed anew are left out."""
+    ringed = [layer for layer in layers if layer.plan is not None and leaving]
+    alike: dict[tuple[tuple[Span, ...], Hashable], list[Ringed]] = {}
+    for layer in ringed:
+        layer.storage.finish_moves()
+        if spans := tuple(layer.storage.lacking(leaving)):
+            alike.setdefault((spans, layer.storage.offloader.kind), []).append(layer)
+    for (spans, _), some in alike.items():
+        row = some[0].storage.slab.data[0, :, 0].nbytes
+        most = max(1, _AT_ONCE // (1 + row * sum(stop - start for _, start, stop, _ in spans)))
+        for at in range(0, len(some), most):
+            group = some[at : at + most]
+            rows = offload([layer.storage.offloader for layer in group], spans)
+            for layer, own in zip(group, rows, strict=True):
+                if layer.storage.updater is not None:
+                    layer.storage.updater.flush(spans, own, layer.recent_queries)
+            if len(some) > most:
+                group[0].storage.streams.deferred.flush()  # which holds the rows
+    return not any(layer.storage.stale(seq) for layer in ringed for seq, _, _ in leaving)
+
+
+def flush_early(layers: Sequence[Ringed], leaving: Sequence[Leaving]) -> bool:
+    """Flush rings before a step that may not come. What cannot be done now is left to flush(), which raises the reason if there is
+    still one then."""
+    try:
+        return flush(layers, leaving)
+    except Exception:
+        return False

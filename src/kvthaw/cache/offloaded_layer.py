@@ -21,7 +21,7 @@ from kvthaw.cache.host_memory import Block
 from kvthaw.cache.index_api import IndexContext, Transfer
 from kvthaw.cache.index_updater import IndexUpdater, Snapshot
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, attend_rows, last_queries, reordered
-from kvthaw.cache.layer_storage import LayerStorage
+from kvthaw.cache.layer_storage import LayerStorage, flush
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.preallocator import BlockPreallocator
@@ -133,7 +133,7 @@ class OffloadedLayer(LayerKV):
                     deferred=self.streams.deferred, rotary=self.rotary, ranks=self.settings.ranks,
                 )  # fmt: skip
                 self.retriever = Retriever(method, context, count, plan.rows, self.streams)
-                self.storage.updater = IndexUpdater(self.retriever, self.store, self.slab, self.streams.deferred)
+                self.storage.updater = IndexUpdater(self.retriever, self.store, self.slab)
             else:
                 self.retriever = self.leader.retriever
         if transfer is not None and not self.on_host and (transfer.graph_safe or key.is_cpu):
@@ -202,7 +202,8 @@ class OffloadedLayer(LayerKV):
         outs = []
         for t in range(step.tokens):
             if t and self.sequences.full(t):
-                self.before_step(self.sequences.leaving(t), taken=t)
+                flush([self], self.sequences.leaving(t))
+                self.before_step()
             self._taken = step, t + 1
             self.sequences.place(step, t, self.slab.data.device)
             outs.append(self._attend(step, t, query[:, :, t], (key[:, :, t], value[:, :, t]), attention))
@@ -255,23 +256,26 @@ class OffloadedLayer(LayerKV):
 
     @property
     def can_run_ahead(self) -> bool:
-        """See LayerKV. A tree on the host forgets what it was given, but for its shape."""
+        """Whether rollback() undoes run_ahead() exactly. A tree on the host forgets what it was given, but for its shape."""
         if self.on_host:
             return not self.asked_again
         return self.storage.updater is None or self.storage.updater.reversible
 
-    def before_step(self, leaving: Sequence[tuple[int, int, int]], taken: int = 0) -> None:
-        """See LayerKV. Afterwards a step of one token runs on the device alone if the index is graph-safe. taken: tokens of the
-        current step that are in the ring already."""
+    def renew(self) -> None:
+        """Check what prompts brought, and index anew the sequences that ask for it, before tokens leave their rings."""
         if self.plan is None:
             return
         self.check_finite()
         if not self.sequences.paused:
             self.streams.prefetcher.release()
-        if self.storage.updater is not None and not taken:
+        if self.storage.updater is not None:
             live = (seq for seq in range(self.sequences.count) if seq not in self.sequences.idle)
             self.storage.updater.renew({seq: self.sequences.indexed(seq) for seq in live}, self.recent_queries)
-        self.storage.flush(leaving, self.recent_queries)
+
+    def before_step(self) -> None:
+        """See LayerKV. Afterwards a step of one token runs on the device alone if the index is graph-safe."""
+        if self.plan is None:
+            return
         self.storage.trim_queries(self.recent_queries, self.sequences.idle)
         self.sparse.wait_on_stream()
         self.plan = self.sparse.grow(self.settings, self.plan)
@@ -279,18 +283,6 @@ class OffloadedLayer(LayerKV):
         if self.retriever is not None and not self.on_host:
             self.retriever.settle()
         self.sparse.update_table()
-
-    def run_ahead(self, leaving: Sequence[tuple[int, int, int]]) -> bool:
-        """See LayerKV. The device is still at work: an index on the host takes as long as a layer's whole step, and thirty launches
-        a layer as long as a step. What cannot be done now is left to before_step, which raises the reason if there is still one."""
-        updater = self.storage.updater
-        ready = [each for each in leaving if updater is None or each[0] not in updater.stale]
-        try:
-            self.storage.flush(ready, self.recent_queries)
-        except Exception:
-            return False
-        self.sparse.update_table()
-        return len(ready) == len(leaving)
 
     def reserved(self, seq: int) -> int:
         """Return the number of tokens of a sequence that its blocks on the host have room for."""

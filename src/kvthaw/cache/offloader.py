@@ -1,9 +1,10 @@
-"""Copies the tokens of a layer from the device to its store on the host."""
+"""Copies tokens from the device to the host: a layer's prompts, and what leaves the rings of all layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.streams import Streams
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.freeze import Span, freeze
+from kvthaw.kernels.freeze import definition as freeze_definition
 
 
 class Offloader:
@@ -23,8 +27,23 @@ class Offloader:
     def __init__(self, store: HostStore, slab: Slab, streams: Streams, *, keeps: bool) -> None:
         self.store, self.slab, self.streams, self.keeps = store, slab, streams, keeps
         self._latest: dict[int, tuple[int, int]] = {}  # rows before and after the latest copy from a ring
-        if keeps:
-            store.prepare(slab, streams.deferred)
+        if self.on_gpu:  # compiled now, which takes a third of a second: no step should wait for that
+            _copy([self], [(0, 0, 0, 0)])
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a kernel copies what leaves the ring."""
+        return HAS_TRITON and self.slab.data.is_cuda and self.store.pinned
+
+    @property
+    def kind(self) -> Hashable:
+        """What layers have in common whose rows one kernel copies."""
+        data = self.slab.data
+        return data.shape, data.dtype, data.device, self.slab.regions, self.store.allocator.kind, self.keeps
+
+    def stored(self, seq: int, stop: int) -> int:
+        """Return the position from which on the tokens of a sequence up to `stop` are to be offloaded."""
+        return min(self.store.length(seq), stop) if self.keeps else stop
 
     def prompt(self, seq: int, past: int, keys: Tensor, values: Tensor) -> None:
         """Offload keys and values [H, n, D] of a prompt, after those of the first `past` tokens that are only in the ring. The copy
@@ -36,17 +55,15 @@ class Offloader:
 
     def up_to(self, positions: Mapping[int, int]) -> None:
         """Offload tokens of each sequence, up to a position, that are only in sink or ring."""
-        stored = [(seq, self.store.length(seq), stop) for seq, stop in positions.items()]
-        spans = [(seq, start, stop - start) for seq, start, stop in stored if start < stop]
-        if not spans or not self.keeps:
-            return
-        self.wait_on_stream()
-        self.store.freeze(self.slab, spans, self.streams.deferred)
-        self._latest.update({seq: (start, start + count) for seq, start, count in spans})
-        if self.slab.data.is_cuda:  # on the current stream: a few rows, before the next step writes in their places
-            copied = torch.cuda.Event()
-            copied.record()
-            self.store.arrive(copied, ordered=True)
+        spans = [(seq, stop, stop, stored) for seq, stop in positions.items() if (stored := self.stored(seq, stop)) < stop]
+        if spans:
+            offload([self], spans)
+
+    def extend(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        """Count tokens (sequence, start, stop) that are on their way from the ring to the store, which has room for them."""
+        for seq, start, stop in spans:
+            self.store.extend(seq, stop)
+            self._latest[seq] = start, stop
 
     def wait(self) -> None:
         """Wait until all copies are complete, before the host reads the store."""
@@ -117,3 +134,37 @@ class Offloader:
         self._latest.pop(seq, None)
         if self.store.length(seq) > length:
             self.store.truncate(seq, length)
+
+
+def offload(offloaders: Sequence[Offloader], spans: Sequence[Span]) -> Tensor:
+    """Copy tokens of some sequences, at most one span each, from the rings of layers of one kind to their stores, on the current
+    stream. Returns those for the index, [L, R, H, n, 2, D] on the device. Raises HostMemoryError before any layer has changed."""
+    new = [(seq, stored, stop) for seq, _, stop, stored in spans if stored < stop]
+    for each in offloaders:
+        each.wait_on_stream()
+        for seq, _, stop in new:
+            each.store.claim(seq, stop)
+    for each in offloaders:
+        each.extend(new)
+    rows = _copy(offloaders, spans)
+    if new and rows.is_cuda:  # a few rows, before the next step writes in their places
+        copied = torch.cuda.Event()
+        copied.record()
+        for each in offloaders:
+            each.store.arrive(copied, ordered=True)
+    return rows
+
+
+def _copy(offloaders: Sequence[Offloader], spans: Sequence[Span]) -> Tensor:
+    """Launch what offload() does on the device; there is room."""
+    slabs, stores, one = [each.slab.data for each in offloaders], [each.store for each in offloaders], offloaders[0]
+    heads, tail, n = slabs[0].shape[1], slabs[0].shape[3:], max(stop - start for _, start, stop, _ in spans)
+    rows = slabs[0].new_empty((len(slabs), len(spans), heads, n, *tail))
+    how: dict[str, Any] = {"sink": one.slab.regions.sink, "ring": one.slab.regions.ring, "format": one.store.format}
+    if one.on_gpu:
+        tables = [store.table_on(rows.device) if one.keeps else None for store in stores]
+        freeze(slabs, tables, one.store.block_size, spans, rows, **how)
+    else:
+        blocks = [[[block.data for block in store.blocks(seq)] for seq in range(store.seqs)] for store in stores]
+        freeze_definition(slabs, blocks, one.store.block_size, spans, rows, **how)
+    return rows

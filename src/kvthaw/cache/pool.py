@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import DeferredBatch
-from kvthaw.kernels.places import place_of
 from kvthaw.regions import Regions
 
 
@@ -73,21 +69,6 @@ class Slab:
         """Return rows [H, stop - start, 2, D] of positions that stand in the sink or in the ring, of the caller's own."""
         pieces = [self.data[seq, :, place:end] for place, end in self.runs(start, stop)]
         return torch.cat(pieces or [self.data[seq, :, :0]], dim=1)
-
-    def read_seqs(self, starts: Sequence[tuple[int, int]], n: int, deferred: DeferredBatch) -> Tensor:
-        """Return rows [R, H, n, 2, D] of positions start .. start + n of some sequences, each (sequence, start), which stand in the
-        sink or in the ring; of the caller's own. together: of the layers that read the same sequences."""
-        heads, held = self.data.shape[1:3]
-        key = "places", tuple(starts), n, self.regions, tuple(self.data.shape[:3]), self.data.device
-
-        def places() -> Tensor:
-            seqs, at = torch.tensor(starts)[:, :, None].unbind(dim=1)
-            place = place_of(at + torch.arange(n), self.regions.sink, self.regions.ring)
-            heads_of = seqs * heads + torch.arange(heads)
-            return (heads_of[:, :, None] * held + place[:, None]).flatten().to(self.data.device, non_blocking=True)
-
-        rows = self.data.view(-1, *self.data.shape[3:]).index_select(0, deferred.once(key, places))
-        return rows.view(len(starts), heads, n, *self.data.shape[3:])
 
     def widen(self, slots: int) -> None:
         """Have more slots, in another tensor."""

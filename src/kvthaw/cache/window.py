@@ -139,7 +139,7 @@ class WindowLayer(DeviceLayer):
 
     # Between steps
 
-    def before_step(self, leaving: Sequence[tuple[int, int, int]]) -> None:
+    def before_step(self) -> None:
         """Tokens leave the ring as others are written in their places."""
 
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Literal, Self
 
 import torch
@@ -15,7 +16,6 @@ from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import ConfigError
 from kvthaw.index.observed import ObservedIndex
-from kvthaw.index.target import Full, Target
 from kvthaw.index.unit_counts import Seq
 from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.observe import observe
@@ -310,27 +310,27 @@ class HybridIndex(ObservedIndex):
         return True
 
     def _place(self, plans: dict[int, Reordering]) -> None:
-        """Put plans of sequences in place, whole: on the current stream, so between two steps; those of equal sizes at once."""
-        alike: dict[tuple[int, int], list[int]] = {}
-        for seq, plan in plans.items():
-            alike.setdefault((plan.order.shape[1], plan.static), []).append(seq)
+        """Put plans of sequences in place, whole: on the current stream, so between two steps; of equal neighbours at once."""
+        self.join()
+        for plan in plans.values():
             plan.wait()
-        for seqs in alike.values():
+        sizes = {seq: (plan.order.shape[1], plan.static) for seq, plan in plans.items()}
+        for _, some in groupby(enumerate(sorted(plans)), lambda each: (each[1] - each[0], sizes[each[1]])):
+            seqs = [seq for _, seq in some]
             self._place_alike(seqs, [plans[seq] for seq in seqs])
 
     def _place_alike(self, seqs: list[int], plans: list[Reordering]) -> None:
-        """Put plans of equal sizes in place."""
-        order, digests, stops, tail = (torch.stack(own) for own in zip(*(plan.tensors() for plan in plans), strict=True))
-        heads, device = self.context.kv_heads, order.device
-        tokens, units, kept = order.shape[2], digests.shape[2], tail.shape[2]
+        """Put plans of equal sizes in the places of neighbouring sequences."""
+        tables = zip(*(plan.tensors() for plan in plans), strict=True)
+        order, digests, stops, tail = (own[0][None] if len(own) == 1 else torch.stack(own) for own in tables)
+        tokens, units, kept, of = order.shape[2], digests.shape[2], tail.shape[2], slice(seqs[0], seqs[-1] + 1)
         self.reserve(max(seqs) + 1, units + 1, tokens)
         assert self.order is not None
-        whole = Target.of([Full(seq, 0, 0) for seq in seqs], heads, device)
-        self.order[whole.places(tokens)] = order
-        self.digests[whole.units(units)] = digests
-        self.stops[whole.units(units + 1)] = stops
-        last = Target.of([Full(seq, tokens - kept, 0) for seq in seqs], heads, device)
-        self.recent[last.places(kept, self.recent.shape[2])] = tail
+        self.order[of, :, :tokens] = order
+        self.digests[of, :, :units] = digests
+        self.stops[of, :, : units + 1] = stops
+        self.recent[of].index_copy_(2, self._ring(tokens - kept, kept), tail)
+        self.counts[of] = units
         for seq in seqs:
             last_page = (tokens - kept, units - (kept > 0))
             marks = [(0, 0)] if last_page == (0, 0) else [(0, 0), last_page]
@@ -341,7 +341,6 @@ class HybridIndex(ObservedIndex):
             if store.pages is not None and self.stored(seq, tokens):
                 store.wait()
                 store.rearrange(seq, self.order[seq, :, :tokens])
-        self.counts.index_fill_(0, whole.seqs[:, 0, 0], units)
 
     def _keys(self, seqs: int, tokens: int) -> Tensor:
         context = self.context

@@ -62,6 +62,7 @@ class StaticPageIndex(ObservedIndex):
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         self.begin(seq, first, queries)
         super().append([seq], keys[None], values[None], None)
+        self.join()
         self.turns[seq].since = self.early
         if self.rows:
             tokens, _, _ = self._closed(seq)
@@ -73,7 +74,9 @@ class StaticPageIndex(ObservedIndex):
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         super().append(seqs, keys, values, queries)
-        self._choose([seq for seq in seqs if self._due(seq, 0) and self.stored(seq, self.seqs[seq].tokens)])
+        if due := [seq for seq in seqs if self._due(seq, 0) and self.stored(seq, self.seqs[seq].tokens)]:
+            self.join()
+            self._choose(due)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index. A change of budget makes every sequence's static set anew."""
@@ -82,6 +85,7 @@ class StaticPageIndex(ObservedIndex):
         self.rows = budget
         filled = [seq for seq in range(batch) if self.seqs[seq].tokens and self.stored(seq, self.seqs[seq].tokens)]
         stale = [seq for seq in filled if self.turns[seq].rows != budget]
+        self.join()
         for seq in stale:
             if not self.turns[seq].recorded:  # no prompt was long enough to be built
                 self.record_queries(seq, query[seq, :, None])

@@ -8,6 +8,7 @@ their digests are made anew with every append, so that every token can be select
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self, get_args
 
 import torch
@@ -20,7 +21,7 @@ from kvthaw.errors import one_of
 from kvthaw.index.tables import grown
 from kvthaw.index.target import Full, Target
 from kvthaw.index.unit_counts import Before, Seq
-from kvthaw.kernels.extend import Place, Tables, extend, means
+from kvthaw.kernels.extend import Added, Place, Tables, extend, means
 from kvthaw.kernels.page_bounds import Spread, page_bounds
 from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy, unit_select
@@ -294,13 +295,15 @@ class UnitIndex(Index, Reversible, WorksBeside):
         self.know(seqs)
 
     def extend(self, keys: Tensor, places: Sequence[Place]) -> None:
-        """Keys [R, H, n, D] enter the tables at their places, and the units that they begin or fill get their digests."""
+        """Keys [R, H, n, D] enter the tables at their places, and the units that they begin or fill get digests; see defer()."""
         self._extend(keys, places, self.digests)
 
     def _extend(self, keys: Tensor, places: Sequence[Place], digests: Tensor | None) -> None:
-        tables = Tables(self.recent, self.stops, self.counts, self.order, digests)
-        where = self._deferred.numbers(places, keys.device)
-        extend(keys, tables, places, where, size=self.size, first=self.first, spread=self.spread)
+        added = Added(keys, Tables(self.recent, self.stops, self.counts, self.order, digests))
+        alike = tuple(places), self.size, self.first, self.spread
+        work = partial(extend, places=alike[0], size=self.size, first=self.first, spread=self.spread)
+        laid_out = keys.shape, keys.stride(), keys.dtype, keys.device, self.recent.shape[2], self.order is None, digests is None
+        self.defer((extend, *alike, *laid_out), work, added)
 
     def _join_many(self, seqs: Sequence[int], keys: Tensor) -> None:
         """So many tokens of a sequence that there is no room for them beside what is kept, keys [1, H, n, D]."""
@@ -349,6 +352,7 @@ class UnitIndex(Index, Reversible, WorksBeside):
         self._set(seq, Seq(begin, before, 0, marks))
         self._add([seq], keys[None])
         if order is not None and self.order is not None:  # places of the map are not positions
+            self.join()
             self.order[seq, :, begin : begin + n] = order
 
     def _kept(self, seq: int, begin: int, n: int) -> Tensor:

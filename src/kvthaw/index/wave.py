@@ -102,6 +102,7 @@ class WaveIndex(ClusterIndex, Attends):
 
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
         """See UnitIndex; at once, for their values follow."""
+        self.join()
         own = self.last(full, self.recent)[:, :, None] if keys is None else keys
         self.form_now(full, own, self.per_batch)
         if keys is None:

@@ -1,9 +1,8 @@
-"""Append new tokens to the unit tables of all sequences in one launch.
+"""Append new tokens to the unit tables of all layers and sequences in one launch.
 
 The kernel writes their keys, their positions in the order, the ends of their units, and the digests of the units that they
-start or fill. It copies n D keys per head and reads those of at most one more unit (64 KiB per sequence for 16 tokens of 8
-heads, D = 128, bf16: 0.02 us at 4.3 TB/s), so its time is that of the launch, once per layer whenever tokens leave the ring
-buffer.
+start or fill. It copies n D keys per head and reads those of at most one more unit (64 KiB per sequence and layer for 16 tokens of
+8 heads, D = 128, bf16: 0.02 us at 4.3 TB/s), so its time is that of the launch, once whenever tokens leave the ring buffers.
 """
 
 from __future__ import annotations
@@ -43,6 +42,13 @@ class Tables(NamedTuple):
     digests: Tensor | None
 
 
+class Added(NamedTuple):
+    """What the tables of a layer are given: keys [R, H, n, D], R sequences' last."""
+
+    keys: Tensor
+    tables: Tables
+
+
 def means(keys: Tensor, size: int) -> Tensor:
     """Average every `size` keys of [H, n, D] in float32; the last group may be smaller. Returns [H, ceil(n / size), D]."""
     full = keys.shape[1] // size * size
@@ -52,32 +58,31 @@ def means(keys: Tensor, size: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def definition(
-    keys: Tensor, tables: Tables, places: Sequence[Place], *, size: int, first: int, spread: Spread | None = None
-) -> None:
-    """Append keys [R, H, n, D], one batch row per entry of places; kept + n is at most L.
+def definition(every: Sequence[Added], places: Sequence[Place], *, size: int, first: int, spread: Spread | None = None) -> None:
+    """Append keys [R, H, n, D], one batch row per entry of places, to the tables of each layer; kept + n is at most L.
 
     Units have `size` tokens, the last one possibly fewer, and continue across batches. Writes to stops the ends of the units
     that are started or filled, to counts the number of units, to order the positions of the new tokens: place t holds position
     first + t until units are reordered. Writes to digests the means of these units' keys, or their bounding boxes
     (`page_bounds`) if spread is given.
     """
-    ring = tables.recent.shape[2]
-    for new, (seq, kept, begin, before) in zip(keys, places, strict=True):
-        n, whole = kept + new.shape[1], kept // size
-        units, device = -(-n // size), keys.device
-        at = torch.arange(begin + whole * size, begin + n, device=device) % ring
-        recent = tables.recent[seq].index_copy_(1, at[kept - whole * size :], new)
-        ends = torch.arange(whole * size, (units + 1) * size, size, dtype=torch.int32, device=device).clamp_(max=n) + begin
-        tables.stops[seq, :, before + whole : before + units + 1] = ends
-        tables.counts[seq] = before + units
-        if tables.order is not None:
-            there = torch.arange(begin + kept, begin + n, dtype=torch.int32, device=device)
-            tables.order[seq, :, begin + kept : begin + n] = there + first
-        if tables.digests is not None:
-            unit_keys = recent[:, at]
-            made = means(unit_keys, size) if spread is None else page_bounds.definition(unit_keys, size, spread=spread)
-            tables.digests[seq, :, before + whole : before + units] = made.to(tables.digests.dtype)
+    for keys, tables in every:
+        ring = tables.recent.shape[2]
+        for new, (seq, kept, begin, before) in zip(keys, places, strict=True):
+            n, whole = kept + new.shape[1], kept // size
+            units, device = -(-n // size), keys.device
+            at = torch.arange(begin + whole * size, begin + n, device=device) % ring
+            recent = tables.recent[seq].index_copy_(1, at[kept - whole * size :], new)
+            ends = torch.arange(whole * size, (units + 1) * size, size, dtype=torch.int32, device=device).clamp_(max=n) + begin
+            tables.stops[seq, :, before + whole : before + units + 1] = ends
+            tables.counts[seq] = before + units
+            if tables.order is not None:
+                there = torch.arange(begin + kept, begin + n, dtype=torch.int32, device=device)
+                tables.order[seq, :, begin + kept : begin + n] = there + first
+            if tables.digests is not None:
+                unit_keys = recent[:, at]
+                made = means(unit_keys, size) if spread is None else page_bounds.definition(unit_keys, size, spread=spread)
+                tables.digests[seq, :, before + whole : before + units] = made.to(tables.digests.dtype)
 
 
 if HAS_TRITON:
@@ -86,19 +91,21 @@ if HAS_TRITON:
 
     from kvthaw.kernels.page_bounds import box
 
-    @triton.jit(do_not_specialize=["new", "first", "ring", "stops_head", "order_head"])
+    @triton.jit(do_not_specialize=["count", "new", "first", "ring"])
     def _extend(
-        places, keys, recent, stops, counts, order, digests,
-        new, dim, heads, ring, size, first, grown, key_seq, key_head, key_token, stops_head, order_head, digests_head,
+        numbers, like, count, new, dim, heads, ring, size, first, grown, key_seq, key_head, key_token,
         PAGE: tl.constexpr, DP: tl.constexpr, MAPPED: tl.constexpr, MEAN: tl.constexpr, BOX: tl.constexpr, MAX: tl.constexpr,
     ):  # fmt: skip
-        # Program (unit, counted from the first that is not full; head; sequence).
-        h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-        seq, kept = tl.load(places + 4 * r).to(tl.int64), tl.load(places + 4 * r + 1)
-        begin, before = tl.load(places + 4 * r + 2), tl.load(places + 4 * r + 3)
+        # Program (unit, counted from the first that is not full; head; sequence of a layer). numbers: the places, then of each
+        # layer the addresses of keys and tables, and how many units, places and digests' elements a head has.
+        h, pair = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+        r, layer = pair % count, numbers + 4 * count + 9 * (pair // count)
+        seq, kept = tl.load(numbers + 4 * r), tl.load(numbers + 4 * r + 1)
+        begin, before = tl.load(numbers + 4 * r + 2), tl.load(numbers + 4 * r + 3)
         row, total, unit = seq * heads + h, kept + new, kept // size + tl.program_id(0)
         start = unit * size
         if start < total:
+            keys, recent = tl.load(layer).to(like.dtype), tl.load(layer + 1).to(like.dtype)
             stop = tl.minimum(start + size, total)
             i, d = tl.arange(0, PAGE), tl.arange(0, DP)
             t = start + i
@@ -111,70 +118,67 @@ if HAS_TRITON:
             there = tl.load(place, mask=(inside & (t < kept))[:, None] & wide[None, :], other=0.0)
             tl.store(place, come, mask=is_new[:, None] & wide[None, :])
             if MAPPED:
-                tl.store(order + row * order_head + begin + t, first + begin + t, mask=is_new)
-            end = stops + row * stops_head + before + unit
-            tl.store(end, begin + start)  # unchanged, except for the first unit of a sequence
-            tl.store(end + 1, begin + stop)
+                order = tl.load(layer + 4).to(tl.pointer_type(tl.int32)) + row * tl.load(layer + 7)
+                tl.store(order + begin + t, (first + begin + t).to(tl.int32), mask=is_new)
+            end = tl.load(layer + 2).to(tl.pointer_type(tl.int32)) + row * tl.load(layer + 6) + before + unit
+            tl.store(end, (begin + start).to(tl.int32))  # unchanged, except for the first unit of a sequence
+            tl.store(end + 1, (begin + stop).to(tl.int32))
             if (h == 0) & (stop == total):
-                tl.store(counts + seq, before + unit + 1)
+                tl.store(tl.load(layer + 3).to(tl.pointer_type(tl.int32)) + seq, (before + unit + 1).to(tl.int32))
             if MEAN | BOX:
                 k = tl.where(is_new[:, None], come, there).to(tl.float32)
-                kind = digests.dtype.element_ty
-                digest = digests + row * digests_head + (before + unit).to(tl.int64) * (2 * dim if BOX else dim) + d
-                count = (stop - start).to(tl.float32)
+                kind = like.dtype.element_ty
+                digest = tl.load(layer + 5).to(like.dtype) + row * tl.load(layer + 8)
+                digest += (before + unit) * (2 * dim if BOX else dim) + d
+                members = (stop - start).to(tl.float32)
                 if BOX:
-                    centre, delta = box(k, inside[:, None] & wide[None, :], wide, count, grown, kind, MAX)
+                    centre, delta = box(k, inside[:, None] & wide[None, :], wide, members, grown, kind, MAX)
                     tl.store(digest, centre.to(kind), mask=wide)
                     tl.store(digest + dim, delta.to(kind), mask=wide)
                 else:
-                    tl.store(digest, (tl.sum(k, axis=0) / count).to(kind), mask=wide)
+                    tl.store(digest, (tl.sum(k, axis=0) / members).to(kind), mask=wide)
 
 
-def launch(
-    keys: Tensor,
-    tables: Tables,
-    places: Sequence[Place],
-    where: Tensor,
-    *,
-    size: int,
-    first: int,
-    spread: Spread | None = None,
-) -> None:
-    """Launch the Triton kernel; arguments as in `definition`. where [R, 4] int32: the places, on the device.
+def launch(every: Sequence[Added], places: Sequence[Place], *, size: int, first: int, spread: Spread | None = None) -> None:
+    """Launch the Triton kernel; arguments as in `definition`.
 
-    The elements of a key are contiguous, as are all tables.
+    The elements of a key are contiguous, as are all tables. Keys of all layers are laid out alike.
     """
-    recent, stops, counts, order, digests = tables
-    rows, heads, new, dim = keys.shape
-    assert keys.stride(3) == 1 and keys.dtype == recent.dtype and where.dtype == torch.int32 and where.is_contiguous()
-    assert all(table is None or table.is_contiguous() for table in tables) and len(places) == len(where) == rows
-    assert max(place.kept for place in places) + new <= recent.shape[2], "no room for the keys"
-    assert digests is None or digests.shape[3] == (dim if spread is None else 2 * dim), "other digests"
+    like, (recent, *_, mapped, made) = every[0].keys, every[0].tables
+    (rows, heads, new, dim), numbers = like.shape, [number for place in places for number in place]
     most = max(place.before + -(-(place.kept + new) // size) for place in places)
-    assert most < stops.shape[2] and (digests is None or most <= digests.shape[2]), "no room for the units"
-    assert order is None or max(p.begin + p.kept for p in places) + new <= order.shape[2], "no room in the map"
+    for keys, tables in every:
+        assert keys.stride(3) == 1 and (keys.shape, keys.stride(), keys.dtype) == (
+            like.shape,
+            like.stride(),
+            tables.recent.dtype,
+        )
+        assert all(table is None or table.is_contiguous() for table in tables) and len(places) == rows
+        assert max(place.kept for place in places) + new <= tables.recent.shape[2] == recent.shape[2], "no room for the keys"
+        stops, order, digests = tables.stops.shape[2], 0, 0
+        if tables.digests is not None:
+            digests, units = tables.digests.stride(1), tables.digests.shape[2]
+            assert tables.digests.dtype == keys.dtype and tables.digests.shape[3] == (1 + (spread is not None)) * dim, (
+                "other digests"
+            )
+            assert most <= units, "no room for the units"
+        if tables.order is not None:
+            order = tables.order.shape[2]
+            assert max(p.begin + p.kept for p in places) + new <= order, "no room in the map"
+        assert most < stops, "no room for the units"
+        numbers += [0 if each is None else each.data_ptr() for each in (keys, *tables)] + [stops, order, digests]
     page, dp = triton.next_power_of_2(size), triton.next_power_of_2(dim)
-    _extend[(triton.cdiv(new, size) + 1, heads, rows)](
-        where, keys, recent, stops, counts, stops if order is None else order, recent if digests is None else digests,
-        new, dim, heads, recent.shape[2], size, first, 1 + torch.finfo(keys.dtype).eps, *keys.stride()[:3], stops.shape[2],
-        0 if order is None else order.shape[2], 0 if digests is None else digests.stride(1),
-        PAGE=page, DP=dp, MAPPED=order is not None, MEAN=digests is not None and spread is None,
-        BOX=digests is not None and spread is not None, MAX=spread == "max", num_warps=4 if page * dp <= 1 << 14 else 8,
+    _extend[(triton.cdiv(new, size) + 1, heads, rows * len(every))](
+        torch.tensor(numbers).to(like.device, non_blocking=True), recent,
+        rows, new, dim, heads, recent.shape[2], size, first, 1 + torch.finfo(like.dtype).eps, *like.stride()[:3],
+        PAGE=page, DP=dp, MAPPED=mapped is not None, MEAN=made is not None and spread is None,
+        BOX=made is not None and spread is not None, MAX=spread == "max", num_warps=4 if page * dp <= 1 << 14 else 8,
     )  # fmt: skip
 
 
-def extend(
-    keys: Tensor,
-    tables: Tables,
-    places: Sequence[Place],
-    where: Tensor,
-    *,
-    size: int,
-    first: int,
-    spread: Spread | None = None,
-) -> None:
-    """Append as in `definition`: by the kernel on a GPU, by torch elsewhere. where: see `launch`."""
-    if HAS_TRITON and keys.device.type == "cuda":
-        launch(keys, tables, places, where, size=size, first=first, spread=spread)
+def extend(every: Sequence[Added], places: Sequence[Place], *, size: int, first: int, spread: Spread | None = None) -> None:
+    """Append as in `definition`: by the kernel on a GPU, by torch elsewhere."""
+    if HAS_TRITON and every[0].keys.device.type == "cuda":
+        launch(every, places, size=size, first=first, spread=spread)
     else:
-        definition(keys, tables, places, size=size, first=first, spread=spread)
+        definition(every, places, size=size, first=first, spread=spread)

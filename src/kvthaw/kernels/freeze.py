@@ -1,7 +1,7 @@
-"""Copy the rows that leave the ring buffers of all sequences to pinned host memory in one kernel.
+"""Copy the rows that leave the ring buffers of all layers and sequences to pinned host memory, and to the device for the indexes.
 
-Each of R sequences gives H n rows, which cross the bus once: 64 KiB per sequence for 16 tokens of 8 heads, D = 128, bf16. 24
-sequences are 1.6 MB, 31 us at 50 GB/s; one launch per sequence would cost the host 24 times 5 to 20 us.
+Each of R sequences gives H n rows a layer, which cross the bus once: 64 KiB for 16 tokens of 8 heads, D = 128, bf16. 30 layers of
+24 sequences are 47 MB, .94 ms at 50 GB/s; one launch for each of them would cost the host 720 times 5 to 20 us.
 """
 
 from __future__ import annotations
@@ -15,35 +15,40 @@ from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.places import place_of
 from kvthaw.kernels.row_format import RowFormat, copying
 
-Span = tuple[int, int, int]
-"""A sequence, its first position and the number of tokens."""
+Span = tuple[int, int, int, int]
+"""A sequence, positions start .. stop that an index takes, and where those begin that are not stored yet, up to the same stop."""
 
 
 def definition(
-    slab: Tensor,
-    blocks: Sequence[Sequence[Tensor]],
+    slabs: Sequence[Tensor],
+    blocks: Sequence[Sequence[Sequence[Tensor]]],
     block_size: int,
     spans: Sequence[Span],
+    rows: Tensor,
     *,
     sink: int,
     ring: int,
     format: RowFormat | None = None,
 ) -> None:
-    """Copy the rows of each span from the sink and ring of the slab [B, H, N, 2, D] to host blocks. Row t of sequence b goes to
-    blocks[b][t // block_size][:, t % block_size]. format: of the blocks, None for the slab's; what it rounds is rounded in the
-    slab too."""
-    for seq, start, count in spans:
-        row = torch.arange(start, start + count, device=slab.device)
-        place = place_of(row, sink, ring)
-        rows = slab[seq].index_select(1, place)
-        if format is not None and (stored := format.encode(rows)) is not rows:
-            slab[seq].index_copy_(1, place, format.decode(stored))
-            rows = stored
-        while rows.shape[1]:
-            number, offset = divmod(start, block_size)
-            some, rows = rows[:, : block_size - offset], rows[:, block_size - offset :]
-            blocks[seq][number][:, offset : offset + some.shape[1]].copy_(some, non_blocking=True)
-            start += some.shape[1]
+    """Copy the rows of each span from the sink and ring of L slabs [B, H, N, 2, D]: positions stored .. stop to host blocks,
+    positions start .. stop to rows [L, R, H, n, 2, D], of which later ones than the span's stay as they are.
+
+    Row t of layer l and sequence b goes to blocks[l][b][t // block_size][:, t % block_size]. format: of the blocks, None for the
+    slabs'; what it rounds is rounded in the slab, and in rows too."""
+    for slab, own, taken in zip(slabs, blocks, rows, strict=True):
+        for (seq, start, stop, stored), out in zip(spans, taken, strict=True):
+            place = place_of(torch.arange(stored, stop, device=slab.device), sink, ring)
+            leaving = slab[seq].index_select(1, place)
+            if format is not None and (encoded := format.encode(leaving)) is not leaving:
+                slab[seq].index_copy_(1, place, format.decode(encoded))
+                leaving = encoded
+            while leaving.shape[1]:
+                number, offset = divmod(stored, block_size)
+                some, leaving = leaving[:, : block_size - offset], leaving[:, block_size - offset :]
+                own[seq][number][:, offset : offset + some.shape[1]].copy_(some, non_blocking=True)
+                stored += some.shape[1]
+            place = place_of(torch.arange(start, stop, device=slab.device), sink, ring)
+            out[:, : stop - start] = slab[seq].index_select(1, place)
 
 
 if HAS_TRITON:
@@ -52,54 +57,67 @@ if HAS_TRITON:
 
     from kvthaw.kernels.row_format import copy_words, store_part
 
-    @triton.jit(do_not_specialize=["sink", "ring", "table_stride"])
+    @triton.jit(do_not_specialize=["count", "most", "sink", "ring"])
     def _freeze(
-        spans, slab, table, block_size, width, sink, ring, table_stride, seq_stride, head_stride,
+        numbers, rows, count, most, block_size, width, sink, ring, seq_stride, head_stride,
         BLOCK: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr,
     ):  # fmt: skip
-        # Program (token, head, sequence) copies 2 D contiguous elements, as 32-bit words; if DIM is given it stores them as e4m3.
-        i, h, span = tl.program_id(0), tl.program_id(1).to(tl.int64), spans + 3 * tl.program_id(2)
-        seq = tl.load(span).to(tl.int64)
-        if i < tl.load(span + 2):
-            row = tl.load(span + 1) + i
-            place = tl.where(row < sink, row, sink + (row - sink) % ring).to(tl.int64)
-            block = tl.load(table + seq * table_stride + row // block_size)
+        # Program (token, head, sequence of a layer) copies 2 D contiguous elements, as 32-bit words; if DIM is given it stores them
+        # as e4m3. numbers: the spans, then of each layer the addresses of its slab and of its blocks, and how many of a sequence.
+        i, h, pair = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+        span, layer = numbers + 4 * (pair % count), numbers + 4 * count + 3 * (pair // count)
+        seq, start, stop, stored = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+        row = tl.minimum(start, stored) + i
+        if row < stop:
+            place = tl.where(row < sink, row, sink + (row - sink) % ring)
+            # The compiler cannot infer the alignment of an address that it loads.
+            source = tl.multiple_of(tl.load(layer).to(rows.dtype), 16) + seq * seq_stride + h * head_stride
+            table = tl.load(layer + 1).to(tl.pointer_type(tl.int64)) + seq * tl.load(layer + 2)
+            new, taken = row >= stored, row >= start
+            block = tl.load(table + row // block_size, mask=new, other=0)
+            out = (pair * tl.num_programs(1) + h) * most + row - start
             if DIM is not None:
                 target = block + (h * block_size + row % block_size) * width + tl.zeros((1,), tl.int64)
-                d = tl.arange(0, BLOCK)
+                d, known = tl.arange(0, BLOCK)[None, :], target != 0
                 for part in tl.static_range(2):
-                    source = slab + seq * seq_stride + h * head_stride + (2 * place + part) * DIM + d[None, :]
-                    x = tl.load(source, mask=(d < DIM)[None, :], other=0.0)
-                    rounded = store_part(target, target != 0, x.to(tl.float32), d, part, DIM)
-                    tl.store(source, rounded.to(x.dtype), mask=(d < DIM)[None, :])
+                    x = tl.load(source + (2 * place + part) * DIM + d, mask=d < DIM, other=0.0)
+                    rounded = store_part(target, known & new, x.to(tl.float32), tl.arange(0, BLOCK), part, DIM).to(x.dtype)
+                    tl.store(source + (2 * place + part) * DIM + d, rounded, mask=(d < DIM) & new)
+                    tl.store(rows + (2 * out + part) * DIM + d, tl.where(new, rounded, x), mask=(d < DIM) & taken)
             else:
-                # The compiler cannot infer the alignment of an address that it loads.
-                base = block.to(tl.pointer_type(tl.int32))
-                target = tl.multiple_of(base + (h * block_size + row % block_size) * width, ALIGN)
-                source = slab + seq * seq_stride + h * head_stride + place * width
-                copy_words(source, target, width, BLOCK)
+                target = block.to(tl.pointer_type(tl.int32)) + (h * block_size + row % block_size) * width
+                if new:
+                    copy_words(source + place * width, tl.multiple_of(target, ALIGN), width, BLOCK)
+                if taken:
+                    copy_words(source + place * width, rows + out * width, width, BLOCK)
 
 
 def freeze(
-    slab: Tensor,
-    table: Tensor,
+    slabs: Sequence[Tensor],
+    tables: Sequence[Tensor | None],
     block_size: int,
-    spans: Tensor,
-    most: int,
+    spans: Sequence[Span],
+    rows: Tensor,
     *,
     sink: int,
     ring: int,
     format: RowFormat | None = None,
 ) -> None:
-    """Launch the kernel: as `definition`, on the slab's current stream, without a sync.
+    """Launch the kernel: as `definition`, on the slabs' current stream, without a sync.
 
-    slab: contiguous. table [B, blocks] int64: addresses of the blocks, pinned if the slab is on a GPU. spans [R, 3] int32, each
-    of at most `most` tokens. table and spans are on the slab's device.
+    slabs: contiguous and alike. tables [B, blocks] int64: of each layer the addresses of its blocks, pinned if the slabs are on a
+    GPU, on the slabs' device; None where nothing is to be stored.
     """
-    assert slab.is_contiguous() and table.stride(1) == 1 and spans.is_contiguous()
-    assert spans.dtype == torch.int32 and table.dtype == torch.int64
-    words, width, how = copying(slab, format)
-    _freeze[(most, slab.shape[1], len(spans))](
-        spans, words, table, block_size, width, sink, ring, table.stride(0), words.stride(0), words.stride(1),
+    like, numbers = slabs[0], [number for span in spans for number in span]
+    for slab, table in zip(slabs, tables, strict=True):
+        assert slab.is_contiguous() and slab.shape == like.shape and slab.dtype == like.dtype
+        assert table is None or (table.stride(1) == 1 and table.dtype == torch.int64)
+        numbers += (slab.data_ptr(), 0, 0) if table is None else (slab.data_ptr(), table.data_ptr(), table.stride(0))
+    assert rows.is_contiguous() and rows.dtype == like.dtype and rows.shape[:3] == (len(slabs), len(spans), like.shape[1])
+    words, width, how = copying(rows[0], format)
+    longest = max(stop - min(start, stored) for _, start, stop, stored in spans)
+    _freeze[(max(1, longest), like.shape[1], len(spans) * len(slabs))](
+        torch.tensor(numbers).to(like.device, non_blocking=True), words, len(spans), rows.shape[3], block_size, width, sink, ring,
+        *like.view(words.dtype).stride()[:2],
         **how,
     )  # fmt: skip
