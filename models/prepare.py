@@ -116,10 +116,10 @@ def evaluation(data: Path, tokenizer: object, quick: bool) -> list[tuple[str, in
                 put(name, name, length, TASKS[name].sample(tokenizer, length=length - 96, seed=7000 + i, text=text))
     for count in (200, 400, 600, 1000, 1350):
         file = next((data / "longeval").glob(f"{count}_lines.jsonl*"))
-        for sample in longeval.LongEval().load(file)[: 4 if quick else 50]:
+        for sample in longeval.LongEval().reading(file).samples[: 4 if quick else 50]:
             put(f"longeval {count} lines", "longeval", 0, sample)
     file = data / "lost_in_the_middle" / "kv-retrieval-75_keys.jsonl.gz"
-    for sample in kv_retrieval.KVRetrieval().load(file)[: 4 if quick else 100]:
+    for sample in kv_retrieval.KVRetrieval().reading(file).samples[: 4 if quick else 100]:
         put("kv 75 keys", "kv_retrieval", 0, sample)
     return out
 

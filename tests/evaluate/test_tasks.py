@@ -197,7 +197,7 @@ def test_longeval_is_the_published_format(tmp_path: Path) -> None:
     }
     file = tmp_path / "lines.jsonl"
     file.write_text(json.dumps(record) + "\n")
-    (loaded,) = LongEval().load(file)
+    (loaded,) = LongEval().reading(file).samples
     assert loaded.prompt == LONGEVAL_PROMPT
     assert loaded.answers == ("2416",)
     assert loaded.depth == 1.0
@@ -217,7 +217,7 @@ def test_kv_is_the_published_format(tmp_path: Path) -> None:
     file = tmp_path / "kv.jsonl.gz"
     with gzip.open(file, "wt") as out:
         out.write(json.dumps({"ordered_kv_records": records, "key": records[1][0], "value": records[1][1]}) + "\n")
-    (loaded,) = KVRetrieval().load(file)
+    (loaded,) = KVRetrieval().reading(file).samples
     assert loaded.prompt == KV_PROMPT
     assert loaded.answers == ("703a7ce5-f17f-4e6d-b895-5836ba5ec71c",)
     made = KVRetrieval().with_records(75, seed=1, depth=0.0)

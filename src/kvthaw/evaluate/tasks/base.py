@@ -9,7 +9,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -294,25 +294,18 @@ def read_records(path: Path, field: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class FromFile:
-    """A task whose prompts a published file holds whole: sample i is the file's, as it stands there."""
+    """A task whose prompts a published file holds whole: sample i is the file's, as it stands there. The rest is the task's."""
 
-    task: Task
+    name: str
+    max_new_tokens: int
+    stops: tuple[str, ...]
+    score: Callable[[Sample, str], float]
     samples: tuple[Sample, ...]
 
-    @property
-    def name(self) -> str:
-        """The task's."""
-        return self.task.name
-
-    @property
-    def max_new_tokens(self) -> int:
-        """The task's."""
-        return self.task.max_new_tokens
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The task's."""
-        return self.task.stops
+    @staticmethod
+    def of(task: Task, samples: Iterable[Sample]) -> FromFile:
+        """Return the task over the samples of a file."""
+        return FromFile(task.name, task.max_new_tokens, task.stops, task.score, tuple(samples))
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
         """Return the file's sample number `seed`, with its own depth. Raises ValueError for one that is not there or longer."""
@@ -322,10 +315,6 @@ class FromFile:
         if (tokens := count(tokenizer, found.prompt)) > length:
             raise ValueError(f"length {length} is too short for the file's sample {seed}: it has {tokens} tokens")
         return found
-
-    def score(self, sample: Sample, output: str) -> float:
-        """Return the task's."""
-        return self.task.score(sample, output)
 
 
 def fingerprint_of(text: str | None, data: Path | None) -> str:

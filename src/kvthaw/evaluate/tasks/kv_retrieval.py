@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .base import FromFile, Sample, Task, distinct, read_records, uuid
+from .base import FromFile, Sample, distinct, read_records, uuid
 from .keyed import Keyed
 
 INTRO = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
@@ -37,13 +37,9 @@ class KVRetrieval(Keyed):
         """See Keyed."""
         return QUESTION.format(key=key)
 
-    def load(self, path: Path) -> list[Sample]:
-        """Return the samples of a published file, `kv-retrieval-75_keys.jsonl.gz` and its like, in the published prompt."""
-        return [self._read(record) for record in read_records(path, "ordered_kv_records")]
-
-    def reading(self, path: Path) -> Task:
-        """See Reads; a published file."""
-        return FromFile(self, tuple(self.load(path)))
+    def reading(self, path: Path) -> FromFile:
+        """See Reads; a published file, `kv-retrieval-75_keys.jsonl.gz` and its like, in the published prompt."""
+        return FromFile.of(self, map(self._read, read_records(path, "ordered_kv_records")))
 
     def _read(self, record: dict[str, Any]) -> Sample:
         records = [(key, value) for key, value in record["ordered_kv_records"]]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .base import ASSETS, FromFile, Sample, Task, ahead, depth_of, distinct, fit, match_any, read_records, word_key
+from .base import ASSETS, FromFile, Sample, ahead, depth_of, distinct, fit, match_any, read_records, word_key
 from .keyed import Keyed
 
 INTRO = (
@@ -53,13 +53,9 @@ class LongEval(Keyed):
         """See Keyed."""
         return QUESTION.format(key=key)
 
-    def load(self, path: Path) -> list[Sample]:
-        """Return the samples of a published file, `200_lines.jsonl` and its like (gzip too), prompts byte for byte."""
-        return [self._read(record) for record in read_records(path, "expected_number")]
-
-    def reading(self, path: Path) -> Task:
-        """See Reads; a published file."""
-        return FromFile(self, tuple(self.load(path)))
+    def reading(self, path: Path) -> FromFile:
+        """See Reads; a published file, `200_lines.jsonl` and its like (gzip too), prompts byte for byte."""
+        return FromFile.of(self, map(self._read, read_records(path, "expected_number")))
 
     @staticmethod
     def _read(record: dict[str, Any]) -> Sample:
@@ -100,9 +96,9 @@ class LongEvalTopics:
 
         return fit(tokenizer, length, build)
 
-    def reading(self, path: Path) -> Task:
+    def reading(self, path: Path) -> FromFile:
         """See Reads; a published file, `5_topics.jsonl` and its like (gzip too), prompts byte for byte."""
-        return FromFile(self, tuple(self._read(record) for record in read_records(path, "topics")))
+        return FromFile.of(self, map(self._read, read_records(path, "topics")))
 
     def score(self, sample: Sample, output: str) -> float:
         """1 if the first topic stands in the output."""
