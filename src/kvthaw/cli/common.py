@@ -21,6 +21,7 @@ from kvthaw.errors import ConfigError, KvthawError
 
 if TYPE_CHECKING:
     from kvthaw.engine.hf import PreTrainedModel
+    from kvthaw.evaluate.job import Shard
     from kvthaw.evaluate.text import Chat
 
 
@@ -102,11 +103,12 @@ def tell_outdated(outdated: Mapping[str, int]) -> None:
         stderr().print(f"made again, since the methods' defaults were others: {each}", style="yellow", soft_wrap=True)
 
 
-def tell_shard(shard: str, out: Path | None) -> None:
-    """Say where a shard's results are, and how they are reported."""
-    stderr().print(
-        f"shard {shard} is in {out}; the same command without --shard reports all of them", style="dim", soft_wrap=True
-    )
+def ended_as_shard(shard: Shard, out: Path | None) -> bool:
+    """Return whether a run was of a shard, whose results are not reported; say then where they are, and how they will be."""
+    if shard[1] > 1:
+        where = f"shard {shard[0]}/{shard[1]} is in {out}"
+        stderr().print(f"{where}; the same command without --shard reports all of them", style="dim", soft_wrap=True)
+    return shard[1] > 1
 
 
 def load_model(

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvthaw.cli import options, perplexity, published
-from kvthaw.cli.common import load_model, print_results, save_plot, tell_outdated, tell_shard, warned
+from kvthaw.cli.common import ended_as_shard, load_model, print_results, save_plot, tell_outdated, warned
 from kvthaw.cli.options import chat_of, listed, questions_of, shard_of, tokens_of, variants_of, words
 from kvthaw.cli.progress import bars, shown
 from kvthaw.errors import ConfigError
@@ -154,8 +154,7 @@ def evaluate(
             if mine[1] == 1:
                 summaries += [summarize(records[variant], records.get(FULL, ())) for variant in variants]
     tell_outdated(results.outdated)
-    if mine[1] > 1:
-        tell_shard(shard, out)
+    if ended_as_shard(mine, out):
         return
     save_plot(plot, lambda path: accuracies(found, path, title=f"{task}, question {', '.join(questions)}"))
     tables = table if len(tasks) == 1 else by_task

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, print_results, save_plot, tell_outdated, tell_shard, warned
+from kvthaw.cli.common import ended_as_shard, load_model, print_results, save_plot, tell_outdated, warned
 from kvthaw.cli.options import listed, shard_of, tokens_of, variants_of, words
 from kvthaw.cli.progress import bars, shown
 
@@ -63,8 +63,7 @@ def perplexity(
         reader = Reader(llm, tokenizer, known, name=model, full=not no_full, kv_dir=folder)
         found = reader.run(course, variants, shown(progress, "stretches", samples, steps=True), shard=mine)
     tell_outdated(known.outdated)
-    if mine[1] > 1:
-        tell_shard(shard, out)
+    if ended_as_shard(mine, out):
         return
     summaries = [one for each in found.values() for one in each]
     save_plot(plot, lambda path: perplexity_lines(found, path))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, print_results, save_plot, tell_outdated, tell_shard, warned
+from kvthaw.cli.common import ended_as_shard, load_model, print_results, save_plot, tell_outdated, warned
 from kvthaw.cli.options import chat_of, questions_of, shard_of, variants_of
 from kvthaw.cli.progress import bars, shown
 from kvthaw.evaluate.published import BENCHMARKS, FAMILIES, benchmarks
@@ -144,8 +144,7 @@ def evaluate(
             if mine[1] == 1:
                 summaries += [summarize(some, found.get(FULL, ())) for some in found.values()]
     tell_outdated(results.outdated)
-    if mine[1] > 1:
-        tell_shard(shard, out)
+    if ended_as_shard(mine, out):
         return
     save_plot(plot, lambda path: score_bars(summaries, path))
     tables = scores if len(wanted) == 1 else by_benchmark

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
@@ -92,6 +92,8 @@ class Progress:
     doing: str
 
 
+Watch = Callable[[Progress], None]
+"""Is told how far a run is."""
 Shard = tuple[int, int]
 """(i, n): every n-th piece of the work, from the i-th on."""
 

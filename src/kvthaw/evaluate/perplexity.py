@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +20,10 @@ from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.engine.hf.kv_dir import KvDir
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.evaluate.job import Progress, Shard, part
+from kvthaw.evaluate.job import Progress, Shard, Watch, part
 from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.passages import opening, text_name, tokens_of
-from kvthaw.evaluate.prefills import Prefilled, Prefills
+from kvthaw.evaluate.prefills import Prefilled, Prefills, Tell
 from kvthaw.evaluate.results import BYTES, Record, ResultsFile, Setting, asked_budget, lacking, largest, means, shared
 from kvthaw.evaluate.row_stats import PerRequestStats
 from kvthaw.evaluate.rows import Rows, alone, spread
@@ -130,7 +130,7 @@ class Reader:
         self,
         course: Course,
         variants: Sequence[Variant],
-        progress: Callable[[Progress], None] | None = None,
+        progress: Watch = lambda _: None,
         *,
         shard: Shard = (1, 1),
     ) -> dict[Variant, list[dict[str, Any]]]:
@@ -151,8 +151,7 @@ class Reader:
         done = total - sum(len(stretch.seeds) * len(stretch.variants) for stretch in stretches)
 
         def show(tokens: int, of: int, doing: str) -> None:
-            if progress is not None:
-                progress(Progress(done, total, tokens, of, doing))
+            progress(Progress(done, total, tokens, of, doing))
 
         for stretch in stretches:
             for found in self.compute(stretch, show):
@@ -185,7 +184,7 @@ class Reader:
                 found += [Stretch(one, tuple(some[a:b]), lack) for a, b in spans]
         return found
 
-    def compute(self, stretch: Stretch, tell: Callable[[int, int, str], None] = lambda *_: None) -> Iterator[list[Record]]:
+    def compute(self, stretch: Stretch, tell: Tell = lambda *_: None) -> Iterator[list[Record]]:
         """Yield the records of one variant at once."""
         course, (length,) = stretch.course, stretch.course.lengths
         texts = [self._place(course, seed)[1] for seed in stretch.seeds]
@@ -216,7 +215,7 @@ class Reader:
         settings: list[Setting],
         prompts: Prefilled,
         texts: list[list[int]],
-        show: Callable[[int, int, str], None],
+        show: Tell,
     ) -> list[Record]:
         """Send each row's text but its last token through a fork, one by one, and score all tokens but the first."""
         doing, steps = str(prompts.variant), settings[0]["steps"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,9 +11,9 @@ from kvthaw.engine.hf.kv_dir import KvDir
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.answers import Answers
-from kvthaw.evaluate.job import Job, Progress, SampleKey, Shard, Unit, part
+from kvthaw.evaluate.job import Job, Progress, SampleKey, Shard, Unit, Watch, part
 from kvthaw.evaluate.machine import identity, now, versions
-from kvthaw.evaluate.prefills import Prefilled, Prefills
+from kvthaw.evaluate.prefills import Prefilled, Prefills, Tell
 from kvthaw.evaluate.probe import QUALITY, Probe
 from kvthaw.evaluate.results import Record, ResultsFile, Setting, lacking
 from kvthaw.evaluate.row_stats import PerRequestStats
@@ -51,7 +51,7 @@ class Runner:
         self,
         job: Job,
         variants: Sequence[Variant],
-        progress: Callable[[Progress], None] | None = None,
+        progress: Watch = lambda _: None,
         *,
         shard: Shard = (1, 1),
     ) -> dict[Variant, list[Record]]:
@@ -70,14 +70,12 @@ class Runner:
         for unit in units:
 
             def tell(tokens: int, total: int, doing: str, done: int = done) -> None:
-                if progress is not None:
-                    progress(Progress(done, len(mine), tokens, total, doing))
+                progress(Progress(done, len(mine), tokens, total, doing))
 
             for records in self.compute(unit, tell):
                 self.results.add(*records)
             done += len(unit.places)
-        if progress is not None:
-            progress(Progress(len(mine), len(mine), 0, 0, "done"))
+        progress(Progress(len(mine), len(mine), 0, 0, "done"))
         found: dict[Variant, list[Record]] = {}
         for asked, variant in zip(asked_for, wanted, strict=True):
             known = [self.results.get(setting) for setting in self.settings(job, variant, mine)]
@@ -120,7 +118,7 @@ class Runner:
         }
         return [{**same, "seed": seed, "depth": depth} for seed, depth in places]
 
-    def compute(self, unit: Unit, tell: Callable[[int, int, str], None] = lambda *_: None) -> Iterator[list[Record]]:
+    def compute(self, unit: Unit, tell: Tell = lambda *_: None) -> Iterator[list[Record]]:
         """Yield the records of a unit, those of one variant at once.
 
         tell(tokens, of, doing) is called as a prefill goes on and before every variant.

@@ -14,9 +14,9 @@ from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.answers import Answers
-from kvthaw.evaluate.job import Progress, Question, Shard, check_question, part
+from kvthaw.evaluate.job import Progress, Question, Shard, Watch, check_question, part
 from kvthaw.evaluate.machine import identity, versions
-from kvthaw.evaluate.prefills import Prefills
+from kvthaw.evaluate.prefills import Prefills, Tell
 from kvthaw.evaluate.probe import QUALITY, Probe
 from kvthaw.evaluate.results import Record, ResultsFile, Setting
 from kvthaw.evaluate.text import Chat, split_prompt, spoken
@@ -78,7 +78,7 @@ class Examiner:
         self,
         run: Run,
         variants: Sequence[Variant],
-        progress: Callable[[Progress], None] | None = None,
+        progress: Watch = lambda _: None,
         ask: Callable[[str], str] | None = None,
         *,
         shard: Shard = (1, 1),
@@ -99,15 +99,13 @@ class Examiner:
             missing = [v for v, asked in settings.items() if any(self.results.get(setting) is None for setting in asked)]
 
             def tell(done: int, total: int, doing: str, number: int = number) -> None:
-                if progress is not None:
-                    progress(Progress(number, len(items), done, total, doing))
+                progress(Progress(number, len(items), done, total, doing))
 
             if missing:
                 self._answer(run, item, context, question, {v: settings[v] for v in missing}, tell, ask)
             for variant, asked in settings.items():
                 lines[variant] += [line for setting in asked if (line := self.results.get(setting)) is not None]
-        if progress is not None:
-            progress(Progress(len(items), len(items), 0, 0, "done"))
+        progress(Progress(len(items), len(items), 0, 0, "done"))
         return {given: lines[variant] for given, variant in zip(asked_for, wanted, strict=True)}
 
     def ask(self, prompt: str) -> str:
@@ -157,7 +155,7 @@ class Examiner:
         context: list[int],
         question: list[int],
         settings: dict[Variant, list[Setting]],
-        tell: Callable[[int, int, str], None],
+        tell: Tell,
         ask: Callable[[str], str] | None,
     ) -> None:
         """Answer under each variant, whose samples are one batch: if one is missing, all are drawn anew."""
