@@ -1,4 +1,4 @@
-"""The routes, and what holds for all of them: keys, the size of bodies, the shape of errors, clients that leave."""
+"""The routes, and what applies to all of them: API keys, body size, error format, client disconnects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.serve import contexts, page
 from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json
 from kvthaw.serve.clients import attended, service_of
-from kvthaw.serve.errors import ERRORS, ApiError, told
+from kvthaw.serve.errors import ERRORS, ApiError, as_api_error
 from kvthaw.serve.jobs import Job
 from kvthaw.serve.responses import ResponseAnswer
 from kvthaw.serve.schema import (
@@ -58,7 +58,7 @@ def create_app(service: Service, *, api_keys: Sequence[str] = ()) -> FastAPI:
     for each in (router, contexts.router, page.router):
         app.include_router(each, responses=ERRORS)
     app.add_middleware(Guard, api_keys=api_keys)
-    app.add_exception_handler(ApiError, _told)
+    app.add_exception_handler(ApiError, _raised)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _failed)
@@ -205,7 +205,7 @@ async def _generate(
     async with attended(service, job, http.receive):
         outputs = await job.whole()
     if outputs and outputs[-1].error is not None:
-        raise told(outputs[-1].error)
+        raise as_api_error(outputs[-1].error)
     if body.kv_name is not None:
         await service.save(body.kv_name)
     if len(outputs) < len(job.requests) or any(output.finished is None for output in outputs):
@@ -220,7 +220,7 @@ async def _events(service: Service, job: Job, answer: Answer, body: Sampled) -> 
         error = deltas[-1].error if deltas else None
         added = b"".join(answer.added(delta) for delta in deltas if delta.error is None)
         if error is not None:
-            yield added + answer.encode([answer.failed(told(error))])
+            yield added + answer.encode([answer.failed(as_api_error(error))])
             return
         if added or not deltas:
             yield added or b": keep-alive\n\n"
@@ -230,7 +230,7 @@ async def _events(service: Service, job: Job, answer: Answer, body: Sampled) -> 
 
 
 class EventStream(StreamingResponse):
-    """A stream of events that lets its job go when it ends, however it does."""
+    """A stream of events whose job is cancelled when it ends for any reason."""
 
     def __init__(self, service: Service, job: Job, events: AsyncIterator[bytes]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -250,8 +250,8 @@ def _answer(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
-async def _told(_: Request, error: Exception) -> Response:
-    return _answer(told(error))
+async def _raised(_: Request, error: Exception) -> Response:
+    return _answer(as_api_error(error))
 
 
 async def _failed(_: Request, error: Exception) -> Response:

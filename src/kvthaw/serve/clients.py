@@ -1,4 +1,4 @@
-"""What the routes know of a client: the service that it asks, and whether it still listens."""
+"""Helpers of routes: the service of a request, and cancellation when its client disconnects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def service_of(http: Request) -> Service:
 
 @asynccontextmanager
 async def attended(service: Service, job: Job, receive: Receive) -> AsyncIterator[None]:
-    """Let the job go as soon as the client leaves, or the block ends."""
+    """Cancel the job as soon as the client disconnects or the block ends."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

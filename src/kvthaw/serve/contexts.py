@@ -8,7 +8,7 @@ from fastapi.responses import Response
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.serve.answers import Json
 from kvthaw.serve.clients import attended, service_of
-from kvthaw.serve.errors import ApiError, told, too_long
+from kvthaw.serve.errors import ApiError, as_api_error, too_long
 from kvthaw.serve.schema import ContextRequest, Name
 from kvthaw.serve.service import Service
 
@@ -26,12 +26,13 @@ async def create(body: ContextRequest, http: Request) -> Json:
         ids = await service.encode_chat(body.messages, answer=False)
     else:
         ids = await service.encode(body.text or "")
+    param = "text" if body.messages is None else "messages"
     if len(ids) + 1 > service.batch.capacity:
-        raise too_long(len(ids), 1, service.batch.capacity, "text" if body.messages is None else "messages")
+        raise too_long(len(ids), 1, service.batch.capacity, param)
     try:
         request = service.batch.request(ids, max_new_tokens=1, cache_salt=body.cache_salt, name=body.name)
     except ConfigError as error:
-        raise ApiError(400, str(error), param="text" if body.messages is None else "messages") from None
+        raise ApiError(400, str(error), param=param) from None
     service.check(None, 1)
     job = service.worker.submit([request])
     async with attended(service, job, http.receive):
@@ -40,7 +41,7 @@ async def create(body: ContextRequest, http: Request) -> Json:
         if isinstance(output.error, CacheError):
             raise ApiError(400, str(output.error), param="name", code="context_too_large")
         if output.error is not None:
-            raise told(output.error)
+            raise as_api_error(output.error)
     await service.save(body.name, body.messages)
     return _card(service, body.name) | {"cached_tokens": sum(output.cached_tokens for output in outputs)}
 

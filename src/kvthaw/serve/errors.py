@@ -32,7 +32,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class ApiError(Exception):
-    """An answer that is an error. param: the field that is wrong; headers: those of the answer."""
+    """An error response. param: the field that is wrong; headers: of the response."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class ApiError(Exception):
 
 
 def too_long(prompt: int, new: int, limit: int, param: str) -> ApiError:
-    """Return the error for a prompt that leaves no room for the tokens that are to follow."""
+    """Return the error for a prompt that leaves no room for the new tokens."""
     message = f"the prompt has {prompt} tokens and {new} are to follow; the context length of this server is {limit} tokens"
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
-def told(error: Exception) -> ApiError:
-    """Return what a client is told of an exception: the words of those about its own request, no more of any other."""
+def as_api_error(error: Exception) -> ApiError:
+    """Convert an exception for the client. Only exceptions about its own request keep their message."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ConfigError):

@@ -228,6 +228,10 @@ class TextPart(Body):
     text: str
 
 
+def _joined(content: str | Sequence[TextPart | InputPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class Message(Body):
     """A turn of a conversation."""
 
@@ -237,8 +241,7 @@ class Message(Body):
 
     def plain(self) -> dict[str, str]:
         """Return what chat templates read."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+        return {"role": self.role, "content": _joined(self.content)} | ({"name": self.name} if self.name else {})
 
 
 class ChatRequest(Generation):
@@ -282,8 +285,7 @@ class InputMessage(Body):
 
     def message(self) -> Message:
         """Return it as chat completions have it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return Message(role=self.role, content=text)
+        return Message(role=self.role, content=_joined(self.content))
 
 
 class ResponseText(Body):

@@ -42,7 +42,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What the worker does between two steps, and what other processes do then."""
+    """Work to run between two steps. changes: what the other processes of a split model do at the same time."""
 
     run: Callable[[], None]
     changes: Sequence[Change] = ()
@@ -50,10 +50,10 @@ class _Task:
 
 @dataclass(eq=False)
 class Worker:
-    """Runs a scheduler in a thread of its own. Its methods are called from the event loop, none of them waits for a step.
+    """Runs a scheduler in its own thread. The event loop calls its methods; none of them waits for a step.
 
-    room: the most requests at a time, those that have a place included. draining: no more are taken, which who submits must mind.
-    failure: what ended the thread; no request is served any more. lockstep: with the other processes of a model that is split.
+    room: the most requests at a time, running and waiting. draining: callers must submit no more requests. failure: the exception
+    that ended the thread; nothing is served afterwards. lockstep: keeps the other processes of a split model in step.
     """
 
     scheduler: Scheduler
@@ -95,12 +95,12 @@ class Worker:
         return sum(len(job.open) for job in self._jobs)
 
     def check_room(self, count: int) -> None:
-        """Raise QueueFullError where so many more requests are too many."""
+        """Raise QueueFullError if there is no room for `count` more requests."""
         if self.open + count > self.room:
             raise QueueFullError(f"{self.open} requests are served or wait; {self.room} may")
 
     def submit(self, requests: Sequence[Request]) -> Job:
-        """Let requests that `Batch.request` made wait for a place; raises QueueFullError."""
+        """Queue requests made by `Batch.request`. Raises QueueFullError."""
         self.check_room(len(requests))
         job = Job(requests, [next(self._numbers) for _ in requests])
         self._jobs.add(job)
@@ -109,7 +109,7 @@ class Worker:
         return job
 
     async def call(self, work: Callable[[], Result]) -> Result:
-        """Return what the thread makes of something between two steps; other processes do nothing then."""
+        """Run work in the thread between two steps and return its result; other processes do nothing meanwhile."""
         told: asyncio.Future[Result] = self._loop.create_future()
 
         def run() -> None:
@@ -124,13 +124,13 @@ class Worker:
         return await told
 
     def forget(self, name: str) -> None:
-        """Let a prompt that is kept under a name go; does nothing where there is none."""
+        """Delete a named prompt from the prefix cache, if it is there."""
         prefix = self.scheduler.batch.prefix_cache
         assert prefix is not None
         self._inbox.put(_Task(lambda: prefix.forget(name) if name in prefix.entries else None, [Forget(name)]))
 
     def cancel(self, job: Job) -> None:
-        """Take the outputs of a job that have not ended out of the batch. Does nothing for one that has ended."""
+        """Remove a job's unfinished outputs from the batch."""
         self._jobs.discard(job)
         if job.open:
             job.close()
@@ -180,7 +180,7 @@ class Worker:
             self._loop.call_soon_threadsafe(self._end, error)
 
     def _tasks(self) -> list[_Task]:
-        """Return what there is to do before the next step; waits where there is no step to take."""
+        """Return the tasks to run before the next step. Waits for one if there is no step to take."""
         tasks: list[_Task] = []
         with suppress(queue.Empty):
             while True:
@@ -233,8 +233,8 @@ class Worker:
             self.metrics.cache(batch.stats(), None if batch.prefix_cache is None else batch.prefix_cache.stats())
 
     def _recover(self, error: Exception) -> None:
-        """Let a step that failed be taken again; after the second time end the requests that it was for. Raises the error where
-        other processes may be in mid-step."""
+        """Retry a failed step once; if it fails again, end its requests. Raises the error for a split model, whose other processes
+        may be in mid-step."""
         if self.scheduler.split:
             raise error
         _log.error("a step failed", exc_info=error)
@@ -247,7 +247,7 @@ class Worker:
             self._send([self._failure(self._outputs.pop(request), error)])
 
     def _take(self, output: _Output, now: float) -> tuple[Job, Delta]:
-        """Return what a step added to an output, and count it."""
+        """Return what a step added to an output, and record its metrics."""
         request, metrics, arrived = output.request, self.metrics, output.job.arrived
         if request.finished is not None:
             del self._outputs[request]
