@@ -16,8 +16,8 @@ _TOKENS = 5  # of which the first comes with the prompt, two from eager steps, a
 
 
 def warm(batch: Batch) -> None:
-    """Allocate all that a step of a batch without requests needs, capture steps of every number of sequences, compile kernels for a
-    prompt in chunks and plan its attention, so that no request waits for that."""
+    """Allocate all that a step of a batch without requests needs, capture steps of every number of sequences, compile kernels for
+    prompts in chunks and plan their attention, so that no request waits for that."""
     seqs, on_gpu = 1, batch.cache.model.device.type == "cuda"
     while True:
         for _ in range(seqs):
@@ -28,7 +28,7 @@ def warm(batch: Batch) -> None:
             break
         seqs = min(2 * seqs, batch.max_seqs)
     if on_gpu:
-        _prefill(batch)
+        _serve(batch)
     plan_attention(batch)
 
 
@@ -79,15 +79,24 @@ def _lengths(capacity: int, least: int, most: int) -> set[tuple[int, int]]:
     return met
 
 
-def _prefill(batch: Batch) -> None:
-    """Prefill two chunks of a long prompt."""
+def _serve(batch: Batch) -> None:
+    """Serve long prompts in chunks until tokens have left their rings, which compiles what indexes do then."""
+    tokens = STEP_TOKENS + chunk_tokens(STEP_TOKENS, STEP_TOKENS)
     if batch.capacity <= 2 * STEP_TOKENS or batch.cache.settings.method.evicts or batch.cache.foreign:
         return
-    request = batch.request(torch.arange(2 * STEP_TOKENS) % batch.vocabulary, max_new_tokens=1, stop=())
-    most = batch.admission.most()
-    if most is not None and batch.admission.need(request) > most:
+    regions, most = batch.cache.kv.sequences.regions, batch.admission.most()
+    new = min(2 + (0 if regions is None else regions.buffer), batch.capacity - tokens)
+    ids = torch.arange(tokens) % batch.vocabulary
+    requests = [batch.request(ids, max_new_tokens=new, stop=()) for _ in range(min(2, batch.max_seqs))]
+    if most is not None and sum(map(batch.admission.need, requests)) > most:
         return
-    batch.join(request)
-    for _ in range(2):
-        batch.prefill(request, chunk_tokens(STEP_TOKENS, request.prefilled))
-    batch.leave(request)  # before its end: a prefix cache keeps whole prompts
+    kept, batch.prefix_cache = batch.prefix_cache, None
+    try:
+        for request in requests:
+            batch.join(request)
+            while request.prefilled < tokens:
+                batch.prefill(request, chunk_tokens(STEP_TOKENS, request.prefilled))
+        while batch.requests:
+            batch.step()
+    finally:
+        batch.prefix_cache = kept
