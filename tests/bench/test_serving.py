@@ -12,6 +12,8 @@ from kvthaw.engine.request import Request
 from kvthaw.errors import CacheError
 from kvthaw.evaluate.results import ResultsFile
 
+pytestmark = pytest.mark.usefixtures("small")
+
 
 def test_serving_is_measured() -> None:
     (line,) = serving.run(Serving(length=64, max_seqs=2, requests=3, new_tokens=12, budget=32), ("quest",), ResultsFile())

@@ -35,10 +35,11 @@ def test_rows_are_the_same_however_they_are_copied(method: str) -> None:
         for cache in caches:
             llama(ids[:, :170], past_key_values=cache)
         for at in range(170, 212):
-            if at == 194:
-                for cache in caches:
-                    cache.crop(-30)
+            for cache in caches if at in (182, 194) else ():
+                if at == 182:
                     cache.reorder_cache(torch.tensor([1, 0]))
+                else:
+                    cache.crop(-30)
             one, *others = (llama(ids[:, at : at + 1], past_key_values=cache).logits for cache in caches)
             assert all(torch.equal(other, one) for other in others)
     for kv in (*caches[2].kv.offloaded, *caches[3].kv.offloaded):

@@ -16,7 +16,7 @@ from kvthaw.errors import CacheError
 from kvthaw.index.forest import TreeIndex
 from kvthaw.methods import resolve
 from stand_in import StandIn
-from zoo import prompt, ragged
+from zoo import build, prompt, ragged
 
 STEPS = 24
 
@@ -32,10 +32,11 @@ def steps(model: PreTrainedModel, cache: kvthaw.Cache, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("method", ["icecache-digest", "icecache-digest:reuse=3", "icecache-digest:unit=token"])
-def test_a_choice_left_to_the_host_is_the_eager_one(llama: PreTrainedModel, method: str) -> None:
-    """Of rows of several lengths, over steps in which tokens leave their rings; searches are one a layer that searches."""
+def test_a_choice_left_to_the_host_is_the_eager_one(method: str) -> None:
+    """Of rows of several lengths, behind a dense layer, while tokens leave their rings; searches are one a layer that searches."""
     rows = ragged([130, 90, 121])
-    eager, recorded = (kvthaw.Cache(llama, method, budget=48, dense_layers=0) for _ in range(2))
+    llama = build("llama", num_hidden_layers=3)
+    eager, recorded = (kvthaw.Cache(llama, method, budget=48, dense_layers=1) for _ in range(2))
     for cache in (eager, recorded):
         with torch.no_grad():
             llama(**rows, past_key_values=cache)

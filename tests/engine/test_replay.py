@@ -40,6 +40,12 @@ def model(device: str, dtype: torch.dtype) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
 
 
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    """Of three layers, of which one may be dense."""
+    return zoo.build("llama", num_hidden_layers=3)
+
+
 def generate(llama: LlamaForCausalLM, ids: torch.Tensor, new: int, **kwargs: object) -> torch.Tensor:
     return llama.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, **kwargs)[:, ids.shape[1] :]
 

@@ -13,10 +13,12 @@ from kvthaw.methods import METHODS
 from kvthaw.testing.contract import Contract
 from kvthaw.testing.layer import Layer, Text
 from kvthaw.testing.shapes import SMALL, VARIANTS, Shape
+from zoo import DISTINCT
 
 MADE = {name: make() for name, make in METHODS.items()}
 RETRIEVES = [name for name, method in MADE.items() if method.index is not None]
 OFFLOADS = [name for name, method in MADE.items() if not method.dense]
+ALIKE = [name for name in OFFLOADS if name not in DISTINCT]
 CLOSELY = {
     "keeps_the_budget": ("oracle", "icecache", "pariskv", "clusterkv", "h2o"),
     "attends_to_all_within_the_budget": ("icecache",),
@@ -33,12 +35,13 @@ def contract(name: str) -> Contract:
 
 
 def runs() -> list[Any]:
-    """Methods, rules and cases: some methods with each case of a rule, and all the others with one."""
+    """Methods, rules and cases: some methods with each case of a rule, and all the others with one; those whose index another has
+    at other options take turns at the rules."""
     found = []
-    for rule, cases in Contract.CASES.items():
+    for number, (rule, cases) in enumerate(Contract.CASES.items()):
         names = RETRIEVES if rule in Contract.RETRIEVES else OFFLOADS
         closely = [name for name in names if name in CLOSELY.get(rule, ())]
-        others = [name for name in names if name not in closely]
+        others = [name for name in names if name not in closely and (name in DISTINCT or (number + ALIKE.index(name)) % 2)]
         pairs = [(name, case) for name in closely for case in cases]
         pairs += [(name, cases[turn % len(cases)]) for turn, name in enumerate(others)]
         found += [pytest.param(name, rule, case, id="-".join((rule, name, *map(str, case)))) for name, case in pairs]
