@@ -154,7 +154,9 @@ def sharpen(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=rng)
-            if "norm" in name or weight.ndim < 2:
+            if "sinks" in name:
+                weight.copy_(7 + noise)
+            elif "norm" in name or weight.ndim < 2:
                 weight += 0.1 * noise
             elif "embed" in name or "wte" in name or "wpe" in name:
                 weight.copy_(noise)
