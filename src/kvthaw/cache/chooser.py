@@ -160,12 +160,22 @@ class Chooser:
         settings, device = self.settings, self.streams.device
         blocks, short = 0 if settings.method.evicts else sum(-(-n // settings.block_size) for n in lengths), 0
         for i, layer in self.by_method.items():
-            own = self.layers[i].read(0, 0, 0)
-            row = row_format(settings.kv_dtype, own.shape[3], own.dtype)
-            need = blocks * held_bytes(settings.block_size * len(own) * row.row_bytes, pinned=own.is_cuda)
-            room = device.share(layer.number) + device.fixed.get(layer.number, 0) if device.bytes else 0
-            short += max(0, need - room)
+            size, room = (
+                self.block_bytes(i),
+                device.share(layer.number) + device.fixed.get(layer.number, 0) if device.bytes else 0,
+            )
+            held = held_bytes(size, pinned=self.layers[i].read(0, 0, 0).is_cuda)
+            short += max(0, blocks - max(0, room) // size) * held
         self.streams.memory.check(short)
+
+    def block_bytes(self, place: int) -> int:
+        """Return the bytes of a block of a layer once the method is in force."""
+        settings, crossing, layer = self.settings, self.settings.full_below, self.layers[place]
+        assert crossing is not None
+        if not isinstance(layer, DenseLayer) or not layer.token_bytes():
+            return settings.block_size * crossing.token_bytes  # if rows are of 8 bits it will be less
+        own = layer.read(0, 0, 0)
+        return settings.block_size * len(own) * row_format(settings.kv_dtype, own.shape[3], own.dtype).row_bytes
 
 
 def take_over(layer: OffloadedLayer, dense: LayerKV, lengths: Sequence[int]) -> None:

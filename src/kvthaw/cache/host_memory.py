@@ -114,7 +114,9 @@ class HostMemory:
     def free(self) -> int | None:
         """Return the bytes that are free in every process, those of a limit with blocks allocated ahead; None where the system
         does not tell."""
-        spare = sum(allocator.nbytes() for allocator in self.allocators)
+        spare = sum(
+            allocator.held * sum(not ahead.on_device for ahead in allocator.ahead.values()) for allocator in self.allocators
+        )
         free = available_host_memory(self.ranks) if self.limit is None else self.limit - self.used + spare
         return None if free is None else self.ranks.least(free)
 
@@ -167,22 +169,35 @@ class BlockAllocator:
         memory.allocators.add(self)
 
     @property
+    def size(self) -> int:
+        """Bytes of a block."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def held(self) -> int:
+        """Bytes of host memory that a block takes there."""
+        return held_bytes(self.size, pinned=self.pinned)
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What blocks have in common that can take each other's place."""
         return self.shape, self.dtype, self.pinned
 
     def allocate(self, seq: int) -> Block:
         """Return the block that was allocated ahead for a sequence, else a new one; if there is no memory, one that was allocated
-        ahead for another sequence or layer. Raises HostMemoryError if there is none."""
+        ahead for another sequence or layer, or one in the place of all of these. Raises HostMemoryError if there is none."""
         if seq in self.ahead:
             return self.ahead.pop(seq)
         try:
             return self.new()
         except HostMemoryError:
-            for other in (self, *self.memory.allocators):
+            others = [self, *self.memory.allocators]
+            for other in others:
                 if other.ahead and other.kind == self.kind:
                     return other.ahead.popitem()[1]
-            raise
+            for other in others:
+                other.ahead.clear()
+            return self.new()
 
     def preallocate(self, seq: int) -> None:
         """Allocate the next block of a sequence ahead. Raises HostMemoryError, with nothing changed."""
@@ -196,7 +211,15 @@ class BlockAllocator:
     def new(self) -> Block:
         """Return a block on the device if there is room, else on the host. Raises HostMemoryError."""
         data = None if self.device is None else self.device.take()
-        return Block(self.on_host()) if data is None else Block(data, on_device=True)
+        if data is not None:
+            return Block(data, on_device=True)
+        try:
+            return Block(self.on_host())
+        except HostMemoryError:  # what was kept and is dropped now may have lain on the device
+            data = None if self.device is None else self.device.take()
+            if data is None:
+                raise
+            return Block(data, on_device=True)
 
     def on_host(self) -> Tensor:
         """Return an uninitialised block in host memory. Raises HostMemoryError."""

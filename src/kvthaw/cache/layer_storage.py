@@ -72,6 +72,11 @@ class LayerStorage:
         """Bytes of blocks that the device has room for."""
         return 0 if self.placement is None else max(0, self.placement.device.room)
 
+    def lacking(self, blocks: int) -> int:
+        """Return the bytes of host memory that so many more blocks take beside those that the device has room for."""
+        allocator = self.store.allocator
+        return max(0, blocks - self.room // allocator.size) * allocator.held
+
     def append(self, row: Row, query: Tensor, keys: Tensor, values: Tensor, remaining: int, *, paused: bool = False) -> int:
         """Store and index a prompt's tokens [., n, D] of one sequence, which are what is stored from then on, in sink and ring too.
         Returns where its ring begins then. paused: other sequences take steps before the rest of the prompt comes."""

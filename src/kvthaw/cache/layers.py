@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
@@ -50,6 +51,18 @@ def make_layers(
         leader = layer if anchor else leader
         layers.append(layer)
     return layers
+
+
+def lacking(layers: Sequence[object], streams: Streams, blocks: int, size: int, *, pinned: bool) -> int:
+    """Return the bytes of host memory that so many more blocks of a size in every layer take beside those that the device has room
+    for."""
+    share, total = streams.device.share, 0
+    for layer in layers:
+        if isinstance(layer, OffloadedLayer) and layer.plan is not None:
+            total += layer.storage.lacking(blocks)
+        elif isinstance(layer, OffloadedLayer):
+            total += max(0, blocks - max(0, share(layer.number)) // size) * held_bytes(size, pinned=pinned)
+    return total
 
 
 def indexed_layers(layers: Sequence[object]) -> list[tuple[OffloadedLayer, IndexUpdater]]:

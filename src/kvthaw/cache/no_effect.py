@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvthaw.cache.index_api import Index
+from kvthaw.cache.index_api import Index, Method
 from kvthaw.cache.plan import Settings
 
 _DEFAULTS = {"seed": 0, "sparse_queries": 16}
@@ -15,13 +15,22 @@ _DENSE = ("budget", "dense_layers", "device_memory", "full_below", "seed", "spar
 _EVICTING = ("block_size", "device_memory", "host_bytes", "seed")
 
 
+def stays_on_host(method: Method, index: Index | None, device: torch.device) -> str | None:
+    """Return why blocks of a method stay on the host whatever room the device has; None where they need not."""
+    if index is not None and index.on_host:
+        return f"{method.name} searches on the host, where its blocks stay"
+    if device.type != "cpu" and method.transfer is not None and not method.transfer().graph_safe:
+        return f"{method.name} gathers rows on the host, where its blocks stay"
+    return None
+
+
 def no_effect(
-    given: Mapping[str, Any], settings: Settings, index: Index | None, numbers: Sequence[int], device: torch.device
+    given: Mapping[str, Any], settings: Settings, stays: str | None, numbers: Sequence[int], device: torch.device
 ) -> dict[str, str]:
     """Return by name the settings that were given and change nothing, and why.
 
-    given: as the user gave them, None or the default where not. settings: what became of them. index: one of the method's, None
-    where it has none. numbers: of the layers that attend to everything.
+    given: as the user gave them, None or the default where not. settings: what became of them. stays: why blocks stay on the
+    host, None where they need not. numbers: of the layers that attend to everything.
     """
     method, found = settings.method, dict[str, str]()
     if method.dense:
@@ -30,10 +39,8 @@ def no_effect(
         found = dict.fromkeys(_EVICTING, f"{method.name} evicts tokens: it stores no rows and draws nothing")
     elif device.type == "cpu" and given["device_memory"] == "auto":
         found["device_memory"] = "on a CPU auto is nothing"
-    elif settings.full_below is None and index is not None and index.on_host:
-        found["device_memory"] = f"{method.name} searches on the host, where its blocks stay"
-    elif settings.full_below is None and method.transfer and device.type != "cpu" and not method.transfer().graph_safe:
-        found["device_memory"] = f"{method.name} gathers rows on the host, where its blocks stay"
+    elif settings.full_below is None and stays is not None:
+        found["device_memory"] = stays
     if given["dense_layers"] and min(numbers) >= given["dense_layers"]:
         found["dense_layers"] = f"none of the first {given['dense_layers']} layers attends to everything"
     if given["sparse_queries"] != settings.sparse_queries:

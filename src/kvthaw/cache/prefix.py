@@ -265,6 +265,11 @@ class PrefixCache:
         """Bytes of blocks that entries with a name hold."""
         return 0 if self._tree is None else self._node_bytes * self._tree.pinned
 
+    def pinned_blocks(self) -> tuple[int, dict[int, int]]:
+        """Return how many blocks of a layer entries with a name hold, and their bytes by layer."""
+        sizes = {number: shape.block_bytes(self._tree.block_size) for number, shape in self._shapes.items() if self._tree}
+        return 0 if self._tree is None else self._tree.pinned, sizes
+
     def stats(self) -> PrefixStats:
         """What is kept, and what was looked up so far."""
         nodes = [] if self._tree is None else list(self._tree.nodes)

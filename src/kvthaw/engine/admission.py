@@ -4,32 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.engine.hf.batch_cache import BatchCache
 from kvthaw.engine.request import Request
 
 
 class Admission:
-    """Counts what requests may take until their last tokens against host and device memory.
+    """Counts what requests may take until their last tokens against host and device memory, in whole blocks as they are allocated.
 
     Only blocks of KV are counted, wherever they lie; all else is allocated for the whole batch when the first request joins. The
     limit is host_bytes, or what the system has free, and what of device_memory is left to blocks. Under method="auto" requests
-    count while full attention is in force too, unless they cannot pass its end.
+    count while full attention is in force too, unless they cannot pass its end. So a request that finds room finds it until its
+    end, unless the device has less than device_memory says, an index outgrows its tables, or entries get a name meanwhile.
     """
 
     def __init__(self, cache: BatchCache, prefix_cache: PrefixCache | None) -> None:
         self.kv, self.prefix_cache = cache.kv, prefix_cache
+        self._on_device, self._pinned = cache.blocks_stay is None, cache.model.device.type == "cuda"
 
     def need(self, request: Request) -> int:
-        """Return the most bytes that a request's KV may take in whole blocks; 0 where that is not known yet."""
-        return self._tokens(request) * self._token_bytes
+        """Return the most bytes of host memory that a request's KV may take; 0 where that is not known yet."""
+        return self._blocks(request) * sum(held for _, held, _ in self._layers())
 
-    def most(self) -> int | None:
-        """Return the bytes of blocks that there can ever be; None where there is no limit, or full attention may go on without."""
-        limit, kept = self.kv.settings.host_bytes, self.prefix_cache
-        if limit is None or self.kv.chooser.full:
-            return None
-        return limit - (0 if kept is None else kept.pinned_bytes) + self._on_device
+    def lacks(self, *requests: Request) -> int:
+        """Return how many bytes requests may lack even where they are alone; 0 where there is no limit, or full attention may go on
+        without."""
+        limit = self.kv.settings.host_bytes
+        return 0 if limit is None or self.kv.chooser.full else max(0, self._on_host(requests) - limit)
 
     def fits(self, request: Request, placed: Sequence[Request]) -> bool:
         """Return whether a request finds all memory that it may need beside those that have places."""
@@ -38,35 +40,49 @@ class Admission:
             return True
         if kv.offloaded and kv.sequences.regions is None:
             return False  # the first prompt tells the sizes
-        limit = kv.settings.host_bytes
-        if limit is not None:
-            pinned = 0 if self.prefix_cache is None else self.prefix_cache.pinned_bytes
-            return pinned + sum(map(self.need, every)) <= limit + self._on_device
-        free, rooms = kv.streams.memory.free(), (max(0, layer.storage.room) for layer in kv.offloaded if layer.plan)
-        return free is None or sum(map(self._missing, every)) <= free + sum(rooms)
+        if kv.settings.host_bytes is not None:
+            return self._on_host(every) <= kv.settings.host_bytes
+        free, new = kv.streams.memory.free(), sum(max(0, self._blocks(one) - self._has(one)) for one in every)
+        if free is None or kv.chooser.full:
+            return free is None or self._on_host(every) <= free
+        return sum(layer.storage.lacking(new) for layer in kv.offloaded if layer.plan) <= free
 
-    def _tokens(self, request: Request) -> int:
-        return self.kv.settings.in_blocks(request.prompt + request.limit)
+    def _blocks(self, request: Request) -> int:
+        settings = self.kv.settings
+        return settings.in_blocks(request.prompt + request.limit) // settings.block_size
 
-    def _missing(self, request: Request) -> int:
-        """Return the bytes of blocks that a request may take beside those that it has."""
+    def _has(self, request: Request) -> int:
         layers = self.kv.offloaded
-        have = layers[0].reserved(request.seq) if layers and request.seq >= 0 else 0
-        return max(0, self._tokens(request) - have) * self._token_bytes
+        return layers[0].reserved(request.seq) // self.kv.settings.block_size if layers and request.seq >= 0 else 0
 
-    @property
-    def _token_bytes(self) -> int:
-        kv, crossing = self.kv, self.kv.settings.full_below
-        if not kv.chooser.full:
-            return sum(layer.host_bytes_per_token() for layer in kv.offloaded)
-        return 0 if crossing is None or kv.settings.method.evicts else crossing.token_bytes * len(kv.chooser.by_method)
+    def _layers(self) -> list[tuple[int, int, int]]:
+        """Return of each layer under the method, in force or not: its number, the bytes of host memory that a block takes, and how
+        many blocks the device has room for in all, once full attention's KV is gone."""
+        kv, device = self.kv, self.kv.streams.device
+        if kv.settings.method.evicts:
+            return []
+        if kv.chooser.full:
+            coming = [(layer.number, kv.chooser.block_bytes(place)) for place, layer in kv.chooser.by_method.items()]
+            sizes = [(number, size, held_bytes(size, pinned=self._pinned)) for number, size in coming]
+        else:
+            allocators = {layer.number: layer.store.allocator for layer in kv.offloaded if layer.plan}
+            sizes = [(number, one.size, one.held) for number, one in allocators.items()]
+        found = []
+        for number, size, held in sizes:
+            room = device.share(number) + (device.fixed.get(number, 0) if kv.chooser.full else 0)
+            found.append((number, held, max(0, room) // size if self._on_device and device.bytes else 0))
+        return found
 
-    @property
-    def _on_device(self) -> int:
-        """Bytes of blocks that the device may hold, once full attention's KV is gone."""
-        device, full = self.kv.streams.device, self.kv.chooser.full
-        numbers = [layer.number for layer in self.kv.chooser.by_method.values()] if device.bytes else []
-        return sum(max(0, device.share(i) + (device.fixed.get(i, 0) if full else 0)) for i in numbers)
+    def _on_host(self, requests: Sequence[Request]) -> int:
+        """Return the bytes of host memory that requests may take beside what a prefix cache has to keep."""
+        layers, blocks = self._layers(), sum(map(self._blocks, requests))
+        kept, sizes, copied = 0, dict[int, int](), 0
+        if self.prefix_cache is not None:
+            kept, sizes = self.prefix_cache.pinned_blocks()
+            copied = max((held for _, held, _ in layers), default=0)  # a shared block while a sequence begins to write into it
+        others = sizes.keys() - {number for number, _, _ in layers}
+        held = sum(kept * held_bytes(sizes[number], pinned=self._pinned) for number in others)
+        return held + copied + sum(max(0, blocks + kept - near) * held for _, held, near in layers)
 
     def _stays_full(self, requests: Sequence[Request]) -> bool:
         """Return whether full attention is in force, and stays so until these requests have all their tokens."""

@@ -106,10 +106,10 @@ class Scheduler:
         ):
             raise QueueFullError(f"{len(self._waiting)} requests wait; max_waiting is {self.max_waiting}")
         request = self.batch.request(prompt, **how)
-        need, most = self.batch.admission.need(request), self.batch.admission.most()
-        if most is not None and need > most:
+        need, lacks = self.batch.admission.need(request), self.batch.admission.lacks(request)
+        if lacks:
             raise HostMemoryError(
-                f"the request may need {need:,} bytes for its KV; host_bytes and device_memory leave {most:,} for it"
+                f"the request may need {need:,} bytes for its KV; host_bytes and device_memory leave {need - lacks:,} for it"
             )
         self._waiting.append(request)
         self._rank[request] = priority, self._arrived

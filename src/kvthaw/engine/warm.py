@@ -84,11 +84,11 @@ def _serve(batch: Batch) -> None:
     tokens = STEP_TOKENS + chunk_tokens(STEP_TOKENS, STEP_TOKENS)
     if batch.capacity <= 2 * STEP_TOKENS or batch.cache.settings.method.evicts or batch.cache.foreign:
         return
-    regions, most = batch.cache.kv.sequences.regions, batch.admission.most()
+    regions = batch.cache.kv.sequences.regions
     new = min(2 + (0 if regions is None else regions.buffer), batch.capacity - tokens)
     ids = torch.arange(tokens) % batch.vocabulary
     requests = [batch.request(ids, max_new_tokens=new, stop=()) for _ in range(min(2, batch.max_seqs))]
-    if most is not None and sum(map(batch.admission.need, requests)) > most:
+    if batch.admission.lacks(*requests):
         return
     kept, batch.prefix_cache = batch.prefix_cache, None
     try:

@@ -26,7 +26,7 @@ from kvthaw.cache.clone import clone
 from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.index_api import Index, Method
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.no_effect import no_effect
+from kvthaw.cache.no_effect import no_effect, stays_on_host
 from kvthaw.cache.plan import Settings, default_block_size, try_index
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.stats import Stats
@@ -152,7 +152,9 @@ class Cache(DynamicCache):
         index: Index | None = None
         for dim in {head_dim(of_layer(config, layer.number)) for layer in self.kv.chooser.by_method.values()}:
             index = try_index(chosen, dim, model.dtype, getattr(config, "attn_logit_softcapping", None))
-        self._no_effect = no_effect(given, self.settings, index, full, model.device)
+        self.blocks_stay = stays_on_host(chosen, index, model.device)
+        """Why blocks stay on the host whatever room the device has; None where they need not."""
+        self._no_effect = no_effect(given, self.settings, self.blocks_stay, full, model.device)
         for name, why in self._no_effect.items():
             _log.info("%s=%r has no effect: %s", name, given[name], why)
         self.replay: GraphRunner | None = None

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
 from kvthaw.engine.hf.masks import attention_by_mask, causal_mask, dense_attention, is_padding
@@ -300,7 +299,7 @@ class CacheLayer(CacheLayerMixin):
             have = [layer.reserved(seq) for seq in (range(len(pads)) if filling is None else [filling])]
             wanted = (max(0, held + new - pad - room) for pad, room in zip(pads, have, strict=True))
             row = row_format(cache.settings.kv_dtype, key.shape[3], key.dtype)
-            block = held_bytes(key.shape[1] * row.row_bytes * block_size, pinned=key.is_cuda)
+            block = key.shape[1] * row.row_bytes * block_size
             cache.check_memory(sum(-(-tokens // block_size) for tokens in wanted), block, key.device)
 
     def get_seq_length(self) -> int:

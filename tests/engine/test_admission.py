@@ -1,0 +1,72 @@
+"""A request that is admitted has all memory that it may need until its end: blocks are counted as they are allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from kvthaw import Batch, HostMemoryError, PrefixCache, Scheduler
+from kvthaw.cache import host_memory
+from kvthaw.engine import admission
+from zoo import build, prompt
+
+BLOCK, SIZE = 24, 24 * 2 * 2 * 16 * 4  # tokens; bytes in a layer, three quarters of a power of two
+HELD = 1 << (SIZE - 1).bit_length()
+LAYERS = 2
+ASKED = st.lists(st.tuples(st.integers(30, 100), st.integers(1, 24)), min_size=3, max_size=5)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return build("llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where torch page-locks powers of two."""
+    for module in (host_memory, admission):
+        monkeypatch.setattr(module, "held_bytes", lambda size, *, pinned: host_memory.pinned_bytes(size))
+
+
+def serve(model: PreTrainedModel, asked: list[tuple[int, int]], prefix: PrefixCache | None, **sizes: Any) -> tuple[int, int]:
+    """Serve random prompts. Returns how many were refused, and preempted."""
+    batch = Batch(model, "quest", max_seqs=3, capacity=130, budget=32, block_size=BLOCK, prefix_cache=prefix, **sizes)
+    scheduler, refused, requests = Scheduler(batch, step_tokens=64), 0, []
+    same, first = prompt(1, 100)[0], scheduler.submit([1, 2, 3], max_new_tokens=1, stop=())  # the first prompt tells the sizes
+    while not first.finished:
+        scheduler.step()
+    for number, (tokens, new) in enumerate(asked):
+        ids = same[:tokens] if number % 2 else prompt(1, tokens, seed=number)[0]
+        try:
+            requests.append(scheduler.submit(ids, max_new_tokens=new, stop=()))
+        except HostMemoryError:
+            refused += 1
+        scheduler.step()
+    while scheduler.busy:
+        scheduler.step()
+    assert [request.error for request in requests] == [None] * len(requests)
+    assert all(request.finished == "length" for request in requests)
+    return refused, scheduler.preemptions
+
+
+@settings(max_examples=4, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(asked=ASKED, host=st.integers(4, 10), device=st.sampled_from([None, 0, 3, 5]), keeps=st.booleans())
+@torch.no_grad()
+def test_no_request_that_was_admitted_is_preempted(
+    model: PreTrainedModel, asked: list[tuple[int, int]], host: int, device: int | None, keeps: bool
+) -> None:
+    sizes: dict[str, Any] = {"host_bytes": LAYERS * host * HELD}
+    if device is not None:
+        fixed = Batch(model, "quest", max_seqs=3, capacity=130, budget=32, block_size=BLOCK)
+        fixed.prefill(fixed.join([1, 2, 3], max_new_tokens=1, stop=()))
+        sizes["device_memory"] = LAYERS * (device * SIZE + SIZE // 2) + sum(one.fixed_bytes() for one in fixed.cache.kv_layers)
+    prefix = PrefixCache(host_bytes=1 << 30) if keeps else None
+    refused, preempted = serve(model, asked, prefix, **sizes)
+    assert preempted == 0
+    room = host - keeps / LAYERS + (device or 0)
+    assert refused == sum(-(-sum(one) // BLOCK) > room for one in asked)
