@@ -220,7 +220,7 @@ def together(scheduler: Scheduler, *asked: tuple[torch.Tensor, int]) -> tuple[in
 
 @pytest.mark.parametrize(
     ("where", "room", "places"),
-    [("host_bytes", 1.2, 1), ("device_memory", 1.2, 1), ("device_memory", 2.0, 2), ("system", 1.2, 1)],
+    [("host_bytes", 1.2, 1), ("device_memory", 1.2, 1), ("device_memory", 2.2, 2), ("system", 1.2, 1)],
 )
 def test_memory_is_counted_wherever_blocks_may_lie(
     model: PreTrainedModel, where: str, room: float, places: int, monkeypatch: pytest.MonkeyPatch

@@ -84,15 +84,17 @@ class HostMemory:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Return an uninitialised tensor in host memory. Raises HostMemoryError beyond the limit, or if the system gives none."""
-        size = held_bytes(math.prod(shape) * dtype.itemsize, pinned=pinned)
         while True:
             try:
-                data = self._allocate(size, shape, dtype, pinned=pinned)
+                return self.allocate_free(shape, dtype, pinned=pinned)
             except HostMemoryError:
                 if not self.reclaim():
                     raise
-            else:
-                break
+
+    def allocate_free(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """As allocate(), of what is free without reclaim()."""
+        size = held_bytes(math.prod(shape) * dtype.itemsize, pinned=pinned)
+        data = self._allocate(size, shape, dtype, pinned=pinned)
         if self.limit is not None:
             weakref.finalize(data, self._used.release, size).atexit = False
         return data
@@ -210,16 +212,15 @@ class BlockAllocator:
 
     def new(self) -> Block:
         """Return a block on the device if there is room, else on the host. Raises HostMemoryError."""
-        data = None if self.device is None else self.device.take()
-        if data is not None:
-            return Block(data, on_device=True)
-        try:
-            return Block(self.on_host())
-        except HostMemoryError:  # what was kept and is dropped now may have lain on the device
+        while True:
             data = None if self.device is None else self.device.take()
-            if data is None:
-                raise
-            return Block(data, on_device=True)
+            if data is not None:
+                return Block(data, on_device=True)
+            try:
+                return Block(self.memory.allocate_free(self.shape, self.dtype, pinned=self.pinned))
+            except HostMemoryError:
+                if not self.memory.reclaim():  # what it drops may lie here or there
+                    raise
 
     def on_host(self) -> Tensor:
         """Return an uninitialised block in host memory. Raises HostMemoryError."""
