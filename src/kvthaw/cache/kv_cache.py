@@ -15,7 +15,7 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
 from kvthaw.cache.layer_storage import flush, flush_early
-from kvthaw.cache.layers import built, indexed_layers, lacking, make_layers, offloaded_numbers
+from kvthaw.cache.layers import built, host_need, indexed_layers, make_layers, offloaded_numbers
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
@@ -274,7 +274,7 @@ class KVCache:
     def check_memory(self, blocks: int, size: int, device: torch.device) -> None:
         """Raise HostMemoryError where so many more blocks of a size in every layer fit neither the device nor the host."""
         self.streams.device.resolve(device)
-        self.streams.memory.check(lacking(self.layers, self.streams, blocks, size, pinned=device.type == "cuda"))
+        self.streams.memory.check(host_need(self.layers, self.streams, blocks, size, pinned=device.type == "cuda"))
 
     def check_finite(self) -> None:
         """Raise CacheError if a key or value was not finite while decoding; see FiniteCheck."""

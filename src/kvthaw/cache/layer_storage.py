@@ -72,7 +72,7 @@ class LayerStorage:
         """Bytes of blocks that the device has room for."""
         return 0 if self.placement is None else max(0, self.placement.device.room)
 
-    def lacking(self, blocks: int) -> int:
+    def host_need(self, blocks: int) -> int:
         """Return the bytes of host memory that so many more blocks take beside those that the device has room for."""
         allocator = self.store.allocator
         return max(0, blocks - self.room // allocator.size) * allocator.held

@@ -53,13 +53,13 @@ def make_layers(
     return layers
 
 
-def lacking(layers: Sequence[object], streams: Streams, blocks: int, size: int, *, pinned: bool) -> int:
+def host_need(layers: Sequence[object], streams: Streams, blocks: int, size: int, *, pinned: bool) -> int:
     """Return the bytes of host memory that so many more blocks of a size in every layer take beside those that the device has room
     for."""
     share, total = streams.device.share, 0
     for layer in layers:
         if isinstance(layer, OffloadedLayer) and layer.plan is not None:
-            total += layer.storage.lacking(blocks)
+            total += layer.storage.host_need(blocks)
         elif isinstance(layer, OffloadedLayer):
             total += max(0, blocks - max(0, share(layer.number)) // size) * held_bytes(size, pinned=pinned)
     return total

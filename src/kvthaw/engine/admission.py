@@ -45,7 +45,7 @@ class Admission:
         free, new = kv.streams.memory.free(), sum(max(0, self._blocks(one) - self._has(one)) for one in every)
         if free is None or kv.chooser.full:
             return free is None or self._on_host(every) <= free
-        return sum(layer.storage.lacking(new) for layer in kv.offloaded if layer.plan) <= free
+        return sum(layer.storage.host_need(new) for layer in kv.offloaded if layer.plan) <= free
 
     def _blocks(self, request: Request) -> int:
         settings = self.kv.settings
