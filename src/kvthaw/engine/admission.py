@@ -15,8 +15,8 @@ class Admission:
 
     Only blocks of KV are counted, wherever they lie; all else is allocated for the whole batch when the first request joins. The
     limit is host_bytes, or what the system has free, and what of device_memory is left to blocks. Under method="auto" requests
-    count while full attention is in force too, unless they cannot pass its end. So a request that finds room finds it until its
-    end, unless the device has less than device_memory says, an index outgrows its tables, or entries get a name meanwhile.
+    count while full attention is in force too, unless they cannot pass its end. What is not foreseen: a device that has less than
+    device_memory says, an index that outgrows its tables, entries that get a name meanwhile.
     """
 
     def __init__(self, cache: BatchCache, prefix_cache: PrefixCache | None) -> None:
