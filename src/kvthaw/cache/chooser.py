@@ -166,7 +166,7 @@ class Chooser:
             )
             held = held_bytes(size, pinned=self.layers[i].read(0, 0, 0).is_cuda)
             short += max(0, blocks - max(0, room) // size) * held
-        self.streams.memory.check(short)
+        self.streams.memory.check(lambda: short)
 
     def block_bytes(self, place: int) -> int:
         """Return the bytes of a block of a layer once the method is in force."""

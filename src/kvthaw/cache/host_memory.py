@@ -104,11 +104,12 @@ class HostMemory:
         """Bytes now, counted where there is a limit."""
         return self._used.bytes
 
-    def check(self, need: int) -> None:
-        """Raise HostMemoryError if a prompt's KV needs more bytes than are free. Blocks allocated ahead count as free."""
+    def check(self, need: Callable[[], int]) -> None:
+        """Raise HostMemoryError if a prompt's KV needs more bytes than are free. Blocks allocated ahead count as free. need: tells
+        anew after each reclaim(), which may make room on the device."""
         while True:
             try:
-                return check_host_memory(need, self.free())
+                return check_host_memory(need(), self.free())
             except HostMemoryError:
                 if not self.reclaim():
                     raise

@@ -274,7 +274,7 @@ class KVCache:
     def check_memory(self, blocks: int, size: int, device: torch.device) -> None:
         """Raise HostMemoryError where so many more blocks of a size in every layer fit neither the device nor the host."""
         self.streams.device.resolve(device)
-        self.streams.memory.check(host_need(self.layers, self.streams, blocks, size, pinned=device.type == "cuda"))
+        self.streams.memory.check(lambda: host_need(self.layers, self.streams, blocks, size, pinned=device.type == "cuda"))
 
     def check_finite(self) -> None:
         """Raise CacheError if a key or value was not finite while decoding; see FiniteCheck."""
