@@ -50,6 +50,8 @@ def test_pages_are_the_same_however_tokens_came() -> None:
     assert isinstance(a, BoundIndex)
     assert isinstance(b, BoundIndex)
     assert a.seqs[0].units == b.seqs[0].units == 9
+    a.join()
+    b.join()
     torch.testing.assert_close(a.digests[0, :, :9], b.digests[0, :, :9])
     assert torch.equal(a.stops[0, :, :10], b.stops[0, :, :10])
 
