@@ -238,7 +238,7 @@ def _says(folder: Folder) -> None:
 def memory(model: PreTrainedModel, requests: int, rng: random.Random) -> Counter[str]:
     """Serve requests while the host has no memory, now and then; see the head of this file."""
     found: Counter[str] = Counter(wrong=0)
-    plain = HostMemory.allocate
+    plain = HostMemory.allocate_free
     prompts = [torch.randint(0, model.config.vocab_size, (rng.randrange(40, 160),)) for _ in range(requests)]
 
     def serve(asked: list[Tensor], rate: float) -> list[Request]:
@@ -249,14 +249,14 @@ def memory(model: PreTrainedModel, requests: int, rng: random.Random) -> Counter
             return plain(self, *given, **named)
 
         batch = Batch(model, "quest", max_seqs=3, capacity=320, budget=48, dense_layers=0, block_size=16, device_memory=MEMORY)
-        HostMemory.allocate = allocate  # type: ignore[method-assign]
+        HostMemory.allocate_free = allocate  # type: ignore[method-assign]
         try:
             scheduler = Scheduler(batch, step_tokens=64)
             waiting = [scheduler.submit(ids, max_new_tokens=36, stop=()) for ids in asked]
             while scheduler.busy:
                 scheduler.step()
         finally:
-            HostMemory.allocate = plain  # type: ignore[method-assign]
+            HostMemory.allocate_free = plain  # type: ignore[method-assign]
         found["spilled"] += batch.stats().moved_bytes
         found["gave way"] += scheduler.preemptions
         return waiting
