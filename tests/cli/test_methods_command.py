@@ -31,6 +31,7 @@ def test_methods_are_those_of_the_list() -> None:
     assert by_name["h2o"]["kv"] == "evicts"
     table = Said("methods").out
     assert all(name in table for name in METHODS)
+    assert max(map(len, table.splitlines())) <= 200  # a terminal's width, which `Said` sets
     assert all(record["choose_it_when"] != "-" for record in records)
 
 
