@@ -13,7 +13,8 @@ from kvthaw.cache.dry_run import Needs
 from kvthaw.cache.index_api import Method
 from kvthaw.engine.hf import PreTrainedConfig
 from kvthaw.engine.hf.dry_run import dry_run, weight_bytes
-from kvthaw.engine.hf.model import build, check_prompt, positions
+from kvthaw.engine.hf.model import build, positions
+from kvthaw.errors import ConfigError
 from kvthaw.evaluate.variant import OWN
 from kvthaw.methods import resolve
 from kvthaw.methods.auto import AUTO, best_on
@@ -82,7 +83,10 @@ class Forecaster:
 
     def forecast(self, method: str, length: int) -> Forecast:
         """Return what a method takes. Raises ConfigError for a length that the model has no positions for."""
-        check_prompt(self.model, length + self.new_tokens)
+        limit = positions(self.model)
+        if limit is not None and length + self.new_tokens > limit:
+            given = f"length is {length:,} and new_tokens is {self.new_tokens:,}"
+            raise ConfigError(f"{given}; the model's positions end at {limit:,}: both together may have so many")
         needs, made = self._needs(method, length)
         in_force = "full" if needs.plan is None else made.name
         asked = take(method, OWN)[0]
