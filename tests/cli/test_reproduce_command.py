@@ -14,6 +14,7 @@ def test_the_list_says_what_each_needs() -> None:
     assert "gsm8k" in listed["icecache-t3"]["needs"]
     shown = Said("reproduce", "list").out
     assert all(name in shown for name in listed)
+    assert max(map(len, shown.splitlines())) <= 200  # a terminal's width, which `Said` sets
 
 
 def test_the_papers_number_stands_beside_ours(model: str, tmp_path: Path) -> None:

@@ -70,12 +70,13 @@ def stdout() -> Console:
 
 def print_wide(table: Table) -> None:
     """A table on stdout at its own width, under its title in one line: lines that are too long for the terminal are better than
-    cells cut short."""
+    cells cut short. One with columns that fold keeps to the terminal."""
     console, title = stdout(), table.title
     if title is not None:
         table.title = None
         console.print(title, style="italic", highlight=False, soft_wrap=True)
-    console.width = max(console.width, Measurement.get(console, console.options.update(max_width=1000), table).maximum)
+    if all(column.no_wrap for column in table.columns):
+        console.width = max(console.width, Measurement.get(console, console.options.update(max_width=1000), table).maximum)
     console.print(table)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import print_wide, stdout
+from kvthaw.cli.common import print_wide
 from kvthaw.evaluate.report import lay_out
 
 EXAMPLES = "Examples:\n\n  kvthaw methods\n\n  kvthaw methods pariskv\n\n  kvthaw methods --json"
@@ -46,10 +46,7 @@ def methods(
         columns = [column.replace("_", " ") for column in rows[0]]
         _table("Methods", columns[:7], [[*map(word, [*row.values()][:7])] for row in rows])
         told = [[row["name"], *map(word, [*row.values()][7:])] for row in rows]
-        prose = lay_out(None, [columns[0], *columns[7:]], told, words=columns)
-        for column in prose.columns[1:]:
-            column.no_wrap = False
-        stdout().print(prose)
+        print_wide(lay_out(None, [columns[0], *columns[7:]], told, words=columns, folded=columns[7:]))
     elif as_json:
         print(json.dumps(rows[0] | {"text": own.text(METHODS[name]), "options": own.options(METHODS[name])}))
     else:

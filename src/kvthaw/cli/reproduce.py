@@ -104,7 +104,7 @@ def _list(every: list[Experiment]) -> Table:
     title = "Minutes are a rough guess for one H100. With --quick none needs anything, and each takes seconds."
     columns = ("name", "what", "the paper's model or machine", "needs", "minutes")
     rows = [(one.name, one.title, "; ".join(one.says), one.plan.needs, f"{one.minutes:,.0f}") for one in every]
-    return lay_out(title, columns, rows, words=columns[:-1])
+    return lay_out(title, columns, rows, words=columns[:-1], folded=columns[1:-1])
 
 
 def _table(outcome: Outcome) -> Table:

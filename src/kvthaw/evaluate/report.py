@@ -188,11 +188,13 @@ def lay_out(
     rows: Iterable[Sequence[str]] = (),
     *,
     words: Collection[str] = ("method", "benchmark", ""),
+    folded: Collection[str] = (),
 ) -> Table:
-    """Return a table. rows: an empty one begins a section. words: columns of words, beside which all are of numbers."""
+    """Return a table. rows: an empty one begins a section. words: columns of words, beside which all are of numbers. folded:
+    columns of sentences, which take several lines where the terminal is narrow."""
     made = Table(title=title, box=SIMPLE_HEAD)
     for name in columns:
-        made.add_column(name, justify="left" if name in words else "right", no_wrap=True)
+        made.add_column(name, justify="left" if name in words else "right", no_wrap=name not in folded, overflow="fold")
     for row in rows:
         if row:
             made.add_row(*row)
