@@ -62,6 +62,23 @@ def test_the_index_goes_ahead_and_the_ring_follows(llama: PreTrainedModel) -> No
         assert all(indexed == ring for indexed, ring in held(layer))
 
 
+def test_a_copy_leaves_no_index_behind(llama: PreTrainedModel) -> None:
+    """A replayed step selects from tables that hold all that has left the rings: nothing is queued where nobody asks for it."""
+    cache = kvthaw.Cache(llama, "clusterkv", budget=64, dense_layers=0)
+    step(llama, cache, IDS[:1, :90])
+    cache = copy.deepcopy(cache)
+    while not cache.kv.sequences.full():
+        step(llama, cache, IDS[:1, :1])
+    cache.kv.run_ahead()
+    for layer in cache.kv.offloaded:
+        assert ahead(layer)
+        assert layer.retriever is not None
+        index: Any = layer.retriever.index
+        known = [table.clone() for table in index.tensors()]
+        index.join()
+        assert all(map(torch.equal, known, index.tensors()))
+
+
 @pytest.mark.parametrize("drop", [1, 40])
 def test_a_crop_brings_it_back(llama: PreTrainedModel, drop: int) -> None:
     cache = filled(llama)

@@ -133,6 +133,7 @@ class Streams:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Streams:
         twin = Streams(self.layers, copy.deepcopy(self.memory, memo), copy.deepcopy(self.device, memo))
+        twin.deferred = copy.deepcopy(self.deferred, memo)  # that of the copied indexes
         memo[id(self.aux)] = twin.aux
         return twin
 
