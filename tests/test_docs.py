@@ -179,9 +179,8 @@ def test_code_on_a_page_runs(
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     assert blocks
     before = list(METHODS)
-    with torch.no_grad():
-        for block in blocks:
-            exec(block, names)  # as a reader would
+    for block in blocks:
+        exec(block, names)  # as a reader would
     for method in set(METHODS) - set(before):
         METHODS.unregister(method)
 
