@@ -1,6 +1,6 @@
 """Measure and draw the figures of the papers and of the README (`benchmarks.plans`).
 
-usage: python3 -m benchmarks.figures [NAME,NAME... [--shape SHAPE] [--shrink N] [--out FILE] [--plot FOLDER] [--draw]]
+usage: python3 -m benchmarks.figures [NAME,NAME... [--methods METHOD,...] [--shape SHAPE] [--shrink N] [--out FILE] [--plot FOLDER] [--draw]]
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from kvthaw.evaluate.results import Record, ResultsFile
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """names: of FIGURES, all unless given. shape, steps: other than the figure's own. shrink: divides lengths, tokens and budgets,
+    """names: of FIGURES, all unless given. methods: the runs of these alone. shape, steps: other than the figure's own. shrink: divides lengths, tokens and budgets,
     to try a figure on a small machine. out: the file of records; what is there is not measured again. plot: the folder to draw
     NAME.png into. draw: only draw, from the file."""
 
     names: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
     shape: str | None = None
     steps: tuple[str, ...] = ()
     shrink: int = 1
@@ -96,7 +97,8 @@ def grid(name: str, options: Options, device: str) -> list[DecodeSetting]:
     """The runs of a figure on a device."""
     figure = PLANS[name]
     common = Common(options.shape or figure.shape, options.steps or figure.steps, device, device != "cpu", options.seed)
-    return [_shrunk(one, options.shrink) for one in figure.runs(common)]
+    runs = [one for one in figure.runs(common) if not options.methods or one.method.partition(":")[0] in options.methods]
+    return [_shrunk(one, options.shrink) for one in runs]
 
 
 def known_records(name: str, known: ResultsFile, options: Options) -> list[Record]:
@@ -125,7 +127,7 @@ def options_of(arguments: Sequence[str] | None = None) -> Options:
     """Options from a command line."""
     parser = argparse.ArgumentParser(description=__doc__, epilog="\n".join(f"{name}: {text}" for name, text in FIGURES.items()))
     parser.add_argument("names", nargs="?", default="")
-    for name in ("shape", "steps", "commit"):
+    for name in ("methods", "shape", "steps", "commit"):
         parser.add_argument(f"--{name}")
     for name in ("out", "plot"):
         parser.add_argument(f"--{name}", type=Path)
@@ -133,7 +135,7 @@ def options_of(arguments: Sequence[str] | None = None) -> Options:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--draw", action="store_true")
     given = vars(parser.parse_args(arguments))
-    listed = {name: tuple(filter(None, (given[name] or "").split(","))) for name in ("names", "steps")}
+    listed = {name: tuple(filter(None, (given[name] or "").split(","))) for name in ("names", "methods", "steps")}
     return Options(**{**given, **listed})
 
 

@@ -44,6 +44,7 @@ _EVERY = {
 _FEW = 48  # of the others, whose rings give 16 tokens at a time
 _PARISKV = ("pariskv:retrieved=100", "pariskv-plus:retrieved=100")
 _UNITS = ("clusterkv-plus:budget=1024", "prkv:budget=1024")
+_OTHERS = ("clusterkv:budget=1024:hits=0.7", "prkv-plus:budget=1024:hits=0.7", "icecache-digest-device")
 _HOST = ("icecache", "icecache-reuse", "icecache-digest", "icecache-digest:reuse=3")
 
 
@@ -95,8 +96,9 @@ def _units(hits: float, more: str = "") -> tuple[str, str]:
 
 def _length(c: Common) -> list[DecodeSetting]:
     quick = _units(0.7, ":iterations=4")  # k-means of 512k keys takes its time
-    near = [c.run(m, n * _K) for n in (36, 128) for m in ("full", *_PARISKV, *_units(0.7))]
-    far = [c.run(m, 512 * _K, shared=m != "full") for m in ("full", *_PARISKV, *quick)]
+    others = [one.replace("clusterkv:", "clusterkv:iterations=4:") for one in _OTHERS]
+    near = [c.run(m, n * _K) for n in (36, 128) for m in ("full", *_PARISKV, *_units(0.7), *_OTHERS)]
+    far = [c.run(m, 512 * _K, shared=m != "full") for m in ("full", *_PARISKV, *quick, *others)]
     missed = [c.run(m, n * _K) for n in (36, 128) for m in _units(0.0)]
     return near + far + missed + [c.run(m, 1024 * _K) for m in (*_PARISKV, *quick)]
 

@@ -32,6 +32,8 @@ ROWS: tuple[tuple[str, Record], ...] = (
     ("pariskv-plus, 100 retrieved", {"method": "pariskv-plus", "retrieved": 100}),
     ("clusterkv-plus, 1024 tokens, 70 % of rows on the device already", {"method": "clusterkv-plus", "hits": 0.7}),
     ("the same, 0 %", {"method": "clusterkv-plus", "hits": 0.0}),
+    ("clusterkv, 1024 tokens, 70 %", {"method": "clusterkv", "hits": 0.7}),
+    ("prkv-plus, 1024 tokens, 70 %", {"method": "prkv-plus", "hits": 0.7}),
     ("prkv, 1024 tokens, 70 %", {"method": "prkv", "hits": 0.7}),
     ("the same, 0 %", {"method": "prkv", "hits": 0.0}),
     *(

@@ -52,8 +52,10 @@ def line() -> Record:
 
 
 def test_a_figure_is_measured_once_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: Record) -> None:
-    asked = Options(names=("length",), shape="tiny", shrink=64, out=tmp_path / "out.jsonl", plot=tmp_path)
+    methods = ("full", "pariskv-plus", "prkv")
+    asked = Options(("length",), methods, "tiny", shrink=64, out=tmp_path / "out.jsonl", plot=tmp_path)
     wanted = figures.grid("length", asked, "cpu")
+    assert {one.method for one in wanted} == set(methods)
     ResultsFile(asked.out).add(*(of(line, one) for one in wanted[:-1]))
     found = figures.main(asked)  # the last alone is measured
     assert [DecodeSetting(**line.setting) for line in found["length"]] == wanted

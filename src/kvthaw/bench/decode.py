@@ -221,6 +221,7 @@ class Bench:
             "tpot_s": taken.mean,
             "itl_p50_s": taken.quantile(0.5),
             "itl_p95_s": taken.quantile(0.95),
+            "itl_p99_s": taken.quantile(0.99),
             "elapsed_s": taken.elapsed(),
             "tokens_per_s": one.batch / taken.mean,
             "peak_device_bytes": taken.peak,
