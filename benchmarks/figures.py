@@ -1,6 +1,7 @@
 """Measure and draw the figures of the papers and of the README (`benchmarks.plans`).
 
-usage: python3 -m benchmarks.figures [NAME,NAME... [--methods METHOD,...] [--shape SHAPE] [--shrink N] [--out FILE] [--plot FOLDER] [--draw]]
+usage: python3 -m benchmarks.figures [NAME,NAME... [--methods METHOD,...] [--shape SHAPE] [--shrink N] [--out FILE] [--plot FOLDER]
+[--draw]]
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from kvthaw.evaluate.results import Record, ResultsFile
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """names: of FIGURES, all unless given. methods: the runs of these alone. shape, steps: other than the figure's own. shrink: divides lengths, tokens and budgets,
-    to try a figure on a small machine. out: the file of records; what is there is not measured again. plot: the folder to draw
-    NAME.png into. draw: only draw, from the file."""
+    """names: of FIGURES, all unless given. methods: the runs of these alone. shape, steps: other than the figure's own. shrink:
+    divides lengths, tokens and budgets, to try a figure on a small machine. out: the file of records; what is there is not
+    measured again. plot: the folder to draw NAME.png into. draw: only draw, from the file."""
 
     names: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """What gpu.sh measures that no command does: python3 -m benchmarks.measure OUT COMMIT HOST_BYTES PART [METHOD].
 
-parts: breakdown (of METHOD), prefill, indexing
+parts: breakdown (of METHOD), prefill, chunks, indexing
 """
 
 from __future__ import annotations
@@ -39,6 +39,19 @@ def prefills(out: Path, commit: str, host_bytes: int) -> None:
         *prefill.grid(SHAPE, ["icecache-digest"], [1 << 17], [1 << 14], chunks_only=True, budget=256),
         *prefill.grid(SHAPE, ["pariskv-plus"], [1 << 17], [1 << 14], **pariskv),
     ]
+    take(settings, out, commit, host_bytes)
+
+
+def chunks(out: Path, commit: str, host_bytes: int) -> None:
+    """Time prompts in chunks beside one pass, of our own methods, with a few of the layers."""
+    ours = ("pariskv-plus", "clusterkv-plus", "prkv-plus", "icecache-digest-device")
+    settings = prefill.grid(SHAPE, ours, [1 << 17], [1 << 14], layers=4, budget=1024)
+    settings += prefill.grid(SHAPE, ours[:1], [1 << 19], [1 << 14], layers=2, budget=1024, chunks_only=True)
+    take(settings, out, commit, host_bytes)
+
+
+def take(settings: list[prefill.PrefillSetting], out: Path, commit: str, host_bytes: int) -> None:
+    """Measure prompts, and note each as it comes."""
     known, watch = ResultsFile(out), printing(out)["watch"]
     for record in prefill.run(settings, known, host_bytes=host_bytes, commit=commit, watch=watch):
         over = room.over_floor(record)
@@ -57,6 +70,8 @@ def main(arguments: list[str]) -> None:
         breakdown(out / "breakdown.jsonl", commit, host_bytes, arguments[4])
     elif part == "prefill":
         prefills(out / "prefill.jsonl", commit, host_bytes)
+    elif part == "chunks":
+        chunks(out / "prefill.jsonl", commit, host_bytes)
     elif part == "indexing":
         report = Report(out / "indexing.jsonl", commit, bench="indexing")
         for line in indexing.lines(SHAPE, 32768, ("clusterkv", "clusterkv-plus", "prkv")):

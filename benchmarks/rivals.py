@@ -6,8 +6,8 @@ JSON line for each length and rival:
 - full: kvthaw's full attention, compiled and captured, KV in bfloat16. full-fp8: the same compiled model and graph with all KV as
   e4m3 on the device, without scales (a GPU only). static: transformers' StaticCache in generate(), which compiles it and captures
   graphs by itself. pariskv-plus: 100 rows retrieved, KV on the host. Keys and values are drawn among the numbers that e4m3 has.
-- ms, median_ms, p99_ms: a token. off: how far the first step's logits are off the first rival's, of their norm; at most .1 where all is
-  attended to. error: instead of these.
+- ms, median_ms, p99_ms: a token. off: how far the first step's logits are off the first rival's, of their norm; at most .1 where
+  all is attended to. error: instead of these.
 """
 
 from __future__ import annotations
