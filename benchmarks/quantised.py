@@ -3,10 +3,10 @@
 `python -m benchmarks.quantised --weights bf16,int4,fp8 --out quantised.jsonl`: a shape of random weights, the decoder layers'
 quantised in place, one sequence, keys and values drawn. JSON lines, for each kind of weights first a checked one, then timed ones:
 
-- checked: eager, captured, compiled: how far logits of 32 tokens are off transformers' own cache under the same weights, the
-  last method's at a budget above the length, of their norm. *_tokens: the share of them whose likeliest token is the same; *_same: that beside eager
-  steps; *_s: seconds, compilation among them; *_error: instead of these. rounding: how far transformers' eager attention is off
-  its sdpa. weight_bytes: of the model.
+- checked: eager, captured, compiled: how far logits of 32 tokens are off transformers' own cache under the same weights, of their
+  norm; of the last method, at a budget above the length. *_tokens: the share of them whose likeliest token is the same; *_same:
+  that beside eager steps; *_s: seconds, compilation among them; *_error: instead of these. rounding: how far transformers' eager
+  attention is off its sdpa. weight_bytes: of the model.
 - timed: ms, median_ms: a token. device_bytes: the most that torch held during the steps.
 """
 
@@ -106,7 +106,7 @@ class Nibbles(nn.Module):
         if x.numel() == 2 * self.codes[0].numel():
             one = x.reshape(2, 1, groups, GROUP)
             sums = [(half * part).float().sum(dim=-1) for half, part in zip(halves, one, strict=True)]
-            out = (sums[0] * self.scale[:, 0] + sums[1] * self.scale[:, 1]).sum(dim=-1)
+            out: Tensor = (sums[0] * self.scale[:, 0] + sums[1] * self.scale[:, 1]).sum(dim=-1)
             return out.to(x.dtype).view(*x.shape[:-1], rows)
         return nn.functional.linear(x, (torch.stack(halves, dim=1) * self.scale[..., None]).view(rows, -1))
 
