@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from kvthaw.counter_rng import gumbel
-from kvthaw.engine.sampling import Sampler, Sampling, logprobs, sample, score, top
+from kvthaw.engine.logprobs import logprobs, score, top
+from kvthaw.engine.sampling import Sampler, Sampling, sample
 from kvthaw.errors import ConfigError
 
 VOCAB = 1500  # more than top_k can ask of torch.topk
@@ -300,8 +301,8 @@ def test_logprobs_are_those_of_the_model(dtype: torch.dtype) -> None:
 
 def test_scores_of_many_rows_are_those_of_each() -> None:
     logits, tokens = random_logits(150, 30), torch.arange(150) % 30
-    whole = logprobs(tokens, score(logits, tokens, 99))
-    assert whole == [logprobs(tokens[i : i + 1], score(logits[i : i + 1], tokens[i : i + 1], 99))[0] for i in range(150)]
+    whole = logprobs(score(logits, tokens, 99))
+    assert whole == [logprobs(score(logits[i : i + 1], tokens[i : i + 1], 99))[0] for i in range(150)]
     assert {len(one.top) for one in whole} == {30}
     assert sum(math.exp(value) for _, value in whole[0].top) == pytest.approx(1)
 

@@ -382,10 +382,27 @@ def test_the_last_in_order_gives_its_place_up(
     requests = [scheduler.submit([5] * 4, max_new_tokens=6, stop=(), priority=priority) for priority in priorities]
     while len(scheduler.decoding) < 2:
         scheduler.step()
-    monkeypatch.setattr(scheduler.batch, "decode", short)
+    monkeypatch.setattr(scheduler.batch, "launch", short)
     scheduler.step()
     assert scheduler.waiting == [requests[loser]]
     assert scheduler.decoding == [requests[1 - loser]]
+
+
+def test_a_chunk_is_launched_before_tokens_are_read(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the device goes on while the host waits. Tokens come all the same where the chunk fails."""
+    scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=100, budget=48))
+    first = scheduler.submit([5] * 4, max_new_tokens=6, stop=())
+    while not first.tokens:
+        scheduler.step()
+    second, known = scheduler.submit([5] * 4, max_new_tokens=6, stop=()), len(first.tokens)
+
+    def failing(*_: object) -> bool:
+        assert len(first.tokens) == known
+        raise RuntimeError("the chunk failed")
+
+    monkeypatch.setattr(scheduler.batch, "prefill", failing)
+    assert scheduler.step() == [first, second]
+    assert (len(first.tokens), str(second.error)) == (known + 1, "the chunk failed")
 
 
 def test_a_request_needs_memory_for_its_new_tokens_too(model: PreTrainedModel) -> None:

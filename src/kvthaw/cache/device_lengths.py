@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,21 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     """Return numbers as a tensor on the device. The host does not wait for what a GPU was given before."""
     here = torch.tensor(values, dtype=dtype)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+
+
+def download(x: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the host. Returns what waits for the copy, but for nothing that a GPU is given later, and returns
+    it."""
+    if not x.is_cuda:
+        return lambda: x
+    here = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+    copied = torch.cuda.current_stream(x.device).record_event()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return here
+
+    return wait
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvthaw.cache.device_lengths import download
 from kvthaw.errors import CacheError
 
 EVERY = 8
@@ -26,21 +27,13 @@ class PromptCheck:
 
     def __init__(self, layers: Sequence[Prompted]) -> None:
         self._layers = [layer.number for layer in layers for _ in layer.extremes]
-        self._copied: torch.cuda.Event | None = None
-        if not self._layers:
-            return
-        finite = torch.stack([number for layer in layers for number in layer.extremes]).isfinite()
-        self._finite = finite
-        if finite.is_cuda:
-            self._finite = torch.empty_like(finite, device="cpu", pin_memory=True).copy_(finite, non_blocking=True)
-            self._copied = torch.cuda.current_stream().record_event()
+        if self._layers:
+            self._finite = download(torch.stack([number for layer in layers for number in layer.extremes]).isfinite())
 
     def wait(self) -> None:
         """Raise CacheError for the first layer whose keys or values were not."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        if self._layers and not self._finite.all():
-            layer = self._layers[self._finite.tolist().index(False)]
+        if self._layers and not (finite := self._finite()).all():
+            layer = self._layers[finite.tolist().index(False)]
             raise CacheError(f"the model gave keys or values that are not finite in layer {layer}")
 
 

@@ -19,8 +19,9 @@ from kvthaw.engine.hf.attention import unwrap
 from kvthaw.engine.hf.batch_cache import BatchCache, check_positions
 from kvthaw.engine.hf.chunks import CHUNK, spans
 from kvthaw.engine.hf.handle import is_attached
+from kvthaw.engine.logprobs import TokenLogprobs, logprobs, score
 from kvthaw.engine.request import Request, RequestOptions
-from kvthaw.engine.sampling import GREEDY, Drawn, Sampler, Sampling, logprobs, score
+from kvthaw.engine.sampling import GREEDY, Sampler, Sampling
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.methods.auto import AUTO
 from kvthaw.typecheck import check_type
@@ -57,8 +58,8 @@ class Batch:
             for request in batch.step():
                 print(request.seq, request.tokens[-1], request.finished)
 
-    Each step gives the requests whose prompts are whole a token, and one other request the next chunk of its prompt.
-    `kvthaw.Scheduler` decides better, and keeps the requests that wait for a place; decode() and prefill() are what it calls.
+    A step gives the requests whose prompts are whole a token, and one other request the next chunk of its prompt. What
+    `kvthaw.Scheduler` calls, which decides better and keeps the requests that wait for a place, are launch() and prefill().
     """
 
     def __init__(
@@ -108,13 +109,12 @@ class Batch:
 
     @property
     def prefilling(self) -> list[Request]:
-        """Those that do not decode yet, in the order in which they joined: their prompts have not come wholly, or indexes are still
-        being built."""
+        """Those that do not decode yet, in the order in which they joined: their prompts or indexes are not whole."""
         return [request for request in self._joined if self._decoding[request.seq] is not request]
 
     @property
     def indexing(self) -> list[Request]:
-        """Those whose prompts are whole and whose indexes are being built beside the steps of the others."""
+        """Those whose prompts are whole and whose indexes are being built."""
         return list(self._indexing)
 
     @property
@@ -239,14 +239,18 @@ class Batch:
         return told
 
     def decode(self) -> list[Request]:
-        """Send the next token of every request whose prompt is whole through the model. Returns those that got a new one, which is
-        the last of their tokens; those that finished have left.
+        """Give every request whose prompt is whole its next token; see launch()."""
+        return self.launch()()
 
-        What it raises comes up, and the next call repeats it. Requests that have lost what a repetition needs (the states of linear
-        attention) begin again with their prompts, and keep their tokens."""
+    def launch(self) -> Callable[[], list[Request]]:
+        """Send the next token of every request whose prompt is whole through the model. Returns what waits for the tokens that
+        come of it, to be called once, before the next step: it returns the requests that got one, the last of their tokens; those
+        that finished have left. Prompts may go on before that call, so that a GPU does not wait for the host.
+        What launch() raises comes up, and the next call repeats it. Requests that have lost what a repetition needs (the states of
+        linear attention) begin again with their prompts, and keep their tokens."""
         live, sequences = self.decoding, self.cache.kv.sequences
         if not live:
-            return []
+            return list
         every = self._compile or self.cache.states  # compiled for one number; transformers' states are of all sequences
         rows = self.max_seqs if every else min(self.max_seqs, 1 << live[-1].seq.bit_length())
         seqs, commits = slice(0, rows), sequences.commits
@@ -255,7 +259,7 @@ class Batch:
         try:
             with torch.no_grad():
                 logits = self._replay(ids, positions)[:, -1]
-                drawn = self._sampler(logits, positions[:, 0] + 1, seqs)
+                read = self._sampler(logits, positions[:, 0] + 1, seqs).fetch()
             self._replay.run_ahead()
         except BaseException:
             if self.cache.states or sequences.commits != commits:
@@ -265,7 +269,8 @@ class Batch:
         self.launched()
         for request in live:
             request.fed += 1
-        return self._give(self._decoding[seqs], drawn)
+        to = self._decoding[seqs]
+        return lambda: self._give(to, *read())
 
     def step(self) -> list[Request]:
         """Give the requests whose prompts are whole a token each, and the first other one the next chunk of its prompt. Returns
@@ -275,8 +280,7 @@ class Batch:
         told += self.start(0.0 if told or coming else POLL)
         for request in coming[:1]:
             try:
-                if self.prefill(request):
-                    told.append(request)
+                told += [request] if self.prefill(request) else []
             except Exception as error:
                 request.fail(error)
                 told.append(request)
@@ -296,17 +300,13 @@ class Batch:
         request.seq = -1
         request.rewind()
 
-    # Inside
-
-    def _give(self, requests: Sequence[Request | None], drawn: Drawn) -> list[Request]:
+    def _give(self, requests: Sequence[Request | None], tokens: list[int], scores: list[TokenLogprobs] | None) -> list[Request]:
         """Hand their tokens to those that lack them, and return these."""
-        tokens, scores = drawn.read()
-        told = []
-        for i, request in enumerate(requests):
-            if request is not None and request.take(tokens[i], scores[i] if scores else None):
-                told.append(request)
-                if request.finished:
-                    self._release(request)
+        rows = enumerate(zip(requests, tokens, strict=True))
+        told = [one for i, (one, token) in rows if one is not None and one.take(token, scores[i] if scores else None)]
+        for request in told:
+            if request.finished:
+                self._release(request)
         return told
 
     def _start(self, request: Request) -> bool:
@@ -320,7 +320,7 @@ class Batch:
         at, place = torch.tensor([request.prompt], device=request.ids.device), slice(request.seq, request.seq + 1)
         drawn = self._sampler(logits, at, place)
         self._decoding[request.seq] = request
-        return bool(self._give([request], drawn))
+        return bool(self._give([request], *drawn.read()))
 
     def _begin_again(self, request: Request) -> None:
         """Let a request keep its sequence, which is empty from here on."""
@@ -350,7 +350,7 @@ class Batch:
                     next_ids = ids[0, begin + 1 : end + 1]
                     request.scored.append(score(every[0, : len(next_ids)], next_ids, n))
         if n is not None and stop == request.prompt:
-            request.prompt_logprobs = [None, *logprobs(ids[0, 1:], torch.cat(request.scored))]
+            request.prompt_logprobs = [None, *logprobs(torch.cat(request.scored))]
             request.scored = []
         return logits
 

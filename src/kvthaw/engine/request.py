@@ -9,7 +9,8 @@ from typing import Any, Literal, TypedDict
 from torch import Tensor
 
 from kvthaw.engine.grammar import Matcher
-from kvthaw.engine.sampling import Sampling, TokenLogprobs
+from kvthaw.engine.logprobs import TokenLogprobs
+from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.text import Detokenizer
 from kvthaw.errors import ConfigError
 

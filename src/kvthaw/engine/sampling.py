@@ -11,14 +11,11 @@ from torch import Tensor
 
 from kvthaw.counter_rng import gumbel
 from kvthaw.engine.grammar import Grammar, Matcher, TokenMasks
+from kvthaw.engine.logprobs import TOPK, Drawn, score, top
 from kvthaw.errors import ConfigError
 from kvthaw.typecheck import check_type
 
-TOPK = 1024
-"""The largest top_k whose tokens are found by torch.topk; beyond it a row is sorted."""
-
 _COLDEST = 1e-6  # temperatures between 0 and this one count as this one
-_SCORED = 64  # rows of logits whose log-probabilities are computed at once, in float64
 
 
 def _whole(least: int, most: int | None = None, **values: int | None) -> None:
@@ -121,68 +118,6 @@ class Sampling:
 
 
 GREEDY = Sampling()
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The natural logarithm of the model's probability of a token, and of the likeliest ones: (token, logprob), likeliest first."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Tokens chosen in one step, on the device. tokens [B] int64; scores [B, 1 + 2n] of `score`, None where none were asked for."""
-
-    tokens: Tensor
-    scores: Tensor | None = None
-
-    def read(self) -> tuple[list[int], list[TokenLogprobs] | None]:
-        """Return tokens and log-probabilities in one transfer to the host."""
-        if self.scores is None:
-            return self.tokens.tolist(), None
-        found = logprobs(self.tokens, self.scores)
-        return [one.token for one in found], found
-
-
-def score(logits: Tensor, tokens: Tensor, n: int = 0) -> Tensor:
-    """Return log-probabilities [B, 1 + 2n] float64: of a token [B] each, of the n likeliest of logits [B, V], and the ids of these.
-
-    n is cut to V. Takes no more float64 memory than some rows of the logits need.
-    """
-    parts = []
-    for x, chosen in zip(logits.split(_SCORED), tokens.split(_SCORED), strict=True):
-        values, ids = top(x, min(n, x.shape[1]))
-        total = x.double().logsumexp(dim=-1, keepdim=True)
-        parts.append(torch.cat([x.gather(1, chosen[:, None]).double() - total, values.double() - total, ids.double()], dim=1))
-    return torch.cat(parts)
-
-
-def logprobs(tokens: Tensor, scores: Tensor) -> list[TokenLogprobs]:
-    """Read tokens [B] and their `score` [B, 1 + 2n] in one transfer to the host."""
-    found = []
-    for token, chosen, *rest in torch.cat([tokens[:, None].double(), scores], dim=1).tolist():
-        n = len(rest) // 2
-        found.append(TokenLogprobs(int(token), chosen, tuple(zip(map(int, rest[n:]), rest[:n], strict=True))))
-    return found
-
-
-def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest of each row of x [B, V] and their places, [B, k] each. Equal ones stay in order."""
-    vocabulary = x.shape[1]
-    if k > TOPK or k == vocabulary or x.dtype == torch.float64:
-        ranked, tokens = x.sort(dim=-1, descending=True, stable=True)
-        return ranked[:, :k], tokens[:, :k]
-    x = x.float()
-    # Which of several equals topk returns is not said, so it gets none: int64 keys of a value's order and its place behind it.
-    bits = torch.where(x == 0, 0.0, x).view(torch.int32)  # -0 is 0
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    places = torch.arange(vocabulary - 1, -1, -1, device=x.device)
-    keys = ((order.long() << 32) | places).topk(k, dim=-1).values
-    tokens = vocabulary - 1 - (keys & 0xFFFFFFFF)
-    return x.gather(1, tokens), tokens
 
 
 def sample(logits: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tensor:

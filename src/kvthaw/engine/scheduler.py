@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Unpack
 
 import torch
@@ -132,21 +132,15 @@ class Scheduler:
 
         What a decode step raises comes up, but for a lack of memory, and the next call takes it again."""
         self._place()
-        told = self._decode()
+        give = self._launch()
         request = self._next_prompt()
-        told += self.batch.start(POLL if request is None and not told else 0.0)
-        if request is not None:
-            try:
-                if self.batch.prefill(request, self._chunk(request, len(told)) if told else None):
-                    told.append(request)
-            except Exception as error:
-                if self.split and not isinstance(error, HostMemoryError):
-                    raise
-                if isinstance(error, MEMORY_ERRORS) and self.batch.requests:
-                    self._wait_again(request)
-                else:
-                    request.fail(error)
-                    told.append(request)
+        try:
+            told = self.batch.start(POLL if request is None and not self.batch.decoding else 0.0)
+            if request is not None:  # the host launches its chunk while the device decodes
+                told += self._prefill(request, len(self.batch.decoding))
+        finally:
+            given = give()
+        told = given + told
         for request in told:
             if request.finished:
                 del self._rank[request]
@@ -159,9 +153,22 @@ class Scheduler:
         deep = request.prefilled > DEPTH and _FEW < left < tokens  # attention without a plan takes 1.5 times as long
         return 1 << (left.bit_length() - 1) if deep else tokens
 
-    def _decode(self) -> list[Request]:
+    def _prefill(self, request: Request, decoded: int) -> list[Request]:
+        """Bring a prompt on, beside so many tokens that are decoded. Returns the request if it got a token or failed."""
         try:
-            return self.batch.decode()
+            return [request] if self.batch.prefill(request, self._chunk(request, decoded) if decoded else None) else []
+        except Exception as error:
+            if self.split and not isinstance(error, HostMemoryError):
+                raise
+            if isinstance(error, MEMORY_ERRORS) and self.batch.requests:
+                self._wait_again(request)
+                return []
+            request.fail(error)
+            return [request]
+
+    def _launch(self) -> Callable[[], list[Request]]:
+        try:
+            return self.batch.launch()
         except MEMORY_ERRORS as error:
             if self.split and not isinstance(error, HostMemoryError):
                 raise
@@ -169,9 +176,9 @@ class Scheduler:
             self.batch.preempt(last)
             if self.batch.requests:
                 self._wait_again(last)
-                return []
+                return list
             last.fail(error)
-            return [last]
+            return lambda: [last]
 
     def _place(self) -> None:
         """Give places to those that wait, in their order, as long as there are places and memory."""

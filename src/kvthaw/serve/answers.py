@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvthaw.engine.sampling import TokenLogprobs
+from kvthaw.engine.logprobs import TokenLogprobs
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.jobs import Delta
 from kvthaw.serve.schema import ChatRequest, CompletionRequest, Sampled

@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from kvthaw.engine.logprobs import TokenLogprobs
 from kvthaw.engine.request import Request
-from kvthaw.engine.sampling import TokenLogprobs
 
 
 @dataclass(eq=False, slots=True)
