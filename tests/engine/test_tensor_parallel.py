@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import split_program
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache import host_memory
-from kvthaw.engine.hf.attention import ranks
-from kvthaw.engine.hf.model import split
+from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.hf.tensor_parallel import build_part, ranks, split
 from kvthaw.engine.lockstep import Lockstep
 from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampling
@@ -115,10 +116,41 @@ def test_processes_decide_alike(tmp_path: Path) -> None:
     assert "1 KV heads" in said[2]
 
 
+def compiled(rank: int) -> tuple[Any, int]:
+    """The logits of steps taken by a model's forward, then by that compiled, and the bytes of this process's weights."""
+    config = small().config
+    model, found = build_part(2, config, torch.device("cpu"), torch.float32), []
+    whole = torch.compile(model.forward, fullgraph=True, backend="eager")
+    for forward in (model.forward, whole):
+        cache = kvthaw.Cache(model, "pariskv", budget=48)
+        with torch.no_grad():
+            model(PROMPT, past_key_values=cache)
+        step = GraphRunner(forward, cache, compiled=forward is whole, capture=False)
+        found.append([step(torch.tensor([[5]]), torch.tensor([[len(PROMPT[0]) + i]])).numpy().copy() for i in range(2)])
+    return np.array(found), sum(weight.nbytes for weight in plain(model))
+
+
+def plain(model: PreTrainedModel) -> list[torch.Tensor]:
+    """What a process holds of a model's weights."""
+    return [weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters()]
+
+
+@on_cpu
+def test_a_part_that_is_built_alone_compiles_whole(tmp_path: Path) -> None:
+    (one, size), (other, _) = run(2, compiled, tmp_path / "meeting")
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_allclose(one[1], one[0], atol=1e-5)
+    assert np.isfinite(one).all()
+    assert one.std() > 0
+    whole = small()
+    shared = sum(weight.nbytes for name, weight in whole.named_parameters() if "norm" in name)
+    assert size < 0.8 * (sum(weight.nbytes for weight in whole.parameters()) - shared)
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_gpu_captured_steps_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
+def test_gpu_captured_and_compiled_steps_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
     told, program = tmp_path / "told.json", Path(__file__).with_name("split_program.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program), str(told)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

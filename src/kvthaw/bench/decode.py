@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from kvthaw.bench.steps import Steps, prefill, random_ids, random_tokens, take
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
-from kvthaw.engine.hf.model import split
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.index.nodes import NodeIndex
@@ -134,8 +132,7 @@ class Bench:
         if self._shape is not None:
             del self.model, self.check
             free()
-        make = partial(build, shape, self.device, seed=seed)
-        self.model = make() if self.tp == 1 else split(self.tp, make)
+        self.model = build(shape, self.device, seed=seed, tp=self.tp)
         self.forwards = {"captured": self.model.forward, "compiled": compiled_step(self.model.forward)}
         self.check = self.checks(self.model, self.forwards)
         self._shape = shape, seed

@@ -21,6 +21,7 @@ def sizes(kind: str, hidden: int, inner: int, layers: int, heads: int, kv: int, 
 
 SHAPES = {
     "llama-3.1-8b": sizes("llama", 4096, 14336, 32, 32, 8, 128, 128_256) | {"rope_theta": 500_000.0},
+    "llama-3.1-70b": sizes("llama", 8192, 28672, 80, 64, 8, 128, 128_256) | {"rope_theta": 500_000.0},
     "llama-3.2-1b": sizes("llama", 2048, 8192, 16, 32, 8, 64, 128_256) | {"rope_theta": 500_000.0},
     "qwen3-8b": sizes("qwen3", 4096, 12288, 36, 32, 8, 128, 151_936),
     "qwen3-4b": sizes("qwen3", 2560, 9728, 36, 32, 8, 128, 151_936),
@@ -38,15 +39,20 @@ def config(shape: str) -> PreTrainedConfig:
     return make_config(**SHAPES[shape])
 
 
-def build(shape: str, device: torch.device, *, seed: int = 0, layers: int | None = None) -> PreTrainedModel:
-    """Build a model with seeded random weights, bfloat16 on a GPU and float32 on a CPU; of its first layers only if given."""
+def build(shape: str, device: torch.device, *, seed: int = 0, layers: int | None = None, tp: int = 1) -> PreTrainedModel:
+    """Build a model with seeded random weights, bfloat16 on a GPU and float32 on a CPU; of its first layers only if given.
+
+    tp: build this process's part of a model that so many processes build."""
     import torch
 
-    from kvthaw.engine.hf import model
+    from kvthaw.engine.hf import model, tensor_parallel
 
     whole = config(shape).num_hidden_layers
     if layers is not None and not 1 <= layers <= whole:
         raise ConfigError(f"layers is {layers}; {shape} has 1 to {whole}")
+    made = model.make_config(**SHAPES[shape] | {"num_hidden_layers": layers or whole})
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if tp > 1:
+        return tensor_parallel.build_part(tp, made, device, dtype, seed=seed)
     torch.manual_seed(seed)
-    fields = SHAPES[shape] | {"num_hidden_layers": layers or whole}
-    return model.build(model.make_config(**fields), device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return model.build(made, device, dtype)

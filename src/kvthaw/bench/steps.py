@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvthaw.engine.decode import decode
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
-from kvthaw.engine.hf.attention import ranks
+from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError
 from kvthaw.evaluate.machine import now
 

@@ -35,9 +35,10 @@ def serves(cache: KVCache) -> bool:
 
 
 def register() -> None:
-    """Define torch.ops.kvthaw.attend, once a process and not before it is needed."""
+    """Define torch.ops.kvthaw.attend and all_reduce, once a process and not before they are needed."""
     if not hasattr(torch.ops.kvthaw, "attend"):
         torch.library.custom_op("kvthaw::attend", _attend, mutates_args=()).register_fake(_shape)
+        torch.library.custom_op("kvthaw::all_reduce", _all_reduce, mutates_args=()).register_fake(_like)
 
 
 def _attend(
@@ -58,3 +59,13 @@ def _shape(
     query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def _all_reduce(x: Tensor, buffer: Tensor, group: str) -> Tensor:
+    """Return the sum of all processes' x, which lies in a buffer that GPUs read of each other for the time of the call."""
+    total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer[: x.numel()].view_as(x), x, "sum", group)
+    return total
+
+
+def _like(x: Tensor, buffer: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x)

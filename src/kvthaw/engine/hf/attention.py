@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kvthaw.cache.ranks import Ranks
 from kvthaw.engine import ops
 from kvthaw.engine.hf.layer import NAME, attention
 from kvthaw.engine.hf.masks import padding_mask
+from kvthaw.engine.hf.tensor_parallel import check_split, sum_as_before, sum_directly
 from kvthaw.errors import UnsupportedModelError
 
 _BEFORE = "_kvthaw_before"
@@ -43,6 +43,7 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
         if not hasattr(model, _BEFORE):  # its config is shared with a model that is served
             sharing = [getattr(other, _BEFORE) for other in _SERVED if _shares_config(model, other)]
             setattr(model, _BEFORE, sharing[0] if sharing else {"": model.get_correct_attn_implementation(None)})
+        sum_directly(model)
         _SERVED.add(model)
         return
     if getattr(config, "is_encoder_decoder", False):
@@ -54,7 +55,8 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is an encoder, whose tokens attend both ways; kvthaw serves decoders")
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(f"{name} does not use transformers' AttentionInterface, through which kvthaw attends")
-    _check_split(model, getattr(text, "num_key_value_heads", None))
+    check_split(model, getattr(text, "num_key_value_heads", None))
+    _check_devices(model)
     ops.register()
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, padding_mask)
@@ -66,33 +68,13 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
     if text._attn_implementation != NAME:
         model.set_attn_implementation(before)
         raise UnsupportedModelError(f"{name} did not take kvthaw's attention function")
+    sum_directly(model)
     setattr(model, _BEFORE, before)
     _SERVED.add(model)
 
 
-def ranks(model: PreTrainedModel) -> Ranks:
-    """Return the processes that transformers split a model over (tensor parallelism)."""
-    if (model.tp_size or 1) == 1:
-        return Ranks()
-    mesh: Any = model._device_mesh
-    mesh = mesh if mesh.ndim == 1 else mesh["tp"]
-    return Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group(), model.device, _splits_heads(model))
-
-
-def _splits_heads(model: PreTrainedModel) -> bool:
-    """Return whether a process has the queries and keys of its own heads; some models compute all of them everywhere."""
-    return any("attn" in name and style == "colwise" for name, style in (model.tp_plan or {}).items())
-
-
-def _check_split(model: PreTrainedModel, heads: int | None) -> None:
-    size, name, mesh = model.tp_size or 1, type(model).__name__, model._device_mesh
-    if size > 1 and heads is not None and heads % size and _splits_heads(model):
-        raise UnsupportedModelError(
-            f"{name} is split over {size} processes and has {heads} KV heads; each process needs KV heads of its own, as many as "
-            "the others"
-        )
-    if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) and mesh["pp"].size() > 1:
-        raise UnsupportedModelError(f"{name} has its layers in {mesh['pp'].size()} processes; split it by heads, with tp_size")
+def _check_devices(model: PreTrainedModel) -> None:
+    name = type(model).__name__
     weights = (weight for part, weight in model.named_parameters() if "att" in part)
     devices = sorted({str(weight.device) for weight in weights if weight.device.type != "meta"})  # where accelerate offloads it
     if len(devices) > 1:
@@ -109,6 +91,7 @@ def attends(model: PreTrainedModel) -> bool:
 
 def give_back_attention(model: PreTrainedModel) -> None:
     """Set the model's attention function to what it was before kvthaw's, unless another model with the same config is served."""
+    sum_as_before(model)
     before = vars(model).pop(_BEFORE, None)
     _SERVED.discard(model)
     if before is not None and not any(_shares_config(model, other) for other in _SERVED):

@@ -33,9 +33,10 @@ from kvthaw.cache.stats import Stats
 from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf import saving
-from kvthaw.engine.hf.attention import ranks, unwrap, use_kvthaw_attention
+from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
 from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
+from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
 from kvthaw.formatting import human
 from kvthaw.kernels.local import Span

@@ -108,17 +108,6 @@ def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) ->
     return model.eval()
 
 
-def split(size: int, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """Return this process's part of a model that all of `size` processes make, as from_pretrained(distributed_config=) loads it.
-    Tied embeddings become two."""
-    config, _, mesh = PreTrainedModel.prepare_distribute_model(DistributedConfig(tp_size=size))
-    model = make()
-    words, scores = model.get_input_embeddings(), model.get_output_embeddings()
-    if words.weight is scores.weight:
-        scores.weight = torch.nn.Parameter(words.weight.detach().clone())
-    return model.maybe_distribute_model(model, config, mesh)
-
-
 def plain_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that weights are made of, and their names: of a quantised one often several."""
 

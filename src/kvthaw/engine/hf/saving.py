@@ -36,8 +36,9 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.resume import LayerShape, resume
 from kvthaw.cache.step import Step
 from kvthaw.engine.hf import tensor_file
-from kvthaw.engine.hf.attention import ranks, unwrap
+from kvthaw.engine.hf.attention import unwrap
 from kvthaw.engine.hf.model import plain_weights
+from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError
 from kvthaw.kernels.row_format import row_format
 from kvthaw.methods.options import digest

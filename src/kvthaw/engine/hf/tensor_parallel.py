@@ -1,0 +1,168 @@
+"""Tensor parallelism as transformers does it: a process's part of a model, and the sums over processes inside its layers."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from kvthaw.cache.ranks import Ranks
+from kvthaw.engine import ops
+from kvthaw.errors import UnsupportedModelError
+
+_log = logging.getLogger(__name__)
+_BEFORE = "_kvthaw_forwards"
+"""The attribute of a model that keeps the forwards of its modules which were replaced."""
+_SHARED_BYTES = 128 << 10
+"""Largest tensor that GPUs add up by reading each other's memory: 16 rows of 4,096 numbers in bfloat16."""
+
+
+def split(size: int, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """Return this process's part of a model that all of `size` processes make, as from_pretrained(distributed_config=) loads it.
+    Tied embeddings become two."""
+    config, _, mesh = PreTrainedModel.prepare_distribute_model(DistributedConfig(tp_size=size))
+    model = make()
+    words, scores = model.get_input_embeddings(), model.get_output_embeddings()
+    if words.weight is scores.weight:
+        scores.weight = torch.nn.Parameter(words.weight.detach().clone())
+    return model.maybe_distribute_model(model, config, mesh)
+
+
+@torch.no_grad()
+def build_part(
+    size: int, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, *, seed: int = 0
+) -> PreTrainedModel:
+    """Build this process's part of a causal language model of random weights; no process ever holds the whole."""
+
+    def on_meta() -> PreTrainedModel:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return model
+
+    model = split(size, on_meta).to_empty(device=device)
+    same, own = (torch.Generator(device).manual_seed(seed + n) for n in (0, 1 + ranks(model).rank))
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            part, generator = _own(weight), own if _is_split(weight) else same
+            if part.dim() == 1:
+                part.fill_(name == "weight")  # a norm's; biases are 0
+            else:
+                part.normal_(std=config.initializer_range, generator=generator)
+        if next(module.buffers(recurse=False), None) is not None:
+            model._init_weights(module)  # rotary frequencies
+    return model.eval()
+
+
+def ranks(model: PreTrainedModel) -> Ranks:
+    """Return the processes that transformers split a model over."""
+    if (model.tp_size or 1) == 1:
+        return Ranks()
+    mesh: Any = model._device_mesh
+    mesh = mesh if mesh.ndim == 1 else mesh["tp"]
+    return Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group(), model.device, _splits_heads(model))
+
+
+def check_split(model: PreTrainedModel, heads: int | None) -> None:
+    """Raise UnsupportedModelError for a model of so many KV heads that is split in a way which kvthaw does not serve."""
+    size, name, mesh = model.tp_size or 1, type(model).__name__, model._device_mesh
+    if size > 1 and heads is not None and heads % size and _splits_heads(model):
+        raise UnsupportedModelError(
+            f"{name} is split over {size} processes and has {heads} KV heads; each process needs KV heads of its own, as many as "
+            "the others"
+        )
+    if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) and mesh["pp"].size() > 1:
+        raise UnsupportedModelError(f"{name} has its layers in {mesh['pp'].size()} processes; split it by heads, with tp_size")
+
+
+def sum_directly(model: PreTrainedModel) -> None:
+    """Replace the forwards of linear layers whose outputs processes add up: GPUs add those of a decode step by reading each
+    other's memory. All processes call it; again, it does nothing."""
+    if (model.tp_size or 1) == 1 or hasattr(model, _BEFORE):
+        return
+    before, reduce = dict[str, Any](), AllReduce(ranks(model), model.dtype)
+    for name, module in model.named_modules():
+        style = (model.tp_plan or {}).get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style == "rowwise" and type(module) is torch.nn.Linear and isinstance(module.weight, DTensor):
+            before[name] = module.forward
+            vars(module)["forward"] = _rowwise(module.weight, module.bias, reduce)
+    setattr(model, _BEFORE, before)
+
+
+def sum_as_before(model: PreTrainedModel) -> None:
+    """Undo sum_directly."""
+    for name, forward in vars(model).pop(_BEFORE, {}).items():
+        vars(model.get_submodule(name))["forward"] = forward
+
+
+class AllReduce:
+    """Adds up a tensor of each process, in place or as a new tensor. All processes make one at the same time."""
+
+    def __init__(self, ranks: Ranks, dtype: torch.dtype) -> None:
+        self._group, self.buffer = ranks.group, _shared_memory(ranks, dtype)
+        self._name = "" if ranks.group is None else ranks.group.group_name
+        ops.register()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.buffer is not None and x.numel() <= self.buffer.numel() and x.dtype == self.buffer.dtype:
+            total: Tensor = torch.ops.kvthaw.all_reduce(x, self.buffer, self._name)
+            return total
+        dist.all_reduce(x, group=self._group)
+        return x
+
+
+def _rowwise(weight: Tensor, bias: Tensor | None, reduce: AllReduce) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a linear layer of which each process has some columns, and all have the bias."""
+    own, whole = (None if one is None else _own(one.detach()) for one in (weight, bias))
+    assert own is not None
+
+    def forward(x: Tensor) -> Tensor:
+        total = reduce(linear(x, own))
+        return total if whole is None else total + whole
+
+    return forward
+
+
+def _shared_memory(ranks: Ranks, dtype: torch.dtype) -> Tensor | None:
+    """Return memory of this GPU that the other processes' GPUs address too; None where one of them cannot."""
+    device = ranks.device
+    if device is None or device.type != "cuda":
+        return None
+    hosts: list[Any] = [None] * ranks.size
+    dist.all_gather_object(hosts, platform.node(), group=ranks.group)
+    buffer, reason = None, "they are GPUs of several hosts"
+    if len(set(hosts)) == 1:
+        import torch.distributed._symmetric_memory as symmetric
+
+        try:
+            buffer = symmetric.empty(_SHARED_BYTES // dtype.itemsize, dtype=dtype, device=device)
+            symmetric.rendezvous(buffer, ranks.group)
+        except RuntimeError as error:
+            buffer, reason = None, str(error).partition("\n")[0]
+    if ranks.least(buffer is not None):
+        return buffer
+    _log.info("GPUs add up through NCCL, not by reading each other's memory: %s", reason)
+    return None
+
+
+def _own(weight: Tensor) -> Tensor:
+    """Return what this process holds of a weight."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _is_split(weight: Tensor) -> bool:
+    return isinstance(weight, DTensor) and any(isinstance(one, Shard) for one in weight.placements)
+
+
+def _splits_heads(model: PreTrainedModel) -> bool:
+    """Return whether a process has the queries and keys of its own heads; some models compute all of them everywhere."""
+    return any("attn" in name and style == "colwise" for name, style in (model.tp_plan or {}).items())
