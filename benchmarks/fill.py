@@ -22,6 +22,7 @@ from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.sequences import Sequences
 from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf.tensor_parallel import ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,14 +46,15 @@ class Tokens(DenseLayer):
 
 
 def drawn(model: PreTrainedModel, layer: int, length: int, seed: int) -> Tokens:
-    """Keys, values and queries of independent standard normal numbers."""
-    config, device = model.config.get_text_config(decoder=True), model.device
-    generator = torch.Generator(device=device).manual_seed(seed * 1009 + layer)
-    heads, dim = config.num_key_value_heads, config.head_dim
+    """Keys, values and queries of independent standard normal numbers; of this process's heads of a split model."""
+    config, device, own = model.config.get_text_config(decoder=True), model.device, ranks(model)
+    generator = torch.Generator(device=device).manual_seed(seed * 1009 + layer + 7919 * own.rank)
+    parts, dim = own.size if own.splits_heads else 1, config.head_dim
+    heads, asking = config.num_key_value_heads // parts, config.num_attention_heads // parts
     rows = torch.empty((1, heads, length, 2, dim), dtype=model.dtype, device=device)
     for part in rows.split(1 << 16, dim=2):
         part.normal_(generator=generator)
-    queries = torch.empty((1, config.num_attention_heads, RECENT_QUERIES, dim), dtype=model.dtype, device=device)
+    queries = torch.empty((1, asking, RECENT_QUERIES, dim), dtype=model.dtype, device=device)
     return Tokens(layer, rows, queries.normal_(generator=generator), dim**-0.5)
 
 
