@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.engine.hf.model import split
 from kvthaw.errors import CacheError
 from kvthaw.evaluate.machine import fingerprint
+from ranks import run
 from zoo import VOCAB, build
 
 PROMPT = torch.randint(1, VOCAB, (1, 100), generator=torch.Generator().manual_seed(3))
@@ -65,9 +68,24 @@ class Packed(nn.Module):
         return F.linear(x, (self.weight.to(x.dtype) - 128) * self.scale)
 
 
+def by_torchao(model: PreTrainedModel, kind: str) -> PreTrainedModel:
+    """The model, its decoder's weights quantised in place: by what of torchao runs on a CPU."""
+    torchao = pytest.importorskip("torchao")
+    if kind == "int4":
+        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
+        config = PrototypeInt4WeightOnlyConfig(group_size=32)
+    else:
+        config = getattr(torchao.quantization, {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}[kind])()
+    torchao.quantize_(model.get_decoder(), config)
+    return model
+
+
 def quantised(kind: str, seed: int = 0) -> PreTrainedModel:
-    """A model in bfloat16 whose layers' linear weights have 8 bits."""
+    """A model in bfloat16 whose layers' linear weights have 8 or 4 bits."""
     model = build("llama", seed=seed, num_hidden_layers=2).bfloat16()
+    if kind in ("int8", "fp8", "int4"):
+        return by_torchao(model, kind)
     for layer in model.model.layers:
         for part in (layer.self_attn, layer.mlp):
             for name, linear in list(part.named_children()):
@@ -86,7 +104,7 @@ def generate(model: PreTrainedModel) -> Tensor:
     return made
 
 
-@pytest.mark.parametrize("kind", ["subclass", "packed"])
+@pytest.mark.parametrize("kind", ["subclass", "packed", "int8", "fp8", "int4"])
 def test_a_quantised_model_is_served_in_the_dtype_it_computes_in(kind: str, tmp_path: Path) -> None:
     model = quantised(kind)
     plain = generate(model)
@@ -109,3 +127,24 @@ def test_a_quantised_model_is_served_in_the_dtype_it_computes_in(kind: str, tmp_
     with pytest.raises(CacheError, match="weights"):
         kvthaw.Cache.load(tmp_path / "saved", other, "oracle")
     assert fingerprint(model) != fingerprint(other)
+
+
+def part(kind: str, _: int) -> dict[str, list[int]]:
+    """The tokens of a model of which each process quantises its own part."""
+    model = split(2, partial(build, "llama", num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4))
+    for module in model.bfloat16().get_decoder().modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.to_local(), requires_grad=False)
+    found = {"transformers": generate(by_torchao(model, kind))[0].tolist()}
+    for method in ("full", "clusterkv", "pariskv"):
+        with kvthaw.attach(model, method, budget=None if method == "full" else 1024):
+            found[method] = generate(model)[0].tolist()
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers splits a model over the GPUs where there are some")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_each_process_quantises_its_part_of_a_split_model(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    first, second = run(2, partial(part, kind), tmp_path / "meeting")
+    assert first == second == dict.fromkeys(first, first["transformers"])
