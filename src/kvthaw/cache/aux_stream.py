@@ -54,13 +54,14 @@ class AuxStream:
         self._waiting.append(work)
         return work
 
-    @torch.inference_mode(False)  # what the jobs make outlives the caller's mode
-    @torch.no_grad()
     def advance(self, steps: int) -> None:
         """Run as many of the queued jobs that as many with each of `steps` steps are all of them. The host does not wait. A job
         that finds too little memory is left to finish()."""
         count = sum(len(work.jobs) for work in self._waiting)
-        with suppress(torch.OutOfMemoryError):
+        if not count:
+            return
+        # What the jobs make outlives the caller's mode.
+        with torch.inference_mode(False), torch.no_grad(), suppress(torch.OutOfMemoryError):
             for _ in range(-(-count // max(1, steps))):
                 self._next(self._waiting[0])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +20,15 @@ class Prompted(Protocol):
 
     number: int
     extremes: list[Tensor]
+
+
+class Flagged(Protocol):
+    """A layer that watches the keys and values of decode steps."""
+
+    number: int
+
+    def nonfinite(self) -> Tensor | None:
+        """Return its flag, [1] int32."""
 
 
 class PromptCheck:
@@ -66,23 +75,31 @@ class FiniteCheck:
         """Forget the prompt of a sequence."""
         self._prompts.pop(seq, None)
 
-    def look(self, flags: Callable[[], Mapping[int, Tensor]]) -> None:
-        """flags: returns [1] int32 of each layer, by its number. Raises CacheError for the first layer whose flag is known to be
-        set. Does nothing while a step is captured."""
-        self._looks += 1
-        if self._cuda and (torch.cuda.is_current_stream_capturing() or (self._copied is None and self._looks % EVERY)):
-            return
-        if self._copied is None:
-            found = flags()
-            self._cuda = any(flag.is_cuda for flag in found.values())
-            if not self._cuda:
-                self._raise(next((layer for layer, flag in found.items() if flag), None))
-            elif not torch.cuda.is_current_stream_capturing():
-                self._ask(found)
-        elif self._copied.query():
+    def check(self) -> None:
+        """Raise CacheError for the first layer whose flag is known to be set. Does nothing while a step is captured."""
+        if self._copied is not None and not torch.cuda.is_current_stream_capturing() and self._copied.query():
             assert self._here is not None
             self._copied = None
             self._raise(next((layer for layer, flag in zip(self._asked, self._here.tolist(), strict=True) if flag), None))
+
+    def ask(self, layers: Sequence[Flagged]) -> dict[int, Tensor]:
+        """Have the GPU copy the flags of all layers where it is time for that; a later check() reads them. Returns flags by layer
+        that are on a CPU."""
+        self._looks += 1
+        if self._cuda and (self._copied is not None or self._looks % EVERY):
+            return {}
+        found = {layer.number: flag for layer in layers if (flag := layer.nonfinite()) is not None}
+        self._cuda = any(flag.is_cuda for flag in found.values())
+        if not self._cuda:
+            return found
+        if not torch.cuda.is_current_stream_capturing():
+            self._ask(found)
+        return {}
+
+    def look(self, layers: Sequence[Flagged]) -> None:
+        """check() and ask(); raises CacheError for flags on a CPU at once."""
+        self.check()
+        self._raise(next((layer for layer, flag in self.ask(layers).items() if flag), None))
 
     def __deepcopy__(self, memo: dict[int, object]) -> FiniteCheck:
         return FiniteCheck()

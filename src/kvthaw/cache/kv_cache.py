@@ -228,17 +228,16 @@ class KVCache:
         if self.sequences.full():
             self._run_ahead([layer for layer in self.offloaded if certain or layer.can_run_ahead])
 
-    @torch.inference_mode(False)  # tensors made here outlive the caller's mode
-    @torch.no_grad()
     def _go_on_on_host(self) -> None:
         """Let indexes on the host work beside what the model does next, once the step is certain."""
-        if self._whole or self.sequences.step is not None:
+        if self._whole or self.sequences.step is not None or not (self._prefilled or self.sequences.full()):
             return
-        for layer in self.offloaded if self._prefilled else ():
-            layer.commit()
-        self._prefilled = False
-        if self._checkpoints.candidates is None and self.streams.graph is None and self.sequences.full():
-            self._run_ahead([layer for layer in self.offloaded if layer.on_host and layer.can_run_ahead])
+        with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive the caller's mode
+            for layer in self.offloaded if self._prefilled else ():
+                layer.commit()
+            self._prefilled = False
+            if self._checkpoints.candidates is None and self.streams.graph is None and self.sequences.full():
+                self._run_ahead([layer for layer in self.offloaded if layer.on_host and layer.can_run_ahead])
 
     def _run_ahead(self, layers: Sequence[OffloadedLayer]) -> None:
         done = flush_early(layers, self.sequences.leaving())
@@ -250,14 +249,13 @@ class KVCache:
 
     def after_step(self) -> None:
         """Preallocate host memory for coming tokens, and go on with work that is spread over steps."""
-        layers = {layer.number: layer for layer in self.offloaded if layer.plan is not None}
-        first = next(iter(layers.values()), None)
+        first = next(iter(self.offloaded), None)
         if first is None or first.plan is None or (first.store.pinned and torch.cuda.is_current_stream_capturing()):
             return  # where a step is captured nothing can be page-locked; afterwards this is called again
         sequences, rounds = self.sequences, self.preallocator.rounds(first.store, first.plan.regions)
         for at, seq in self.preallocator.turns(sequences.decoded, sequences.count, rounds):
-            if at in layers and seq not in sequences.idle:
-                layers[at].preallocate(seq)
+            if at in self._places and seq not in sequences.idle and isinstance(layer := self.layer(at), OffloadedLayer):
+                layer.preallocate(seq)
         self.streams.aux.advance(sequences.until_full())
 
     def reserve(self, tokens: int) -> None:
@@ -265,6 +263,8 @@ class KVCache:
         by one. Raises HostMemoryError before anything has changed."""
         sequences = self.sequences
         if sequences.regions is None or sequences.filling is not None or not sequences.decodes(tokens):
+            return
+        if tokens == 1 and not sequences.full():
             return
         after = {seq: sequences.length(seq) + tokens for seq in range(sequences.count) if seq not in sequences.idle}
         ends = {seq: end for seq, n in after.items() if (end := sequences.indexed(seq, n)) > sequences.indexed(seq)}
@@ -278,7 +278,7 @@ class KVCache:
 
     def check_finite(self) -> None:
         """Raise CacheError if a key or value was not finite while decoding; see FiniteCheck."""
-        self.finite.look(lambda: {layer.number: flag for layer in self.layers if (flag := layer.nonfinite()) is not None})
+        self.finite.look(self.layers)
 
     def wait(self) -> None:
         """Wait until every token is offloaded and indexed; raise what went wrong."""

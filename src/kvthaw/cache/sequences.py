@@ -79,7 +79,8 @@ class Sequences:
         return self.room or self.positions
 
     def __post_init__(self) -> None:
-        self._placed: tuple[Step, int, torch.device] | None = None  # the step and token that the device's lengths are of
+        # What the device's lengths are of: a step and its token, or a version and length before a step.
+        self._placed: tuple[Step | int, int, torch.device] | None = None
         self._prompt: tuple[int | None, int] | None = None  # announced: of a sequence or all, its end
         self._committed: tuple[Step, dict[str, Any]] | None = None  # the latest step, and the counts before it
         self._full_at, self._full_version = 0, -1
@@ -298,9 +299,12 @@ class Sequences:
             self._placed = step, token, device
 
     def place_before_step(self, device: torch.device) -> None:
-        """Set the device's lengths to the committed ones, with the rings as they are at the next token: a captured step advances
-        the lengths itself."""
-        self._set(self._live_lengths(), device, coming=1)
+        """Idempotent. Set the device's lengths to the committed ones, with the rings as they are at the next token: a captured step
+        advances the lengths itself."""
+        placed = self.version, self.padded_length, device
+        if self._placed != placed:
+            self._set(self._live_lengths(), device, coming=1)
+            self._placed = placed
 
     def place_committed(self, device: torch.device) -> None:
         """Set the device's lengths to the committed ones, for queries that come again."""

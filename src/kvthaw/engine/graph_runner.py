@@ -119,10 +119,14 @@ class GraphRunner:
 
         What the next step needs the host for is enqueued behind this one where it can be taken back: something else may come. A
         step that raises was not counted; take it again, or go on with something else."""
-        self._kv.check_finite()
+        kv = self._kv
+        kv.finite.check()
         with torch.inference_mode(False), torch.no_grad():  # what is kept from step to step are plain tensors
             logits = self._take(ids, positions)
-            self._kv.run_ahead()
+            kv.run_ahead()
+            if self._graph is not None:
+                kv.sequences.place_before_step(ids.device)  # while the device is at work
+            kv.finite.ask(kv.layers)
             return logits
 
     def run_ahead(self) -> None:
