@@ -51,7 +51,7 @@ def test_what_is_there_is_not_run_again(loaded: tuple[Any, Any], tmp_path: Path,
 
 
 def test_all_jobs_get_their_first_samples_before_any_gets_its_next(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    grid = replace(GRID, samples=4, methods=("full",), course=Course((64,), steps=2))
+    grid = replace(GRID, samples=4, methods=("full",), courses=(Course(64, steps=2),))
     found = [(one["length"], one["seed"]) for one in compute(loaded, tmp_path / "results.jsonl", grid)]
     assert found == [(320, 0), (320, 1), (400, 0), (400, 1), (64, 0), (320, 2), (320, 3), (400, 2), (400, 3)]
 

@@ -21,7 +21,17 @@ from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.variant import FULL, Variant
 
 WIDE, NARROW = Variant("oracle", 1000), Variant("streaming", 64)
-COURSE = Course((150, 400), steps=12)
+COURSES = [Course(150, steps=12), Course(400, steps=12)]
+
+
+def read(reader: Reader, courses: list[Course], variants: list[Variant], **how: Any) -> dict[Variant, list[dict[str, Any]]]:
+    """Return the summaries of every variant by length."""
+    found: dict[Variant, list[dict[str, Any]]] = {}
+    for course in courses:
+        records = reader.run(course, variants, **how)
+        for variant, some in records.items():
+            found.setdefault(variant, []).append(summarize(some, records[FULL]))
+    return found
 
 
 def count_forwards(model: Any) -> list[tuple[int, int]]:
@@ -34,7 +44,7 @@ def count_forwards(model: Any) -> list[tuple[int, int]]:
 
 
 def test_full_is_what_transformers_says_and_a_budget_that_covers_all_is_full(loaded: tuple[Any, Any], folder: Path) -> None:
-    found = Reader(*loaded).run(COURSE, [WIDE, NARROW])
+    found = read(Reader(*loaded), COURSES, [WIDE, NARROW])
     tokenizer = loaded[1]
     ids = tokenizer(read_asset("book.txt")[:600], return_tensors="pt")["input_ids"]
     plain = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -58,27 +68,25 @@ def test_full_is_what_transformers_says_and_a_budget_that_covers_all_is_full(loa
 def test_places_are_drawn_by_the_seed(loaded: tuple[Any, Any]) -> None:
     lines = ResultsFile()
     reader = Reader(*loaded, lines)
-    course = replace(COURSE, samples=3, lengths=(100,))
-    both = reader.run(course, [])[FULL][0]
-    assert both["n"] == 3
+    course = Course(100, steps=12, samples=3)
+    assert [one["seed"] for one in reader.run(course, [])[FULL]] == [0, 1, 2]
     starts = [line.setting["start"] for line in lines]
     assert starts[0] == 0
     assert len(set(starts)) == 3
-    alone = reader.run(replace(course, seed=2, samples=1), [])[FULL][0]
-    third = list(lines)[2]
-    assert alone["nll"] == pytest.approx(sum(third["nll"]) / len(third["nll"]), abs=1e-4)
+    alone = reader.run(replace(course, seed=2, samples=1), [])[FULL]
+    assert alone == [list(lines)[2]]
     assert len(list(lines)) == 3, "what is known is not read again"
 
 
 def test_a_row_of_a_batch_gives_the_line_of_the_sample_alone(loaded: tuple[Any, Any]) -> None:
     loaded[0].double()  # rounding, which depends on the rows beside, decides nothing
-    course = Course((150, 200), steps=5, samples=3)
+    courses = [Course(length, steps=5, samples=3) for length in (150, 200)]
     variants = [WIDE, NARROW, Variant("quest", 64), Variant("h2o", 64, dense_layers=1)]
     alone, together = ResultsFile(), ResultsFile()
-    expected = Reader(*loaded, alone, batch=1).run(course, variants)
-    Reader(*loaded, together, batch=3).run(replace(course, samples=1, seed=1), [NARROW])
+    expected = read(Reader(*loaded, alone, batch=1), courses, variants)
+    read(Reader(*loaded, together, batch=3), [replace(one, samples=1, seed=1) for one in courses], [NARROW])
     seen = count_forwards(loaded[0])
-    found = Reader(*loaded, together, batch=3).run(course, variants)
+    found = read(Reader(*loaded, together, batch=3), courses, variants)
     # the second sample lacks two variants less than the others, so two caches of two rows and one take their steps
     assert sorted(set(seen)) == [(1, 1), (1, 150), (1, 200), (2, 1)]
     assert seen.count((2, 1)) == 2 * 5 * 5
@@ -91,20 +99,18 @@ def test_a_row_of_a_batch_gives_the_line_of_the_sample_alone(loaded: tuple[Any, 
         assert row["nll"] == pytest.approx(line["nll"], abs=1e-4)
         assert {**row.measures, "nll": (), "seconds": 0.0} == {**line.measures, "nll": (), "seconds": 0.0}
     for variant, summaries in expected.items():
+        assert [one["n"] for one in found[variant]] == [3, 3]
         assert [one["nll"] for one in found[variant]] == pytest.approx([one["nll"] for one in summaries], abs=1e-4)
 
 
 def test_pieces_of_a_course_are_rows_that_lack_the_same(loaded: tuple[Any, Any]) -> None:
-    course, wanted = Course((150, 300), steps=6, samples=5), [FULL, Variant("oracle", 64, dense_layers=0)]
+    course, wanted = Course(150, steps=6, samples=5), [FULL, Variant("oracle", 64, dense_layers=0)]
     reader = Reader(*loaded, batch=2)
     pieces = reader.missing(course, wanted)
-    assert [(one.course.lengths, one.seeds, one.variants) for one in pieces] == [
-        ((length,), seeds, tuple(wanted)) for length in (150, 300) for seeds in ((0,), (1, 2), (3, 4))
-    ]
-    for records in reader.compute(pieces[4]):
-        reader.known.add(*records)
-    left = reader.missing(course, wanted)
-    assert [one.seeds for one in left if one.course.lengths == (300,)] == [(0,), (3, 4)]
+    assert [(one.places, one.variants) for one in pieces] == [(seeds, tuple(wanted)) for seeds in ((0,), (1, 2), (3, 4))]
+    for records in reader.compute(pieces[1]):
+        reader.results.add(*records)
+    assert [one.places for one in reader.missing(course, wanted)] == [(0,), (3, 4)]
 
 
 def test_a_text_is_tokenised_once_however_many_settings_ask(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +121,7 @@ def test_a_text_is_tokenised_once_however_many_settings_ask(loaded: tuple[Any, A
     reader = Reader(*loaded)
     text = read_asset("book.txt")[:4000]
     for each in (None, text):
-        pieces = reader.missing(Course((150,), steps=6, samples=3, text=each), [FULL, NARROW])
+        pieces = reader.missing(Course(150, steps=6, samples=3, text=each), [FULL, NARROW])
         assert len(list(reader.compute(pieces[0]))) == 2
     assert asked == [None, text]
 
@@ -123,22 +129,22 @@ def test_a_text_is_tokenised_once_however_many_settings_ask(loaded: tuple[Any, A
 def test_a_run_continues_where_it_stopped(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     out = tmp_path / "ppl.jsonl"
     seen: list[Progress] = []
-    first = Reader(*loaded, ResultsFile(out)).run(COURSE, [NARROW], seen.append)
+    first = read(Reader(*loaded, ResultsFile(out)), COURSES[1:], [NARROW], progress=seen.append)
     written = out.read_text()
-    assert len(written.splitlines()) == 4
+    assert len(written.splitlines()) == 2
     assert all(len(json.loads(line)["nll"]) == 12 for line in written.splitlines())
     assert [state.samples for state in seen] == sorted(state.samples for state in seen)
-    assert (seen[-1].samples, seen[-1].of) == (4, 4)
-    out.write_text("".join(written.splitlines(keepends=True)[:3]))
-    again = Reader(*loaded, ResultsFile(out)).run(COURSE, [NARROW])
+    assert (seen[-1].samples, seen[-1].of) == (1, 1)
+    out.write_text("".join(written.splitlines(keepends=True)[:1]))
+    again = read(Reader(*loaded, ResultsFile(out)), COURSES[1:], [NARROW])
     for variant, rows in first.items():
         assert [row["nll"] for row in again[variant]] == pytest.approx([row["nll"] for row in rows], abs=1e-5)
-    assert len(out.read_text().splitlines()) == 4
+    assert len(out.read_text().splitlines()) == 2
 
 
 def test_the_interval_is_of_all_paired_tokens(loaded: tuple[Any, Any]) -> None:
     lines = ResultsFile()
-    Reader(*loaded, lines).run(replace(COURSE, lengths=(100,), steps=3), [])
+    Reader(*loaded, lines).run(Course(100, steps=3), [])
     (full,) = lines
     full, other = (Record(full.setting, {**full.measures, "nll": nll}) for nll in ([1.0, 2.0, 3.0], [1.5, 2.0, 4.0]))
     row = summarize([other], [full])
@@ -148,18 +154,17 @@ def test_the_interval_is_of_all_paired_tokens(loaded: tuple[Any, Any]) -> None:
 
 def test_what_is_refused(loaded: tuple[Any, Any]) -> None:
     for settings, problem in (
-        ({"lengths": ()}, "lengths are empty"),
-        ({"lengths": (0,)}, "a length is 0; it must be at least 1"),
+        ({"length": 0}, "length is 0; it must be at least 1"),
         ({"steps": 0}, "steps is 0; it must be at least 1"),
         ({"samples": 0}, "samples is 0"),
         ({"seed": -1}, "seed is -1"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            replace(COURSE, **settings)  # type: ignore[arg-type]
+            replace(COURSES[0], **settings)  # type: ignore[arg-type]
     reader = Reader(*loaded)
     with pytest.raises(ConfigError, match="the text has 40 tokens; length and steps take 413 tokens"):
-        reader.run(replace(COURSE, text="x" * 40), [])
+        reader.run(replace(COURSES[1], text="x" * 40), [])
     with pytest.raises(ConfigError, match=r"3,012 tokens; the model's positions end at 2,048"):
-        reader.run(replace(COURSE, lengths=(3000,)), [])
+        reader.run(replace(COURSES[1], length=3000), [])
     with pytest.raises(ConfigError, match="budget"):
-        reader.run(COURSE, [Variant("icecache-digest", 2)])
+        reader.run(COURSES[0], [Variant("icecache-digest", 2)])

@@ -21,7 +21,8 @@ from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.answers import Answers
-from kvthaw.evaluate.job import EVEN_DEPTHS, Job, Progress, Unit
+from kvthaw.evaluate.evaluator import Piece
+from kvthaw.evaluate.job import EVEN_DEPTHS, Job, Progress
 from kvthaw.evaluate.machine import fingerprint
 from kvthaw.evaluate.metrics import mean, wilson
 from kvthaw.evaluate.results import ResultsFile, summarize
@@ -210,11 +211,11 @@ def test_nothing_of_a_unit_is_left_when_it_is_done(
 
     monkeypatch.setattr(DenseLayer, "offloaded", offloaded)
     job = Job("passkey", 320, places, probe=0)
-    unit = Unit(job, tuple(job.cells()), (FULL, Variant("quest", 64, dense_layers=0), Variant("h2o", 64, dense_layers=0)))
+    piece = Piece(job, tuple(job.cells()), (FULL, Variant("quest", 64, dense_layers=0), Variant("h2o", 64, dense_layers=0)))
     gc.collect()
     gc.disable()
     try:
-        assert len(list(Runner(*loaded, batch=places).compute(unit))) == 3
+        assert len(list(Runner(*loaded, batch=places).compute(piece))) == 3
         assert len(seen) == 2 * 2 * 2
         assert [one() for one in seen] == [None] * 8
     finally:

@@ -113,7 +113,11 @@ def compare(
             retrieved=tuple(listed(retrieved, int, "--retrieved")) if retrieved else (),
             chat=asked,
             text=haystack,
-            course=Course(sizes, samples=max(1, samples // 5), seed=seed, text=haystack) if "perplexity" in wanted else None,
+            courses=tuple(
+                Course(n, samples=max(1, samples // 5), seed=seed, text=haystack)
+                for n in sorted(sizes)
+                if "perplexity" in wanted
+            ),
         )
         grid.jobs(), grid.variants()  # what is wrong costs no loading
         if not out.exists() and out.parent.is_dir():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -49,20 +49,27 @@ def perplexity(
     """
     variants, mine = variants_of(method, budget, retrieved, dense_layers), shard_of(shard, out)
     from kvthaw.engine.hf.kv_dir import KvDir
-    from kvthaw.evaluate.perplexity import Course, Reader
+    from kvthaw.evaluate.perplexity import Course, Reader, summarize
     from kvthaw.evaluate.plot import check, perplexity_lines
     from kvthaw.evaluate.report import perplexity_table
     from kvthaw.evaluate.results import ResultsFile
+    from kvthaw.evaluate.variant import FULL, Variant
 
     check(plot)
-    course = Course(tuple(listed(length, tokens_of, "--length")), measured, samples, seed, words(text))
-    known = ResultsFile(out)
+    sizes, read = listed(length, tokens_of, "--length"), words(text)
+    courses = [Course(n, measured, samples, seed, read) for n in sorted(sizes)]
+    results = ResultsFile(out)
     llm, tokenizer = load_model(model, device, dtype)
+    found: dict[Variant, list[dict[str, Any]]] = {}
     with bars() as progress:
         folder = None if kv_dir is None else KvDir(kv_dir, warned)
-        reader = Reader(llm, tokenizer, known, name=model, full=not no_full, kv_dir=folder)
-        found = reader.run(course, variants, shown(progress, "stretches", samples, steps=True), shard=mine)
-    tell_outdated(known.outdated)
+        reader = Reader(llm, tokenizer, results, name=model, full=not no_full, kv_dir=folder)
+        for course in courses:
+            records = reader.run(course, variants, shown(progress, str(course), samples), shard=mine)
+            if mine[1] == 1:
+                for variant, some in records.items():
+                    found.setdefault(variant, []).append(summarize(some, records.get(FULL, ())))
+    tell_outdated(results.outdated)
     if ended_as_shard(mine, out):
         return
     summaries = [one for each in found.values() for one in each]

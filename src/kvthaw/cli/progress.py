@@ -105,10 +105,9 @@ def waiting(what: str) -> Iterator[None]:
         yield
 
 
-def shown(progress: Progress, what: str, total: int, *, steps: bool = False) -> Callable[[State], None]:
-    """Two bars for a run over samples: how many are done, and how far the one at hand is. Returns what moves them. steps: without a
-    terminal, print a line for each of them."""
-    whole = progress.add_task(what, total=total, line="step" if steps else "end")
+def shown(progress: Progress, what: str, total: int) -> Callable[[State], None]:
+    """Two bars for a run over samples: how many are done, and how far the one at hand is. Returns what moves them."""
+    whole = progress.add_task(what, total=total, line="end")
     part = progress.add_task("prefill", total=None)
 
     def show(state: State) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kvthaw.errors import ConfigError, KvthawError
+from kvthaw.evaluate.evaluator import Evaluator
 from kvthaw.evaluate.job import EVEN_DEPTHS, Job, Question, Shard, part
 from kvthaw.evaluate.perplexity import Course, Reader
 from kvthaw.evaluate.perplexity import summarize as summarize_perplexity
@@ -24,8 +25,8 @@ Tell = Callable[[str, int, int], None]
 class Grid:
     """Every task at every length under every method, budget and protocol.
 
-    methods, budgets, retrieved, dense_layers: as for read_variants. course: what perplexity is measured on, None for none. The
-    others are as for Job.
+    methods, budgets, retrieved, dense_layers: as for read_variants. courses: what perplexity is measured on. The others are as for
+    Job.
     """
 
     tasks: tuple[str, ...]
@@ -38,7 +39,7 @@ class Grid:
     seed: int = 0
     probe: int = 0
     depths: tuple[float, ...] = EVEN_DEPTHS
-    course: Course | None = None
+    courses: tuple[Course, ...] = ()
     retrieved: tuple[int, ...] = ()
     chat: Chat | None = None
     text: str | None = None
@@ -58,35 +59,29 @@ class Grid:
 def run(runner: Runner, reader: Reader, grid: Grid, *, shard: Shard = (1, 1), tell: Tell = lambda *_: None) -> None:
     """Compute what the runner's and the reader's results lack of a grid.
 
-    All jobs get their first samples before any gets its next, so that a run that is stopped has something of everything. shard:
+    All work gets its first samples before any gets its next, so that a run that is stopped has something of everything. shard:
     (i, n) computes every n-th piece, from the i-th on; n processes with the same grid compute all of it. Raises ConfigError, before
     any work, for a setting that no cache of the model would take, and KvthawError at the end where pieces failed.
     """
-    variants = [one for one in grid.variants() if runner.prefills.full or one != FULL]
-    wanted = [complete(runner.model, variant) for variant in variants]
-    by_job = [[(job, places) for places in runner.blocks(job)] for job in grid.jobs()]
-    first, *rest = itertools.zip_longest(*by_job) if by_job else [()]
-    lengths = () if grid.course is None else sorted(set(grid.course.lengths))
-    courses = [replace(grid.course, lengths=(length,)) for length in lengths if grid.course is not None]
-    pieces = [piece for piece in (*first, *courses, *itertools.chain(*rest)) if piece is not None]
-    mine, failed = part(pieces, shard), list[str]()
-    for done, piece in enumerate(mine):
-        name = f"perplexity {piece.lengths[0]:,}" if isinstance(piece, Course) else f"{piece[0].task} {piece[0].length:,}"
+    wanted = [complete(runner.model, one) for one in grid.variants() if runner.prefills.full or one != FULL]
+    work: list[tuple[Evaluator[Any, Any], Any]] = [(runner, job) for job in grid.jobs()]
+    work += [(reader, course) for course in grid.courses]
+    in_turn = itertools.zip_longest(*([(by, one, block) for block in by.blocks(one, by.places(one))] for by, one in work))
+    mine = part([piece for turn in in_turn for piece in turn if piece is not None], shard)
+    failed = list[str]()
+    for done, (by, one, block) in enumerate(mine):
 
-        def doing(tokens: int, of: int, what: str, name: str = name, done: int = done) -> None:
+        def doing(tokens: int, of: int, what: str, name: str = str(one), done: int = done) -> None:
             tell(f"{name}: {what}", done, len(mine))
 
         doing(0, 0, "")
         try:
-            if isinstance(piece, Course):
-                reader.run(piece, variants, lambda state: doing(state.tokens, state.prompt, state.doing))
-            else:
-                for unit in runner.missing(piece[0], wanted, piece[1]):
-                    for records in runner.compute(unit, doing):
-                        runner.results.add(*records)
+            for piece in by.missing(one, wanted, block):
+                for records in by.compute(piece, doing):
+                    by.results.add(*records)
         except KvthawError as error:  # the others have their turn
-            failed.append(f"  {name}: {error}")
-        tell(name, done + 1, len(mine))
+            failed.append(f"  {one}: {error}")
+        tell(str(one), done + 1, len(mine))
     if failed:
         raise KvthawError("\n".join((f"{len(failed)} pieces gave no results; the same command tries them again", *failed)))
 

@@ -12,7 +12,6 @@ from typing import Literal, TypeVar, get_args
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.tasks import Task, find
 from kvthaw.evaluate.text import Chat
-from kvthaw.evaluate.variant import Variant
 
 T = TypeVar("T")
 Question = Literal["dense", "sparse"]
@@ -61,6 +60,9 @@ class Job:
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise ConfigError(f"a depth is {depth}; it must lie between 0 and 1")
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.length:,}"
 
     @property
     def thinks(self) -> bool:
@@ -114,12 +116,3 @@ def part(pieces: Sequence[T], shard: Shard) -> list[T]:
 
 SampleKey = tuple[int, float | None]
 """Seed and depth of a sample."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Samples of a job that run side by side, and what is to be computed of each: the piece of work that is done at once."""
-
-    job: Job
-    places: tuple[SampleKey, ...]
-    variants: tuple[Variant, ...]

@@ -4,135 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from kvthaw.engine.hf import PreTrainedModel
-from kvthaw.engine.hf.kv_dir import KvDir
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.answers import Answers
-from kvthaw.evaluate.job import Job, Progress, SampleKey, Shard, Unit, Watch, part
-from kvthaw.evaluate.machine import identity, now, versions
-from kvthaw.evaluate.prefills import Prefilled, Prefills, Tell
+from kvthaw.evaluate.evaluator import Evaluator, Piece
+from kvthaw.evaluate.job import Job, SampleKey
+from kvthaw.evaluate.machine import now, versions
+from kvthaw.evaluate.prefills import Prefilled, Tell
 from kvthaw.evaluate.probe import QUALITY, Probe
-from kvthaw.evaluate.results import Record, ResultsFile, Setting, lacking
+from kvthaw.evaluate.results import Record, Setting
 from kvthaw.evaluate.row_stats import PerRequestStats
-from kvthaw.evaluate.rows import Rows, alone, spread
 from kvthaw.evaluate.tasks import Sample, Task, find
 from kvthaw.evaluate.tasks.base import fingerprint_of
 from kvthaw.evaluate.text import split_prompt, spoken
-from kvthaw.evaluate.variant import FULL, Variant, complete, setting_of
+from kvthaw.evaluate.variant import Variant, setting_of
 
 
-class Runner:
-    """A model, and the results it has given so far.
+class Runner(Evaluator[Job, SampleKey]):
+    """Tasks: see Evaluator."""
 
-    batch: samples that share their decoding steps, as rows of one cache; see Rows. Each sample is prefilled alone, and a row's line
-    is that of the row alone. full: see Prefills; without it full attention is no measure, and samples are run one by one.
-    """
+    def check(self, work: Job) -> None:
+        if work.chat is not None:
+            work.chat.check(self.tokenizer)
+        check_prompt(self.model, work.length)  # before it is made
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any,
-        results: ResultsFile | None = None,
-        *,
-        name: str = "model",
-        batch: int | None = 1,
-        full: bool = True,
-        kv_dir: KvDir | None = None,
-    ) -> None:
-        self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.results = ResultsFile() if results is None else results
-        self._same = identity(model, name)
-        self._rows, self.prefills = Rows(model, batch if full else alone(batch)), Prefills(model, full, kv_dir)
+    def places(self, work: Job) -> list[SampleKey]:
+        return work.cells()
 
-    def run(
-        self,
-        job: Job,
-        variants: Sequence[Variant],
-        progress: Watch = lambda _: None,
-        *,
-        shard: Shard = (1, 1),
-    ) -> dict[Variant, list[Record]]:
-        """Return the records of every variant, and of FULL, in the order of job.cells(). Only what the results do not hold is
-        computed. shard: (i, n) takes every n-th sample, from the i-th on.
+    def rows(self, work: Job) -> int:
+        return self.sharing.at(work.length)
 
-        Raises ConfigError, before any work, for a setting that no cache would take.
-        """
-        if job.chat is not None:
-            job.chat.check(self.tokenizer)
-        asked_for = (*variants, FULL) if self.prefills.full else tuple(variants)
-        wanted = [complete(self.model, variant) for variant in asked_for]
-        mine = part(job.cells(), shard)
-        units = self.missing(job, wanted, mine)
-        done = len(mine) - sum(len(unit.places) for unit in units)
-        for unit in units:
+    def blocks(self, work: Job, places: Sequence[SampleKey], variants: Sequence[Variant] = ()) -> list[tuple[SampleKey, ...]]:
+        """Return the samples one by one where a limit is a fraction of their lengths, which may differ."""
+        fraction = any(isinstance(one, float) for variant in variants for one in (variant.budget, variant.retrieved))
+        return [(place,) for place in places] if fraction else super().blocks(work, places)
 
-            def tell(tokens: int, total: int, doing: str, done: int = done) -> None:
-                progress(Progress(done, len(mine), tokens, total, doing))
-
-            for records in self.compute(unit, tell):
-                self.results.add(*records)
-            done += len(unit.places)
-        progress(Progress(len(mine), len(mine), 0, 0, "done"))
-        found: dict[Variant, list[Record]] = {}
-        for asked, variant in zip(asked_for, wanted, strict=True):
-            known = [self.results.get(setting) for setting in self.settings(job, variant, mine)]
-            found[asked] = [record for record in known if record is not None]
-        return found
-
-    def blocks(self, job: Job) -> list[tuple[SampleKey, ...]]:
-        """Return a job's samples, as many at once as share their steps."""
-        places = job.cells()
-        return [tuple(places[a:b]) for a, b in spread(len(places), self._rows.at(job.length))]
-
-    def missing(self, job: Job, wanted: Sequence[Variant], places: Sequence[SampleKey] | None = None) -> list[Unit]:
-        """Return what the results do not hold of a job, or of some of its samples, under complete variants: samples that lack the
-        same, as many at once as share their steps."""
-        check_prompt(self.model, job.length)  # before it is made
-        places, units = job.cells() if places is None else places, []
-        settings = {variant: self.settings(job, variant, places) for variant in wanted}
-        for lack, some in lacking(self.results, settings, places).items():
-            fraction = any(isinstance(one, float) for variant in lack for one in (variant.budget, variant.retrieved))
-            spans = spread(len(some), 1 if fraction else self._rows.at(job.length))
-            units += [Unit(job, tuple(some[a:b]), lack) for a, b in spans]
-        return units
-
-    def settings(self, job: Job, variant: Variant, places: Sequence[SampleKey]) -> list[Setting]:
+    def settings(self, work: Job, variant: Variant, places: Sequence[SampleKey]) -> list[Setting]:
         """Return what the records of samples under a complete variant depend on.
 
         depth: where the fact was asked to stand, 0..1, None if left to the task. source: a hash of the haystack and files that were
         given, "" for what ships. chat, system, thinking, max_new_tokens: only where they were given.
         """
         same: Setting = {
-            **self._same,
+            **self.same,
             **setting_of(variant),
-            "task": job.task,
-            "length": job.length,
-            "question": job.question,
-            "probe": job.probe,
-            "source": fingerprint_of(job.text, job.data),
-            **({} if job.chat is None else {"chat": True, **job.chat.setting()}),
-            **({} if job.max_new_tokens is None else {"max_new_tokens": job.max_new_tokens}),
+            "task": work.task,
+            "length": work.length,
+            "question": work.question,
+            "probe": work.probe,
+            "source": fingerprint_of(work.text, work.data),
+            **({} if work.chat is None else {"chat": True, **work.chat.setting()}),
+            **({} if work.max_new_tokens is None else {"max_new_tokens": work.max_new_tokens}),
         }
         return [{**same, "seed": seed, "depth": depth} for seed, depth in places]
 
-    def compute(self, unit: Unit, tell: Tell = lambda *_: None) -> Iterator[list[Record]]:
-        """Yield the records of a unit, those of one variant at once.
-
-        tell(tokens, of, doing) is called as a prefill goes on and before every variant.
-        """
-        job, task = unit.job, find(unit.job.task, unit.job.data)
-        samples = [self._sample(task, job, *place) for place in unit.places]
+    def compute(self, piece: Piece[Job, SampleKey], tell: Tell = lambda *_: None) -> Iterator[list[Record]]:
+        job, task = piece.work, find(piece.work.task, piece.work.data)
+        samples = [self._sample(task, job, *place) for place in piece.places]
         parts = [split_prompt(self.tokenizer, sample.context, sample.question, job.chat) for sample in samples]
         for context, question in parts:
             check_prompt(self.model, len(context) + len(question))
         sparse = job.question == "sparse"
         prompts = [context if sparse else context + question for context, question in parts]
         rests = [question if sparse else [] for _, question in parts]
-        for filled in self.prefills.of(unit.variants, prompts, tell):
-            settings = self.settings(job, filled.variant, unit.places)
+        for filled in self.prefills.of(piece.variants, prompts, tell):
+            settings = self.settings(job, filled.variant, piece.places)
             yield self._lines(job, task, samples, filled, rests, settings)
 
     def _sample(self, task: Task, job: Job, seed: int, depth: float | None) -> Sample:

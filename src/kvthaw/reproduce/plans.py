@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 from kvthaw.evaluate.job import EVEN_DEPTHS, Job
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.perplexity import Course, Reader
+from kvthaw.evaluate.perplexity import summarize as summarize_perplexity
 from kvthaw.evaluate.published import BENCHMARKS
 from kvthaw.evaluate.published.results import summarize
 from kvthaw.evaluate.published.runner import Examiner, Run
 from kvthaw.evaluate.results import Record
 from kvthaw.evaluate.runner import Runner
 from kvthaw.evaluate.tasks import find
-from kvthaw.evaluate.variant import Variant, complete
+from kvthaw.evaluate.variant import FULL, Variant, complete
 from kvthaw.reproduce.experiment import Cell, Cells
 from kvthaw.reproduce.lab import Lab
 
@@ -163,15 +164,13 @@ class Read:
         """See Plan."""
         reader = Reader(*lab.loaded, lab.results, name=lab.name or "model", batch=1)
         lengths = {n: max(64, QUICK * n // max(self.lengths)) if lab.quick else n for n in self.lengths}
-        course = Course(tuple(dict.fromkeys(lengths.values())), 2 if lab.quick else self.steps, 1 if lab.quick else self.samples,
-                        text=lab.text)  # fmt: skip
+        steps, samples = (2, 1) if lab.quick else (self.steps, self.samples)
         variants, cells = {row: lab.variant(row) for row in rows}, Cells()
-        found = reader.run(course, list(dict.fromkeys(variants.values())), lab.tell)
+        different = list(dict.fromkeys(variants.values()))
+        found = {n: reader.run(Course(n, steps, samples, text=lab.text), different, lab.tell) for n in lengths.values()}
         for row, variant in variants.items():
-            by_length = {one["length"]: one for one in found[variant]}
-            on = (
-                f"{lab.on}, {said(lab, variant)}, {'the book that ships' if lab.text is None else '--text'}, n={course.samples}"
-            )
+            by_length = {n: summarize_perplexity(some[variant], some[FULL]) for n, some in found.items()}
+            on = f"{lab.on}, {said(lab, variant)}, {'the book that ships' if lab.text is None else '--text'}, n={samples}"
             for asked, length in lengths.items():
                 cells[row, str(asked)] = Cell(by_length[length]["perplexity"], f"{on}, {length:,} tokens")
             apart = max(one["perplexity"] - one["full_perplexity"] for one in by_length.values())

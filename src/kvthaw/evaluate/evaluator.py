@@ -1,0 +1,116 @@
+"""What measures variants side by side: what the results do not hold, as many samples at once as share their steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from kvthaw.engine.hf import PreTrainedModel
+from kvthaw.engine.hf.kv_dir import KvDir
+from kvthaw.evaluate.job import Progress, Shard, Watch, part
+from kvthaw.evaluate.machine import identity
+from kvthaw.evaluate.prefills import Prefills, Tell
+from kvthaw.evaluate.results import Record, ResultsFile, Setting, lacking
+from kvthaw.evaluate.rows import Rows, alone, spread
+from kvthaw.evaluate.variant import FULL, Variant, complete
+
+Work = TypeVar("Work")
+Place = TypeVar("Place")
+"""What tells the samples of one piece of work apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece(Generic[Work, Place]):
+    """Samples that run side by side, and what is to be computed of each: what is done at once."""
+
+    work: Work
+    places: tuple[Place, ...]
+    variants: tuple[Variant, ...]
+
+
+class Evaluator(ABC, Generic[Work, Place]):
+    """A model, and the results it has given so far.
+
+    batch: samples that share their decoding steps, as rows of one cache; see Rows. Each sample is prefilled alone, and a row's line
+    is that of the row alone. full: see Prefills; without it full attention is no measure, and samples are run one by one.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        results: ResultsFile | None = None,
+        *,
+        name: str = "model",
+        batch: int | None = 1,
+        full: bool = True,
+        kv_dir: KvDir | None = None,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.results = ResultsFile() if results is None else results
+        self.same = identity(model, name)
+        self.sharing, self.prefills = Rows(model, batch if full else alone(batch)), Prefills(model, full, kv_dir)
+
+    @abstractmethod
+    def check(self, work: Work) -> None:
+        """Raise ConfigError for work that the model cannot do."""
+
+    @abstractmethod
+    def places(self, work: Work) -> Sequence[Place]:
+        """Return what tells the samples of a piece of work apart."""
+
+    @abstractmethod
+    def settings(self, work: Work, variant: Variant, places: Sequence[Place]) -> list[Setting]:
+        """Return what the records of samples under a complete variant depend on."""
+
+    @abstractmethod
+    def rows(self, work: Work) -> int:
+        """Return how many samples share their steps."""
+
+    @abstractmethod
+    def compute(self, piece: Piece[Work, Place], tell: Tell = lambda *_: None) -> Iterator[list[Record]]:
+        """Yield the records of a piece, those of one variant at once.
+
+        tell(tokens, of, doing) is called as a prefill goes on and before every variant.
+        """
+
+    def run(
+        self, work: Work, variants: Sequence[Variant], progress: Watch = lambda _: None, *, shard: Shard = (1, 1)
+    ) -> dict[Variant, list[Record]]:
+        """Return the records of every variant, and of FULL, in the order of the samples. Only what the results do not hold is
+        computed. shard: (i, n) takes every n-th sample, from the i-th on.
+
+        Raises ConfigError, before anything is computed, for a setting that no cache would take.
+        """
+        asked = dict.fromkeys((*variants, FULL) if self.prefills.full else variants)
+        wanted = {one: complete(self.model, one) for one in asked}
+        mine = part(self.places(work), shard)
+        pieces = self.missing(work, list(dict.fromkeys(wanted.values())), mine)
+        done = len(mine) - sum(len(piece.places) for piece in pieces)
+        for piece in pieces:
+
+            def tell(tokens: int, total: int, doing: str, done: int = done) -> None:
+                progress(Progress(done, len(mine), tokens, total, doing))
+
+            for records in self.compute(piece, tell):
+                self.results.add(*records)
+            done += len(piece.places)
+        progress(Progress(len(mine), len(mine), 0, 0, "done"))
+        known = {one: map(self.results.get, self.settings(work, variant, mine)) for one, variant in wanted.items()}
+        return {one: [record for record in of if record is not None] for one, of in known.items()}
+
+    def missing(self, work: Work, wanted: Sequence[Variant], places: Sequence[Place] | None = None) -> list[Piece[Work, Place]]:
+        """Return what the results do not hold of a piece of work, or of some of its samples, under complete variants: samples that
+        lack the same, as many at once as share their steps. Raises ConfigError for work that the model cannot do."""
+        self.check(work)
+        places, found = self.places(work) if places is None else places, list[Piece[Work, Place]]()
+        settings = {variant: self.settings(work, variant, places) for variant in wanted}
+        for lack, some in lacking(self.results, settings, places).items():
+            found += [Piece(work, block, lack) for block in self.blocks(work, some, lack)]
+        return found
+
+    def blocks(self, work: Work, places: Sequence[Place], variants: Sequence[Variant] = ()) -> list[tuple[Place, ...]]:
+        """Return samples in blocks that share their steps under some variants."""
+        return [tuple(places[a:b]) for a, b in spread(len(places), self.rows(work))]
