@@ -165,7 +165,7 @@ def summarize(study: Study, records: Sequence[Record]) -> Summary:
     edges = [i * study.steps // len(bins) for i in range(len(bins) + 1)]
 
     def pooled(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        quality = Quality.pooled([Quality(**part) for part in parts]).to_dict()
+        quality = with_shares(Quality.pooled([Quality(**part) for part in parts]))
         found = {name: None if value is None else round(value, 6) for name, value in quality.items()}
         return found if count is None else found | {f"recall_at_{count}": found["recall_at_rows"]}
 
@@ -184,6 +184,22 @@ def summarize(study: Study, records: Sequence[Record]) -> Summary:
         "seconds": sum(record["seconds"] for record in records),
         **shared(records, "versions"),
     }
+
+
+def with_shares(quality: Quality) -> dict[str, Any]:
+    """Return a quality's fields and its masses as shares of what the exact top-n would give: mass_of_exact with sink, window and
+    buffer counted in both, retrieved_of_exact in neither, which is stricter; ceiling_of_exact of the best n candidates."""
+    held = quality.held_mass or 0.0
+    shares = {
+        "mass_of_exact": _share(quality.attention_mass, quality.exact_mass),
+        "retrieved_of_exact": _share(quality.attention_mass, quality.exact_mass, less=held),
+        "ceiling_of_exact": _share(quality.ceiling_mass, quality.exact_mass),
+    }
+    return asdict(quality) | shares
+
+
+def _share(part: float | None, whole: float | None, less: float = 0.0) -> float | None:
+    return (part - less) / (whole - less) if part is not None and whole is not None and whole != less else None
 
 
 def recall_lines(summaries: Sequence[Summary], path: Path) -> None:

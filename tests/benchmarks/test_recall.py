@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from benchmarks.passages import PASSAGES, Passage, needle_passage, text_passage
-from benchmarks.recall import Study, run, summarize
+from benchmarks.recall import Study, run, summarize, with_shares
 from kvthaw.engine.hf.model import load_shipped
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate.probe import Quality
 from kvthaw.evaluate.results import ResultsFile
 from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.variant import Variant
@@ -182,3 +183,12 @@ def test_bad_studies_are_refused(loaded: tuple[Any, Any]) -> None:
         watched(loaded, Study(100, 4), Variant("quest", 64, dense_layers=2))
     with pytest.raises(ConfigError, match="2,104 tokens; the model's positions end at 2,048"):
         watched(loaded, Study(2100, 4, ("text",)), PARIS)
+
+
+def test_shares_leave_out_what_is_always_attended_to() -> None:
+    whole = Quality(0.8, 0.5, 0.1, 4, held_mass=0.4, exact_mass=0.9, ceiling_mass=0.85)
+    found = with_shares(whole)
+    assert found["mass_of_exact"] == pytest.approx(0.8 / 0.9)
+    assert found["retrieved_of_exact"] == pytest.approx(0.4 / 0.5)
+    assert found["ceiling_of_exact"] == pytest.approx(0.85 / 0.9)
+    assert with_shares(Quality.of([]))["mass_of_exact"] is None

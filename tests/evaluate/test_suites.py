@@ -1,4 +1,4 @@
-"""RULER, BABILong and LongEval's topics: lengths, places of the facts, published formats, metrics."""
+"""RULER and BABILong: lengths, places of the facts, published formats, metrics."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvthaw.evaluate.tasks.base import ASSETS
 from kvthaw.evaluate.tasks.documents import read_hotpot, read_squad
 from kvthaw.evaluate.tasks.words import COMMON
 
-NAMES = [name for name in TASKS if name.startswith(("ruler_", "babilong_", "longeval_topics"))]
-PLACED = [name for name in NAMES if name not in ("ruler_cwe", "ruler_fwe", "longeval_topics")]
+NAMES = [name for name in TASKS if name.startswith(("ruler_", "babilong_"))]
+PLACED = [name for name in NAMES if name not in ("ruler_cwe", "ruler_fwe")]
 SQUAD = {
     "data": [
         {
@@ -101,8 +101,6 @@ def test_the_metrics_are_the_published_ones() -> None:
     score = TASKS["babilong_qa3"].score
     assert score(place, "Before the garden the milk was in the Kitchen. Not the office.") == 1.0
     assert [score(place, said) for said in ("kitchen or office", "Nowhere. kitchen", "garden", "")] == [0.0, 0.0, 0.0, 0.0]
-    topic = Sample("", "", ("The psychology of happiness",), None)
-    assert [TASKS["longeval_topics"].score(topic, said) for said in ("Psychology of Happiness", "happiness")] == [1.0, 0.0]
 
 
 def test_a_text_is_for_ruler_tasks_whose_haystack_is_text(tokenizer: Any) -> None:
@@ -227,21 +225,3 @@ def test_babi_stories(tokenizer: Any, tmp_path: Path) -> None:
         read_stories.cache_clear()
         with pytest.raises(ConfigError, match="bAbI"):
             find("babilong_qa1", file)
-
-
-def test_topics(tokenizer: Any, tmp_path: Path) -> None:
-    sample = make(tokenizer, "longeval_topics", length=6000)
-    begun = sample.context.count("USER: I would like to discuss the topic of")
-    assert f"our previous conversation on {begun} different topics." in sample.context
-    assert sample.context.index("Now the record start. USER: I would like to discuss the topic of t") > 0
-    told = sample.context.split("USER: I would like to discuss the topic of ")[1].split(".")[0]
-    assert told.lower() == sample.answers[0].lower()
-    long = make(tokenizer, "longeval_topics", length=15_000)
-    assert long.context.lower().count(f"discuss the topic of {long.answers[0].lower()}") == 1, (
-        "others come again, the first does not"
-    )
-    file = tmp_path / "1_topics.jsonl"
-    prompt = "Now the record start. USER: tea Now the record ends. What is the first topic(s)?"
-    file.write_text(json.dumps({"test_id": 0, "prompt": prompt, "topics": ["Tea"]}))
-    read = find("longeval_topics", file).sample(tokenizer, length=100, seed=0)
-    assert (read.prompt, read.answers) == (prompt, ("Tea",))

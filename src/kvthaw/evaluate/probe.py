@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -89,27 +88,6 @@ class Quality:
             count = sum(n for n, _ in known)
             found[name] = sum(n * value for n, value in known) / count if count else None
         return Quality(observed=sum(part.observed for part in parts), **found)
-
-    @property
-    def mass_of_exact(self) -> float | None:
-        """The attention mass as a share of what the exact top-n would give, sink, window and buffer counted in both."""
-        return _share(self.attention_mass, self.exact_mass)
-
-    @property
-    def retrieved_of_exact(self) -> float | None:
-        """The same for the selected rows alone, which is stricter: sink, window and buffer counted in neither."""
-        held = self.held_mass or 0.0
-        return _share(_less(self.attention_mass, held), _less(self.exact_mass, held))
-
-    @property
-    def ceiling_of_exact(self) -> float | None:
-        """mass_of_exact of the exact best n among the candidates."""
-        return _share(self.ceiling_mass, self.exact_mass)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a plain dict with the shares, for JSON."""
-        shares = ("mass_of_exact", "retrieved_of_exact", "ceiling_of_exact")
-        return asdict(self) | {name: getattr(self, name) for name in shares}
 
 
 class Observer:
@@ -283,11 +261,3 @@ def _candidates(layer: OffloadedLayer, seq: int, query: Tensor) -> Tensor | None
     if not isinstance(index, CodesIndex):
         return None
     return index.candidates(query.expand(seq + 1, -1, -1).contiguous(), layer.plan.rows)[seq]
-
-
-def _share(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None
-
-
-def _less(value: float | None, by: float) -> float | None:
-    return None if value is None else value - by

@@ -15,7 +15,6 @@ from kvthaw.evaluate.published import BENCHMARKS, FAMILIES, Generation, benchmar
 from kvthaw.evaluate.published.base import truncate
 from kvthaw.evaluate.published.longbench import CLASSES, METRICS
 from kvthaw.evaluate.published.longgenbench import entries, holds
-from kvthaw.evaluate.tasks import Reads, find, named
 
 GOLD = Path(__file__).parent / "gold"
 CHOICES = {"question": " Who? ", **{f"choice_{letter}": f"the {letter}th" for letter in "ABCD"}}
@@ -295,22 +294,3 @@ def test_a_long_prompt_is_cut_in_the_middle() -> None:
 def test_a_plan_out_of_range_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{field} is|a stop string is empty"):
         Generation(**{"max_new_tokens": 1, field: value})
-
-
-def test_benchmarks_are_tasks_of_the_common_runner_too(tmp_path: Path) -> None:
-    assert named("gsm8k,passkey,longbench-v2") == ["gsm8k", "passkey", "longbench_v2"]
-    with pytest.raises(ConfigError, match="gsm8k needs its data"):
-        find("gsm8k").sample(Letters(), length=9999, seed=0)
-    task = find("gsm8k", GOLD / "gsm8k.jsonl")
-    assert isinstance(task, Reads)
-    assert (task.name, task.stops, task.max_new_tokens) == ("gsm8k", ("Q:", "</s>", "<|im_end|>"), 256)
-    sample = task.sample(Letters(), length=9999, seed=1)
-    item = BENCHMARKS["gsm8k"].load(str(GOLD / "gsm8k.jsonl"))[1]
-    assert (sample.context, sample.question) == (item.context, item.question)
-    assert len(task.sample(Letters(), length=500, seed=1).prompt) == 500
-    assert (task.score(sample, "The answer is 3."), task.score(sample, "The answer is 4.")) == (1.0, 0.0)
-    with pytest.raises(ValueError, match="gsm8k has 3 questions here, from 0 on; there is no question 3"):
-        task.sample(Letters(), length=9999, seed=3)
-    (tmp_path / "v2.jsonl").write_text(json.dumps(V2))
-    with pytest.raises(ConfigError, match="longbench_v2_cot asks a second prompt"):
-        find("longbench_v2_cot", tmp_path / "v2.jsonl")

@@ -19,7 +19,7 @@ _EVERY: tuple[Task, ...] = (
     *babilong.GENERATORS,
 )
 TASKS: dict[str, Task] = {task.name: task for task in _EVERY}
-"""The only list of tasks that are made, by name. `find` and `named` know the published benchmarks beside them, which are read."""
+"""The only list of tasks, by name; published benchmarks, which are read, are in kvthaw.evaluate.published."""
 SUITES: dict[str, tuple[str, ...]] = {
     "niah": ("niah_single",),
     "ruler": tuple(task.name for task in ruler.GENERATORS),
@@ -33,18 +33,18 @@ def named(names: str) -> list[str]:
     ConfigError."""
     found: dict[str, None] = {}
     for name in (part.strip().replace("-", "_") for part in names.split(",")):
-        if name not in SUITES and name not in TASKS and name not in _published():
-            raise unknown("task", name, (*SUITES, *TASKS, *_published()))
+        if name not in SUITES and name not in TASKS:
+            raise unknown("task", name, (*SUITES, *TASKS))
         found.update(dict.fromkeys(SUITES.get(name, (name,))))
     return list(found)
 
 
 def find(name: str, data: Path | None = None) -> Task:
-    """Return the task or published benchmark of that name, over the files at `data` if given. Raises ConfigError for a name that is
-    none's, for files that do not fit the task, and for files where it takes none."""
-    task = TASKS.get(name) or _published().get(name)
-    if task is None:
-        raise unknown("task", name, (*TASKS, *_published()))
+    """Return the task of that name, over the files at `data` if given. Raises ConfigError for an unknown name, for files that do
+    not fit the task, and for files where it takes none."""
+    if name not in TASKS:
+        raise unknown("task", name, TASKS)
+    task = TASKS[name]
     if data is None:
         return task
     if not isinstance(task, Reads):
@@ -52,12 +52,6 @@ def find(name: str, data: Path | None = None) -> Task:
     if not data.exists():
         raise ConfigError(f"data is {str(data)!r}; there is no such file or folder")
     return task.reading(data)
-
-
-def _published() -> dict[str, Task]:
-    from kvthaw.evaluate.published.task import QUESTIONS  # stands on this package
-
-    return QUESTIONS
 
 
 __all__ = ["SUITES", "TASKS", "Reads", "Sample", "Task", "find", "named"]

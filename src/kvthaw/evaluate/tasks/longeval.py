@@ -1,16 +1,14 @@
-"""LongEval (LMSYS, 2023). Lines: what is the register's content in line X? Topics: what was talked about first?"""
+"""LongEval's lines (LMSYS, 2023): what is the register's content in line X?"""
 
 from __future__ import annotations
 
-import itertools
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .base import ASSETS, FromFile, Sample, ahead, depth_of, distinct, fit, match_any, read_records, word_key
+from .base import FromFile, Sample, depth_of, distinct, read_records, word_key
 from .keyed import Keyed
 
 INTRO = (
@@ -20,14 +18,7 @@ INTRO = (
     "certain line index. Now the record start:\n\n"
 )
 LINE = "line {key}: REGISTER_CONTENT is <{value}>\n"
-TOPICS = (
-    "Below is a record of our previous conversation on {count} different topics. You are the ASSISTANT, and I am the USER. "
-    "At the beginning of each topic, the USER will say 'I would like to discuss the topic of <TOPIC>'. Memorize each <TOPIC>. "
-    "At the end of the record, I will ask you to retrieve the first topic. Now the record start. "
-)
-TOPICS_QUESTION = (
-    " Now the record ends. What is the first topic we discussed? Only give me the topic name. Do not summarize yourself."
-)
+QUESTION = " Now the record ends. What is the first topic we discussed? Only give me the topic name. Do not summarize yourself."
 QUESTION = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number. "
 
 
@@ -66,49 +57,4 @@ class LongEval(Keyed):
         return Sample(context, prompt[cut:], (str(record["expected_number"]),), depth)
 
 
-@dataclass(frozen=True)
-class LongEvalTopics:
-    """Conversations until the length is reached, the last cut short; in the published files 5 to 30, none cut.
-
-    Where those that ship run out they come again, all but the first. LongEval leaves the judgement to a language model; here the
-    topic has to stand in the output, upper or lower case, without its article.
-    """
-
-    name: str = "longeval_topics"
-    max_new_tokens: int = 50
-    stops: tuple[str, ...] = ("\n",)
-
-    def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
-        """See Task.sample; the unit is a word of the conversations after the first, which is asked for whatever `depth` says."""
-        records = read_records(ASSETS / "conversations.jsonl", "topic")
-        first, *others = random.Random(seed).sample(records, len(records))
-        words = [re.findall(r"\S+\s*", one["conversation"]) for one in others]
-
-        def build(n: int, spare: str) -> Sample:
-            shown = [first["conversation"]]
-            for one in itertools.cycle(words):
-                if n <= 0:
-                    break
-                shown.append("".join(one[:n]))
-                n -= len(one)
-            context = ahead(spare, (TOPICS.format(count=len(shown)) + "".join(shown)).rstrip())
-            return Sample(context, TOPICS_QUESTION, (first["topic"],), depth_of(context, first["conversation"].rstrip()))
-
-        return fit(tokenizer, length, build)
-
-    def reading(self, path: Path) -> FromFile:
-        """See Reads; a published file, `5_topics.jsonl` and its like (gzip too), prompts byte for byte."""
-        return FromFile.of(self, map(self._read, read_records(path, "topics")))
-
-    def score(self, sample: Sample, output: str) -> float:
-        """1 if the first topic stands in the output."""
-        return match_any((re.sub("^the ", "", sample.answers[0].lower()),), output)
-
-    @staticmethod
-    def _read(record: dict[str, Any]) -> Sample:
-        prompt: str = record["prompt"]
-        cut = prompt.rindex(" Now the record ends.")
-        return Sample(prompt[:cut], prompt[cut:], (record["topics"][0],), None)
-
-
-GENERATORS = (LongEval(), LongEvalTopics())
+GENERATORS = (LongEval(),)
