@@ -138,8 +138,8 @@ def _report(out: Path, as_json: bool) -> None:
     """Write the report beside the results, and print its summaries."""
     from kvthaw.errors import ConfigError
     from kvthaw.evaluate.compare import summaries
-    from kvthaw.evaluate.overview import overview
-    from kvthaw.evaluate.report import by_task, perplexity_table
+    from kvthaw.evaluate.overview import by_task, overview
+    from kvthaw.evaluate.overview import perplexities as perplexity_table
     from kvthaw.evaluate.results import ResultsFile
 
     with waiting("writing the report"):
@@ -155,7 +155,8 @@ def _report(out: Path, as_json: bool) -> None:
             print(json.dumps(one))
         return
     for question in dict.fromkeys(one["question"] for one in tasks):
-        print_wide(by_task([one for one in tasks if one["question"] == question]))
+        for table in by_task([one for one in tasks if one["question"] == question]):
+            print_wide(table)
     if perplexities:
         print_wide(perplexity_table(perplexities))
     stderr().print(f"wrote {out / 'report.html'} and .md", style="dim")

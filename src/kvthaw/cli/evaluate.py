@@ -18,6 +18,8 @@ from kvthaw.evaluate.published import benchmarks
 from kvthaw.evaluate.tasks import SUITES, TASKS, find, named
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kvthaw.evaluate.results import Record
 
 EXAMPLES = (
@@ -124,8 +126,9 @@ def evaluate(
     from kvthaw.evaluate.job import Job
 
     variants = variants_of(method, budget, retrieved, dense_layers)
+    from kvthaw.evaluate.overview import by_task
     from kvthaw.evaluate.plot import accuracies, check
-    from kvthaw.evaluate.report import by_task, table
+    from kvthaw.evaluate.report import table
     from kvthaw.evaluate.results import ResultsFile, summarize
     from kvthaw.evaluate.runner import Runner
     from kvthaw.evaluate.variant import FULL, Variant
@@ -152,14 +155,19 @@ def evaluate(
             for variant, some in records.items():
                 found.setdefault((name, variant, job.length), []).extend(some)
             if mine[1] == 1:
-                summaries += [summarize(records[variant], records.get(FULL, ())) for variant in variants]
+                summaries += [summarize(some, records.get(FULL, ())) for some in records.values()]
     tell_outdated(results.outdated)
     if ended_as_shard(mine, out):
         return
     save_plot(plot, lambda path: accuracies(found, path, title=f"{task}, question {', '.join(questions)}"))
-    tables = table if len(tasks) == 1 else by_task
-    of = [[one for one in summaries if one["question"] == asked] for asked in questions]
-    print_results(summaries, as_json, lambda: list(map(tables, of)))
+    asked_for = [one for one in summaries if one["method"] != "full" or FULL in variants]
+
+    def tables() -> list[Table]:
+        if len(tasks) == 1:
+            return [table([one for one in asked_for if one["question"] == way]) for way in questions]
+        return [made for way in questions for made in by_task([one for one in summaries if one["question"] == way])]
+
+    print_results(asked_for, as_json, tables)
 
 
 app.command("published", epilog=published.EXAMPLES)(published.evaluate)

@@ -49,9 +49,9 @@ def perplexity(
     """
     variants, mine = variants_of(method, budget, retrieved, dense_layers), shard_of(shard, out)
     from kvthaw.engine.hf.kv_dir import KvDir
+    from kvthaw.evaluate.overview import perplexities
     from kvthaw.evaluate.perplexity import Course, Reader, summarize
     from kvthaw.evaluate.plot import check, perplexity_lines
-    from kvthaw.evaluate.report import perplexity_table
     from kvthaw.evaluate.results import ResultsFile
     from kvthaw.evaluate.variant import FULL, Variant
 
@@ -74,4 +74,4 @@ def perplexity(
         return
     summaries = [one for each in found.values() for one in each]
     save_plot(plot, lambda path: perplexity_lines(found, path))
-    print_results(summaries, as_json, lambda: [perplexity_table(summaries)])
+    print_results(summaries, as_json, lambda: [perplexities(summaries)])

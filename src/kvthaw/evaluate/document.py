@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from kvthaw.evaluate.tasks.base import read_asset
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -98,15 +100,14 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Blocks that open on a click, or are open."""
+    """Blocks that open on a click."""
 
     title: str
     blocks: Sequence[Block]
-    opened: bool = False
 
     def html(self) -> str:
         inside = "\n".join(block.html() for block in self.blocks)
-        return f"<details{' open' * self.opened}><summary>{escape(self.title)}</summary>\n{inside}\n</details>"
+        return f"<details><summary>{escape(self.title)}</summary>\n{inside}\n</details>"
 
     def markdown(self) -> str:
         return "\n\n".join((f"**{_plain(self.title)}**", *(block.markdown() for block in self.blocks)))
@@ -128,33 +129,12 @@ class Document:
         return (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(self.title)}</title><style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n"
+            f"<title>{escape(self.title)}</title><style>{read_asset('report.css')}</style></head><body>\n{body}\n</body></html>\n"
         )
 
     def markdown(self) -> str:
         """Return the same without the pictures."""
         return "\n\n".join(block.markdown() for block in (Heading(self.title, 1), *self.blocks)) + "\n"
-
-
-_STYLE = (
-    ":root{color-scheme:light dark;--ink:#1c2127;--soft:#4b5563;--line:#d5dae0;--head:#f3f5f7;--page:#fff}"
-    "@media(prefers-color-scheme:dark){:root{--ink:#e4e7eb;--soft:#a3acb8;--line:#3a424d;--head:#252b33;--page:#171b20}"
-    "figure svg{filter:invert(.9) hue-rotate(180deg)}}"
-    "body{font:15px/1.45 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem;color:var(--ink);"
-    "background:var(--page);overflow-wrap:anywhere}"
-    "h2{margin-top:2.2rem;border-bottom:1px solid var(--line);padding-bottom:.2rem}"
-    ".wide,figure{overflow-x:auto;margin:.8rem 0}"
-    "table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;overflow-wrap:normal}"
-    "th,td{padding:.22rem .5rem;border:1px solid var(--line);text-align:left}td{white-space:nowrap}"
-    "th{background:var(--head);vertical-align:bottom;min-width:3.5em}"
-    "td:first-child,th:first-child{position:sticky;left:0;background:var(--head)}"
-    "td.share{text-align:right}td small{display:block;color:var(--soft);font-size:11px}"
-    "details{margin:.6rem 0}summary{cursor:pointer;font-weight:600}"
-    "figure svg,figure img{width:100%;min-width:420px;height:auto}figcaption{color:var(--soft);font-size:13px}"
-    "@media(max-width:600px){body{margin:1rem auto;padding:0 .6rem}h1{font-size:1.4rem}h2{font-size:1.15rem}"
-    "table{font-size:12px}th,td{padding:.2rem .3rem}td small{white-space:normal;width:5.2em;margin-left:auto}"
-    "td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:8.5em;max-width:8.5em}}"
-)
 
 
 def _plain(text: str) -> str:

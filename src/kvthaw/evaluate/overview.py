@@ -5,15 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.table import Table as RichTable
+
 from kvthaw.engine.hub import display_name
 from kvthaw.evaluate import plot
 from kvthaw.evaluate.compare import named
 from kvthaw.evaluate.document import Block, Document, Fold, Heading, Picture, Share, Table, Text, Value
 from kvthaw.evaluate.metrics import mean, paired_sums, wilson
-from kvthaw.evaluate.report import milliseconds
+from kvthaw.evaluate.report import lay_out, milliseconds, on
 
 Summary = dict[str, Any]
 Row = tuple[str, ...]
+
+
+def by_task(summaries: Sequence[Summary]) -> list[RichTable]:
+    """Return accuracy for the terminal, a table a length: one row a method and budget, one column a task."""
+    first, every = summaries[0], dict.fromkeys(one["n"] for one in summaries)
+    samples = f"{' / '.join(map(str, every))} sample{'s' * (max(every) > 1)}"
+    about = f"{samples} a cell, question {first['question']}, {on(first)}"
+    by_length: dict[int, list[Summary]] = {}
+    for one in summaries:
+        by_length.setdefault(one["length"], []).append(one)
+    return [in_text(f"accuracy at {n:,} tokens, {about}", accuracies(by_length[n])) for n in sorted(by_length)]
+
+
+def perplexities(summaries: Sequence[Summary]) -> RichTable:
+    """Return perplexity by position for the terminal, one row a variant."""
+    first = summaries[0]
+    places = f"{first['n']} place" + "s" * (first["n"] > 1)
+    about = f"{first['steps']} tokens each, {places} in the text, {on(first)}"
+    return in_text(f"perplexity after so many tokens, and nats over full: {about}", perplexity_table(summaries))
+
+
+def in_text(title: str, made: Table) -> RichTable:
+    """Return a table for the terminal, shares without their intervals."""
+    cells = [[value if isinstance(value, str) else value.text for value in row] for row in made.rows]
+    return lay_out(title, [name.replace(" ", "\n") for name in made.columns], cells)
 
 
 def overview(tasks: Sequence[Summary], perplexities: Sequence[Summary] = ()) -> Document:
@@ -33,13 +60,13 @@ def overview(tasks: Sequence[Summary], perplexities: Sequence[Summary] = ()) -> 
         rows = max(one["rows"] for one in some) if any(one["step_s"] for one in some) else 1
         if rows > 1:
             about += f" A decode step is shared by up to {rows} samples."
-        blocks += [Heading(f"Accuracy, the question {how}"), Text(about), _accuracies(some)]
+        blocks += [Heading(f"Accuracy, the question {how}"), Text(about), accuracies(some)]
         for length in sorted({one["length"] for one in some}):
             at = [one for one in some if one["length"] == length]
-            blocks.append(Fold(f"At {length:,} tokens", [_accuracies(at)]))
+            blocks.append(Fold(f"At {length:,} tokens", [accuracies(at)]))
         blocks += _pictures(some)
     if perplexities:
-        blocks += [Heading("Perplexity"), Text(_PERPLEXITY), _perplexities(perplexities)]
+        blocks += [Heading("Perplexity"), Text(_PERPLEXITY), perplexity_table(perplexities)]
     return Document("Methods on the same work", blocks)
 
 
@@ -49,7 +76,7 @@ _PERPLEXITY = (
 )
 
 
-def _accuracies(some: Sequence[Summary]) -> Table:
+def accuracies(some: Sequence[Summary]) -> Table:
     """One row a method and budget, the best mean first; one column a task."""
     tasks = list(dict.fromkeys(one["task"] for one in some))
     rows: dict[Row, list[Summary]] = {}
@@ -105,7 +132,7 @@ def _pictures(some: Sequence[Summary]) -> list[Block]:
     return [Heading("Plots", 3), Picture(plot.svg(plot.by_budget(some)), "Accuracy by budget, all tasks and lengths.")]
 
 
-def _perplexities(some: Sequence[Summary]) -> Table:
+def perplexity_table(some: Sequence[Summary]) -> Table:
     lengths = sorted({one["length"] for one in some})
     rows: dict[Row, dict[int, Summary]] = {}
     for one in some:

@@ -36,7 +36,7 @@ def table(summaries: Sequence[Summary]) -> Table:
     """One row a run; shares in percent."""
     first = summaries[0]
     samples = " / ".join(dict.fromkeys(str(row["n"]) for row in summaries))
-    made = lay_out(f"{first['task']}: {samples} samples, question {first['question']}, {_on(first)}", _COLUMNS)
+    made = lay_out(f"{first['task']}: {samples} samples, question {first['question']}, {on(first)}", _COLUMNS)
     length = first["length"]
     for row in summaries:
         if row["length"] != length:
@@ -63,64 +63,10 @@ def table(summaries: Sequence[Summary]) -> Table:
     return made
 
 
-def by_task(summaries: Sequence[Summary]) -> Table:
-    """Accuracy in percent of several tasks side by side, and their mean: one row a length, method, budget and dense layers, full
-    attention's first."""
-    first = summaries[0]
-    tasks = list(dict.fromkeys(row["task"] for row in summaries))
-    counts = dict.fromkeys(row["n"] for row in summaries)
-    samples = f"{' / '.join(map(str, counts))} sample{'s' * (max(counts) > 1)}"
-    title = f"accuracy, {samples} a cell, question {first['question']}, {_on(first)}"
-    made = lay_out(
-        title,
-        ("length", "method", "budget", "dense\nlayers", *(name.replace("_", "\n", 1) for name in tasks), "mean", "ms a\nstep"),
-    )
-    times: dict[tuple[int, str, str, int], list[float]] = {}
-    rows: dict[tuple[int, str, str, int], dict[str, float]] = {}
-    for row in summaries:  # full attention first, on the same samples
-        if row["full_accuracy"] is not None:
-            rows.setdefault((row["length"], "full", "-", 0), {})[row["task"]] = row["full_accuracy"]
-            times.setdefault((row["length"], "full", "-", 0), []).extend(filter(None, [row["full_step_s"]]))
-    for row in summaries:
-        budget = "-" if row["budget"] is None else str(row["budget"])
-        key = row["length"], row["method"], budget, row["dense_layers"]
-        rows.setdefault(key, {})[row["task"]] = row["accuracy"]
-        times.setdefault(key, []).extend(filter(None, [row["step_s"]]))
-    length = first["length"]
-    for (size, method, budget, dense), found in sorted(rows.items(), key=lambda item: item[0][0]):
-        step = mean(times.get((size, method, budget, dense), ()))
-        if size != length:
-            made.add_section()
-            length = size
-        shares = [found.get(name) for name in tasks]
-        made.add_row(f"{size:,}", method, budget, str(dense), *map(percent, shares), percent(mean(shares)), milliseconds(step))
-    return made
-
-
-def perplexity_table(summaries: Sequence[Summary]) -> Table:
-    """Perplexity by position, and in the last column the mean distance to full attention in nats a token: one row a variant."""
-    first = summaries[0]
-    lengths = list(dict.fromkeys(row["length"] for row in summaries))
-    places = f"{first['n']} place" + "s" * (first["n"] > 1)
-    title = f"perplexity after so many tokens: {first['steps']} tokens each, {places} in the text, {_on(first)}"
-    made = lay_out(title, ("method", "budget", "dense\nlayers", *(f"{length:,}" for length in lengths), "nats over\nfull"))
-    rows: dict[tuple[str, str, int], dict[int, Summary]] = {}
-    for row in summaries:
-        budget = (
-            f"{row['retrieved']} rows" if row["retrieved"] is not None else "-" if row["budget"] is None else str(row["budget"])
-        )
-        rows.setdefault((row["method"], budget, row["dense_layers"]), {})[row["length"]] = row
-    for (method, budget, dense), found in rows.items():
-        over = mean(row["difference"] for row in found.values())
-        values = [f"{found[length]['perplexity']:.2f}" for length in lengths]
-        made.add_row(method, budget, str(dense), *values, "-" if over is None else f"{over:+.3f}")
-    return made
-
-
 def by_benchmark(summaries: Sequence[Summary]) -> Table:
     """Scores in percent, a row a benchmark and a column a variant, and their mean over the benchmarks."""
     first, variants = summaries[0], list(dict.fromkeys(map(_column, summaries)))
-    title = f"avg@{first['samples']}, question {first['question']}, {_on(first)}"
+    title = f"avg@{first['samples']}, question {first['question']}, {on(first)}"
     made = lay_out(title, ("benchmark", "questions", *variants))
     every: dict[str, list[float]] = {variant: [] for variant in variants}
     for benchmark in dict.fromkeys(row["benchmark"] for row in summaries):
@@ -140,7 +86,7 @@ def scores(summaries: Sequence[Summary]) -> Table:
         answers = f"{first['samples']} answer{'s' * (first['samples'] > 1)} each"
         drawn = f", {answers} at temperature {first['temperature']:g}, top-p {first['top_p']:g}"
     questions = f"{first['n']} question{'s' * (first['n'] > 1)}"
-    title = f"{first['benchmark']}: {questions}{drawn}, question {first['question']}, {_on(first)}"
+    title = f"{first['benchmark']}: {questions}{drawn}, question {first['question']}, {on(first)}"
     ks = [k for k in first["pass_at"] if k > 1]
     extra = list(dict.fromkeys(name for row in summaries for name in row["scores"]))
     columns = ("method", "budget", "dense\nlayers", f"avg@{first['samples']}", "95 %", *(f"pass@{k}" for k in ks), *extra)
@@ -178,7 +124,8 @@ def _limit(row: Summary) -> str:
     return str(row["budget"] or f"{row['retrieved']} retrieved")
 
 
-def _on(row: Summary) -> str:
+def on(row: Summary) -> str:
+    """Return the model of a summary and what it ran on."""
     return f"{display_name(row['model'])} in {row['dtype']} on {row['device']}"
 
 

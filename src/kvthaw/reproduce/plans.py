@@ -53,7 +53,6 @@ class Scores:
         return f"--model, --data ({', '.join(names)}: a folder, or hub)"
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
-        """See Plan."""
         examiner = Examiner(*lab.loaded, lab.results, name=lab.name or "model")
         cells: Cells = {}
         names = list(dict.fromkeys(score.benchmark for score in self.columns.values() if score.benchmark))
@@ -115,7 +114,6 @@ class Asked:
         return "--model" + ", --text (the essays that RULER hides needles in)" * self.text
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
-        """See Plan."""
         runner = Runner(*lab.loaded, lab.results, name=lab.name or "model")
         variants, cells = {row: lab.variant(row) for row in rows}, Cells()
         different = list(dict.fromkeys(variants.values()))
@@ -161,7 +159,6 @@ class Read:
         return {**{str(n): n for n in self.lengths}, "deviation": 0}
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
-        """See Plan."""
         reader = Reader(*lab.loaded, lab.results, name=lab.name or "model", batch=1)
         lengths = {n: max(64, QUICK * n // max(self.lengths)) if lab.quick else n for n in self.lengths}
         steps, samples = (2, 1) if lab.quick else (self.steps, self.samples)

@@ -46,7 +46,6 @@ class Together:
         return {name: how for plan, _ in self.parts for name, how in plan.columns.items()}
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
-        """See Plan."""
         found: Cells = {}
         for plan, mine in self.parts:
             own = [row for row in rows if not mine or row in mine]
@@ -71,7 +70,6 @@ class Special:
         return dict.fromkeys(self.names)
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
-        """See Plan."""
         about = lab.same if self.weights else {"device": lab.timed_on}
         setting = {**about, "special": self.of.__name__, "rows": list(rows), "quick": lab.quick, "method": ""}
         setting |= {name: str(value) for name, value in self.settings.items()}

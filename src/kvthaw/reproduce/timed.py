@@ -63,7 +63,6 @@ class Timed:
         return "a GPU"
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
-        """See Plan."""
         if not (lab.quick or lab.gpu):
             raise ConfigError(f"this times the shape {self.shape} on a GPU, and there is none; --quick runs a tiny shape")
         asked = {(row, column): self._setting(lab, row, timing) for row in rows for column, timing in self.columns.items()}

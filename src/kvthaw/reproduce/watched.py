@@ -64,7 +64,6 @@ class Watched:
         return "--model" + data + ", --text (a book of PG19)" * ("text" in names)
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
-        """See Plan."""
         asked = {(row, c): lab.variant(f"{row}:{v.options}".rstrip(":")) for row in rows for c, v in self.columns.items()}
         sources: dict[View, list[str]] = {}
         for column, view in self.columns.items():

@@ -83,6 +83,20 @@ def score_answers(sample: Sample, output: str) -> float:
     return sum(holds(output, answer) for answer in sample.answers) / len(sample.answers)
 
 
+class Whole:
+    """A task whose answers have to stand in the output as a whole; the share of them that do."""
+
+    def score(self, sample: Sample, output: str) -> float:
+        return score_answers(sample, output)
+
+
+class Anywhere:
+    """A task whose answers may stand anywhere in the output, upper or lower case: the share of them that do."""
+
+    def score(self, sample: Sample, output: str) -> float:
+        return match_all(sample.answers, output)
+
+
 def match_all(answers: tuple[str, ...], output: str) -> float:
     """Return the share of the answers that stand in the output anywhere, upper or lower case: RULER's `string_match_all`."""
     return sum(answer.lower() in output.lower() for answer in answers) / len(answers)

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from .base import Sample, ahead, depth_of, fit, score_answers
+from .base import Sample, Whole, ahead, depth_of, fit
 
 
-class Keyed(ABC):
+class Keyed(Whole, ABC):
     """As many records as the length has room for; the unit is a record."""
 
     @abstractmethod
@@ -39,7 +39,3 @@ class Keyed(ABC):
         """See Task.sample; `text` has no use here."""
         at = random.Random(seed).random() if depth is None else depth
         return fit(tokenizer, length, lambda n, spare: self.with_records(n + 1, seed, at, spare))
-
-    def score(self, sample: Sample, output: str) -> float:
-        """1 if the value stands in the output as a whole."""
-        return score_answers(sample, output)

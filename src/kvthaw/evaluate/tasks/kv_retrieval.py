@@ -29,12 +29,10 @@ class KVRetrieval(Keyed):
         return [(key, uuid(rng)) for key in distinct(rng, uuid, n)]
 
     def write(self, records: Sequence[tuple[str, str]]) -> tuple[str, list[str]]:
-        """See Keyed."""
         lines = [f'"{key}": "{value}"' for key, value in records]
         return INTRO + "{" + ",\n ".join(lines) + "}", lines
 
     def question(self, key: str) -> str:
-        """See Keyed."""
         return QUESTION.format(key=key)
 
     def reading(self, path: Path) -> FromFile:

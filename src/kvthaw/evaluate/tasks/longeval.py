@@ -36,12 +36,10 @@ class LongEval(Keyed):
         return [(key, str(rng.randint(1, 50000))) for key in distinct(rng, word_key, n)]
 
     def write(self, records: Sequence[tuple[str, str]]) -> tuple[str, list[str]]:
-        """See Keyed."""
         lines = [LINE.format(key=key, value=value) for key, value in records]
         return INTRO + "".join(lines), lines
 
     def question(self, key: str) -> str:
-        """See Keyed."""
         return QUESTION.format(key=key)
 
     def reading(self, path: Path) -> FromFile:

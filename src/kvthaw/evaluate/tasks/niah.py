@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .base import GRASS, Haystack, Sample, depth_of, distinct, fit, number, score_answers, uuid, word_key
+from .base import GRASS, Haystack, Sample, Whole, depth_of, distinct, fit, number, uuid, word_key
 
 Kind = Literal["words", "numbers", "uuids"]
 MAKE = {"words": word_key, "numbers": number, "uuids": uuid}
@@ -31,7 +31,7 @@ QUESTION_ONE = (
 
 
 @dataclass(frozen=True)
-class Niah:
+class Niah(Whole):
     """One of RULER's needle tasks. `haystack`: the book, the grass filler line by line, or other needles."""
 
     name: str
@@ -76,10 +76,6 @@ class Niah:
             return Sample(context, question, answers, depth_of(context, needles[0]))
 
         return fit(tokenizer, length, build)
-
-    def score(self, sample: Sample, output: str) -> float:
-        """Return the share of the values asked for that stand in the output."""
-        return score_answers(sample, output)
 
     def _needle(self, key: str, value: str) -> str:
         return NEEDLE.format(kind=self.value_kind, key=key, value=value)

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from .base import GRASS, Haystack, Sample, depth_of, fit, number, score_answers
+from .base import GRASS, Haystack, Sample, Whole, depth_of, fit, number
 
 INTRO = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -17,7 +17,7 @@ QUESTION = "\nWhat is the pass key? The pass key is"
 
 
 @dataclass(frozen=True)
-class Passkey:
+class Passkey(Whole):
     """The pass key in the classic filler ("The grass is green. ...") or in a book."""
 
     name: str
@@ -38,10 +38,6 @@ class Passkey:
             return Sample(context, QUESTION, (key,), depth_of(context, fact))
 
         return fit(tokenizer, length, build)
-
-    def score(self, sample: Sample, output: str) -> float:
-        """1 if the pass key stands in the output as a whole number."""
-        return score_answers(sample, output)
 
 
 GENERATORS = (Passkey("passkey", GRASS), Passkey("passkey_book", None))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .base import Sample, Task, match_all
+from .base import Anywhere, Sample, Task
 from .documents import Documents, read_hotpot, read_squad
 from .niah import Niah
 from .variable_tracking import VariableTracking
@@ -17,7 +17,7 @@ from .words import CommonWords, FrequentWords
 
 
 @dataclass(frozen=True)
-class Ruler:
+class Ruler(Anywhere):
     """A generator of this package under RULER's name, with its number of new tokens and its metric.
 
     essay: whether the haystack is text, so that a text given is for it; RULER's own are Paul Graham's essays.
@@ -30,13 +30,8 @@ class Ruler:
     stops: tuple[str, ...] = ()
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
-        """See Task.sample."""
         haystack = text if self.essay else None
         return self.made_by.sample(tokenizer, length=length, seed=seed, depth=depth, text=haystack)
-
-    def score(self, sample: Sample, output: str) -> float:
-        """Return the share of the answers that stand in the output, upper or lower case (`string_match_all`)."""
-        return match_all(sample.answers, output)
 
 
 def _niah(name: str, **settings: Any) -> Ruler:

@@ -8,7 +8,7 @@ import string
 from dataclasses import dataclass
 from typing import Any
 
-from .base import GRASS, Haystack, Sample, depth_of, distinct, fit, number, score_answers
+from .base import GRASS, Haystack, Sample, Whole, depth_of, distinct, fit, number
 
 INTRO = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 FIRST = "VAR {name} = {value}"
@@ -29,7 +29,7 @@ def variable(rng: random.Random, letters: int = 5) -> str:
 
 
 @dataclass(frozen=True)
-class VariableTracking:
+class VariableTracking(Whole):
     """Chains of assignments in filler or, with `text`, in a text. The wording, with its slip, is RULER's.
 
     example: put a short solved one, of variables of three letters, before it, as RULER does.
@@ -54,10 +54,6 @@ class VariableTracking:
             return Sample(context, question, tuple(names), depth_of(context, facts[0]))
 
         return fit(tokenizer, length, build)
-
-    def score(self, sample: Sample, output: str) -> float:
-        """Return the share of the chain's variables that stand in the output."""
-        return score_answers(sample, output)
 
     def _chains(self, rng: random.Random, letters: int, depth: float | None) -> tuple[list[str], list[str], list[float], str]:
         """Return the first chain's variables, all assignments, where they stand, and the question."""

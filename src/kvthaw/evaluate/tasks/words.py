@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .base import Sample, ahead, depth_of, distinct, fit, match_all, word_list
+from .base import Anywhere, Sample, ahead, depth_of, distinct, fit, word_list
 
 CWE = (
     "Below is a numbered list of words. In these words, some appear more often than others. "
@@ -32,7 +32,7 @@ ZETA_2 = math.pi**2 / 6
 
 
 @dataclass(frozen=True)
-class CommonWords:
+class CommonWords(Anywhere):
     """cwe: ten words that stand 30 times each in a list whose others stand 3 times (below 4,096 tokens 6 and 1), and an example."""
 
     name: str
@@ -58,13 +58,9 @@ class CommonWords:
 
         return fit(tokenizer, length, build, most=len(words) - COMMON)
 
-    def score(self, sample: Sample, output: str) -> float:
-        """Return the share of the ten words that stand in the output, upper or lower case (`string_match_all`)."""
-        return match_all(sample.answers, output)
-
 
 @dataclass(frozen=True)
-class FrequentWords:
+class FrequentWords(Anywhere):
     """fwe: coded words whose frequencies fall as a zeta distribution of alpha 2; the most frequent is noise, the next three are
     asked for. There are length / 50 different ones."""
 
@@ -85,10 +81,6 @@ class FrequentWords:
             return Sample(context, FWE_QUESTION, tuple(vocabulary[1:4]), depth_of(context, vocabulary[1]))
 
         return fit(tokenizer, length, build)
-
-    def score(self, sample: Sample, output: str) -> float:
-        """Return the share of the three words that stand in the output (`string_match_all`)."""
-        return match_all(sample.answers, output)
 
 
 def _listed(words: Sequence[str], times: int, others: int, seed: int) -> tuple[str, list[str]]:
