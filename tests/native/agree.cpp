@@ -78,6 +78,14 @@ void compare(const Kernels& plain, const Kernels& own) {
                 demand(std::fabs(one[r] - other[r]) <= 1e-5f * std::fabs(one[r]) + 2e-4f * dim, "products", dim, code);
             }
             demand(alone == other, "products of a row alone", dim, code);
+            if (dtype == Dtype::f32) {
+                std::vector<float> panel(40 * dim), together(7 * 40);
+                for (int r = 0; r < count; ++r) std::memcpy(&panel[static_cast<size_t>(r) * dim], at[r], 4 * dim);
+                const std::vector<const float*> keys(7, query.data());
+                own.products(keys.data(), 7, panel.data(), 40, dim, together.data());
+                for (int k = 0; k < 7; ++k)
+                    demand(std::equal(alone.begin(), alone.end(), together.begin() + 40 * k), "products side by side", dim, code);
+            }
             std::vector<double> sum(dim), total(dim);
             for (int r = 0; r < count; ++r) {
                 if (dtype != Dtype::i8) {

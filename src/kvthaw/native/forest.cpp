@@ -120,10 +120,10 @@ void Forest::build(int seq, int first, int points, const int64_t* bases, int thr
     for (const auto& tree : made) pairs.push_back(tree->level_pairs());
     for (size_t step = 0; step < kMaxLevel; ++step) {  // from the top: a level's parents are found in the tree above it
         items.clear();
-        constexpr int kOrphans = 4 * kNearestKeys;
         for (int head = 0; head < heads_; ++head) {
             const int orphans = step < pairs[head].size() ? static_cast<int>(made[head]->at_level(pairs[head][step][0]).size()) : 0;
-            for (int begin = 0; begin < orphans; begin += kOrphans) items.push_back({head, begin, std::min(kOrphans, orphans - begin)});
+            const int together = made[head]->adopt_together(orphans);
+            for (int begin = 0; begin < orphans; begin += together) items.push_back({head, begin, std::min(together, orphans - begin)});
         }
         if (items.empty()) break;
         pool.run(heads_, threads, [&](size_t head) {

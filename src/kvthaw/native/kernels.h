@@ -36,6 +36,8 @@ struct Kernels {
     // is rounded to one of 65,535 multiples of its largest number (fewer above 512 dimensions), products are summed as whole
     // numbers, and every instruction set gives the same bits.
     void (*dots)(const float* query, const void* const* rows, size_t count, int dim, Dtype dtype, float* out);
+    // out[count][rows]: the same numbers, of `count` keys [dim] each, for rows [rows][dim] side by side. rows: a multiple of 4.
+    void (*products)(const float* const* keys, int count, const float* panel, int rows, int dim, float* out);
     // The natural logarithm of the sum of exp(scale x) over count > 0 finite numbers, scale > 0.
     float (*log_sum_exp)(const float* x, size_t count, float scale);
     // For `count` keys [count][depth] the parent with the largest inner product, the first of equals. panels: ceil(parents /

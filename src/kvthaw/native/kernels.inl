@@ -314,6 +314,39 @@ void dots(const float* query, const void* const* rows, size_t count, int dim, Dt
     return dots_as<Dtype::f16>(query, rows, count, dim, out);
 }
 
+// K keys against rows, four at a time; the sums are dot_rows'.
+template <int K>
+inline void multiply_rows(const float* const* keys, const float* panel, int rows, int dim, float* out) {
+    for (int row = 0; row < rows; row += 4) {
+        const float* from = panel + static_cast<size_t>(row) * dim;
+        Vec dot[K][4] = {};
+        int i = 0;
+        for (; i + W <= dim; i += W) {
+            Vec own[K];
+#pragma GCC unroll 8
+            for (int k = 0; k < K; ++k) own[k] = load(keys[k] + i);
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; ++r) {
+                const Vec x = load(from + r * dim + i);
+#pragma GCC unroll 8
+                for (int k = 0; k < K; ++k) dot[k][r] = fused(x, own[k], dot[k][r]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int k = 0; k < K; ++k) sum4(dot[k], out + static_cast<size_t>(k) * rows + row);
+        for (; i < dim; ++i)
+            for (int k = 0; k < K; ++k)
+                for (int r = 0; r < 4; ++r) out[static_cast<size_t>(k) * rows + row + r] += from[r * dim + i] * keys[k][i];
+    }
+}
+
+void products(const float* const* keys, int count, const float* panel, int rows, int dim, float* out) {
+    constexpr int K = W == 8 ? 3 : 4;  // as many as the sums leave registers for
+    int k = 0;
+    for (; k + K <= count; k += K) multiply_rows<K>(keys + k, panel, rows, dim, out + static_cast<size_t>(k) * rows);
+    for (; k < count; ++k) multiply_rows<1>(keys + k, panel, rows, dim, out + static_cast<size_t>(k) * rows);
+}
+
 // exp(x) for x <= 0, to 2e-7 of itself, 0 below -87: 2^n times a polynomial of what is left, at most half of log 2 from 0.
 inline Vec exp_below(Vec x) {
     const Vec at = x < -87.0f ? Vec{} - 87.0f : x;
@@ -401,7 +434,7 @@ void nearest(const float* keys, int count, const float* panels, int parents, int
 }  // namespace
 
 const Kernels* table() {
-    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, add, encode, measure, dots, log_sum_exp, nearest};
+    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, add, encode, measure, dots, products, log_sum_exp, nearest};
     return &kernels;
 }
 

@@ -113,40 +113,6 @@ int Tree::level_below(int level) const {
     return 0;
 }
 
-std::vector<float> Tree::pack(const Rows& rows, int level) const {
-    const int dim = settings_->dim, depth = dim + 1, width = settings_->kernels->panel;
-    const int parents = static_cast<int>(levels_[level].size()), panels = (parents + width - 1) / width;
-    std::vector<float> packed(static_cast<size_t>(panels) * width * depth), key(depth);
-    for (int p = 0; p < panels * width; ++p) {
-        const int point = levels_[level][std::min(p, parents - 1)];
-        settings_->kernels->widen(rows.key(first_ + point), dim, rows.dtype(), key.data());
-        key[dim] = lift_[point];
-        float* at = packed.data() + static_cast<size_t>(p / width) * width * depth + p % width;
-        for (int d = 0; d < depth; ++d) at[static_cast<size_t>(d) * width] = key[d];
-    }
-    return packed;
-}
-
-// In T_K's space the nearest parent has the largest inner product, the lift being one more dimension, so that a blocked product
-// finds every parent exactly.
-void Tree::adopt_nearest(const Rows& rows, const std::vector<float>& panels, int above, const int32_t* orphans, int count) {
-    const int dim = settings_->dim, depth = dim + 1, group = settings_->kernels->group;
-    const std::vector<int32_t>& parents = levels_[above];
-    std::vector<float> keys(static_cast<size_t>(kNearestKeys) * depth);
-    int32_t which[kNearestKeys];
-    for (int begin = 0; begin < count; begin += kNearestKeys) {
-        const int n = std::min(kNearestKeys, count - begin), padded = (n + group - 1) / group * group;
-        for (int i = 0; i < n; ++i) {
-            float* key = keys.data() + static_cast<size_t>(i) * depth;
-            settings_->kernels->widen(rows.key(first_ + orphans[begin + i]), dim, rows.dtype(), key);
-            key[dim] = lift_[orphans[begin + i]];
-        }
-        std::fill(keys.begin() + static_cast<size_t>(n) * depth, keys.begin() + static_cast<size_t>(padded) * depth, 0.0f);
-        settings_->kernels->nearest(keys.data(), padded, panels.data(), static_cast<int>(parents.size()), depth, which);
-        for (int i = 0; i < n; ++i) parent_[orphans[begin + i]] = parents[which[i]];
-    }
-}
-
 void Tree::number_nodes(int level) {
     std::vector<int32_t> points = levels_[level];
     std::sort(points.begin(), points.end(), [&](int a, int b) {
@@ -154,25 +120,6 @@ void Tree::number_nodes(int level) {
         return x < y || (x == y && (projection(a) < projection(b) || (projection(a) == projection(b) && a < b)));
     });
     for (int point : points) new_node(point);
-}
-
-Tree::Adoption Tree::open_level(const Rows& rows, int below, int above) {
-    number_nodes(above);
-    return {below, above, settings_->build.keep ? std::vector<float>() : pack(rows, above)};
-}
-
-void Tree::adopt(const Rows& rows, const Adoption& to, int begin, int count) {
-    const int32_t* orphans = levels_[to.below].data() + begin;
-    if (!settings_->build.keep) return adopt_nearest(rows, to.panels, to.above, orphans, count);
-    static thread_local Seen seen;
-    std::vector<float> key(settings_->dim);
-    for (int i = 0; i < count; ++i) {
-        settings_->kernels->widen(rows.key(first_ + orphans[i]), settings_->dim, rows.dtype(), key.data());
-        const float* projections = &projection_[static_cast<size_t>(orphans[i]) * settings_->indices()];
-        seen.clear();
-        search(rows, {key.data(), lift_[orphans[i]], projections, settings_->build}, to.above, seen);
-        parent_[orphans[i]] = nearest_at(seen);
-    }
 }
 
 int Tree::new_node(int point) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "rank.h"
 #include "records.h"
 #include "rows.h"
 
@@ -133,6 +134,9 @@ public:
     };
     Adoption open_level(const Rows& rows, int below, int above);  // makes the nodes of `above`
     void adopt(const Rows& rows, const Adoption& to, int begin, int count);  // of the points of the level below
+    int adopt_together(int orphans) const {  // of how many adopt() is best called at a time
+        return settings_->build.keep ? std::min(4096, std::max(256, orphans / 16)) : 4 * kNearestKeys;
+    }
     void fill_level(int level);                                   // the nodes whose points are of this level
     std::vector<std::array<int, 2>> level_pairs() const;          // (below, above), from the top
     const std::vector<int32_t>& at_level(int level) const { return levels_[level]; }
@@ -206,6 +210,38 @@ private:
     void number_nodes(int level);  // makes those of its points, of one parent side by side
     std::vector<float> pack(const Rows& rows, int level) const;
     void adopt_nearest(const Rows& rows, const std::vector<float>& panels, int above, const int32_t* orphans, int count);
+    void adopt_by_descent(const Rows& rows, int above, const int32_t* orphans, int count);
+    struct Visit {
+        int32_t node, key;
+    };
+    // Room to work in for adopt_by_descent().
+    struct Descent {
+        static constexpr uint64_t kNone = ~uint64_t{0};
+        std::vector<Visit> visits, sorted;
+        std::vector<int32_t> members, next, start;      // members of this node and of the one after it
+        std::vector<float> keys, panel, lifts, scores;  // panel: the members' keys
+        std::vector<float> axes, apart, bound;          // axes: the members' projections [indices][members]
+        std::vector<uint64_t> best;                     // of each key a heap of `keep` ranks, the last one first
+        std::vector<float> floor;                       // of each key that one's score
+
+        void prioritise(const Settings& settings, const float* projections);
+        bool retrieves(int member, int retrieve) const;
+
+        // Returns the score below which no point is taken any more.
+        float take(int key, int keep, uint64_t rank) {
+            uint64_t* own = best.data() + static_cast<size_t>(key) * keep;
+            if (rank < own[0]) {
+                std::pop_heap(own, own + keep);
+                own[keep - 1] = rank;
+                std::push_heap(own, own + keep);
+                if (own[0] != kNone) floor[key] = score_of(own[0]);
+            }
+            return floor[key];
+        }
+    };
+    void collect_node(const Rows& rows, int node, std::vector<int32_t>& members) const;
+    void gather_projections(Descent& room) const;
+    static void sort_by_node(Descent& room);
     int nearest_at(const Seen& seen) const;  // of the last level that a search saw
     int new_page(int node);
     void free_pages(int node);
