@@ -327,7 +327,7 @@ def main() -> None:
     """A process for each target, forked once what takes seconds to import is there."""
     import triton  # noqa: F401
 
-    empty(1).clone()  # torch imports its compiler for the first operation without data
+    empty(1).clone().square()  # torch imports its compilers for the first operations without data
     for argument in sys.argv[1:]:
         target, _, names = argument.partition("=")
         if (child := os.fork()) == 0:
