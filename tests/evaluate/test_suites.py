@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from word_pieces import WordPieces
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.tasks import SUITES, TASKS, Sample, find, named
@@ -55,8 +56,14 @@ HOTPOT = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def shipped() -> Any:
+    """The tokenizer of the shipped model."""
     return AutoTokenizer.from_pretrained(ASSETS / "model")
+
+
+@pytest.fixture
+def tokenizer() -> WordPieces:
+    return WordPieces()
 
 
 def make(tokenizer: Any, name: str, length: int = 1500, seed: int = 0, **settings: Any) -> Sample:
@@ -64,10 +71,11 @@ def make(tokenizer: Any, name: str, length: int = 1500, seed: int = 0, **setting
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_length_seed_and_score(tokenizer: Any, name: str) -> None:
+def test_length_seed_and_score(shipped: Any, tokenizer: Any, name: str) -> None:
     task = TASKS[name]
     first, again, other = (make(tokenizer, name, seed=seed) for seed in (3, 3, 4))
     assert first == again != other
+    assert len(shipped(make(shipped, name, seed=3).prompt)["input_ids"]) == 1500
     for sample in (first, other):
         assert len(tokenizer(sample.prompt)["input_ids"]) == 1500
         assert all(answer in sample.context for answer in sample.answers)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from word_pieces import WordPieces
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.tasks import TASKS, Sample, find
@@ -44,8 +45,14 @@ Corresponding value:"""
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def shipped() -> Any:
+    """The tokenizer of the shipped model."""
     return AutoTokenizer.from_pretrained(ASSETS / "model")
+
+
+@pytest.fixture
+def tokenizer() -> WordPieces:
+    return WordPieces()
 
 
 class Letters:
@@ -64,13 +71,13 @@ def answer(sample: Sample) -> str:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_length(tokenizer: Any, name: str) -> None:
+def test_length(shipped: Any, name: str) -> None:
     for seed, length in enumerate((640, 777, 1500)):
-        sample = TASKS[name].sample(tokenizer, length=length, seed=seed)
-        n = tokens(tokenizer, sample.prompt)
+        sample = TASKS[name].sample(shipped, length=length, seed=seed)
+        n = tokens(shipped, sample.prompt)
         assert n == length
-        question = tokenizer(sample.question, add_special_tokens=False)["input_ids"]
-        assert tokens(tokenizer, sample.context) + len(question) == n, "context and question split where tokens do"
+        question = shipped(sample.question, add_special_tokens=False)["input_ids"]
+        assert tokens(shipped, sample.context) + len(question) == n, "context and question split where tokens do"
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -273,11 +280,11 @@ def test_variable_chains(tokenizer: Any) -> None:
     assert "3 variables are assgined the value" in sample.question
 
 
-def test_assets(tokenizer: Any) -> None:
+def test_assets(shipped: Any) -> None:
     book = read_asset("book.txt")
     assert len(book.encode()) <= 500_000
-    assert tokens(tokenizer, book) >= 33_000
-    assert tokenizer.decode(tokenizer(book)["input_ids"], skip_special_tokens=True) == book
+    assert tokens(shipped, book) >= 33_000
+    assert shipped.decode(shipped(book)["input_ids"], skip_special_tokens=True) == book
     assert len(word_list("adjectives.txt")) > 900
     assert len(word_list("nouns.txt")) > 6700
     shards = list((ASSETS / "model").glob("*.safetensors"))
@@ -286,9 +293,9 @@ def test_assets(tokenizer: Any) -> None:
     assert sum(shard.stat().st_size for shard in shards) <= 32_000_000
 
 
-def test_tokenizer_keeps_keys_and_digits_apart(tokenizer: Any) -> None:
+def test_tokenizer_keeps_keys_and_digits_apart(shipped: Any) -> None:
     def pieces(text: str) -> list[str]:
-        return [tokenizer.decode([i]) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return [shipped.decode([i]) for i in shipped(text, add_special_tokens=False)["input_ids"]]
 
     assert pieces("line torpid-kid: REGISTER_CONTENT is <24>\n") == [
         *("line", " torpid", "-kid", ": REGISTER_CONTENT is <", "2", "4", ">\n"),
