@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import pickle
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -80,8 +83,16 @@ def test_answers_of_two_processes_are_those_of_one(loaded: tuple[Any, Any], tmp_
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
-def test_the_command_starts_the_other_processes_and_ends_them(tmp_path: Path) -> None:
+def test_the_command_starts_the_other_processes_and_ends_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they run can be pickled, as spawned processes need it; forked ones import nothing anew."""
     pytest.importorskip("accelerate", reason="transformers loads a split model with it")
+    context = multiprocessing.get_context("fork")
+
+    def process(target: Any, args: Any, daemon: bool) -> Any:
+        work, given = pickle.loads(pickle.dumps((target, args)))
+        return context.Process(target=work, args=given, daemon=daemon)
+
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: SimpleNamespace(Process=process))
     with forked("serve", str(bytemodel.save(tmp_path)), "--tp", "2", "--port", "0", "--budget", "64") as command:
         url = command.stderr.readline().split()[-1]
         said = httpx2.post(f"{url}/v1/completions", json={"prompt": "Hi", "max_tokens": 4}, timeout=30)
