@@ -9,7 +9,7 @@ PIECE = re.compile(r" ?[^\W\d_]{1,5}|\s+|.", re.DOTALL)
 
 
 class WordPieces:
-    """Tokens are up to five letters with the space before them, single digits, and all else one by one; a first one begins a text."""
+    """Tokens are up to five letters with the space before them, single digits, and all else one by one; one begins a text."""
 
     def __call__(self, text: str, *, add_special_tokens: bool = True, **_: Any) -> dict[str, list[str]]:
         return {"input_ids": [""] * add_special_tokens + PIECE.findall(text)}
