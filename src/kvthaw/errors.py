@@ -56,6 +56,10 @@ def one_of(allowed: Iterable[str], **values: object) -> None:
 def unknown(field: str, value: str, known: Iterable[str]) -> ConfigError:
     """Return the error for an unknown name, with the closest known name as a hint."""
     names = list(known)
-    near = difflib.get_close_matches(value, names, n=1)
-    hint = f"did you mean {near[0]!r}? There are" if near else "there are"
-    return ConfigError(f"{field} is {value!r}; {hint}: {', '.join(names)}")
+    return ConfigError(f"{field} is {value!r}; {hint(value, names, 'there are')}: {', '.join(names)}")
+
+
+def hint(value: str, known: Iterable[str], then: str = "") -> str:
+    """Return a question whether the closest known name is meant, if there is one, and what follows it."""
+    near = difflib.get_close_matches(value, list(known), n=1)
+    return f"did you mean {near[0]!r}? {then.capitalize()}".rstrip() if near else then

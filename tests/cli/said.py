@@ -13,8 +13,8 @@ from kvthaw.cli import app
 class Said:
     """What a command said."""
 
-    def __init__(self, *arguments: str, stdin: str | bytes | None = None) -> None:
-        result = CliRunner().invoke(app, list(arguments), input=stdin, env={"COLUMNS": "200", "NO_COLOR": "1"})
+    def __init__(self, *arguments: str, stdin: str | bytes | None = None, columns: int = 200) -> None:
+        result = CliRunner().invoke(app, list(arguments), input=stdin, env={"COLUMNS": str(columns), "NO_COLOR": "1"})
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         self.code, self.out, self.err = result.exit_code, result.stdout, result.stderr

@@ -5,34 +5,30 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import typer
 from said import Said
 
 import kvthaw
+from kvthaw.cli import app
 from kvthaw.evaluate.published import BENCHMARKS
 from kvthaw.evaluate.tasks import TASKS
 
-COMMANDS = [
-    "generate",
-    "chat",
-    "methods",
-    "eval",
-    "eval task",
-    "eval published",
-    "eval perplexity",
-    "lm-eval",
-    "compare",
-    "demo",
-    "serve",
-    "inspect",
-    "bench decode",
-    "bench prefill",
-    "bench serving",
-]
+
+def _commands(group: Any, *names: str) -> Iterator[list[str]]:
+    """Yield the names of a group and of all commands below it."""
+    yield [*names]
+    for name, one in group.commands.items():
+        yield from _commands(one, *names, name) if hasattr(one, "commands") else [[*names, name]]
 
 
-@pytest.mark.parametrize("command", [name.split() for name in COMMANDS], ids=COMMANDS)
+COMMANDS = list(_commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_help_has_examples(command: list[str]) -> None:
     said = Said(*command, "--help")
     assert said.code == 0

@@ -31,6 +31,15 @@ def test_tables_name_the_place_of_the_bytes() -> None:
     assert all(word in said for word in ("weights", "index", "rows", "NVIDIA L4", "longest prompt", "full", "reckoned"))
 
 
+def test_what_rows_are_stored_in_matters_only_where_rows_are_stored() -> None:
+    said = Said("plan", "--shape", "tiny", "--gpu", "none", "--method", "full,quest", "--kv-dtype", "fp8").out
+    assert "--kv-dtype fp8 changes nothing here for full:" in said
+    assert (
+        "changes nothing" not in Said("plan", "--shape", "tiny", "--gpu", "none", "--method", "quest", "--kv-dtype", "fp8").out
+    )
+    refused(Said("plan", "--shape", "tiny", "--gpu", "none", "--method", "full:kv_dtype=fp8"), 1, "kv_dtype", "full")
+
+
 def test_a_folder_needs_no_weights(tmp_path: Path) -> None:
     build("gemma3").config.save_pretrained(tmp_path)
     (told,) = Said("plan", "--model", str(tmp_path), "--length", "300", "--new-tokens", "20", "--gpu", "none", "--json").records

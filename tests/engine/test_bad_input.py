@@ -63,6 +63,9 @@ def test_unknown_option(llama: PreTrainedModel) -> None:
         kvthaw.Cache(llama, "streaming:p=1")
     with pytest.raises(ConfigError, match=r"policy is 'median'; it must be one of max, mean, mean_query"):
         kvthaw.Cache(llama, "oracle", policy="median")
+    for name, options in (("auto", {"kvdtype": "fp8"}), ("auto:kvdtype=fp8", {})):
+        with pytest.raises(ConfigError, match="method auto has no option 'kvdtype'; did you mean 'kv_dtype'"):
+            kvthaw.attach(llama, name, **options)
     with pytest.raises(ConfigError, match=r"options \['policy'\]"):
         kvthaw.Cache(llama, kvthaw.METHODS["oracle"](), policy="max")
 

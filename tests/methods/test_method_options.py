@@ -61,11 +61,16 @@ def test_an_option_of_a_name_is_read(text: str, option: tuple[str, object]) -> N
         ("clusterkv:keep=-1", "^keep is -1; it must be at least 0"),
         ("icecache-digest:threads=-1", "^threads is -1; it must be at least 0"),
         ("icecache-digest:reuse", "reuse is ''; it must be a whole number"),
-        ("icecache-digest:page=4", "icecache-digest has no option 'page'; there are: .*prefetch, .*page_size"),
+        (
+            "icecache-digest:page=4",
+            "icecache-digest has no option 'page'; did you mean 'page_size'. There are: .*prefetch, .*page_size",
+        ),
         ("icecache-digest:promote=often", "promote is 'often'; it must be a number"),
         ("icecache-digest-device:page=4", "icecache-digest-device has no option 'page'; there are: .*field"),
         ("icecache:preset=ours", "preset is 'ours'; it must be one of paper, code"),
-        ("quest:pages=4", "method quest has no option 'pages'; there are: page, policy$"),
+        ("pariskv:kv_dtyp=fp8", "no option 'kv_dtyp'; did you mean 'kv_dtype'"),
+        ("pariskv:budget=64", "no option 'budget'; .* beside the name"),
+        ("quest:pages=4", "method quest has no option 'pages'; did you mean 'page'. There are: page, policy$"),
     ],
 )
 def test_what_a_method_does_not_take_is_named(name: str, words: str) -> None:

@@ -118,7 +118,7 @@ class Forecaster:
             method = resolve(name)
         if method.index is None:
             settings |= {"retrieved": None} | ({"budget": None} if method.dense else {})
-        if not method.stores:
+        if not method.stores:  # --kv-dtype is for the others; an option of its own name is refused
             settings["kv_dtype"] = None
         if settings.get("device_memory") == "auto":
             settings["device_memory"] = None if machine.cpu else self.room

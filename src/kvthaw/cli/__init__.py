@@ -17,7 +17,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 it failed (one line on stderr says why), 2 wrong usage, 130 stopped by Ctrl-C.",
+    epilog="Examples:\n\n  kvthaw chat --model Qwen/Qwen3-8B --file book.txt\n\n"
+    "  kvthaw plan --model Qwen/Qwen3-8B --length 128k --gpu H100\n\n"
+    "Exit codes: 0 done, 1 it failed (one line on stderr says why), 2 wrong usage, 130 stopped by Ctrl-C.",
 )
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command("chat", epilog=chat.EXAMPLES)(chat.chat)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from kvthaw.bench.settings import DecodeSetting
     from kvthaw.evaluate.results import Record
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed and memory.", rich_markup_mode="rich")
-
 EXAMPLES = (
     "Examples:\n\n  kvthaw bench decode --model ./my-model --file book.txt\n\n"
     "  kvthaw bench decode --shape llama-3.1-8b --length 36864 --method full,icecache-digest --json\n\n"
@@ -35,6 +33,14 @@ PREFILL_EXAMPLES = (
 SERVING_EXAMPLES = (
     "Examples:\n\n  kvthaw bench serving --shape llama-3.1-8b --length 16384 --method full,pariskv-plus --budget 1024 --json\n\n"
     "  kvthaw bench serving --shape tiny --length 1000 --max-seqs 2 --requests 4 --method full,quest --out serving.jsonl"
+)
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure speed and memory.",
+    rich_markup_mode="rich",
+    epilog="Examples:\n\n  kvthaw bench decode --model ./my-model --file book.txt\n\n"
+    "  kvthaw bench prefill --shape llama-3.1-8b --length 128k\n\n"
+    "  kvthaw bench serving --shape llama-3.1-8b --length 16k --max-seqs 16",
 )
 _TIMED, _SERVED = ["hf-dynamic", "full", "icecache-digest"], ["full", "pariskv-plus"]
 _ONE, _STEPS, _CHUNK = ["1"], ["eager", "captured"], ["1024"]

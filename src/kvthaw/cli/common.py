@@ -6,6 +6,7 @@ import errno
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,15 +70,47 @@ def stdout() -> Console:
 
 
 def print_wide(table: Table) -> None:
-    """A table on stdout at its own width, under its title in one line: lines that are too long for the terminal are better than
-    cells cut short. One with columns that fold keeps to the terminal."""
-    console, title = stdout(), table.title
-    if title is not None:
+    """Print a table on stdout under its title in one line. A table that is wider than the terminal goes on below itself, with the
+    columns that tell its rows apart; one with columns of sentences folds these instead."""
+    console = stdout()
+    if table.title is not None:
+        console.print(table.title, style="italic", highlight=False, soft_wrap=True)
         table.title = None
-        console.print(title, style="italic", highlight=False, soft_wrap=True)
-    if all(column.no_wrap for column in table.columns):
-        console.width = max(console.width, Measurement.get(console, console.options.update(max_width=1000), table).maximum)
-    console.print(table)
+    if not all(column.no_wrap for column in table.columns):
+        console.print(table)
+        return
+    for part in _parts(table, console):
+        console.width = max(console.width, _width(part, console))
+        console.print(part)
+
+
+def _width(table: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+
+
+def _parts(table: Table, console: Console) -> list[Table]:
+    """Return a table in parts as wide as the terminal. Each begins with the fewest first columns in which no two rows are equal; a
+    blank cell there repeats the one above."""
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    filled = list(zip(*(accumulate(column.cells, lambda above, own: own or above) for column in table.columns), strict=True))
+    last = len(table.columns)
+    keys = next((n for n in range(1, last) if len({row[:n] for row in filled}) == len(rows)), 1)
+
+    def part(start: int, stop: int) -> Table:
+        made, chosen = Table(box=table.box), [*range(keys), *range(start, stop)]
+        for column in (table.columns[at] for at in chosen):
+            made.add_column(column.header, justify=column.justify, no_wrap=True, overflow=column.overflow)
+        for cells, row in zip(rows, table.rows, strict=True):
+            made.add_row(*(cells[at] for at in chosen), end_section=row.end_section)
+        return made
+
+    parts, start = list[Table](), min(keys, last - 1)
+    while start < last:
+        fits = (stop for stop in range(last, start + 1, -1) if _width(part(start, stop), console) <= console.width)
+        stop = next(fits, start + 1)
+        parts.append(part(start, stop))
+        start = stop
+    return parts
 
 
 def print_results(records: Iterable[dict[str, Any]], as_json: bool, tables: Callable[[], Sequence[Table]]) -> None:

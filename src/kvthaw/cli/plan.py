@@ -105,6 +105,12 @@ def plan(
         print_wide(_methods(found, forecaster.most))
     for line in _words(about, found[0], forecaster):
         stdout().print(line, highlight=False, soft_wrap=True)
+    stored = [one.method for one in found if one.needs.rows or one.needs.blocks]
+    if kv_dtype is not None and len(stored) < len(found):
+        idle = ", ".join(one.method for one in found if one.method not in stored)
+        stdout().print(
+            f"--kv-dtype {kv_dtype} changes nothing here for {idle}: no rows are stored.", highlight=False, soft_wrap=True
+        )
 
 
 def _machine(gpu: str | None, gpu_memory: str | None, host_memory: str | None) -> Machine:

@@ -79,7 +79,11 @@ def reproduce(
     tell_outdated(results.outdated)
     for outcome in outcomes:
         save_plot(pictures[outcome.experiment.name], lambda path, of=outcome: save(picture(of), path))  # type: ignore[misc]
-    print_results([line for each in outcomes for line in each.lines()], as_json, lambda: list(map(_table, outcomes)))
+    print_results(
+        [line for each in outcomes for line in each.lines()],
+        as_json,
+        lambda: [one for each in outcomes for one in _tables(each)],
+    )
     for outcome in outcomes:
         if outcome.experiment.note and not as_json:
             stderr().print(f"{outcome.experiment.name}: {outcome.experiment.note}", style="dim", soft_wrap=True)
@@ -107,13 +111,16 @@ def _list(every: list[Experiment]) -> Table:
     return lay_out(title, columns, rows, words=columns[:-1], folded=columns[1:-1])
 
 
-def _table(outcome: Outcome) -> Table:
+def _tables(outcome: Outcome) -> tuple[Table, Table]:
+    """Return the paper's numbers above ours, and what each row of ours was measured on."""
     from kvthaw.reproduce.draw import shown
 
     one, columns, rows = outcome.experiment, outcome.said.columns, []
     for row, said in outcome.said.rows.items():
         ours = {column: cell.value for (name, column), cell in outcome.cells.items() if name == row}
-        rows.append([row, "paper", *(shown(said[column]) for column in columns), outcome.model])
-        rows.append(["", "ours", *(shown(ours.get(column)) for column in columns), outcome.on(row)])
-    title = f"{one.name}: {one.title}; {one.source}; {one.unit}"
-    return lay_out(title, ("", "", *columns, "on"), rows, words=("", "on"))
+        rows.append([row, "paper", *(shown(said[column]) for column in columns)])
+        rows.append(["", "ours", *(shown(ours.get(column)) for column in columns)])
+    title = f"{one.name}: {one.title}; {one.source}; {one.unit}; the paper on {outcome.model}"
+    measured = [(row, outcome.on(row)) for row in outcome.said.rows]
+    on = lay_out(None, ("", "ours on"), measured, words=("", "ours on"), folded=("ours on",))
+    return lay_out(title, ("", "", *columns), rows), on

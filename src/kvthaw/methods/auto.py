@@ -9,8 +9,8 @@ import torch
 
 from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import ConfigError
 from kvthaw.methods import resolve
+from kvthaw.methods.options import check, written
 
 AUTO = "auto"
 
@@ -37,10 +37,9 @@ BEST = {
 
 def find(method: str | Method, device: torch.device, **options: Any) -> tuple[Method, Crossing | None]:
     """Return the method of a name or "auto" on a device, and for "auto" up to where full attention is the faster way."""
-    if method != AUTO:
+    if not isinstance(method, str) or method.partition(":")[0] != AUTO:
         return resolve(method, **options), None
-    if options:
-        raise ConfigError(f"options {sorted(options)} go with a method's name; {AUTO} takes none")
+    check(AUTO, dict(map(written, method.split(":")[1:])) | options)
     best = best_on(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
     return resolve(best.method), best.crossing
 
@@ -52,5 +51,4 @@ def best_on(name: str) -> Best:
 
 def check_name(method: str | Method) -> None:
     """Raise ConfigError for a name that is no method's, or options that it does not take."""
-    if method != AUTO:
-        resolve(method)
+    find(method, torch.device("cpu"))

@@ -13,8 +13,13 @@ from functools import partial
 from typing import Any
 
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import ConfigError
+from kvthaw.cache.plan import Settings
+from kvthaw.errors import ConfigError, hint
 from kvthaw.typecheck import check_type, describe
+
+REGIONS = ("sink", "window", "buffer")
+"""Options of every method that retrieves, in tokens."""
+_BESIDE = tuple(field.name for field in fields(Settings) if field.name not in ("method", "ranks"))
 
 
 def written(text: str) -> tuple[str, Any]:
@@ -58,8 +63,10 @@ def check(method: str, given: Mapping[str, Any], *takes: Callable[..., object]) 
         if name in named:
             check_type(named[name], **{name: value})
         elif len(takes) > 1 or len(named) == len(known):
-            has = f"there are: {', '.join(named)}" if named else "it has none"
-            raise ConfigError(f"method {method} has no option {name!r}; {has}")
+            has = f"there are: {', '.join(named)}" if named else "it has none of its own"
+            if name in _BESIDE:
+                raise ConfigError(f"method {method} has no option {name!r}; give it as an argument of its own, beside the name")
+            raise ConfigError(f"method {method} has no option {name!r}; {hint(name, (*named, *REGIONS, *_BESIDE), has)}")
 
 
 _DECIDES = ("index", "regions", "evicts", "keep", "anchors", "rotary", "prefetches")
@@ -90,10 +97,6 @@ def _plain(value: Any) -> Any:
         named = inspect.signature(value).parameters.values()
         return [_plain(args), _plain({each.name: each.default for each in named if each.default is not each.empty} | given)]
     raise TypeError(f"an option is {value!r}, of which no digest is made")
-
-
-REGIONS = ("sink", "window", "buffer")
-"""Options of every method that retrieves, in tokens."""
 
 
 def text(make: Callable[..., object]) -> str:
