@@ -204,3 +204,10 @@ def test_every_page_stands_in_the_site_s_navigation() -> None:
     assert len(pages) <= 15
     assert sorted(re.findall(r"\]\((.+?)\)", (ROOT / "docs" / "llms.txt").read_text())) == sorted(pages)
     assert sorted(pages) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_api_page_documents_what_there_is() -> None:
+    lines = [line for line in (ROOT / "docs" / "api.md").read_text().splitlines() if line.startswith(":")]
+    names = [line.removeprefix("::: ") for line in lines]
+    assert {f"kvthaw.{name}" for name in ("attach", "detach", "Cache", "Batch", "Scheduler")} <= set(names)
+    assert all(pkgutil.resolve_name(name) for name in names), "a line that is no directive names nothing"
