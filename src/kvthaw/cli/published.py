@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -13,9 +13,6 @@ from kvthaw.cli.common import ended_as_shard, load_model, print_results, save_pl
 from kvthaw.cli.options import chat_of, questions_of, shard_of, variants_of
 from kvthaw.cli.progress import bars, shown
 from kvthaw.evaluate.published import BENCHMARKS, FAMILIES, benchmarks
-
-if TYPE_CHECKING:
-    from kvthaw.evaluate.published.base import Ask
 
 EXAMPLES = (
     "Benchmarks: "
@@ -132,15 +129,14 @@ def evaluate(
     ]
     folder = None if kv_dir is None else KvDir(kv_dir, warned)
     examiner = Examiner(llm, tokenizer, results, name=model, full=not no_full, kv_dir=folder)
-    ask: Ask | None = None
     if judge is not None:
-        ask = examiner.ask if judge == "self" else Examiner(*load_model(judge, device, dtype), name=judge).ask
+        examiner.judge = examiner.ask if judge == "self" else Examiner(*load_model(judge, device, dtype), name=judge).ask
     summaries: list[dict[str, Any]] = []
     with bars() as progress:
         for run in runs:
             name = run.benchmark.name if len(ways) == 1 else f"{run.benchmark.name}, question {run.question}"
             watch = shown(progress, name, len(run.items))
-            found = examiner.run(run, variants, watch, ask, shard=mine)
+            found = examiner.run(run, variants, watch, shard=mine)
             if mine[1] == 1:
                 summaries += [summarize(some, found.get(FULL, ())) for some in found.values()]
     tell_outdated(results.outdated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -62,8 +63,8 @@ class Evaluator(ABC, Generic[Work, Place]):
         """Return what tells the samples of a piece of work apart."""
 
     @abstractmethod
-    def settings(self, work: Work, variant: Variant, places: Sequence[Place]) -> list[Setting]:
-        """Return what the records of samples under a complete variant depend on."""
+    def settings(self, work: Work, variant: Variant, places: Sequence[Place]) -> list[list[Setting]]:
+        """Return what the records of each sample under a complete variant depend on."""
 
     @abstractmethod
     def rows(self, work: Work) -> int:
@@ -98,7 +99,8 @@ class Evaluator(ABC, Generic[Work, Place]):
                 self.results.add(*records)
             done += len(piece.places)
         progress(Progress(len(mine), len(mine), 0, 0, "done"))
-        known = {one: map(self.results.get, self.settings(work, variant, mine)) for one, variant in wanted.items()}
+        asked_for = {one: itertools.chain.from_iterable(self.settings(work, of, mine)) for one, of in wanted.items()}
+        known = {one: map(self.results.get, of) for one, of in asked_for.items()}
         return {one: [record for record in of if record is not None] for one, of in known.items()}
 
     def missing(self, work: Work, wanted: Sequence[Variant], places: Sequence[Place] | None = None) -> list[Piece[Work, Place]]:

@@ -104,17 +104,17 @@ class Reader(Evaluator[Course, int]):
     def rows(self, work: Course) -> int:
         return self.sharing.at(work.tokens)
 
-    def settings(self, work: Course, variant: Variant, places: Sequence[int]) -> list[Setting]:
+    def settings(self, work: Course, variant: Variant, places: Sequence[int]) -> list[list[Setting]]:
         """Return what records depend on. start: the token of the text where a sample begins."""
         of = {"steps": work.steps, "text": text_name(work.text), "length": work.length}
         same = {**self.same, **setting_of(variant), **of}
-        return [{**same, "seed": seed, "start": self._place(work, seed)[0]} for seed in places]
+        return [[{**same, "seed": seed, "start": self._place(work, seed)[0]}] for seed in places]
 
     def compute(self, piece: Piece[Course, int], tell: Tell = lambda *_: None) -> Iterator[list[Record]]:
         course, length = piece.work, piece.work.length
         texts = [self._place(course, seed)[1] for seed in piece.places]
         for prefilled in self.prefills.of(piece.variants, [ids[:length] for ids in texts], tell):
-            settings = self.settings(course, prefilled.variant, piece.places)
+            settings = [one for (one,) in self.settings(course, prefilled.variant, piece.places)]
             yield self._read(settings, prefilled, [ids[length:] for ids in texts], tell)
 
     def _place(self, course: Course, seed: int) -> tuple[int, list[int]]:

@@ -135,11 +135,13 @@ def _current(record: Record, setting: Setting) -> bool:
     return record.setting.get("options", "") in ("", setting.get("options", ""))
 
 
-def lacking(results: ResultsFile, settings: Mapping[K, Sequence[Setting]], places: Sequence[T]) -> dict[tuple[K, ...], list[T]]:
+def lacking(
+    results: ResultsFile, settings: Mapping[K, Sequence[Sequence[Setting]]], places: Sequence[T]
+) -> dict[tuple[K, ...], list[T]]:
     """Return the places that lack records, by what they lack them under. settings: of each place, under everything wanted."""
     found: dict[tuple[K, ...], list[T]] = {}
     for i, place in enumerate(places):
-        lack = tuple(wanted for wanted, of in settings.items() if results.get(of[i]) is None)
+        lack = tuple(wanted for wanted, of in settings.items() if any(results.get(one) is None for one in of[i]))
         if lack:
             found.setdefault(lack, []).append(place)
     return found

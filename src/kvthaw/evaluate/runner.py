@@ -40,7 +40,7 @@ class Runner(Evaluator[Job, SampleKey]):
         fraction = any(isinstance(one, float) for variant in variants for one in (variant.budget, variant.retrieved))
         return [(place,) for place in places] if fraction else super().blocks(work, places)
 
-    def settings(self, work: Job, variant: Variant, places: Sequence[SampleKey]) -> list[Setting]:
+    def settings(self, work: Job, variant: Variant, places: Sequence[SampleKey]) -> list[list[Setting]]:
         """Return what the records of samples under a complete variant depend on.
 
         depth: where the fact was asked to stand, 0..1, None if left to the task. source: a hash of the haystack and files that were
@@ -57,7 +57,7 @@ class Runner(Evaluator[Job, SampleKey]):
             **({} if work.chat is None else {"chat": True, **work.chat.setting()}),
             **({} if work.max_new_tokens is None else {"max_new_tokens": work.max_new_tokens}),
         }
-        return [{**same, "seed": seed, "depth": depth} for seed, depth in places]
+        return [[{**same, "seed": seed, "depth": depth}] for seed, depth in places]
 
     def compute(self, piece: Piece[Job, SampleKey], tell: Tell = lambda *_: None) -> Iterator[list[Record]]:
         job, task = piece.work, find(piece.work.task, piece.work.data)
@@ -69,7 +69,7 @@ class Runner(Evaluator[Job, SampleKey]):
         prompts = [context if sparse else context + question for context, question in parts]
         rests = [question if sparse else [] for _, question in parts]
         for filled in self.prefills.of(piece.variants, prompts, tell):
-            settings = self.settings(job, filled.variant, piece.places)
+            settings = [one for (one,) in self.settings(job, filled.variant, piece.places)]
             yield self._lines(job, task, samples, filled, rests, settings)
 
     def _sample(self, task: Task, job: Job, seed: int, depth: float | None) -> Sample:

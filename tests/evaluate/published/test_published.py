@@ -134,7 +134,8 @@ def test_a_judge_is_asked_with_full_attention(loaded: tuple[Any, Any]) -> None:
         return "yes"
 
     asked_run = run(benchmark=benchmark, items=[item], generation=Generation(4), judge="somebody")
-    lines = examiner.run(asked_run, [], ask=judge)[FULL]
+    examiner.judge = judge
+    lines = examiner.run(asked_run, [])[FULL]
     assert len(asked) == 1
     assert lines[0]["scores"] == {"score": 1.0, "completion": 0.5, "once": 1.0, "stic1": 1.0}
     assert lines[0].setting["judge"] == "somebody"

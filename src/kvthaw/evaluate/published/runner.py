@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvthaw.engine.hf import PreTrainedModel
-from kvthaw.engine.hf.kv_dir import KvDir
+from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.answers import Answers
-from kvthaw.evaluate.job import Progress, Question, Shard, Watch, check_question, part
-from kvthaw.evaluate.machine import identity, versions
+from kvthaw.evaluate.evaluator import Evaluator, Piece
+from kvthaw.evaluate.job import Question, check_question
+from kvthaw.evaluate.machine import versions
 from kvthaw.evaluate.prefills import Prefills, Tell
 from kvthaw.evaluate.probe import QUALITY, Probe
-from kvthaw.evaluate.results import Record, ResultsFile, Setting
+from kvthaw.evaluate.results import Record, Setting
 from kvthaw.evaluate.text import Chat, split_prompt, spoken
-from kvthaw.evaluate.variant import FULL, Variant, complete, setting_of
+from kvthaw.evaluate.variant import FULL, Variant, setting_of
 
 from .base import Benchmark, Generation, Item, truncate
 
@@ -57,56 +57,95 @@ class Run:
         at_least(0, probe=self.probe)
 
 
-class Examiner:
-    """A model, and the answers it has given so far. full, kv_dir: as for `kvthaw.evaluate.runner.Runner`."""
+class Examiner(Evaluator[Run, Item]):
+    """Published benchmarks: see Evaluator. The answers to one question are one batch: if one is missing, all are drawn anew.
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any,
-        results: ResultsFile | None = None,
-        *,
-        name: str = "model",
-        full: bool = True,
-        kv_dir: KvDir | None = None,
-    ) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.results = ResultsFile() if results is None else results
-        self._same, self.prefills = identity(model, name), Prefills(model, full, kv_dir)
+    judge: what benchmarks that take one ask whether an answer is right.
+    """
 
-    def run(
-        self,
-        run: Run,
-        variants: Sequence[Variant],
-        progress: Watch = lambda _: None,
-        ask: Callable[[str], str] | None = None,
-        *,
-        shard: Shard = (1, 1),
-    ) -> dict[Variant, list[Record]]:
-        """Return the records of every variant, and of FULL, in the order of items and samples. Only what is not known is computed.
+    judge: Callable[[str], str] | None = None
 
-        ask: the judge, for benchmarks that take one. shard: (i, n) asks every n-th question, from the i-th on. Raises ConfigError,
-        before any work, for a setting that no cache would take.
+    def __init__(self, *given: Any, **how: Any) -> None:
+        super().__init__(*given, **how)
+        self._digests: dict[tuple[int, int | None, Chat | None], str] = {}
+
+    def check(self, work: Run) -> None:
+        if work.chat is not None:
+            work.chat.check(self.tokenizer)
+
+    def places(self, work: Run) -> Sequence[Item]:
+        return work.items
+
+    def rows(self, work: Run) -> int:
+        return 1
+
+    def settings(self, work: Run, variant: Variant, places: Sequence[Item]) -> list[list[Setting]]:
+        """Return what each answer to a question depends on.
+
+        item, prompt: the question's id and a hash of the prompt's tokens. sample: which of the answers drawn for it. length: where
+        prompts were cut, in tokens. judge: who judged, "" where nobody does. system, thinking, probe: only where they were given.
         """
-        if run.chat is not None:
-            run.chat.check(self.tokenizer)
-        asked_for, items = (*variants, FULL) if self.prefills.full else tuple(variants), part(run.items, shard)
-        wanted = [complete(self.model, variant) for variant in asked_for]
-        lines: dict[Variant, list[Record]] = {variant: [] for variant in wanted}
-        for number, item in enumerate(items):
-            context, question = self._prompt(run, item)
-            settings = {v: self._settings(run, item, context + question, v) for v in lines}
-            missing = [v for v, asked in settings.items() if any(self.results.get(setting) is None for setting in asked)]
+        same = {
+            **self.same,
+            **setting_of(variant),
+            "benchmark": work.benchmark.name,
+            "length": work.length,
+            "question": work.question,
+            "chat": work.chat is not None,
+            **({} if work.chat is None else work.chat.setting()),
+            **({"probe": work.probe} if work.probe else {}),
+            "max_new_tokens": work.generation.max_new_tokens,
+            "stops": list(work.generation.stops),
+            "temperature": work.generation.temperature,
+            "top_p": work.generation.top_p,
+            "judge": work.judge,
+            "seed": work.seed,
+        }
+        of_items = [{**same, "item": item.id, "prompt": self._digest(work, item)} for item in places]
+        return [[{**of, "sample": sample} for sample in range(work.samples)] for of in of_items]
 
-            def tell(done: int, total: int, doing: str, number: int = number) -> None:
-                progress(Progress(number, len(items), done, total, doing))
-
-            if missing:
-                self._answer(run, item, context, question, {v: settings[v] for v in missing}, tell, ask)
-            for variant, asked in settings.items():
-                lines[variant] += [line for setting in asked if (line := self.results.get(setting)) is not None]
-        progress(Progress(len(items), len(items), 0, 0, "done"))
-        return {given: lines[variant] for given, variant in zip(asked_for, wanted, strict=True)}
+    def compute(self, piece: Piece[Run, Item], tell: Tell = lambda *_: None) -> Iterator[list[Record]]:
+        run, (item,) = piece.work, piece.places
+        context, question = self._prompt(run, item)
+        draws, rests = [_sampling(run, item, sample) for sample in range(run.samples)], [question] * run.samples
+        for prompt in self.prefills.of(piece.variants, [context], tell):
+            variant, cache = prompt.variant, prompt.make()
+            begin = cache.get_seq_length()
+            if len(draws) > 1:
+                cache.batch_repeat_interleave(len(draws))
+            probe = Probe(cache, every=run.probe, reference=None if len(draws) > 1 else prompt.full) if run.probe else None
+            answers = self._answers(cache, run.generation, draws)
+            logits = prompt.logits.expand(len(draws), -1)
+            for step, _ in enumerate(answers.stream(logits, rests, run.generation.max_new_tokens)):
+                tell(step, len(question) + run.generation.max_new_tokens, str(variant))
+            if probe is not None:
+                probe.detach()
+            (settings,), stats, dense = self.settings(run, variant, [item]), cache.stats(), cache.settings.method.dense
+            records = []
+            for row, (setting, text) in enumerate(zip(settings, answers.texts, strict=True)):
+                first, more = None, run.benchmark.follow_up(item, text)
+                if more is not None:
+                    next_prompt, generation = more
+                    again = split_prompt(self.tokenizer, next_prompt, "", run.chat)[0]
+                    first, text = text, self._ask(variant, again, generation, draws[row])
+                measures = {
+                    "tokens": len(context) + len(question),
+                    "output": text,
+                    "first": first,
+                    "new_tokens": answers.new_tokens[row],
+                    "ended": answers.stopped[row],
+                    "scores": run.benchmark.score(item, spoken(text), self.judge),
+                    **_watched(probe, row, begin, answers.steps[row]),
+                    "attended_mean": stats.attended_mean,
+                    "attended_max": stats.attended_max,
+                    "hit_rate": stats.hit_rate,
+                    "kv_device_bytes": stats.kv_dense_bytes if dense else stats.kv_device_bytes,
+                    "kv_dense_bytes": 0 if dense else stats.kv_dense_bytes,
+                    "kv_host_bytes": stats.kv_host_bytes,
+                    "versions": versions(),
+                }
+                records.append(Record(setting, measures))
+            yield records
 
     def ask(self, prompt: str) -> str:
         """Return a short greedy answer with full attention: this model as a judge."""
@@ -121,90 +160,22 @@ class Examiner:
             return context + question, []
         return (context, question) if context else (question[:1], question[1:])  # a cache begins with some token
 
-    def _settings(self, run: Run, item: Item, prompt: list[int], variant: Variant) -> list[Setting]:
-        """Return what each answer to a question depends on.
+    def _digest(self, run: Run, item: Item) -> str:
+        """Return a hash of a prompt's tokens, made once."""
+        key = hash((item.context, item.question)), run.length, run.chat
+        if key not in self._digests:
+            context, question = self._prompt(run, item)
+            self._digests[key] = hashlib.blake2b(repr(context + question).encode(), digest_size=8).hexdigest()
+        return self._digests[key]
 
-        item, prompt: the question's id and a hash of the prompt's tokens. sample: which of the answers drawn for it. length: where
-        prompts were cut, in tokens. judge: who judged, "" where nobody does. system, thinking, probe: only where they were given.
-        """
-        digest = hashlib.blake2b(repr(prompt).encode(), digest_size=8).hexdigest()
-        same = {
-            **self._same,
-            **setting_of(variant),
-            "benchmark": run.benchmark.name,
-            "item": item.id,
-            "prompt": digest,
-            "length": run.length,
-            "question": run.question,
-            "chat": run.chat is not None,
-            **({} if run.chat is None else run.chat.setting()),
-            **({"probe": run.probe} if run.probe else {}),
-            "max_new_tokens": run.generation.max_new_tokens,
-            "stops": list(run.generation.stops),
-            "temperature": run.generation.temperature,
-            "top_p": run.generation.top_p,
-            "judge": run.judge,
-            "seed": run.seed,
-        }
-        return [{**same, "sample": sample} for sample in range(run.samples)]
-
-    def _answer(
-        self,
-        run: Run,
-        item: Item,
-        context: list[int],
-        question: list[int],
-        settings: dict[Variant, list[Setting]],
-        tell: Tell,
-        ask: Callable[[str], str] | None,
-    ) -> None:
-        """Answer under each variant, whose samples are one batch: if one is missing, all are drawn anew."""
-        draws, rests = [_sampling(run, item, sample) for sample in range(run.samples)], [question] * run.samples
-        how: dict[str, Any] = {"until": run.generation.stops, "after_first_word": False}
-        for prompt in self.prefills.of(list(settings), [context], tell):
-            variant, cache = prompt.variant, prompt.make()
-            asked, begin = settings[variant], cache.get_seq_length()
-            if len(draws) > 1:
-                cache.batch_repeat_interleave(len(draws))
-            probe = Probe(cache, every=run.probe, reference=None if len(draws) > 1 else prompt.full) if run.probe else None
-            answers = Answers(self.model, self.tokenizer, cache, sampling=draws, **how)
-            logits = prompt.logits.expand(len(draws), -1)
-            for step, _ in enumerate(answers.stream(logits, rests, run.generation.max_new_tokens)):
-                tell(step, len(question) + run.generation.max_new_tokens, str(variant))
-            if probe is not None:
-                probe.detach()
-            stats, dense = cache.stats(), cache.settings.method.dense
-            for row, (setting, text) in enumerate(zip(asked, answers.texts, strict=True)):
-                if self.results.get(setting) is not None:
-                    continue
-                first, more = None, run.benchmark.follow_up(item, text)
-                if more is not None:
-                    next_prompt, generation = more
-                    again = split_prompt(self.tokenizer, next_prompt, "", run.chat)[0]
-                    first, text = text, self._ask(variant, again, generation, draws[row])
-                measures = {
-                    "tokens": len(context) + len(question),
-                    "output": text,
-                    "first": first,
-                    "new_tokens": answers.new_tokens[row],
-                    "ended": answers.stopped[row],
-                    "scores": run.benchmark.score(item, spoken(text), ask),
-                    **_watched(probe, row, begin, answers.steps[row]),
-                    "attended_mean": stats.attended_mean,
-                    "attended_max": stats.attended_max,
-                    "hit_rate": stats.hit_rate,
-                    "kv_device_bytes": stats.kv_dense_bytes if dense else stats.kv_device_bytes,
-                    "kv_dense_bytes": 0 if dense else stats.kv_dense_bytes,
-                    "kv_host_bytes": stats.kv_host_bytes,
-                    "versions": versions(),
-                }
-                self.results.add(Record(setting, measures))
+    def _answers(self, cache: Cache, generation: Generation, sampling: Sampling | Sequence[Sampling]) -> Answers:
+        how: dict[str, Any] = {"until": generation.stops, "after_first_word": False}
+        return Answers(self.model, self.tokenizer, cache, sampling=sampling, **how)
 
     def _ask(self, variant: Variant, prompt: list[int], generation: Generation, sampling: Sampling) -> str:
         check_prompt(self.model, len(prompt))
-        how: dict[str, Any] = {"until": generation.stops, "after_first_word": False}
         for filled in Prefills(self.model, self.prefills.full).of([variant], [prompt], lambda *_: None):
-            answers = Answers(self.model, self.tokenizer, filled.make(), sampling=sampling, **how)
+            answers = self._answers(filled.make(), generation, sampling)
             for _ in answers.stream(filled.logits, [[]], generation.max_new_tokens):
                 pass
         return answers.texts[0]
