@@ -226,7 +226,7 @@ def drift_lines(summaries: Sequence[Summary], path: Path) -> None:
 
 
 def _named(one: Summary) -> str:
-    return plot.name(Variant(*(one[name] for name in ("method", "budget", "retrieved", "dense_layers"))))
+    return Variant.of(one).label
 
 
 def _panels(curves: Mapping[str, Sequence[tuple[float, Summary]]], across: str, path: Path, *, title: str) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import print_wide
-from kvthaw.evaluate.report import lay_out
 
 EXAMPLES = "Examples:\n\n  kvthaw methods\n\n  kvthaw methods pariskv\n\n  kvthaw methods --json"
 
@@ -34,6 +32,7 @@ def methods(
     """
     from kvthaw.errors import unknown
     from kvthaw.evaluate.describe import describe, word
+    from kvthaw.evaluate.report import lay_out
     from kvthaw.methods import METHODS, resolve
     from kvthaw.methods import options as own
 
@@ -44,7 +43,8 @@ def methods(
         print(json.dumps(rows))
     elif name is None:
         columns = [column.replace("_", " ") for column in rows[0]]
-        _table("Methods", columns[:7], [[*map(word, [*row.values()][:7])] for row in rows])
+        first = [[*map(word, [*row.values()][:7])] for row in rows]
+        print_wide(lay_out("Methods", columns[:7], first, words=columns))
         told = [[row["name"], *map(word, [*row.values()][7:])] for row in rows]
         print_wide(lay_out(None, [columns[0], *columns[7:]], told, words=columns, folded=columns[7:]))
     elif as_json:
@@ -53,8 +53,6 @@ def methods(
         takes = own.options(METHODS[name])
         print(f"{name}: {own.text(METHODS[name])}\n")
         if takes:
-            _table("", ["option", "default", "takes"], [(one, str(of["default"]), of["takes"]) for one, of in takes.items()])
-
-
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    print_wide(lay_out(title or None, columns, rows, words=columns))
+            columns = ["option", "default", "takes"]
+            told = [[one, str(of["default"]), of["takes"]] for one, of in takes.items()]
+            print_wide(lay_out(None, columns, told, words=columns))

@@ -14,7 +14,6 @@ from kvthaw.cli.common import print_wide, stdout
 from kvthaw.cli.options import dense_of, names_of, one_budget, single, tokens_of
 from kvthaw.cli.progress import waiting
 from kvthaw.errors import ConfigError, one_of, unknown
-from kvthaw.evaluate.report import lay_out
 from kvthaw.formatting import human, read_bytes
 
 if TYPE_CHECKING:
@@ -149,6 +148,8 @@ def _dtype(name: str, *, cpu: bool) -> torch.dtype:
 
 def _places(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> Table:
     """Return the bytes of the first method by place."""
+    from kvthaw.evaluate.report import lay_out
+
     needs, many = one.needs, "" if about["batch"] == 1 else f" x {about['batch']}"
     where = about["gpu"] or ("a CPU" if forecaster.machine.cpu else "a GPU")
     places = [
@@ -171,6 +172,8 @@ def _places(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> Tab
 
 def _methods(found: list[Forecast], most: int) -> Table:
     """Return the methods side by side. most: tokens of the longest prompt that the model has positions for."""
+    from kvthaw.evaluate.report import lay_out
+
     rows = []
     for one in found:
         name = one.method if one.in_force == one.method.partition(":")[0] else f"{one.method} ({one.in_force})"

@@ -12,7 +12,6 @@ from kvthaw.cli import options
 from kvthaw.cli.common import load_model, print_results, save_plot, tell_outdated, warned
 from kvthaw.cli.options import host_bytes_of, words
 from kvthaw.cli.progress import bars, stderr
-from kvthaw.evaluate.report import lay_out
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -105,6 +104,8 @@ def _listed(one: Experiment) -> dict[str, object]:
 
 
 def _list(every: list[Experiment]) -> Table:
+    from kvthaw.evaluate.report import lay_out
+
     title = "Minutes are a rough guess for one H100. With --quick none needs anything, and each takes seconds."
     columns = ("name", "what", "the paper's model or machine", "needs", "minutes")
     rows = [(one.name, one.title, "; ".join(one.says), one.plan.needs, f"{one.minutes:,.0f}") for one in every]
@@ -113,6 +114,7 @@ def _list(every: list[Experiment]) -> Table:
 
 def _tables(outcome: Outcome) -> tuple[Table, Table]:
     """Return the paper's numbers above ours, and what each row of ours was measured on."""
+    from kvthaw.evaluate.report import lay_out
     from kvthaw.reproduce.draw import shown
 
     one, columns, rows = outcome.experiment, outcome.said.columns, []

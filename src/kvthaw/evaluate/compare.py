@@ -95,7 +95,7 @@ def summaries(records: Iterable[Record]) -> tuple[list[dict[str, Any]], list[dic
     for record in records:
         about.add(" ".join(str(record[name]) for name in ("model", "weights", "dtype", "device", "kvthaw")))
         kind, names = (stretches, ("length", "steps", "text")) if "nll" in record.measures else (tasks, _JOB)
-        variant = Variant(*(record.setting[name] for name in ("method", "budget", "retrieved", "dense_layers")))
+        variant = Variant.of(record.setting)
         work = " ".join(str(record.setting.get(name)) for name in names)
         kind.setdefault(work, {}).setdefault(variant, []).append(record)
     if len(about) > 1:
@@ -121,7 +121,5 @@ def _perplexities(cells: Cells) -> list[dict[str, Any]]:
 
 def named(summary: dict[str, Any]) -> Sequence[str]:
     """Return a variant in the words of a table's first columns: its method, what it was asked for, and its dense layers."""
-    asked = "-" if summary["budget"] is None else str(summary["budget"])
-    if rows := summary.get("asked_retrieved"):
-        asked = f"{rows} retrieved"
-    return summary["method"], asked, str(summary["dense_layers"])
+    asked = Variant.of({**summary, "retrieved": summary.get("asked_retrieved")})
+    return asked.method, asked.limit or "-", str(asked.dense_layers)

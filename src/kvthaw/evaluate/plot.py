@@ -52,7 +52,7 @@ def accuracies(found: Found, path: Path, *, title: str) -> None:
         right, n = sum(record["accuracy"] for record in records) / len(records), len(records)
         interval = [100 * side for side in wilson(right, n)]
         full = variant.method == "full"
-        bar = Bar("full" if full else name(variant), 100 * right, interval, full)
+        bar = Bar(variant.label, 100 * right, interval, full)
         panels.setdefault(f"{task}, {length:,} tokens, n={n}", []).append(bar)
     figure = _bar_panels(panels, "accuracy, %", most=100)
     figure.suptitle(title, fontsize=10)
@@ -75,8 +75,7 @@ def heat_maps(found: Found, path: Path, *, title: str) -> None:
             if row[x] == row[x]:
                 ink = "white" if row[x] < 0.6 else "black"
                 axis.text(x, y, f"{100 * row[x]:.0f}", ha="center", va="center", fontsize=6, color=ink)
-        called = "full" if variant.method == "full" else name(variant)
-        axis.set_title(called if len(depths) == 1 else f"{task}: {called}", fontsize=9)
+        axis.set_title(variant.label if len(depths) == 1 else f"{task}: {variant.label}", fontsize=9)
         axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, fontsize=7)
         ticks = range(0, len(down), max(1, len(down) // 10))
         axis.set_yticks(ticks, ["all" if (at := down[i]) is None else f"{100 * at:.0f} %" for i in ticks], fontsize=7)
@@ -138,11 +137,10 @@ def perplexity_lines(found: Mapping[Variant, Sequence[dict[str, Any]]], path: Pa
     nats = "nats a token over full attention, 95 %"
     if all(len(rows) == 1 for rows in found.values()):
         only = {variant: rows[0] for variant, rows in found.items()}
-        names = {variant: "full" if variant.method == "full" else name(variant) for variant in only}
-        bars = [Bar(names[v], row["perplexity"], full=v.method == "full") for v, row in only.items()]
+        bars = [Bar(v.label, row["perplexity"], full=v.method == "full") for v, row in only.items()]
         draw_bars(whole, bars, f"perplexity after {next(iter(only.values()))['length']:,} tokens")
         gaps = [(v, row) for v, row in only.items() if v.method != "full" and row["difference"] is not None]
-        draw_bars(apart, [Bar(names[v], row["difference"], row["difference_95"]) for v, row in gaps], nats)
+        draw_bars(apart, [Bar(v.label, row["difference"], row["difference_95"]) for v, row in gaps], nats)
     else:
         _by_position(whole, apart, found, nats)
     first = next(iter(found.values()))[0]
@@ -154,7 +152,7 @@ def perplexity_lines(found: Mapping[Variant, Sequence[dict[str, Any]]], path: Pa
 def _by_position(whole: Any, apart: Any, found: Mapping[Variant, Sequence[dict[str, Any]]], nats: str) -> None:
     for number, (variant, rows) in enumerate(found.items()):
         places, color = [row["length"] for row in rows], f"C{number % 10}"
-        whole.plot(places, [row["perplexity"] for row in rows], marker="o", markersize=3, color=color, label=name(variant))
+        whole.plot(places, [row["perplexity"] for row in rows], marker="o", markersize=3, color=color, label=variant.label)
         if variant.method == "full" or rows[0]["difference"] is None:
             continue
         low, high = ([row["difference_95"][side] for row in rows] for side in (0, 1))
@@ -176,9 +174,8 @@ def score_bars(summaries: Sequence[dict[str, Any]], path: Path) -> None:
         questions = f"{one['n']} question{'s' * (one['n'] > 1)}"
         interval = None if one["score_95"] is None else [100 * side for side in one["score_95"]]
         full = one["method"] == "full"
-        asked = "full" if full else name(Variant(one["method"], one["budget"], one["retrieved"], one["dense_layers"]))
         panels.setdefault(f"{one['benchmark']}, question {one['question']}: {questions}", []).append(
-            Bar(asked, 100 * one["score"], interval, full)
+            Bar(Variant.of(one).label, 100 * one["score"], interval, full)
         )
     save(_bar_panels(panels, f"score (avg@{summaries[0]['samples']}), %", most=100), path)
 
@@ -311,18 +308,6 @@ def svg(figure: Any) -> str:
     with matplotlib.rc_context({"svg.hashsalt": "kvthaw"}):
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return re.sub(r"^.*?(?=<svg )", "", out.getvalue(), flags=re.DOTALL)
-
-
-def name(variant: Variant) -> str:
-    """Return a variant in a few words."""
-    words = [variant.method]
-    if variant.budget is not None:
-        words.append(f"budget {variant.budget}")
-    if variant.retrieved is not None:
-        words.append(f"retrieved {variant.retrieved}")
-    if variant.dense_layers is not None:
-        words.append(f"{variant.dense_layers} dense")
-    return ", ".join(words)
 
 
 def _cell(records: Sequence[Record], depth: float | None) -> float:

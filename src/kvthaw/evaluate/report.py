@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -10,57 +11,71 @@ from rich.table import Table
 
 from kvthaw.engine.hub import display_name
 from kvthaw.evaluate.metrics import mean
+from kvthaw.evaluate.results import Record
+from kvthaw.evaluate.variant import Variant
 
 Summary = dict[str, Any]
 
-_COLUMNS = (
-    "length",
-    "method",
-    "budget",
-    "dense\nlayers",
-    "accuracy",
-    "full",
-    "95 %",
-    "tokens\nattended",
-    "mass",
-    "recall\nat k",
-    "hit\nrate",
-    "KV MiB\ndevice",
-    "KV MiB\nhost",
-    "TTFT\ns",
-    "TPOT\nms",
-)
+Row = Mapping[str, Any] | Record
+Cell = Callable[[Any], str]
+"""What a column shows of a row."""
+
+
+def value(name: str, form: str = "{}", times: float = 1, none: str = "-") -> Cell:
+    """Return a column of a field that may be missing."""
+
+    def cell(row: Row) -> str:
+        found = row[name]
+        return none if found is None else form.format(found if times == 1 else found * times)
+
+    return cell
+
+
+def share(name: str) -> Cell:
+    """Return a column of shares in percent."""
+    return value(name, "{:.1f}", 100)
+
+
+def interval(name: str) -> Cell:
+    """Return a column of intervals in percent."""
+    return lambda row: "-" if row[name] is None else "{:.0f}-{:.0f}".format(*(100 * side for side in row[name]))
+
+
+def by_column(
+    title: str, rows: Iterable[Row], columns: Mapping[str, Cell], *, words: Collection[str] = ("method",), sections: str = ""
+) -> Table:
+    """Return a table of rows by what each column shows of them. sections: a field whose change begins a section."""
+    made = lay_out(title, list(columns), words=words)
+    for _, some in itertools.groupby(rows, key=lambda row: row[sections] if sections else None):
+        for row in some:
+            made.add_row(*(cell(row) for cell in columns.values()))
+        made.add_section()
+    return made
 
 
 def table(summaries: Sequence[Summary]) -> Table:
     """One row a run; shares in percent."""
     first = summaries[0]
     samples = " / ".join(dict.fromkeys(str(row["n"]) for row in summaries))
-    made = lay_out(f"{first['task']}: {samples} samples, question {first['question']}, {on(first)}", _COLUMNS)
-    length = first["length"]
-    for row in summaries:
-        if row["length"] != length:
-            made.add_section()
-            length = row["length"]
-        low, high = row["accuracy_95"]
-        made.add_row(
-            f"{row['length']:,}",
-            row["method"],
-            "-" if row["budget"] is None else str(row["budget"]),
-            str(row["dense_layers"]),
-            percent(row["accuracy"]),
-            percent(row["full_accuracy"]),
-            f"{100 * low:.0f}-{100 * high:.0f}",
-            "all" if row["attended_mean"] is None else f"{row['attended_mean']:.0f}",
-            percent(row["attention_mass"]),
-            percent(row["recall_at_k"]),
-            percent(row["hit_rate"]),
-            mebibytes(row["kv_device_bytes"]),
-            mebibytes(row["kv_host_bytes"]),
-            "-" if row["ttft_s"] is None else f"{row['ttft_s']:.2f}",
-            milliseconds(row["tpot_s"]),
-        )
-    return made
+    columns = {
+        "length": value("length", "{:,}"),
+        "method": value("method"),
+        "budget": value("budget"),
+        "dense\nlayers": value("dense_layers"),
+        "accuracy": share("accuracy"),
+        "full": share("full_accuracy"),
+        "95 %": interval("accuracy_95"),
+        "tokens\nattended": value("attended_mean", "{:.0f}", none="all"),
+        "mass": share("attention_mass"),
+        "recall\nat k": share("recall_at_k"),
+        "hit\nrate": share("hit_rate"),
+        "KV MiB\ndevice": value("kv_device_bytes", "{:.1f}", 2**-20),
+        "KV MiB\nhost": value("kv_host_bytes", "{:.1f}", 2**-20),
+        "TTFT\ns": value("ttft_s", "{:.2f}"),
+        "TPOT\nms": value("tpot_s", "{:.1f}", 1e3),
+    }
+    title = f"{first['task']}: {samples} samples, question {first['question']}, {on(first)}"
+    return by_column(title, summaries, columns, sections="length")
 
 
 def by_benchmark(summaries: Sequence[Summary]) -> Table:
@@ -87,41 +102,36 @@ def scores(summaries: Sequence[Summary]) -> Table:
         drawn = f", {answers} at temperature {first['temperature']:g}, top-p {first['top_p']:g}"
     questions = f"{first['n']} question{'s' * (first['n'] > 1)}"
     title = f"{first['benchmark']}: {questions}{drawn}, question {first['question']}, {on(first)}"
-    ks = [k for k in first["pass_at"] if k > 1]
     extra = list(dict.fromkeys(name for row in summaries for name in row["scores"]))
-    columns = ("method", "budget", "dense\nlayers", f"avg@{first['samples']}", "95 %", *(f"pass@{k}" for k in ks), *extra)
-    watched = ("mass", "recall\nat k", "recall,\nlast 1/4") if any(row["drift"] for row in summaries) else ()
-    made = lay_out(title, (*columns, *watched, "ended", "tokens\nprompt", "tokens\nanswer", "tokens\nattended", "hit\nrate"))
-    for row in summaries:
-        made.add_row(
-            row["method"],
-            _limit(row),
-            str(row["dense_layers"]),
-            percent(row["score"]),
-            "-" if row["score_95"] is None else "{:.0f}-{:.0f}".format(*(100 * side for side in row["score_95"])),
-            *(percent(row["pass_at"].get(k)) for k in ks),
-            *(percent(row["scores"].get(name)) for name in extra),
-            *[percent(value) for value in (row["attention_mass"], row["recall_at_k"], (row["drift"] or [None])[-1]) if watched],
-            percent(row["ended"]),
-            f"{row['tokens']:,.0f}",
-            f"{row['new_tokens']:,.0f}",
-            "all" if row["attended_mean"] is None else f"{row['attended_mean']:,.1f}",
-            percent(row["hit_rate"]),
-        )
-    return made
+    columns: dict[str, Cell] = {
+        "method": value("method"),
+        "budget": _limit,
+        "dense\nlayers": value("dense_layers"),
+        f"avg@{first['samples']}": share("score"),
+        "95 %": interval("score_95"),
+        **{f"pass@{k}": lambda row, k=k: percent(row["pass_at"].get(k)) for k in first["pass_at"] if k > 1},  # type: ignore[misc]
+        **{name: lambda row, name=name: percent(row["scores"].get(name)) for name in extra},  # type: ignore[misc]
+    }
+    if any(row["drift"] for row in summaries):
+        columns |= {"mass": share("attention_mass"), "recall\nat k": share("recall_at_k")}
+        columns["recall,\nlast 1/4"] = lambda row: percent((row["drift"] or [None])[-1])
+    columns |= {
+        "ended": share("ended"),
+        "tokens\nprompt": value("tokens", "{:,.0f}"),
+        "tokens\nanswer": value("new_tokens", "{:,.0f}"),
+        "tokens\nattended": value("attended_mean", "{:,.1f}", none="all"),
+        "hit\nrate": share("hit_rate"),
+    }
+    return by_column(title, summaries, columns)
 
 
 def _column(row: Summary) -> str:
-    asked = _limit(row).replace("-", "")
-    return (
-        str(row["method"]) + (f"\n{asked}" if asked else "") + (f"\n{row['dense_layers']} dense" if row["dense_layers"] else "")
-    )
+    dense = f"{row['dense_layers']} dense" if row["dense_layers"] else None
+    return "\n".join(filter(None, [row["method"], Variant.of(row).limit, dense]))
 
 
 def _limit(row: Summary) -> str:
-    if row["budget"] is None and row["retrieved"] is None:
-        return "-"
-    return str(row["budget"] or f"{row['retrieved']} retrieved")
+    return Variant.of(row).limit or "-"
 
 
 def on(row: Summary) -> str:
@@ -158,8 +168,3 @@ def percent(value: float | None) -> str:
 def milliseconds(seconds: float | None) -> str:
     """Return seconds in ms."""
     return "-" if seconds is None else f"{1000 * seconds:.1f}"
-
-
-def mebibytes(count: int) -> str:
-    """Return the bytes in MiB."""
-    return f"{count / 2**20:.1f}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,9 +29,27 @@ class Variant:
         """Settings of its `kvthaw.Cache`."""
         return {"budget": self.budget, "retrieved": self.retrieved, "dense_layers": self.dense_layers}
 
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> Variant:
+        """Return the variant of a setting or a summary."""
+        return Variant(*(fields[name] for name in ("method", "budget", "retrieved", "dense_layers")))
+
+    @property
+    def limit(self) -> str | None:
+        """The budget, or how many rows are retrieved."""
+        return (
+            f"{self.retrieved} retrieved" if self.retrieved is not None else None if self.budget is None else str(self.budget)
+        )
+
+    @property
+    def label(self) -> str:
+        """The method with all that limits it, in a few words."""
+        limit = self.limit if self.retrieved is not None or self.budget is None else f"budget {self.budget}"
+        dense = None if self.dense_layers is None else f"{self.dense_layers} dense"
+        return ", ".join(filter(None, [self.method, limit, dense])) if self.method != "full" else self.method
+
     def __str__(self) -> str:
-        limit = self.budget if self.retrieved is None else f"{self.retrieved} retrieved"
-        return self.method if limit is None else f"{self.method} {limit}"
+        return " ".join(filter(None, [self.method, self.limit]))
 
 
 FULL = Variant("full")

@@ -177,9 +177,7 @@ class Read:
 
 def said(lab: Lab, variant: Variant) -> str:
     """Return a variant with all of its limits, in a few words."""
-    whole = complete(lab.loaded[0], variant)
-    limit = f"budget {whole.budget}" if whole.retrieved is None else f"{whole.retrieved} retrieved"
-    return whole.method if whole.method == "full" else f"{whole.method}, {limit}, {whole.dense_layers} dense"
+    return complete(lab.loaded[0], variant).label
 
 
 def family(name: str) -> str:
