@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.engine.hf.model import split
+from kvthaw.engine.hf.tensor_parallel import split
 from kvthaw.errors import CacheError
 from kvthaw.evaluate.machine import fingerprint
 from ranks import run
