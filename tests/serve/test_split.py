@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import bytemodel
 from forked import forked
 from kvthaw import Batch, PrefixCache, Scheduler
-from kvthaw.engine.hf.attention import ranks
-from kvthaw.engine.hf.tensor_parallel import split
+from kvthaw.engine.hf.tensor_parallel import ranks, split
 from kvthaw.engine.lockstep import Lockstep
 from ranks import run
 
