@@ -69,6 +69,16 @@ def test_a_refused_crop_changes_no_layer(name: str, method: str, kinds: str | No
         assert forward(model, cache, IDS[:, :1]).isfinite().all()
 
 
+def test_keeping_all_tokens_changes_nothing_where_a_window_has_moved_on() -> None:
+    model = build("gemma3", layer_types=["sliding_attention", "full_attention"] * 2)
+    cache = kvthaw.Cache(model, "oracle", budget=32)
+    forward(model, cache, IDS[:, :100])
+    cache.keep(100)
+    assert forward(model, cache, IDS[:, :1]).isfinite().all()
+    with pytest.raises(CacheError, match=r"dropped .*crop\(-60\)"):
+        cache.keep(41)
+
+
 def test_a_positive_number_is_what_transformers_means(llama: PreTrainedModel) -> None:
     plain, cache = DynamicCache(config=llama.config), kvthaw.Cache(llama, "oracle", budget=64)
     with torch.no_grad():

@@ -28,6 +28,10 @@ EXAMPLES = (
     "  kvthaw chat --model Qwen/Qwen3-8B --context book   (takes it up again, without prefill)\n\n"
     '  echo "Who stole the tarts?" | kvthaw chat --model Qwen/Qwen3-8B --file book.txt --method icecache-digest --budget 256'
 )
+SHIPPED = (
+    " It is a small model, trained to find what a text says and to go on as books do, not to converse: it soon repeats itself, less "
+    "with --repetition-penalty 1.2. --model NAME takes another."
+)
 HELP = {
     "/recalled [N]": "the N passages that the last answer recalled most, 5 if not given",
     "/recalled PAGE.html": "a page that shows what it recalled, token by token",
@@ -107,6 +111,7 @@ def chat(
         tokenizer.chat_template = plain_template(tokenizer)
         warned(
             f"{model} has no chat template: it goes on with the text where your line ends. --chat-template FILE gives it one."
+            + SHIPPED * (model == "shipped")
         )
     talk = Conversation(llm, tokenizer, Cache(llm, method, **settings), asked, prefill_chunk=prefill_chunk)
     if document is not None:

@@ -244,12 +244,19 @@ class Cache(DynamicCache):
         """Until every token is offloaded and indexed; raises what went wrong on the way."""
         self.kv.wait()
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove tokens; a positive number is taken as the installed transformers takes it. Raises
+        CacheError, with every layer as it was, where one cannot."""
+        self._shared.check_crop(max(0, -int(tokens_to_remove)))  # before any layer, also one of transformers' own
+        super().crop(tokens_to_remove)
+
     def keep(self, length: int) -> None:
-        """Keep the first `length` tokens of every row, padding included, and forget those behind. Raises CacheError, with every
-        layer as it was, where one cannot."""
+        """Keep the first `length` tokens of every row, padding included, and forget those behind, if there are any. Raises
+        CacheError, with every layer as it was, where one cannot."""
         check_type(int, length=length)
         at_least(0, length=length)
-        self.crop(min(0, length - self.get_seq_length()))
+        if length < self.get_seq_length():  # a sliding window of transformers' own cannot even crop(0)
+            self.crop(length - self.get_seq_length())
 
     def __repr__(self) -> str:
         layers, sequences = self.kv.layers, self.kv.sequences
