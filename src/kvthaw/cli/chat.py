@@ -29,7 +29,7 @@ EXAMPLES = (
     '  echo "Who stole the tarts?" | kvthaw chat --model Qwen/Qwen3-8B --file book.txt --method icecache-digest --budget 256'
 )
 SHIPPED = (
-    " It is a small model, trained to find what a text says and to go on as books do, not to converse: it soon repeats itself, less "
+    " It is a small model, trained to find what a text says and to continue books, not to converse: it soon repeats itself, less "
     "with --repetition-penalty 1.2. --model NAME takes another."
 )
 HELP = {
