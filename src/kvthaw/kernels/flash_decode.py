@@ -107,7 +107,10 @@ elif HAS_TRITON:
         begin = first + split * run
         end = tl.minimum(begin + run, last)
 
-        KIND: tl.constexpr = query.dtype.element_ty if keys.dtype.element_ty.primitive_bitwidth == 8 else keys.dtype.element_ty
+        # Numbers of 8 bits become float16, which has all of them, by one instruction; bfloat16 takes four.
+        EIGHT: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
+        WIDE: tl.constexpr = query.dtype.element_ty.primitive_bitwidth == 32
+        KIND: tl.constexpr = (tl.float32 if WIDE else tl.float16) if EIGHT else keys.dtype.element_ty
         g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
         offset = tl.arange(0, BLOCK_N)
         is_head, is_dim = g < GROUP, d < DIM
@@ -310,7 +313,8 @@ elif HAS_TRITON:
 def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     """Launch the kernel: as `definition`, but return only the output, [B, Hq, D] in the dtype of query.
 
-    Does not read keys outside [starts, lengths). Keys and values may be float8_e4m3fn; they are multiplied in the dtype of query.
+    Does not read keys outside [starts, lengths). Keys and values may be float8_e4m3fn; they are multiplied in float16, or in
+    float32 if query is.
     tickets: at least B * H + 1 int32 zeros, which the kernel resets to zero, so one tensor can serve many steps, of fewer sequences
     too; but tickets[0] becomes and stays 1 once a newest key or value is not finite.
     """
