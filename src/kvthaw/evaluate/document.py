@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 from kvthaw.evaluate.tasks.base import read_asset
 
@@ -39,31 +40,33 @@ class Share:
 Value = Share | str
 
 
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """A title; level 1 is the page's."""
+class Part(NamedTuple):
+    """A part of a report, as it stands in both forms."""
 
-    text: str
-    level: int = 2
-
-    def html(self) -> str:
-        return f"<h{self.level}>{escape(self.text)}</h{self.level}>"
-
-    def markdown(self) -> str:
-        return f"{'#' * self.level} {_plain(self.text)}"
+    html: str
+    markdown: str
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A paragraph."""
+def heading(text: str, level: int = 2) -> Part:
+    """Return a title; level 1 is the page's."""
+    return Part(f"<h{level}>{escape(text)}</h{level}>", f"{'#' * level} {_plain(text)}")
 
-    text: str
 
-    def html(self) -> str:
-        return f"<p>{escape(self.text)}</p>"
+def paragraph(text: str) -> Part:
+    """Return a paragraph."""
+    return Part(f"<p>{escape(text)}</p>", _plain(text))
 
-    def markdown(self) -> str:
-        return _plain(self.text)
+
+def picture(svg: str, text: str) -> Part:
+    """Return a drawing, inline SVG; HTML only. text: what it shows."""
+    drawn = f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>"
+    return Part(drawn, f"*(In the HTML report: {_plain(text)})*")
+
+
+def fold(title: str, block: Part) -> Part:
+    """Return a block that opens on a click."""
+    opens = f"<details><summary>{escape(title)}</summary>\n{block.html}\n</details>"
+    return Part(opens, f"**{_plain(title)}**\n\n{block.markdown}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,37 +86,9 @@ class Table:
         lines += [[f"{v.text} ({v.detail})" if isinstance(v, Share) else _plain(v) for v in row] for row in self.rows]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A drawing, as inline SVG or as a data URL of a bitmap; HTML only. text: what it shows."""
-
-    svg: str
-    text: str
-
-    def html(self) -> str:
-        return f"<figure>{self.svg}<figcaption>{escape(self.text)}</figcaption></figure>"
-
-    def markdown(self) -> str:
-        return f"*(In the HTML report: {_plain(self.text)})*"
-
-
-@dataclass(frozen=True, slots=True)
-class Fold:
-    """Blocks that open on a click."""
-
-    title: str
-    blocks: Sequence[Block]
-
-    def html(self) -> str:
-        inside = "\n".join(block.html() for block in self.blocks)
-        return f"<details><summary>{escape(self.title)}</summary>\n{inside}\n</details>"
-
-    def markdown(self) -> str:
-        return "\n\n".join((f"**{_plain(self.title)}**", *(block.markdown() for block in self.blocks)))
-
-
-Block = Heading | Text | Table | Picture | Fold
+    def part(self) -> Part:
+        """Return it as a part of a report."""
+        return Part(self.html(), self.markdown())
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +96,11 @@ class Document:
     """All of a report."""
 
     title: str
-    blocks: Sequence[Block]
+    parts: Sequence[Part]
 
     def html(self) -> str:
         """One page: no script, no network, nothing beside it."""
-        body = "\n".join(block.html() for block in (Heading(self.title, 1), *self.blocks))
+        body = "\n".join(part.html for part in (heading(self.title, 1), *self.parts))
         return (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -134,7 +109,7 @@ class Document:
 
     def markdown(self) -> str:
         """Return the same without the pictures."""
-        return "\n\n".join(block.markdown() for block in (Heading(self.title, 1), *self.blocks)) + "\n"
+        return "\n\n".join(part.markdown for part in (heading(self.title, 1), *self.parts)) + "\n"
 
 
 def _plain(text: str) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table as RichTable
 from kvthaw.engine.hub import display_name
 from kvthaw.evaluate import plot
 from kvthaw.evaluate.compare import named
-from kvthaw.evaluate.document import Block, Document, Fold, Heading, Picture, Share, Table, Text, Value
+from kvthaw.evaluate.document import Document, Part, Share, Table, Value, fold, heading, paragraph, picture
 from kvthaw.evaluate.metrics import mean, paired_sums, wilson
 from kvthaw.evaluate.report import lay_out, milliseconds, on
 
@@ -45,7 +45,7 @@ def in_text(title: str, made: Table) -> RichTable:
 
 def overview(tasks: Sequence[Summary], perplexities: Sequence[Summary] = ()) -> Document:
     """Make the report of `kvthaw.evaluate.compare.summaries`."""
-    blocks: list[Block] = []
+    blocks: list[Part] = []
     for question in dict.fromkeys(one["question"] for one in tasks):
         some = [one for one in tasks if one["question"] == question]
         how = "in the prefill" if question == "dense" else "through the method"
@@ -60,13 +60,13 @@ def overview(tasks: Sequence[Summary], perplexities: Sequence[Summary] = ()) -> 
         rows = max(one["rows"] for one in some) if any(one["step_s"] for one in some) else 1
         if rows > 1:
             about += f" A decode step is shared by up to {rows} samples."
-        blocks += [Heading(f"Accuracy, the question {how}"), Text(about), accuracies(some)]
+        blocks += [heading(f"Accuracy, the question {how}"), paragraph(about), accuracies(some).part()]
         for length in sorted({one["length"] for one in some}):
             at = [one for one in some if one["length"] == length]
-            blocks.append(Fold(f"At {length:,} tokens", [accuracies(at)]))
+            blocks.append(fold(f"At {length:,} tokens", accuracies(at).part()))
         blocks += _pictures(some)
     if perplexities:
-        blocks += [Heading("Perplexity"), Text(_PERPLEXITY), perplexity_table(perplexities)]
+        blocks += [heading("Perplexity"), paragraph(_PERPLEXITY), perplexity_table(perplexities).part()]
     return Document("Methods on the same work", blocks)
 
 
@@ -126,10 +126,10 @@ def _difference(some: Sequence[Summary]) -> Value:
     return "-" if n == 0 or some[0]["method"] == "full" else Share(*paired_sums(n, total, squares), n, signed=True)
 
 
-def _pictures(some: Sequence[Summary]) -> list[Block]:
+def _pictures(some: Sequence[Summary]) -> list[Part]:
     if all(one["method"] == "full" for one in some):
         return []
-    return [Heading("Plots", 3), Picture(plot.svg(plot.by_budget(some)), "Accuracy by budget, all tasks and lengths.")]
+    return [heading("Plots", 3), picture(plot.svg(plot.by_budget(some)), "Accuracy by budget, all tasks and lengths.")]
 
 
 def perplexity_table(some: Sequence[Summary]) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -65,8 +65,8 @@ class Plan(Protocol):
         """What a user brings to a run that is not quick."""
 
     @property
-    def columns(self) -> Mapping[str, Any]:
-        """Column -> how it is measured."""
+    def columns(self) -> Collection[str]:
+        """What is measured."""
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
         """Return what was measured of rows; cells that cannot be are missing. What the lab's results hold is not measured again."""

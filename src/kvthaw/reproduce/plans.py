@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvthaw.evaluate.job import EVEN_DEPTHS, Job
 from kvthaw.evaluate.metrics import mean
@@ -154,9 +154,9 @@ class Read:
     needs: str = "--model, --text (a book of PG19 of 32k tokens)"
 
     @property
-    def columns(self) -> Mapping[str, Any]:
+    def columns(self) -> list[str]:
         """The lengths, and the largest deviation."""
-        return {**{str(n): n for n in self.lengths}, "deviation": 0}
+        return [*map(str, self.lengths), "deviation"]
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
         reader = Reader(*lab.loaded, lab.results, name=lab.name or "model", batch=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,9 +41,9 @@ class Together:
         return ", ".join(dict.fromkeys(word for plan, _ in self.parts for word in plan.needs.split(", ")))
 
     @property
-    def columns(self) -> Mapping[str, Any]:
+    def columns(self) -> list[str]:
         """Those of all."""
-        return {name: how for plan, _ in self.parts for name, how in plan.columns.items()}
+        return [name for plan, _ in self.parts for name in plan.columns]
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
         found: Cells = {}
@@ -55,19 +55,14 @@ class Together:
 
 @dataclass(frozen=True)
 class Special:
-    """A function of its own. columns: their names. settings: what it is given besides lab and rows, part of what a result depends
+    """A function of its own. settings: what it is given besides lab and rows, part of what a result depends
     on."""
 
     of: Callable[..., tuple[Found, str]]
-    names: tuple[str, ...]
+    columns: tuple[str, ...]
     needs: str
     settings: dict[str, Any] = field(default_factory=dict)
     weights: bool = True
-
-    @property
-    def columns(self) -> Mapping[str, Any]:
-        """The names."""
-        return dict.fromkeys(self.names)
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
         about = lab.same if self.weights else {"device": lab.timed_on}

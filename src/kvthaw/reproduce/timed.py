@@ -56,11 +56,7 @@ class Timed:
     columns: Mapping[str, Timing]
     shape: str = "llama-3.1-8b"
     steps: str = "captured"
-
-    @property
-    def needs(self) -> str:
-        """A GPU."""
-        return "a GPU"
+    needs: str = "a GPU"
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
         if not (lab.quick or lab.gpu):
