@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -27,6 +27,11 @@ PROBED = 4  # one step in so many is compared with exact attention
 DEPTHS = (0.08, 0.29, 0.47, 0.66, 0.88)
 
 
+Show = Callable[[str, str], None]
+"""Is told what happens and what to show of it: the "book" is read, an "index" made and "ready"; we "ask" a question, "text" of its
+answer comes, which is "right" or "wrong"."""
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """A fact in the book and what asks for it. depth: where it stands, 0..1."""
@@ -36,14 +41,6 @@ class Question:
     answer: str
     limit: int
     depth: float
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The book with its facts, as tokens, and the questions about them."""
-
-    tokens: list[int]
-    questions: list[Question]
 
 
 @dataclass(slots=True)
@@ -69,17 +66,6 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """Something to show. what: "book" (text says what is read), "index" and "ready" (a side's cache), "ask" (a question), "text" (a
-    piece of its answer), "answer" (it is complete)."""
-
-    what: Literal["book", "index", "ready", "ask", "text", "answer"]
-    side: Side | None = None
-    question: Question | None = None
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """The demo's result. prefill_s: of the one prefill that served both sides."""
 
@@ -94,8 +80,8 @@ class Outcome:
         return asdict(self)
 
 
-def read_book(tokenizer: Any, *, length: int | None = None, seed: int = 0) -> Reading:
-    """Return the book that ships with five facts planted in it, cut to at most `length` tokens if given.
+def read_book(tokenizer: Any, *, length: int | None = None, seed: int = 0) -> tuple[list[int], list[Question]]:
+    """Return the tokens of the book that ships with five facts planted in it, cut to at most `length` if given, and the questions.
 
     Raises ConfigError where the facts alone are longer.
     """
@@ -113,7 +99,7 @@ def read_book(tokenizer: Any, *, length: int | None = None, seed: int = 0) -> Re
             raise ConfigError(f"length is {length}; the facts alone take {tokens} tokens")
         words = max(0, min(words - 1, int(words * length / tokens * 0.999)))
     questions = [Question(q.fact, q.text, q.answer, q.limit, depth_of(context, q.fact)) for q in planted]
-    return Reading(list(tokenizer(context)["input_ids"]), questions)
+    return list(tokenizer(context)["input_ids"]), questions
 
 
 INTRO = niah.INTRO.format(kind="numbers")
@@ -142,7 +128,7 @@ def run(
     budget: int | float = 256,
     length: int | None = None,
     seed: int = 0,
-    show: Callable[[Event], None] = lambda _: None,
+    show: Show = lambda what, text: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
     """Read the book once, then answer every question under a method (dense_layers=0) and with full attention.
@@ -150,20 +136,19 @@ def run(
     Each question starts from the book alone. Its tokens go through the sparse path one by one, so that nothing but the prefill
     reads more than the budget. Raises ConfigError for settings that do not work, before the prefill.
     """
-    reading = read_book(tokenizer, length=length, seed=seed)
-    longest = max(len(_question(tokenizer, q)) + q.limit for q in reading.questions)
-    check_prompt(model, len(reading.tokens) + longest)
+    book, questions = read_book(tokenizer, length=length, seed=seed)
+    check_prompt(model, len(book) + max(len(_question(tokenizer, q)) + q.limit for q in questions))
     Cache(model, method, budget=budget, dense_layers=0)
-    show(Event("book", text=f"{BOOK}: {len(reading.tokens):,} tokens with {len(reading.questions)} facts planted in it"))
+    show("book", f"{BOOK}: {len(book):,} tokens with {len(questions)} facts planted in it")
     start = now(model.device)
     base = whole(model, [Variant(method)])
-    logits = prefill(model, base, reading.tokens, progress=progress)
+    logits = prefill(model, base, book, progress=progress)
     prefill_s = now(model.device) - start
+    session = _Session(model, tokenizer, base, logits, prefill_s, show)
     thawed, full = Side(method), Side("full")
-    for side in (thawed, full):
-        settings: dict[str, Any] = {} if side is full else {"budget": budget}
-        _answer_all(_Session(model, tokenizer, base, logits, show), side, reading, settings, prefill_s)
-    return Outcome(len(reading.tokens), prefill_s, reading.questions, thawed, full)
+    session.answer_all(thawed, questions, budget=budget)
+    session.answer_all(full, questions)
+    return Outcome(len(book), prefill_s, questions, thawed, full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,48 +157,50 @@ class _Session:
     tokenizer: Any
     base: Cache
     logits: Tensor
-    show: Callable[[Event], None]
+    prefill_s: float
+    show: Show
 
-
-def _answer_all(session: _Session, side: Side, reading: Reading, settings: dict[str, Any], prefill_s: float) -> None:
-    """Fork the book once for a side, and cut the cache back to the book after each question. Full attention is the base itself."""
-    device, dense = session.model.device, resolve(side.method).dense
-    session.show(Event("index", side))
-    start = now(device)
-    cache = session.base if dense else session.base.fork(side.method, dense_layers=0, **settings)
-    cache.wait()
-    side.index_s = now(device) - start
-    session.show(Event("ready", side))
-    probe = Probe(cache, every=PROBED, reference=session.base)
-    first, second, each = [], [], []
-    for question in reading.questions:
-        session.show(Event("ask", side, question))
-        begin, watched = now(device), probe.seconds
-        times = []
-        answers = Answers(session.model, session.tokenizer, cache)
-        for (piece,) in answers.stream(session.logits[None], [_question(session.tokenizer, question)], question.limit):
-            if piece is not None:
-                times.append(now(device) - begin - (probe.seconds - watched))
-                session.show(Event("text", side, question, piece))
-        (text,) = answers.texts
-        side.answers.append(text.strip())
-        side.right.append(holds(text, question.answer))
-        session.show(Event("answer", side, question, text))
-        if times:
-            first.append(times[0])
-        if len(times) > 1:
-            second.append(times[1])
-            each.append((times[-1] - times[0]) / (len(times) - 1))
-        cache.keep(len(reading.tokens))
-    stats, quality = cache.stats(), probe.quality()
-    side.budget, side.attended_mean, side.attended_max = stats.budget, stats.attended_mean, stats.attended_max
-    side.kv_device_bytes, side.kv_host_bytes = stats.kv_device_bytes + stats.kv_dense_bytes, stats.kv_host_bytes
-    side.hit_rate, side.sparse_steps = stats.hit_rate, stats.sparse_steps
-    side.attention_mass, side.recall_at_k = quality.attention_mass, quality.recall_at_k
-    if dense:
-        side.attended_mean, side.attended_max, side.attention_mass = float(len(reading.tokens)), len(reading.tokens), 1.0
-    side.ttft_s, side.tt2t_s, side.tpot_s = _plus(mean(first), prefill_s + side.index_s), None, mean(each)
-    side.tt2t_s = _plus(mean(second), prefill_s + side.index_s)
+    def answer_all(self, side: Side, questions: list[Question], **settings: Any) -> None:
+        """Fork the book once for a side, and cut the cache back to the book after each question. Full attention is the base."""
+        device, book, dense = self.model.device, self.base.get_seq_length(), resolve(side.method).dense
+        self.show("index", "")
+        start = now(device)
+        cache = self.base if dense else self.base.fork(side.method, dense_layers=0, **settings)
+        cache.wait()
+        side.index_s = now(device) - start
+        self.show("ready", f"\n{side.method}")
+        probe = Probe(cache, every=PROBED, reference=self.base)
+        first, second, each = [], [], []
+        for question in questions:
+            asked = question.text.strip().split("?")[0] + "?"
+            self.show("ask", f"  {100 * question.depth:3.0f} % {asked}")
+            begin, watched = now(device), probe.seconds
+            times = []
+            answers = Answers(self.model, self.tokenizer, cache)
+            for (piece,) in answers.stream(self.logits[None], [_question(self.tokenizer, question)], question.limit):
+                if piece is not None:
+                    times.append(now(device) - begin - (probe.seconds - watched))
+                    self.show("text", piece)
+            (text,) = answers.texts
+            side.answers.append(text.strip())
+            right = holds(text, question.answer)
+            side.right.append(right)
+            self.show("right" if right else "wrong", "  right" if right else f"  wrong, it is {question.answer}")
+            if times:
+                first.append(times[0])
+            if len(times) > 1:
+                second.append(times[1])
+                each.append((times[-1] - times[0]) / (len(times) - 1))
+            cache.keep(book)
+        stats, quality = cache.stats(), probe.quality()
+        side.budget, side.attended_mean, side.attended_max = stats.budget, stats.attended_mean, stats.attended_max
+        side.kv_device_bytes, side.kv_host_bytes = stats.kv_device_bytes + stats.kv_dense_bytes, stats.kv_host_bytes
+        side.hit_rate, side.sparse_steps = stats.hit_rate, stats.sparse_steps
+        side.attention_mass, side.recall_at_k = quality.attention_mass, quality.recall_at_k
+        if dense:
+            side.attended_mean, side.attended_max, side.attention_mass = float(book), book, 1.0
+        before = self.prefill_s + side.index_s
+        side.ttft_s, side.tt2t_s, side.tpot_s = _plus(mean(first), before), _plus(mean(second), before), mean(each)
 
 
 def _plus(value: float | None, more: float) -> float | None:

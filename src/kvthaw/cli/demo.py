@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,10 +15,9 @@ from kvthaw.cli.progress import Reading, waiting
 from kvthaw.formatting import human, number, seconds, share
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.panel import Panel
 
-    from kvthaw.demo import Event, Outcome
+    from kvthaw.demo import Outcome
 
 EXAMPLES = (
     "Examples:\n\n  kvthaw demo\n\n  kvthaw demo --method icecache-digest --budget 64 --length 8192\n\n  kvthaw demo --json"
@@ -80,30 +79,24 @@ class _Stage:
         if done == total:
             self._reading.end()
 
-    def show(self, event: Event) -> None:
+    def show(self, what: str, text: str) -> None:
         """Show what happens."""
-        if event.what == "index":
+        if what == "index":
             self._shown.enter_context(waiting("offloading and indexing"))
-        elif event.what == "ready":
+            return
+        if what == "ready":
             self._shown.close()
         if not self._quiet:
-            _show(self._console, event)
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True, **_LOOKS.get(what, {}))
 
 
-def _show(console: Console, event: Event) -> None:
-    side, question = event.side, event.question
-    if side is None:
-        console.print(event.text, highlight=False)
-    elif event.what == "ready":
-        console.print(f"\n[bold]{side.method}[/]")
-    elif event.what == "ask" and question is not None:
-        asked = question.text.strip().split("?")[0] + "?"
-        console.print(f"  [dim]{100 * question.depth:3.0f} %[/] {asked}", end="", highlight=False, soft_wrap=True)
-    elif event.what == "text":
-        console.print(event.text, end="", style="cyan", highlight=False, markup=False, soft_wrap=True)
-    elif event.what == "answer" and question is not None:
-        right = side.right[-1]
-        console.print("  [green]right[/]" if right else f"  [red]wrong[/], it is {question.answer}", highlight=False)
+_LOOKS: dict[str, dict[str, Any]] = {
+    "ready": {"style": "bold"},
+    "ask": {"end": " "},
+    "text": {"style": "cyan", "end": ""},
+    "right": {"style": "green"},
+    "wrong": {"style": "red"},
+}
 
 
 def card(outcome: Outcome) -> Panel:
