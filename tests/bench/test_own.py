@@ -14,6 +14,7 @@ from kvthaw.bench.advice import advice
 from kvthaw.bench.own import OwnBench, Reading
 from kvthaw.engine.hf import Cache
 from kvthaw.evaluate.results import Record, ResultsFile
+from zoo import build
 
 LIMIT: dict[str, Any] = {"budget": 64, "retrieved": None, "dense_layers": 0, "new_tokens": 4, "seed": 0, "device": "cpu"}
 
@@ -38,6 +39,12 @@ def test_every_cache_takes_the_same_steps(loaded: tuple[Any, Any], tmp_path: Pat
     again = timed(loaded, "oracle", out=tmp_path / "out.jsonl")
     assert again[0] == theirs
     assert again[2]["agreement"] is not None
+
+
+def test_full_attention_holds_all_of_its_kv_beside_sliding_windows(loaded: tuple[Any, Any]) -> None:
+    model = build("gemma3", vocab_size=loaded[0].config.vocab_size)
+    theirs, full = timed((model, loaded[1]))
+    assert theirs["share_with_dense"] == full["share_with_dense"] == 1
 
 
 def test_an_exact_cache_that_chooses_otherwise_fails(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,8 +196,9 @@ class Bench:
         """Return what one way to take steps came to. Seconds are of the clock, bytes of K and V unless they say otherwise.
 
         tpot_s: the mean of all steps, those that update an index among them; itl_*: of single steps. elapsed_s: after so many of
-        them. peak_device_bytes: everything that torch held during the steps. full_kv_bytes: all KV at this length. share_of_full:
-        kv_device_bytes and index_device_bytes, of the same layers' KV; share_with_dense: with the dense layers, of all KV.
+        them. peak_device_bytes: everything that torch held during the steps. full_kv_bytes: all KV at this length, of
+        layers that attend to everything. share_of_full: kv_device_bytes and index_device_bytes, of the same layers' KV;
+        share_with_dense: with the dense layers, of all KV.
         fetched_bytes and stored_bytes: to and from the device, a step; searched_bytes: what the search reads from the host;
         bus_bytes: all three.
         """
@@ -206,13 +207,14 @@ class Bench:
         heads = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // self.tp
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         token = 2 * heads * head_dim * model.dtype.itemsize * one.batch  # of one layer
-        full = token * config.num_hidden_layers * cache.get_seq_length()
+        layers = cache.is_sliding.count(False)  # what a sliding window holds does not grow
+        full = token * layers * cache.get_seq_length()
         held = held_bytes(cache, full)
         selected = after.selected - before.selected
         fetched, stored = ((getattr(after, f) - getattr(before, f)) / steps for f in ("fetched_bytes", "stored_bytes"))
         if one.method == HF[1]:
             fetched = stored = float(full)  # every layer comes, and leaves whole
-        mine = full * (config.num_hidden_layers - held["dense_layers"]) / config.num_hidden_layers
+        mine = full * (layers - held["dense_layers"]) / layers
         on_device, searched = held["kv_device_bytes"] + held["index_device_bytes"], _searched(cache)
         return {
             "tpot_s": taken.mean,
@@ -240,14 +242,14 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
     """Return what a cache holds where, and what it attended to. kv_host_bytes: memory held there; kv_frozen_bytes: what it stands
     for, larger where rows or layers share it. index_host_bytes: None where the index does not tell."""
     if not isinstance(cache, Cache):
-        offloaded = bool(getattr(cache, "offloading", False))
+        offloaded, layers = bool(getattr(cache, "offloading", False)), cache.is_sliding.count(False)
         names = ("attended_mean", "attended_max", "retrieved", "budget", "index_host_bytes")
         return {
             **dict.fromkeys(names),
-            "dense_layers": len(cache.layers),
+            "dense_layers": layers,
             "kv_device_bytes": 0,
             "index_device_bytes": 0,
-            "kv_dense_bytes": 2 * full // len(cache.layers) if offloaded else full,
+            "kv_dense_bytes": 2 * full // layers if offloaded else full,
             "kv_host_bytes": full if offloaded else 0,
             "kv_frozen_bytes": full if offloaded else 0,
         }
