@@ -100,9 +100,9 @@ def test_a_step_computes_the_sequences_up_to_the_last_that_decodes(method: str, 
     batch = Batch(model, method, max_seqs=3, capacity=CAPACITY, **settings)
     together = serve(batch, first, second, 33)
     assert set(rows) == {1, 2, 3}
-    expected = [serve(batch, length)[0] for length in (first, second, 33)]  # nothing stays of those before
-    assert together == [tokens[: 8 - 2 * i] for i, tokens in enumerate(expected)]
-    assert serve(batch, 33, first)[0] == expected[2]
+    alone = [serve(batch, length)[0] for length in (second, 33)]  # nothing stays of those before
+    assert together[1:] == [alone[0][:6], alone[1][:4]]
+    assert serve(batch, 33, first) == [alone[1], together[0][:6]]
 
 
 @pytest.mark.parametrize("method", ["full", "streaming", "oracle", "clusterkv", "h2o", "icecache-digest"])
@@ -297,7 +297,7 @@ def test_what_cannot_be_compiled_is_not_and_says_so(
 
 @pytest.mark.slow
 def test_a_compiled_batch_gives_the_same_tokens() -> None:
-    llama, found = build_exact("llama", num_hidden_layers=2), []
+    llama, found = build_exact("llama", num_hidden_layers=1), []
     for compiled in (False, True):
         batch = Batch(llama, "oracle", max_seqs=2, capacity=CAPACITY, budget=48, compile=compiled)
         first = batch.join(prompt(1, 60)[0], max_new_tokens=4, stop=())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class Step:
     choice: Choice | None
     begins: list[int]
 
-    @property
+    @cached_property
     def rows(self) -> list[list[list[int]]]:
         """Of every sequence and KV head, the rows that were chosen, ascending."""
         if self.choice is None:
