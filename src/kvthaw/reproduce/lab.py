@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,9 +19,9 @@ from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity
 from kvthaw.evaluate.published import Benchmark, Item
 from kvthaw.evaluate.results import ResultsFile
+from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import FULL, Variant, read_variant
-from kvthaw.reproduce.stand_ins import records
 
 BUDGET = 64
 """Of all quick runs."""
@@ -110,10 +111,16 @@ class Lab:
     def items(self, benchmark: Benchmark) -> list[Item]:
         """Return a benchmark's questions, one that ships in its place if quick."""
         if self.quick:
-            return benchmark.items(records(benchmark.name))
+            return benchmark.items([_stand_in(benchmark.name)])
         return benchmark.load(self.data)[: self.limit]
 
     def chat(self, benchmark: Benchmark) -> Chat | None:
         """Return the model's chat template, if it has one and the benchmark is asked through one."""
         asked = benchmark.generation.chat and getattr(self.loaded[1], "chat_template", None) is not None
         return Chat() if asked else None
+
+
+def _stand_in(benchmark: str) -> dict[str, Any]:
+    """Return a record in the layout of a benchmark's file, not the benchmark's own, for runs that only show that all works."""
+    known = json.loads(read_asset("stand_ins.json"))
+    return next(record for prefix, record in known.items() if benchmark.startswith(prefix))

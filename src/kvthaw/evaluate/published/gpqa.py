@@ -5,19 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from kvthaw.evaluate.tasks.base import prompts
+
 from .answers import choice
 from .base import Ask, Benchmark, Item, Record
 from .competition import LONG
 
-PROMPT = """Answer the following multiple choice question. The last line of your response should be of the following format: \
-'Answer: $LETTER' (without quotes) where LETTER is one of ABCD. Think step by step before answering.
-
-{question}
-
-A) {a}
-B) {b}
-C) {c}
-D) {d}"""
+(PROMPT,) = prompts("gpqa")
 PATTERNS = (r"(?i)Answer[ \t]*:[ \t]*\$?([A-D])\$?",)
 
 

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvthaw.evaluate.tasks.base import prompts
+
 from .answers import choice
 from .base import Ask, Benchmark, Generation, Item, Record
 
-TEXT = "Please read the following text and answer the {question} below.\n\n<text>\n{context}\n</text>\n\n"
-CHOICES = (
-    "What is the correct answer to this question: {question}\nChoices:\n"
-    "(A) {choice_A}\n(B) {choice_B}\n(C) {choice_C}\n(D) {choice_D}"
-)
-FORMAT = 'Format your response as follows: "The correct answer is (insert answer here)".'
-STEPS = "Let’s think step by step:"
-AGAIN = "Please read the following text and answer the questions below.\n\nThe text is too long and omitted here.\n\n"
-FINAL = f"Based on the above, what is the single, most likely answer choice? {FORMAT}"
+TEXT, CHOICES, FORMAT, STEPS, AGAIN, FINAL = prompts("longbench_v2")
 PATTERNS = (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])")
 ANSWER = Generation(128, temperature=0.1)
 REASONING = Generation(1024, temperature=0.1)

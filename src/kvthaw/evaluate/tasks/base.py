@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 import re
+import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -111,6 +112,16 @@ def match_any(answers: tuple[str, ...], output: str) -> float:
 def read_asset(name: str) -> str:
     """Return a text that ships with the package."""
     return (ASSETS / name).read_text(encoding="utf-8")
+
+
+@cache
+def _prompts() -> dict[str, dict[str, str]]:
+    return tomllib.loads(read_asset("prompts.toml"))
+
+
+def prompts(task: str) -> list[str]:
+    """Return the published texts that a task's prompts are made of, in the order of assets/prompts.toml."""
+    return list(_prompts()[task].values())
 
 
 @cache

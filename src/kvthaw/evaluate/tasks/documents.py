@@ -16,11 +16,9 @@ from typing import Any
 
 from kvthaw.errors import ConfigError
 
-from .base import ASSETS, Sample, Task, depth_of, distinct, fit, match_any, read_json, word_list
+from .base import ASSETS, Sample, Task, depth_of, distinct, fit, match_any, prompts, read_json, word_list
 
-RULE = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
-INTRO = RULE + "\n\nThe following are given documents.\n\n"
-QUESTION = "\n\n" + RULE + "\n\nQuestion: {query} Answer:"
+INTRO, QUESTION = prompts("documents")
 
 
 @dataclass(frozen=True)

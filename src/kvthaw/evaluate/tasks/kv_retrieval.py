@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .base import FromFile, Sample, distinct, read_records, uuid
+from .base import FromFile, Sample, distinct, prompts, read_records, uuid
 from .keyed import Keyed
 
-INTRO = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
-QUESTION = '\n\nKey: "{key}"\nCorresponding value:'
+INTRO, QUESTION = prompts("kv_retrieval")
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .base import FromFile, Sample, depth_of, distinct, read_records, word_key
+from .base import FromFile, Sample, depth_of, distinct, prompts, read_records, word_key
 from .keyed import Keyed
 
-INTRO = (
-    "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "
-    "'<REGISTER_CONTENT>' at the end of the line as a numerical value. For each line index, memorize its corresponding "
-    "<REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the corresponding <REGISTER_CONTENT> of a "
-    "certain line index. Now the record start:\n\n"
-)
-LINE = "line {key}: REGISTER_CONTENT is <{value}>\n"
-QUESTION = " Now the record ends. What is the first topic we discussed? Only give me the topic name. Do not summarize yourself."
-QUESTION = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number. "
+INTRO, LINE, QUESTION = prompts("longeval")
 
 
 @dataclass(frozen=True)

@@ -6,28 +6,12 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .base import GRASS, Haystack, Sample, Whole, depth_of, distinct, fit, number, uuid, word_key
+from .base import GRASS, Haystack, Sample, Whole, depth_of, distinct, fit, number, prompts, uuid, word_key
 
 Kind = Literal["words", "numbers", "uuids"]
 MAKE = {"words": word_key, "numbers": number, "uuids": uuid}
 
-INTRO = (
-    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {kind} afterwards.\n"
-)
-INTRO_ONE = (
-    "A special magic {one} is hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {one} afterwards.\n"
-)
-NEEDLE = "One of the special magic {kind} for {key} is: {value}."
-QUESTION = (
-    "\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
-    " The special magic {kind} for {query} mentioned in the provided text are"
-)
-QUESTION_ONE = (
-    "\nWhat is the special magic {one} for {query} mentioned in the provided text?"
-    " The special magic {one} for {query} mentioned in the provided text is"
-)
+INTRO, INTRO_ONE, NEEDLE, QUESTION, QUESTION_ONE = prompts("niah")
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from .base import GRASS, Haystack, Sample, Whole, depth_of, fit, number
+from .base import GRASS, Haystack, Sample, Whole, depth_of, fit, number, prompts
 
-INTRO = (
-    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-    "I will quiz you about the important information there.\n"
-)
-FACT = "The pass key is {key}. Remember it. {key} is the pass key."
-QUESTION = "\nWhat is the pass key? The pass key is"
+INTRO, FACT, QUESTION = prompts("passkey")
 
 
 @dataclass(frozen=True)

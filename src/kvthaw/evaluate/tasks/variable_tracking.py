@@ -8,18 +8,9 @@ import string
 from dataclasses import dataclass
 from typing import Any
 
-from .base import GRASS, Haystack, Sample, Whole, depth_of, distinct, fit, number
+from .base import GRASS, Haystack, Sample, Whole, depth_of, distinct, fit, number, prompts
 
-INTRO = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-FIRST = "VAR {name} = {value}"
-NEXT = "VAR {name} = VAR {before} "
-QUESTION = (
-    "\nQuestion: Find all variables that are assigned the value {value} in the text above."
-    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assgined"
-    " the value {value}, they are: "
-)
-
-
+INTRO, FIRST, NEXT, QUESTION = prompts("variable_tracking")
 EXAMPLE_LINES = 10
 
 

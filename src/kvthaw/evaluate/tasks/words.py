@@ -9,24 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .base import Anywhere, Sample, ahead, depth_of, distinct, fit, word_list
+from .base import Anywhere, Sample, ahead, depth_of, distinct, fit, prompts, word_list
 
-CWE = (
-    "Below is a numbered list of words. In these words, some appear more often than others. "
-    "Memorize the ones that appear most often.\n"
-)
-CWE_QUESTION = (
-    "\nQuestion: What are the 10 most common words in the above list?"
-    " Answer: The top 10 words that appear most often in the list are:"
-)
-FWE = (
-    "Read the following coded text and track the frequency of each coded word. "
-    "Find the three most frequently appeared coded words. "
-)
-FWE_QUESTION = (
-    "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently appeared "
-    "words in the above coded text? Answer: According to the coded text above, the three most frequently appeared words are:"
-)
+CWE, CWE_QUESTION, FWE, FWE_QUESTION = prompts("words")
 COMMON = 10
 ZETA_2 = math.pi**2 / 6
 
