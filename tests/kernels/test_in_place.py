@@ -109,19 +109,20 @@ def test_against_the_definition(
 
 
 @pytest.mark.parametrize(
-    ("dim", "group", "dtype", "kv_dtype"),
+    ("dim", "group", "dtype", "kv_dtype", "pooled"),
     [
-        (80, 1, torch.bfloat16, None),
-        (128, 8, torch.float16, None),
-        (96, 4, torch.float32, None),
-        (80, 4, torch.bfloat16, "fp8"),
-        (6, 1, torch.float16, "fp8"),
+        (80, 1, torch.bfloat16, None, True),
+        (128, 8, torch.float16, None, True),
+        (96, 4, torch.float32, None, True),
+        (80, 4, torch.bfloat16, "fp8", False),
+        (6, 1, torch.float16, "fp8", True),
+        (16, 1, torch.float16, "fp8", False),
     ],
     ids=str,
 )
-def test_shapes(dim: int, group: int, dtype: torch.dtype, kv_dtype: KvDtype | None, device: torch.device) -> None:
+def test_shapes(dim: int, group: int, dtype: torch.dtype, kv_dtype: KvDtype | None, pooled: bool, device: torch.device) -> None:
     case = Case(lengths=(50,), dim=dim, group=group, dtype=dtype, kv_dtype=kv_dtype)
-    compare(*case.make(device, pooled=True))
+    compare(*case.make(device, pooled=pooled))
 
 
 def test_softcap_weights_and_sinks(device: torch.device) -> None:
@@ -172,11 +173,12 @@ def test_layout_is_checked(broken: str, device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"], ids=str)
 @pytest.mark.parametrize("pooled", [False, True])
-def test_gpu(pooled: bool, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_gpu(pooled: bool, kv_dtype: KvDtype | None, dim: int, dtype: torch.dtype, device: torch.device) -> None:
     for lengths, rows, regions in (
         ((9000,) * 3, 100, Regions(128, 256, 512)),
         ((9000, 400, 0, 3000) * 6, 788, Regions(16, 100, 64)),
     ):
-        case = Case(lengths, regions, heads=8, group=4, dim=dim, rows=rows, slots=rows, block_size=512, dtype=dtype)
+        case = Case(lengths, regions, 8, 4, dim, rows, slots=rows, block_size=512, dtype=dtype, kv_dtype=kv_dtype)
         compare(*case.make(device, pooled=pooled))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.merge import Partial, merge
 from kvthaw.kernels.split import multiprocessors, split_for, triton_block
 
@@ -47,30 +48,29 @@ elif HAS_TRITON:
 
     from kvthaw.kernels.gpu import PRECISION
     from kvthaw.kernels.in_place import addresses
-    from kvthaw.kernels.row_format import load_part
-
-    _LOG2E = tl.constexpr(1.4426950408889634)
+    from kvthaw.kernels.row_format import load_codes
+    from kvthaw.kernels.split import LOG2E, merge_splits, own_range
 
     @triton.jit
     def _capped(score, scale, softcap):
         # Scale and softcap scores; return base-2 logits.
         if softcap is not None:
             score = score * (scale / softcap)
-            score = (2.0 * tl.sigmoid(2.0 * score) - 1.0) * (softcap * _LOG2E)
+            score = (2.0 * tl.sigmoid(2.0 * score) - 1.0) * (softcap * LOG2E)
         else:
-            score = score * (scale * _LOG2E)
+            score = score * (scale * LOG2E)
         return score
 
     @triton.jit
-    def _found(acc_parts, which, valid, d, is_dim, DIM: tl.constexpr):
-        # Load the outputs [., ., DIM] of the splits and heads in `which`. The result is undefined for splits without visible
-        # keys.
-        at = acc_parts + which[:, :, None] * DIM + d[None, None, :]
-        return tl.load(at, mask=valid[:, :, None] & is_dim[None, None, :], other=0.0, cache_modifier=".cg")
-
-    @triton.jit
-    def _mix(share, piece):
-        return tl.sum(share[:, :, None] * tl.where(share[:, :, None] > 0, piece, 0.0), 0)
+    def _decoded(x, rows, apart, d, PART: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+        # Load K (PART 0) or V (1) of rows of 8 bits [N, d] where apart [N], else take x, None for zeros. Returns numbers of dtype
+        # KIND and what those of a row are multiplied by [N], float32: a power of two, so that products and weights may be instead.
+        numbers, scale = load_codes(rows, apart, d, PART, DIM, KIND, NATIVE)
+        if tl.float16 == KIND:  # whose range scores and values share, but weights times scales would not
+            numbers, scale = (numbers.to(tl.float32) * scale[:, None]).to(KIND), tl.where(apart, 1.0, 1.0)
+        if x is not None:
+            numbers, scale = tl.where(apart[:, None], numbers, x), tl.where(apart, scale, 1.0)
+        return numbers, scale
 
     @triton.jit
     def _attend(
@@ -79,13 +79,15 @@ elif HAS_TRITON:
         nk_seq, nk_head, nv_seq, nv_head, m_seq, m_head, m_row, w_seq, w_head, t_seq, n, sink, ring, row_bytes, stored_bytes,
         block_size, scale, softcap, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr,
         BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr, MERGE_G: tl.constexpr, MERGE_S: tl.constexpr,
-        CHUNK: tl.constexpr, ONE: tl.constexpr, ALIGN: tl.constexpr, FP8: tl.constexpr,
+        CHUNK: tl.constexpr, ONE: tl.constexpr, ALIGN: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
+        PHASES: tl.constexpr,
     ):  # fmt: skip
         # Program (sequence and KV head, split): the query heads of one KV head over one range of its keys. All ranges of a
         # sequence have the same number of whole blocks. A program without keys stores lse -inf and leaves its acc unwritten.
         # The newest token is read from new_key and new_value, never from its slot. With several blocks per program it
         # initializes the softmax of split 0, which also stores it to its slot; with one block (ONE) it replaces what the block
-        # loaded from that slot.
+        # loaded from that slot. In two PHASES each program has a range of sink and ring, and one of rows that all lie in blocks:
+        # each has its own kind of loads.
         pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
         b, h = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
         start, length = 0, n
@@ -103,9 +105,9 @@ elif HAS_TRITON:
             first, last, behind = 0, n, sink + ring
             oldest = (start - sink) % ring  # ring slot of position `start`
             place_new = tl.where(past < sink, past, sink + (past - sink) % ring)
-        run = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), splits), BLOCK_N) * BLOCK_N
-        begin = first + split * run
-        end = tl.minimum(begin + run, last)
+        if PHASES == 2:
+            last = behind
+        begin, end = own_range(first, last, split, splits, BLOCK_N)
 
         # Numbers of 8 bits become float16, which has all of them, by one instruction; bfloat16 takes four.
         EIGHT: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
@@ -132,9 +134,10 @@ elif HAS_TRITON:
                 slots += pair.to(tl.int64) * (n - behind)
             table += b * t_seq
             head_bytes = block_size * stored_bytes
-            lie, apart = addresses(
-                keys, picked, slots, table, begin + offset, end, behind, h, row_bytes, stored_bytes, block_size, head_bytes
-            )
+            if PHASES == 1:
+                lie, apart = addresses(
+                    keys, picked, slots, table, begin + offset, end, behind, h, row_bytes, stored_bytes, block_size, head_bytes
+                )
             if totals is not None:
                 chosen = tl.load(counts + pair, mask=split == 0, other=0).to(tl.int64)
                 tl.atomic_add(totals, chosen, mask=split == 0, sem="relaxed")
@@ -154,7 +157,7 @@ elif HAS_TRITON:
                 both = (place < end)[:, None] & is_dim[None, :]
             v = tl.load(at_values, mask=both, other=0.0).to(KIND)
             if FP8:
-                v = tl.where(apart[:, None], load_part(lie, apart, d, 1, DIM).to(v.dtype), v)
+                v, v_scale = _decoded(v, lie, apart, d, 1, DIM, KIND, NATIVE)
             if new_key is not None:
                 nk = tl.load(new_key, mask=is_dim, other=0.0).to(keys.dtype.element_ty).to(KIND)
                 nv = tl.load(new_value, mask=is_dim, other=0.0).to(values.dtype.element_ty).to(KIND)
@@ -164,7 +167,7 @@ elif HAS_TRITON:
         if ONE:
             k = tl.load(at_keys, mask=both, other=0.0).to(KIND)
             if FP8:
-                k = tl.where(apart[:, None], load_part(lie, apart, d, 0, DIM).to(k.dtype), k)
+                k, k_scale = _decoded(k, lie, apart, d, 0, DIM, KIND, NATIVE)
         q = q.to(tl.float32) if UPCAST else q.to(KIND)
         top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)  # reduced over BLOCK_N only at the end
@@ -182,7 +185,7 @@ elif HAS_TRITON:
                 alone = _capped(tl.sum(q.to(tl.float32) * nk.to(tl.float32)[None, :], 1), scale, softcap)
                 if log_weight is not None:
                     weighed = log_weight + b * w_seq + heads * w_head + place_new
-                    alone += tl.load(weighed, mask=is_head & mine, other=0.0) * _LOG2E
+                    alone += tl.load(weighed, mask=is_head & mine, other=0.0) * LOG2E
                 top = tl.where(mine, alone, float("-inf"))
                 some = top > float("-inf")
                 sums = tl.where(some[:, None] & (offset == 0)[None, :], 1.0, sums)
@@ -191,64 +194,78 @@ elif HAS_TRITON:
             tl.store(tickets + d * 0, 1, mask=is_dim & mine & (finite == 0))
             tl.store(keys + home * k_row + d, nk, mask=is_dim & mine)
             tl.store(values + home * v_row + d, nv, mask=is_dim & mine)
-        for at in range(begin, end, BLOCK_N):
-            place = at + offset
-            inside = place < end
-            if not ONE:
-                if picked is not None:
-                    at_keys = tl.multiple_of(lie.to(keys.dtype), ALIGN)[:, None] + d[None, :]
-                    at_values = at_keys + DIM
-                    both = (inside & (lie != 0))[:, None] & is_dim[None, :]
-                    if FP8:
-                        both = both & (apart == 0)[:, None]
-                else:
-                    row = place.to(tl.int64)[:, None]
-                    at_keys, at_values = keys + row * k_row + d[None, :], values + row * v_row + d[None, :]
-                    both = inside[:, None] & is_dim[None, :]
-                k = tl.load(at_keys, mask=both, other=0.0).to(KIND)
-                v = tl.load(at_values, mask=both, other=0.0).to(KIND)
-                if FP8:
-                    k = tl.where(apart[:, None], load_part(lie, apart, d, 0, DIM).to(k.dtype), k)
-                    v = tl.where(apart[:, None], load_part(lie, apart, d, 1, DIM).to(v.dtype), v)
-            seen = inside
-            if picked is not None:
-                seen = (place >= behind) & (lie != 0)
+        for phase in tl.static_range(PHASES):
+            # In phase 0 some rows lie in the slab; in the last phase, if there are picked ones, where `addresses` says.
+            if phase == 1:
+                begin, end = own_range(behind, n, split, splits, BLOCK_N)
+                lie, apart = addresses(
+                    keys, picked, slots, table, begin + offset, end, behind, h, row_bytes, stored_bytes, block_size, head_bytes
+                )
+            for at in range(begin, end, BLOCK_N):
+                place = at + offset
+                inside = place < end
                 if not ONE:
-                    lie, apart = addresses(
-                        keys, picked, slots, table, place + BLOCK_N, end, behind, h, row_bytes, stored_bytes, block_size,
-                        head_bytes,
-                    )  # fmt: skip
-            if visible is not None:  # masks the rows after they are loaded, so that their loads need not wait
-                seen = ahead != 0
-                if not ONE:
-                    later = place + BLOCK_N
-                    ahead = tl.load(
-                        visible + (later - behind).to(tl.int64) * m_row, mask=(later >= behind) & (later < end), other=0
-                    )
-            if ring is not None:
-                age = place - sink - oldest
-                age = tl.where(age < 0, age + ring, age)
-                kept = tl.where(place < sink, place < past, age < past - start) & (place < behind)
-                seen = seen | kept if visible is not None or picked is not None else kept
-                seen = seen & inside
-            if ONE and new_key is not None:
-                seen = seen | is_new
-            if visible is not None or picked is not None or ring is not None:
-                v = tl.where(seen[:, None], v, 0.0)
-            if UPCAST:
-                k, v = k.to(tl.float32), v.to(tl.float32)
-            score = _capped(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap)
-            if log_weight is not None:
-                where = log_weight + b * w_seq + heads[:, None] * w_head + place[None, :]
-                score += tl.load(where, mask=is_head[:, None] & inside[None, :], other=0.0) * _LOG2E
-            score = tl.where(seen[None, :], score, float("-inf"))
-            new = tl.maximum(top, tl.max(score, 1))
-            shift = tl.where(new == float("-inf"), 0.0, new)
-            weight = tl.exp2(score - shift[:, None])
-            decay = tl.exp2(top - shift)
-            sums = sums * decay[:, None] + weight
-            acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
-            top = new
+                    if picked is not None and phase == PHASES - 1:
+                        at_keys = tl.multiple_of(lie.to(keys.dtype), ALIGN)[:, None] + d[None, :]
+                        at_values = at_keys + DIM
+                        both = (inside & (lie != 0))[:, None] & is_dim[None, :]
+                        if FP8:
+                            both = both & (apart == 0)[:, None]
+                    else:
+                        row = place.to(tl.int64)[:, None]
+                        at_keys, at_values = keys + row * k_row + d[None, :], values + row * v_row + d[None, :]
+                        both = inside[:, None] & is_dim[None, :]
+                    k, v = None, None
+                    if phase == 0 or not FP8:
+                        k = tl.load(at_keys, mask=both, other=0.0).to(KIND)
+                        v = tl.load(at_values, mask=both, other=0.0).to(KIND)
+                    if FP8 and phase == PHASES - 1:
+                        k, k_scale = _decoded(k, lie, apart, d, 0, DIM, KIND, NATIVE)
+                        v, v_scale = _decoded(v, lie, apart, d, 1, DIM, KIND, NATIVE)
+                seen = inside
+                if picked is not None and phase == PHASES - 1:
+                    seen = (place >= behind) & (lie != 0)
+                    if not ONE:
+                        lie, apart = addresses(
+                            keys, picked, slots, table, place + BLOCK_N, end, behind, h, row_bytes, stored_bytes, block_size,
+                            head_bytes,
+                        )  # fmt: skip
+                if visible is not None:  # masks the rows after they are loaded, so that their loads need not wait
+                    seen = ahead != 0
+                    if not ONE:
+                        later = place + BLOCK_N
+                        ahead = tl.load(
+                            visible + (later - behind).to(tl.int64) * m_row, mask=(later >= behind) & (later < end), other=0
+                        )
+                if ring is not None and phase == 0:
+                    age = place - sink - oldest
+                    age = tl.where(age < 0, age + ring, age)
+                    kept = tl.where(place < sink, place < past, age < past - start) & (place < behind)
+                    seen = seen | kept if visible is not None or (picked is not None and PHASES == 1) else kept
+                    seen = seen & inside
+                if ONE and new_key is not None:
+                    seen = seen | is_new
+                if phase == 0 and (visible is not None or ring is not None):
+                    v = tl.where(seen[:, None], v, 0.0)
+                if UPCAST:
+                    k, v = k.to(tl.float32), v.to(tl.float32)
+                score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                if FP8 and phase == PHASES - 1:
+                    score *= k_scale[None, :]
+                score = _capped(score, scale, softcap)
+                if log_weight is not None:
+                    where = log_weight + b * w_seq + heads[:, None] * w_head + place[None, :]
+                    score += tl.load(where, mask=is_head[:, None] & inside[None, :], other=0.0) * LOG2E
+                score = tl.where(seen[None, :], score, float("-inf"))
+                new = tl.maximum(top, tl.max(score, 1))
+                shift = tl.where(new == float("-inf"), 0.0, new)
+                weight = tl.exp2(score - shift[:, None])
+                decay = tl.exp2(top - shift)
+                sums = sums * decay[:, None] + weight
+                if FP8 and phase == PHASES - 1:
+                    weight *= v_scale[None, :]
+                acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+                top = new
 
         total = tl.sum(sums, 1)
         some = total > 0
@@ -265,49 +282,10 @@ elif HAS_TRITON:
         arrived = tl.atomic_add(tickets + 1 + pair, 1, sem="acq_rel")
         if arrived == splits - 1:
             tl.store(tickets + 1 + pair, 0)
-            mg, s, c = tl.arange(0, MERGE_G), tl.arange(0, MERGE_S), tl.arange(0, CHUNK)
-            is_mine = mg < GROUP
-            head = h * GROUP + mg
-            rows = b * HEADS * GROUP + head
-            if CHUNK >= MERGE_S:  # issued before any wait
-                piece = _found(
-                    acc_parts, rows[None, :] * splits + s[:, None], (s < splits)[:, None] & is_mine[None, :], d, is_dim, DIM
-                )
-            every = tl.load(
-                lse_parts + rows[None, :] * splits + s[:, None],
-                mask=is_mine[None, :] & (s < splits)[:, None],
-                other=float("-inf"),
-                cache_modifier=".cg",
-            )
-            peak = tl.max(every, 0)
-            if sinks is not None:
-                sunk = tl.load(sinks + head, mask=is_mine, other=0.0).to(tl.float32) * _LOG2E
-                peak = tl.maximum(peak, sunk)
-            if more_lse is not None:
-                more = tl.load(more_lse + rows, mask=is_mine, other=float("-inf")) * _LOG2E
-                peak = tl.maximum(peak, more)
-            peak = tl.where(peak == float("-inf"), 0.0, peak)
-            share_of = tl.exp2(every - peak[None, :])
-            whole = tl.sum(share_of, 0)
-            mixed = tl.zeros((MERGE_G, BLOCK_D), tl.float32)
-            if sinks is not None:
-                whole += tl.exp2(sunk - peak)
-            if more_lse is not None:
-                share = tl.exp2(more - peak)
-                whole += share
-                given = (share > 0)[:, None] & is_dim[None, :]
-                mixed += share[:, None] * tl.load(more_out + rows[:, None] * DIM + d[None, :], mask=given, other=0.0)
-            if CHUNK >= MERGE_S:
-                mixed += _mix(share_of, piece)
-            else:
-                for at in range(0, splits, CHUNK):
-                    which = rows[None, :] * splits + (at + c)[:, None]
-                    valid = is_mine[None, :] & (at + c < splits)[:, None]
-                    piece = _found(acc_parts, which, valid, d, is_dim, DIM)
-                    part_lse = tl.load(lse_parts + which, mask=valid, other=float("-inf"), cache_modifier=".cg")
-                    mixed += _mix(tl.exp2(part_lse - peak[None, :]), piece)
-            by = tl.where(whole > 0, whole, 1.0)
-            tl.store(out + rows[:, None] * DIM + d[None, :], mixed / by[:, None], mask=is_mine[:, None] & is_dim[None, :])
+            merge_splits(
+                acc_parts, lse_parts, sinks, more_out, more_lse, out, b * HEADS * GROUP, h * GROUP, splits, GROUP, DIM, BLOCK_D,
+                MERGE_G, MERGE_S, CHUNK,
+            )  # fmt: skip
 
 
 def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
@@ -382,7 +360,7 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     group, interpreted = q_heads // heads, query.device.type == "cpu"
     if interpreted and sinks is not None:  # the interpreter supports no bfloat16 scalars or products
         sinks = sinks.float()
-    block_d, merge_g = triton_block(dim, 16), triton_block(group)
+    block_d, merge_g, one = triton_block(dim, 16), triton_block(group), split.splits * split.block >= n
     _attend[(batch * heads, split.splits)](
         query, keys, values, new_key, new_value, visible, rows, slots, table, counts, totals, lengths, starts, log_weight, sinks,
         more_out, more_lse, acc, parts, tickets, out, *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
@@ -393,7 +371,7 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         HEADS=heads, GROUP=group, DIM=dim, BLOCK_G=triton_block(group, 16), BLOCK_D=block_d, BLOCK_N=split.block,
         UPCAST=interpreted, MERGE_G=merge_g, MERGE_S=triton_block(split.splits),
         CHUNK=max(1, min(triton_block(split.splits), 64 * 32 * split.warps // (merge_g * block_d))),
-        ONE=split.splits * split.block >= n, ALIGN=16 if row_bytes % 32 == 0 else keys.element_size(), FP8=fp8,
-        num_warps=split.warps, num_stages=split.stages,
+        ONE=one, ALIGN=16 if row_bytes % 32 == 0 else keys.element_size(), FP8=fp8, NATIVE=nvidia(query.device, (8, 9)),
+        PHASES=2 if selected is not None and slots is None and not one else 1, num_warps=split.warps, num_stages=split.stages,
     )  # fmt: skip
     return out

@@ -203,11 +203,23 @@ if HAS_TRITON:
         return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
     @triton.jit
+    def load_codes(rows, known, d, PART: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+        # Return K (PART 0) or V (1) of rows at byte addresses [N] int64 as numbers [N, d] of dtype KIND, exactly, and what those of
+        # a row are multiplied by, float32 [N]; 0 where not known [N]. NATIVE: with a GPU's instruction.
+        scale = tl.load((rows + 4 * PART).to(tl.pointer_type(tl.float32)), mask=known, other=0.0)
+        at = tl.multiple_of(rows.to(tl.pointer_type(tl.uint8)), 8)[:, None] + (8 + PART * DIM) + d[None, :]
+        codes = tl.load(at, mask=known[:, None] & (d < DIM)[None, :], other=0)
+        if NATIVE:
+            numbers = codes.to(tl.float8e4nv, bitcast=True).to(KIND)
+        else:
+            numbers, scale = to_numbers(codes).to(KIND), scale * 256
+        return numbers, scale
+
+    @triton.jit
     def load_part(rows, known, d, PART: tl.constexpr, DIM: tl.constexpr):
         # Return K (PART 0) or V (1) of rows at byte addresses [N] int64, float32 [N, d]; 0 where not known [N].
-        scale = tl.load((rows + 4 * PART).to(tl.pointer_type(tl.float32)), mask=known, other=0.0)
-        codes = tl.multiple_of(rows.to(tl.pointer_type(tl.uint8)), 8)[:, None] + (8 + PART * DIM) + d[None, :]
-        return to_numbers(tl.load(codes, mask=known[:, None] & (d < DIM)[None, :], other=0)) * (scale * 256)[:, None]
+        numbers, scale = load_codes(rows, known, d, PART, DIM, tl.float32, False)
+        return numbers * scale[:, None]
 
     @triton.jit
     def store_part(rows, known, x, d, PART: tl.constexpr, DIM: tl.constexpr):

@@ -1,4 +1,4 @@
-"""How the keys of a decode step are split among programs."""
+"""How the keys of a decode step are split among programs, and how the last of them to finish merges what all found."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+
+from kvthaw.kernels import HAS_TRITON
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +49,78 @@ def triton_block(size: int, least: int = 1) -> int:
 def multiprocessors(device: torch.device) -> int:
     """Return the multiprocessors of a GPU; under the interpreter those of an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    LOG2E = tl.constexpr(1.4426950408889634)
+
+    @triton.jit
+    def own_range(first, last, split, splits, BLOCK_N: tl.constexpr):
+        # Return the range of a split: whole blocks, but for the last.
+        run = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), splits), BLOCK_N) * BLOCK_N
+        return first + split * run, tl.minimum(first + (split + 1) * run, last)
+
+    @triton.jit
+    def _found(acc_parts, which, valid, d, is_dim, DIM: tl.constexpr):
+        # Load the outputs [., ., DIM] of the splits and heads in `which`. The result is undefined for splits without visible
+        # keys.
+        at = acc_parts + which[:, :, None] * DIM + d[None, None, :]
+        return tl.load(at, mask=valid[:, :, None] & is_dim[None, None, :], other=0.0, cache_modifier=".cg")
+
+    @triton.jit
+    def _mix(share, piece):
+        return tl.sum(share[:, :, None] * tl.where(share[:, :, None] > 0, piece, 0.0), 0)
+
+    @triton.jit
+    def merge_splits(
+        acc_parts, lse_parts, sinks, more_out, more_lse, out, before, first, splits, GROUP: tl.constexpr, DIM: tl.constexpr,
+        BLOCK_D: tl.constexpr, MERGE_G: tl.constexpr, MERGE_S: tl.constexpr, CHUNK: tl.constexpr,
+    ):  # fmt: skip
+        # Merge what the splits of a KV head found, with sinks and another partial if given, and store the output. before: query
+        # heads of earlier sequences; first: of the KV head.
+        mg, s, c, d = tl.arange(0, MERGE_G), tl.arange(0, MERGE_S), tl.arange(0, CHUNK), tl.arange(0, BLOCK_D)
+        is_mine, is_dim = mg < GROUP, d < DIM
+        head = first + mg
+        rows = before + head
+        if CHUNK >= MERGE_S:  # issued before any wait
+            piece = _found(
+                acc_parts, rows[None, :] * splits + s[:, None], (s < splits)[:, None] & is_mine[None, :], d, is_dim, DIM
+            )
+        every = tl.load(
+            lse_parts + rows[None, :] * splits + s[:, None],
+            mask=is_mine[None, :] & (s < splits)[:, None],
+            other=float("-inf"),
+            cache_modifier=".cg",
+        )
+        peak = tl.max(every, 0)
+        if sinks is not None:
+            sunk = tl.load(sinks + head, mask=is_mine, other=0.0).to(tl.float32) * LOG2E
+            peak = tl.maximum(peak, sunk)
+        if more_lse is not None:
+            more = tl.load(more_lse + rows, mask=is_mine, other=float("-inf")) * LOG2E
+            peak = tl.maximum(peak, more)
+        peak = tl.where(peak == float("-inf"), 0.0, peak)
+        share_of = tl.exp2(every - peak[None, :])
+        whole = tl.sum(share_of, 0)
+        mixed = tl.zeros((MERGE_G, BLOCK_D), tl.float32)
+        if sinks is not None:
+            whole += tl.exp2(sunk - peak)
+        if more_lse is not None:
+            share = tl.exp2(more - peak)
+            whole += share
+            given = (share > 0)[:, None] & is_dim[None, :]
+            mixed += share[:, None] * tl.load(more_out + rows[:, None] * DIM + d[None, :], mask=given, other=0.0)
+        if CHUNK >= MERGE_S:
+            mixed += _mix(share_of, piece)
+        else:
+            for at in range(0, splits, CHUNK):
+                which = rows[None, :] * splits + (at + c)[:, None]
+                valid = is_mine[None, :] & (at + c < splits)[:, None]
+                piece = _found(acc_parts, which, valid, d, is_dim, DIM)
+                part_lse = tl.load(lse_parts + which, mask=valid, other=float("-inf"), cache_modifier=".cg")
+                mixed += _mix(tl.exp2(part_lse - peak[None, :]), piece)
+        by = tl.where(whole > 0, whole, 1.0)
+        tl.store(out + rows[:, None] * DIM + d[None, :], mixed / by[:, None], mask=is_mine[:, None] & is_dim[None, :])
