@@ -255,7 +255,7 @@ class Batch:
         rows = self.max_seqs if every else min(self.max_seqs, 1 << live[-1].seq.bit_length())
         seqs, commits = slice(0, rows), sequences.commits
         at = [(one.tokens[one.fed], one.prompt + one.fed) if one else (0, 0) for one in self._decoding[seqs]]
-        ids, positions = upload(at, torch.int64, self.model.device)[:, :, None].unbind(1)
+        ids, positions = upload(at, torch.int64, self._sampler.device)[:, :, None].unbind(1)
         try:
             with torch.no_grad():
                 logits = self._replay(ids, positions)[:, -1]
