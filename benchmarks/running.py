@@ -1,9 +1,10 @@
 """Time the steps of a running batch under several methods in turns, then break one step of each down by kernels.
 
 `python -m benchmarks.running --method full,auto,pariskv-plus --device-memory none,auto --turns 2`: a line is one turn of one
-method (see `kvthaw.bench.serving`). Turns tell a method from what else the machine does. `--profile` profiles a step of `--seqs`
-sequences of each method in the end, since a profiler stays in the process; with `--turns 0` that is all. `--length` is the longest
-prompt, `--shortest` the shortest of those. host_us: from when a step begins until it is on the device.
+method (see `kvthaw.bench.serving`). Turns tell a method from what else the machine does. `--steps` then times steps of `--seqs`
+sequences whose prompts have from `--shortest` to `--length` tokens; host_us: from when a step begins until it is on the device,
+device_ms: from its first work there to its last. `--profile` breaks them down by kernels, and leaves a profiler in the process,
+which slows the host.
 """
 
 from __future__ import annotations
@@ -41,21 +42,32 @@ def step_of(
         request = batch.join(random_ids(model, 1, length, seed)[0], max_new_tokens=steps + 1, stop=())
         batch.prefill(request, request.prompt)
     batch.start(timeout=None)
-    launched: list[float] = []
-    batch.launched = lambda: launched.append(clock())
-    took: list[float] = []
-    until: list[float] = []
+    launched, took, until, busy = 0.0, list[float](), list[float](), list[float]()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if model.device.type == "cuda" else (None, None)
+
+    def note() -> None:
+        nonlocal launched
+        launched = clock()
+        if last is not None:
+            last.record()
+
+    batch.launched = note
     for step in range(WARM + STEPS):
         begin = clock()
+        if first is not None:
+            first.record()
         batch.step()
         if step >= WARM:
             took.append(clock() - begin)
-            until.append(launched[-1] - begin)
+            until.append(launched - begin)
+            if first is not None and last is not None:
+                busy.append(first.elapsed_time(last))
     took.sort()
     found = {
         "median_ms": 1e3 * statistics.median(took),
         "p95_ms": 1e3 * took[int(0.95 * len(took))],
         "host_us": 1e6 * statistics.median(until),
+        "device_ms": statistics.median(busy) if busy else None,
         "method_in_force": batch.stats().method,
         "device_rate": batch.stats().device_rate,
     }
@@ -82,8 +94,8 @@ def main() -> None:
     """Measure in turns, then profile; one JSON line each."""
     given = options(
         __doc__, shape="llama-3.1-8b", layers=int, method="full,auto,pariskv-plus", seqs=4, length=16384, shortest=int, budget=1024,
-        retrieved=0, dense_layers=int, device_memory="none", kv_dtype=str, requests=6, turns=1, compile=False, profile=False,
-        commit=str, out=Path,
+        retrieved=0, dense_layers=int, device_memory="none", kv_dtype=str, requests=6, turns=1, compile=False, steps=False,
+        profile=False, commit=str, out=Path,
     )  # fmt: skip
     device, name = where()
     model, report = build(given.shape, device, layers=given.layers), Report(given.out, given.commit)
@@ -108,11 +120,11 @@ def main() -> None:
     sizes: dict[str, Any] = {"retrieved": given.retrieved} if given.retrieved else {"budget": given.budget}
     if given.dense_layers is not None:
         sizes["dense_layers"] = given.dense_layers
-    for method, memory in dict.fromkeys(cases) if given.profile else ():
+    for method, memory in dict.fromkeys(cases) if given.profile else cases if given.steps else ():
         setting = {"bench": "step", "shape": given.shape, "method": method, "layers": given.layers, "seqs": given.seqs}
         setting |= {"length": given.length, "shortest": shortest, "kv_dtype": given.kv_dtype, "device_memory": memory, **sizes}
         settings = settings_of(method, sizes, memory, given.kv_dtype)
-        found = step_of(model, method, lengths, settings, compiled=given.compile, profile=device.type == "cuda")
+        found = step_of(model, method, lengths, settings, compiled=given.compile, profile=given.profile)
         report.record(setting | {"compile": given.compile, "device": name}, found)
 
 
