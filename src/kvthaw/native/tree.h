@@ -224,20 +224,11 @@ private:
         std::vector<uint64_t> best;                     // of each key a heap of `keep` ranks, the last one first
         std::vector<float> floor;                       // of each key that one's score
 
-        void prioritise(const Settings& settings, const float* projections);
-        bool retrieves(int member, int retrieve) const;
+        const float *projections = nullptr, *ranked = nullptr;  // of the key; of that whose members `apart` ranks
+        int retrieve = 0;
 
-        // Returns the score below which no point is taken any more.
-        float take(int key, int keep, uint64_t rank) {
-            uint64_t* own = best.data() + static_cast<size_t>(key) * keep;
-            if (rank < own[0]) {
-                std::pop_heap(own, own + keep);
-                own[keep - 1] = rank;
-                std::push_heap(own, own + keep);
-                if (own[0] != kNone) floor[key] = score_of(own[0]);
-            }
-            return floor[key];
-        }
+        float consider(const Settings& settings, int key, int member, float score);
+        bool retrieves(const Settings& settings, int member);
     };
     void collect_node(const Rows& rows, int node, std::vector<int32_t>& members) const;
     void gather_projections(Descent& room) const;

@@ -86,10 +86,8 @@ void Tree::adopt_by_descent(const Rows& rows, int above, const int32_t* orphans,
             }
             std::fill(room.panel.begin() + static_cast<size_t>(members) * dim, room.panel.end(), 0.0f);
             room.scores.resize(static_cast<size_t>(kTogether) * padded);
-            const int retrieve = settings_->build.retrieved(members);
-            const bool pruned = retrieve < members;
-            if (pruned) gather_projections(room);
-            const int32_t* ids = room.members.data();
+            room.retrieve = settings_->build.retrieved(members);
+            if (room.retrieve < members) gather_projections(room);
             const float* lifts = room.lifts.data();
             for (size_t first = begin; first < end; first += kTogether) {
                 const int together = static_cast<int>(std::min<size_t>(kTogether, end - first));
@@ -101,13 +99,10 @@ void Tree::adopt_by_descent(const Rows& rows, int above, const int32_t* orphans,
                     const float* scores = room.scores.data() + static_cast<size_t>(k) * padded;
                     const float lift = lift_[point];
                     float floor = room.floor[key];
-                    bool asked = !pruned;
+                    room.projections = &projection_[static_cast<size_t>(point) * settings_->indices()];
                     for (int m = 0; m < members; ++m) {
                         const float score = scores[m] + lift * lifts[m];
-                        if (score < floor) continue;
-                        if (!asked) room.prioritise(*settings_, &projection_[static_cast<size_t>(point) * settings_->indices()]);
-                        asked = true;
-                        if (!pruned || room.retrieves(m, retrieve)) floor = room.take(key, keep, rank_key(score, ids[m]));
+                        if (__builtin_expect(!(score < floor), 0)) floor = room.consider(*settings_, key, m, score);
                     }
                 }
             }
@@ -141,31 +136,47 @@ void Tree::collect_node(const Rows& rows, int node, std::vector<int32_t>& member
 }
 
 void Tree::gather_projections(Descent& room) const {
+    room.ranked = nullptr;
     const size_t members = room.members.size(), indices = settings_->indices();
     room.axes.resize(indices * members);
     for (size_t m = 0; m < members; ++m)
         for (size_t j = 0; j < indices; ++j) room.axes[j * members + m] = projection_[room.members[m] * indices + j];
 }
 
-// How far the members lie from a key in projection, as P-DCI ranks them.
-void Tree::Descent::prioritise(const Settings& settings, const float* projections) {
-    const size_t count = members.size();
-    apart.assign(count, HUGE_VALF);
-    bound.resize(count);
-    for (int composite = 0; composite < settings.composites; ++composite) {
-        std::fill(bound.begin(), bound.end(), 0.0f);
-        for (int j = composite * settings.simples; j < (composite + 1) * settings.simples; ++j) {
-            const float* axis = &axes[j * count];
-            for (size_t m = 0; m < count; ++m) bound[m] = std::max(bound[m], std::fabs(axis[m] - projections[j]));
-        }
-        for (size_t m = 0; m < count; ++m) apart[m] = std::min(apart[m], bound[m]);
+// Keeps a member if it is among the best of a key and P-DCI gives it a true distance. Returns the score below which no point is kept
+// any more. Apart from the loop over members, which few points leave.
+__attribute__((noinline)) float Tree::Descent::consider(const Settings& settings, int key, int member, float score) {
+    const int keep = settings.build.keep;
+    uint64_t* own = best.data() + static_cast<size_t>(key) * keep;
+    const uint64_t rank = rank_key(score, members[member]);
+    if (rank < own[0] && retrieves(settings, member)) {
+        std::pop_heap(own, own + keep);
+        own[keep - 1] = rank;
+        std::push_heap(own, own + keep);
+        if (own[0] != kNone) floor[key] = score_of(own[0]);
     }
+    return floor[key];
 }
 
-// Whether a member is one of the `retrieve` nearest in projection, of equals the earlier.
-bool Tree::Descent::retrieves(int member, int retrieve) const {
+// Whether a member is one of the `retrieve` nearest to a key in projection, of equals the earlier.
+bool Tree::Descent::retrieves(const Settings& settings, int member) {
+    const size_t count = members.size();
+    if (retrieve >= static_cast<int>(count)) return true;
+    if (ranked != projections) {
+        ranked = projections;
+        apart.assign(count, HUGE_VALF);
+        bound.resize(count);
+        for (int composite = 0; composite < settings.composites; ++composite) {
+            std::fill(bound.begin(), bound.end(), 0.0f);
+            for (int j = composite * settings.simples; j < (composite + 1) * settings.simples; ++j) {
+                const float* axis = &axes[j * count];
+                for (size_t m = 0; m < count; ++m) bound[m] = std::max(bound[m], std::fabs(axis[m] - projections[j]));
+            }
+            for (size_t m = 0; m < count; ++m) apart[m] = std::min(apart[m], bound[m]);
+        }
+    }
     int nearer = 0;
-    for (size_t m = 0; m < members.size(); ++m)
+    for (size_t m = 0; m < count; ++m)
         nearer += (apart[m] < apart[member]) | ((apart[m] == apart[member]) & (members[m] < members[member]));
     return nearer < retrieve;
 }
