@@ -114,3 +114,130 @@ void dots_of_codes(const float* query, const void* const* rows, size_t count, in
         out[r] = one[0];
     }
 }
+
+// Keys at a time in `candidates`.
+#if defined(__AVX512VNNI__)
+constexpr int kKeys = 12;
+inline void multiply_panel(const int8_t* keys, int fours, const int32_t* starts, const uint8_t* panel, int32_t (*sums)[kCodedPanel]) {
+    __m512i low[kKeys], high[kKeys];
+#pragma GCC unroll 12
+    for (int k = 0; k < kKeys; ++k) low[k] = high[k] = _mm512_set1_epi32(starts[k]);
+    for (int i = 0; i < fours; ++i) {
+        const __m512i a = _mm512_loadu_si512(panel + i * 128), b = _mm512_loadu_si512(panel + i * 128 + 64);
+#pragma GCC unroll 12
+        for (int k = 0; k < kKeys; ++k) {
+            int32_t four;
+            std::memcpy(&four, keys + 4 * (k * fours + i), 4);
+            const __m512i own = _mm512_set1_epi32(four);
+            low[k] = _mm512_dpbusd_epi32(low[k], a, own);
+            high[k] = _mm512_dpbusd_epi32(high[k], b, own);
+        }
+    }
+#pragma GCC unroll 12
+    for (int k = 0; k < kKeys; ++k) {
+        _mm512_storeu_si512(sums[k], low[k]);
+        _mm512_storeu_si512(sums[k] + 16, high[k]);
+    }
+}
+#else
+constexpr int kKeys = 4;
+inline void multiply_panel(const int8_t* keys, int fours, const int32_t* starts, const uint8_t* panel, int32_t (*sums)[kCodedPanel]) {
+    for (int k = 0; k < kKeys; ++k) {
+        const int8_t* own = keys + 4 * k * fours;
+        for (int p = 0; p < kCodedPanel; ++p) sums[k][p] = starts[k];
+        for (int i = 0; i < fours; ++i)
+            for (int p = 0; p < kCodedPanel; ++p)
+                for (int j = 0; j < 4; ++j) sums[k][p] += static_cast<int32_t>(own[4 * i + j]) * panel[(i * kCodedPanel + p) * 4 + j];
+    }
+}
+#endif
+
+// A bit for each number that is not below `floor`.
+inline uint32_t not_below(Vec x, float floor) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask(x, every(floor), _CMP_GE_OQ);
+#elif defined(__AVX2__)
+    return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x, every(floor), _CMP_GE_OQ)));
+#else
+    uint32_t bits = 0;
+    for (int j = 0; j < W; ++j) bits |= static_cast<uint32_t>(x[j] >= floor) << j;
+    return bits;
+#endif
+}
+
+// |x|, and how far the whole numbers of its i8 row are from it.
+inline void measure_codes(const float* x, const int8_t* codes, float step, int dim, float* length, float* error) {
+    float own = 0, apart = 0;
+    for (int i = 0; i < dim; ++i) {
+        const float off = x[i] - step * codes[i];
+        own += x[i] * x[i];
+        apart += off * off;
+    }
+    *length = __builtin_sqrtf(own);
+    *error = __builtin_sqrtf(apart);
+}
+
+void candidates(const float* keys, int count, const Coded& parents, float* values, int32_t* found, int32_t* counts) {
+    const int dim = parents.dim, depth = dim + 1, fours = (dim + 3) / 4;
+    const size_t bytes = coded_bytes(dim);
+    auto* coded = static_cast<int8_t*>(__builtin_alloca(bytes));
+    auto* codes = static_cast<int8_t*>(__builtin_alloca(4 * static_cast<size_t>(fours) * (kNearestKeys + kKeys)));
+    int32_t starts[kNearestKeys + kKeys] = {}, sums[kKeys][kCodedPanel];
+    float steps[kNearestKeys + kKeys] = {}, lifts[kNearestKeys + kKeys] = {}, reach[kNearestKeys], floor[kNearestKeys], best[kNearestKeys];
+    std::memset(codes, 0, 4 * static_cast<size_t>(fours) * (kNearestKeys + kKeys));
+    for (int k = 0; k < count; ++k) {
+        const float* key = keys + static_cast<size_t>(k) * depth;
+        encode(key, dim, coded);
+        std::memcpy(codes + 4 * static_cast<size_t>(k) * fours, coded, dim);
+        std::memcpy(&steps[k], coded + bytes - 4, 4);
+        lifts[k] = key[dim];
+        for (int i = 0; i < dim; ++i) starts[k] -= 128 * coded[i];
+        float length, error;
+        measure_codes(key, coded, steps[k], dim, &length, &error);
+        // No product is farther from that of whole numbers than `apart`, rounding included.
+        const float apart = error * parents.length + (length + error) * parents.error;
+        reach[k] = 2.02f * apart + 4e-5f * (length * parents.length + lifts[k] * parents.lift);
+        best[k] = floor[k] = -__FLT_MAX__;
+        counts[k] = 0;
+    }
+    const auto keep = [&](int k) {  // those that may still be the largest
+        int32_t kept = 0;
+        for (int32_t c = 0; c < counts[k]; ++c) {
+            const size_t from = static_cast<size_t>(k) * kFound + c, to = static_cast<size_t>(k) * kFound + kept;
+            if (values[from] < floor[k]) continue;
+            values[to] = values[from];
+            found[to] = found[from];
+            ++kept;
+        }
+        counts[k] = kept;
+    };
+    for (int p = 0; p < parents.count; p += kCodedPanel) {
+        const uint8_t* panel = parents.codes + static_cast<size_t>(p) * 4 * fours;
+        for (int begin = 0; begin < count; begin += kKeys) {
+            multiply_panel(codes + 4 * static_cast<size_t>(begin) * fours, fours, starts + begin, panel, sums);
+            for (int k = begin; k < begin + kKeys && k < count; ++k) {
+                if (counts[k] < 0) continue;
+                for (int v = 0; v < kCodedPanel; v += W) {
+                    Ints whole;
+                    std::memcpy(&whole, sums[k - begin] + v, sizeof(whole));
+                    const Vec value = __builtin_convertvector(whole, Vec) * (load(parents.steps + p + v) * steps[k]) +
+                                      load(parents.lifts + p + v) * lifts[k];
+                    for (uint32_t bits = not_below(value, floor[k]); bits; bits &= bits - 1) {
+                        const int lane = __builtin_ctz(bits);
+                        const size_t at = static_cast<size_t>(k) * kFound + counts[k]++;
+                        values[at] = value[lane];
+                        found[at] = p + v + lane;
+                        if (value[lane] > best[k]) {
+                            best[k] = value[lane];
+                            floor[k] = best[k] - reach[k];
+                        }
+                    }
+                }
+                if (counts[k] <= kFound - kCodedPanel) continue;
+                keep(k);
+                if (counts[k] > kFound - kCodedPanel) counts[k] = -1;
+            }
+        }
+    }
+    for (int k = 0; k < count; ++k) keep(k);
+}
