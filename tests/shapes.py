@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.testing.shapes import DTYPES, HEAD_DIMS, TOLERANCE, Shape, close
+from kvthaw.testing import shapes
+from kvthaw.testing.shapes import DTYPES, HEAD_DIMS, TOLERANCE, close
 
 __all__ = ["DTYPES", "GROUPS", "HEAD_DIMS", "LENGTHS", "SHAPES", "TOLERANCE", "Shape", "close", "over_shapes", "poisoned"]
 
 LENGTHS = [1, 2, 63, 64, 65]
 GROUPS = [1, 4, 8]
+
+
+@dataclass(frozen=True)
+class Shape(shapes.Shape):
+    """A shape of keys of so many tokens."""
+
+    tokens: int = 65
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-n{self.tokens}"
+
+    def query(self, steps: int | None = None) -> Tensor:
+        """Return random queries [B, Hq, D], or [B, Hq, T, D] of so many steps."""
+        size = (self.batch, self.q_heads) + (() if steps is None else (steps,)) + (self.head_dim,)
+        return torch.randn(size).to(self.dtype)
+
+    def keys(self, tokens: int | None = None) -> Tensor:
+        """Return random keys [B, H, n, D]."""
+        return torch.randn(self.batch, self.heads, self.tokens if tokens is None else tokens, self.head_dim).to(self.dtype)
+
 
 SHAPES = [
     *(Shape(tokens=n) for n in LENGTHS),

@@ -21,32 +21,22 @@ HEAD_DIMS = [64, 80, 96, 128, 192, 256]
 
 @dataclass(frozen=True)
 class Shape:
-    """batch sequences, heads KV heads, group query heads on each, head_dim, tokens, dtype."""
+    """batch sequences, heads KV heads, group query heads on each, head_dim, dtype."""
 
     batch: int = 2
     heads: int = 2
     group: int = 4
     head_dim: int = 64
-    tokens: int = 65
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
-        sizes = f"b{self.batch}-h{self.heads}x{self.group}-d{self.head_dim}-n{self.tokens}"
-        return f"{sizes}-{str(self.dtype).removeprefix('torch.')}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"b{self.batch}-h{self.heads}x{self.group}-d{self.head_dim}-{dtype}"
 
     @property
     def q_heads(self) -> int:
         """Query heads in all, Hq."""
         return self.heads * self.group
-
-    def query(self, steps: int | None = None) -> Tensor:
-        """Return random queries [B, Hq, D], or [B, Hq, T, D] of so many steps."""
-        size = (self.batch, self.q_heads) + (() if steps is None else (steps,)) + (self.head_dim,)
-        return torch.randn(size).to(self.dtype)
-
-    def keys(self, tokens: int | None = None) -> Tensor:
-        """Return random keys [B, H, n, D]."""
-        return torch.randn(self.batch, self.heads, self.tokens if tokens is None else tokens, self.head_dim).to(self.dtype)
 
 
 SMALL = Shape(batch=1, heads=2, group=2, head_dim=64)
