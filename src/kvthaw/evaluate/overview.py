@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ def perplexities(summaries: Sequence[Summary]) -> RichTable:
 def in_text(title: str, made: Table) -> RichTable:
     """Return a table for the terminal, shares without their intervals."""
     cells = [[value if isinstance(value, str) else value.text for value in row] for row in made.rows]
-    return lay_out(title, [name.replace(" ", "\n") for name in made.columns], cells)
+    return lay_out(title, [textwrap.fill(name, 10, break_long_words=False) for name in made.columns], cells)
 
 
 def overview(tasks: Sequence[Summary], perplexities: Sequence[Summary] = ()) -> Document:
