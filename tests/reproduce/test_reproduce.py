@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvthaw import ConfigError
-from kvthaw.bench import decode, steps
+from kvthaw.bench import steps
 from kvthaw.bench.settings import setting
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.engine.hf.model import load
@@ -27,7 +27,6 @@ def lab(folder: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SHAPES, "tiny", tinier())
         patch.setattr(steps, "most_warm", lambda device: 2)
-        patch.setattr(decode, "free", lambda: None)
         yield Lab(str(folder), load, quick=True)
 
 
