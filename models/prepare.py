@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
-from kvthaw.evaluate.tasks import TASKS, Sample, kv_retrieval, longeval, niah, passkey, variable_tracking
+from kvthaw.evaluate.tasks import TASKS, Sample, keyed, niah, passkey, variable_tracking
 from kvthaw.evaluate.tasks.base import GRASS, word_list
 
 TOPICS = ["number", "code", "password", "secret code", "access code", "phone number", "price", "score", "weight"]
@@ -32,8 +32,8 @@ def wording(data: Path) -> dict[str, object]:
         "passkey_intro": passkey.INTRO,
         "niah_some": niah.INTRO,
         "niah_one": niah.INTRO_ONE,
-        "lines_intro": longeval.INTRO,
-        "kv_intro": kv_retrieval.INTRO,
+        "lines_intro": keyed.LINES_INTRO,
+        "kv_intro": keyed.JSON_INTRO,
         "chain_intro": variable_tracking.INTRO,
         "topics": TOPICS,
         "adjectives": list(word_list("adjectives.txt")),
@@ -116,10 +116,10 @@ def evaluation(data: Path, tokenizer: object, quick: bool) -> list[tuple[str, in
                 put(name, name, length, TASKS[name].sample(tokenizer, length=length - 96, seed=7000 + i, text=text))
     for count in (200, 400, 600, 1000, 1350):
         file = next((data / "longeval").glob(f"{count}_lines.jsonl*"))
-        for sample in longeval.LongEval().reading(file).samples[: 4 if quick else 50]:
+        for sample in keyed.LongEval().reading(file).samples[: 4 if quick else 50]:
             put(f"longeval {count} lines", "longeval", 0, sample)
     file = data / "lost_in_the_middle" / "kv-retrieval-75_keys.jsonl.gz"
-    for sample in kv_retrieval.KVRetrieval().reading(file).samples[: 4 if quick else 100]:
+    for sample in keyed.KVRetrieval().reading(file).samples[: 4 if quick else 100]:
         put("kv 75 keys", "kv_retrieval", 0, sample)
     return out
 

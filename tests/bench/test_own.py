@@ -10,8 +10,7 @@ import torch
 
 from kvthaw import CacheError
 from kvthaw.bench import own
-from kvthaw.bench.advice import advice
-from kvthaw.bench.own import OwnBench, Reading
+from kvthaw.bench.own import OwnBench, Reading, advice
 from kvthaw.engine.hf import Cache
 from kvthaw.evaluate.results import Record, ResultsFile
 from zoo import build

@@ -14,9 +14,7 @@ from word_pieces import WordPieces
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.tasks import TASKS, Sample, find
 from kvthaw.evaluate.tasks.base import ASSETS, Haystack, fingerprint_of, fit, read_asset, word_list
-from kvthaw.evaluate.tasks.keyed import Keyed
-from kvthaw.evaluate.tasks.kv_retrieval import KVRetrieval
-from kvthaw.evaluate.tasks.longeval import LongEval
+from kvthaw.evaluate.tasks.keyed import Keyed, KVRetrieval, LongEval
 from kvthaw.evaluate.tasks.niah import Niah
 from kvthaw.evaluate.tasks.variable_tracking import VariableTracking
 
@@ -239,7 +237,7 @@ def test_depth_says_which_record_is_asked_for(task: Keyed) -> None:
     records = task.make_pairs(50, seed=3)
     for depth, at in ((0.0, 0), (0.5, 24), (1.0, 49)):
         made = task.with_records(50, seed=3, depth=depth)
-        assert (made.question, made.answers) == (task.question(records[at][0]), (records[at][1],))
+        assert (made.question, made.answers) == (task.question.format(key=records[at][0]), (records[at][1],))
 
 
 def test_niah_wording(tokenizer: Any) -> None:

@@ -116,10 +116,9 @@ def decode(
     names, batches, ways = names_of(method or _TIMED), listed(batch, int, "--batch"), listed(steps, str, "--steps")
     limit: dict[str, Any] = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers)}
     from kvthaw.bench import tables
-    from kvthaw.bench.advice import advice
     from kvthaw.bench.card import where
     from kvthaw.bench.decode import Bench
-    from kvthaw.bench.own import OwnBench, Reading
+    from kvthaw.bench.own import OwnBench, Reading, advice
     from kvthaw.bench.settings import grid
     from kvthaw.engine.hub import display_name
     from kvthaw.engine.processes import processes

@@ -6,14 +6,13 @@ from pathlib import Path
 
 from kvthaw.errors import ConfigError, unknown
 
-from . import babilong, kv_retrieval, longeval, niah, passkey, ruler, variable_tracking
+from . import babilong, keyed, niah, passkey, ruler, variable_tracking
 from .base import Reads, Sample, Task
 
 _EVERY: tuple[Task, ...] = (
     *passkey.GENERATORS,
     *niah.GENERATORS,
-    *longeval.GENERATORS,
-    *kv_retrieval.GENERATORS,
+    *keyed.GENERATORS,
     *variable_tracking.GENERATORS,
     *ruler.GENERATORS,
     *babilong.GENERATORS,
