@@ -154,6 +154,16 @@ def test_blocks_go_to_the_device_while_there_is_room_and_then_to_the_host() -> N
     assert cache.stats().kv_host_bytes == LAYERS * 7 * SIZE
 
 
+def test_a_prompt_tells_the_device_where_its_blocks_are() -> None:
+    """The step that follows need not."""
+    cache, tokens = make(device_memory="1MiB"), Tokens()
+    take(cache, tokens.draw(2, 40))
+    for layer in cache.offloaded:
+        written, table = layer.store.table(), layer.store.on_device.table
+        assert table is not None
+        torch.testing.assert_close(table[:, : written.shape[1]], written)
+
+
 def test_stats_tell_rows_by_place() -> None:
     """Of every block each row is selected by the first step, and stays in the pool."""
     cache, tokens = make(device_memory="1MiB"), Tokens()

@@ -180,6 +180,7 @@ class OffloadedLayer(LayerKV):
         self._taken = step, step.tokens
         self._prompts = ends if self.sequences.announced and not step.remaining else {}
         self.storage.index_ahead(self._prompts, self.recent_queries)
+        self.sparse.follow_blocks()  # beside the layers that follow; the next step would wait for it
 
     def resume(self, step: Step, blocks: Mapping[int, Sequence[Block]], kept: Mapping[int, Snapshot]) -> None:
         """Take the first tokens of sequences from blocks of rows that are kept; see LayerStorage.resume."""

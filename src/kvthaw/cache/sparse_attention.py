@@ -165,6 +165,11 @@ class SparseAttention:
         """Bring the addresses of new blocks to the device, and have it wait for their rows."""
         if self.reads_table:
             self.wait_on_stream()
+        self.follow_blocks()
+
+    def follow_blocks(self) -> None:
+        """Bring the addresses of new blocks to the device, whose rows may be on their way."""
+        if self.reads_table:
             self._table()
 
     def reorder(self) -> None:
