@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from benchmarks.passages import PASSAGES, Passage
 from benchmarks.script import run_as_script
 from kvthaw.cli.options import variants_of
-from kvthaw.engine.decode import generate
+from kvthaw.engine.decode import feed, generate
 from kvthaw.engine.hf.model import check_prompt, load
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
@@ -32,7 +32,6 @@ from kvthaw.evaluate.probe import Probe, Quality
 from kvthaw.evaluate.results import Record, ResultsFile, Setting, shared
 from kvthaw.evaluate.variant import Variant, complete, fork, setting_of, whole
 from kvthaw.methods import resolve
-from kvthaw.reproduce.watched import send
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -138,7 +137,8 @@ def _watch(model: PreTrainedModel, study: Study, passage: Passage, settings: dic
     for variant, setting in settings.items():
         start, cache = now(model.device), fork(base, variant)
         probe = Probe(cache, every=study.probe, reference=base)
-        send(model, cache, logits, rest)
+        for _ in feed(model, cache, rest):
+            pass
         seconds = now(model.device) - start - probe.seconds
         probe.detach()
         seen, first = probe.observations, len(passage.prompt) + 1

@@ -91,8 +91,9 @@ def _width(table: Table, console: Console) -> int:
 def _parts(table: Table, console: Console) -> list[Table]:
     """Return a table in parts as wide as the terminal. Each begins with the fewest first columns in which no two rows are equal; a
     blank cell there repeats the one above."""
-    rows = list(zip(*(column.cells for column in table.columns), strict=True))
-    filled = list(zip(*(accumulate(column.cells, lambda above, own: own or above) for column in table.columns), strict=True))
+    cells: list[list[Any]] = [list(column.cells) for column in table.columns]
+    rows = list(zip(*cells, strict=True))
+    filled = list(zip(*(accumulate(one, lambda above, own: own or above) for one in cells), strict=True))
     last = len(table.columns)
     keys = next((n for n in range(1, last) if len({row[:n] for row in filled}) == len(rows)), 1)
 
@@ -100,8 +101,8 @@ def _parts(table: Table, console: Console) -> list[Table]:
         made, chosen = Table(box=table.box), [*range(keys), *range(start, stop)]
         for column in (table.columns[at] for at in chosen):
             made.add_column(column.header, justify=column.justify, no_wrap=True, overflow=column.overflow)
-        for cells, row in zip(rows, table.rows, strict=True):
-            made.add_row(*(cells[at] for at in chosen), end_section=row.end_section)
+        for texts, row in zip(rows, table.rows, strict=True):
+            made.add_row(*(texts[at] for at in chosen), end_section=row.end_section)
         return made
 
     parts, start = list[Table](), min(keys, last - 1)

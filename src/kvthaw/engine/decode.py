@@ -40,6 +40,15 @@ def decode(
         logits = _step(model, cache, torch.as_tensor(tokens, device=model.device).reshape(-1, 1), capture)
 
 
+@torch.no_grad()
+def feed(model: PreTrainedModel, cache: Cache | DynamicCache, tokens: Sequence[int] | Tensor) -> Iterator[Tensor]:
+    """Send given tokens through a cache one by one, [B, n], or [n] of one row. Yields the logits [B, V] after each, which are valid
+    until the next."""
+    ids = torch.as_tensor(tokens, dtype=torch.int64, device=model.device)
+    for column in torch.atleast_2d(ids).unbind(1):
+        yield _step(model, cache, column[:, None], True)
+
+
 def generate(
     model: PreTrainedModel,
     cache: Cache,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.engine.decode import decode
+from kvthaw.engine.decode import feed
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.evaluator import Evaluator, Piece
@@ -149,17 +149,9 @@ class Reader(Evaluator[Course, int]):
         cache = prompts.make()
         counts, nll = PerRequestStats(cache), list[Tensor]()
         tokens = torch.tensor(texts, device=self.model.device)[:, : steps + 1]
-        sent = 0
-
-        def score(logits: Tensor) -> Tensor | None:
-            nonlocal sent
-            if sent:
-                scores = torch.log_softmax(logits.float(), dim=-1)
-                nll.append(-scores.gather(1, tokens[:, sent : sent + 1])[:, 0])
-            sent += 1
-            return tokens[:, sent - 1] if sent <= steps else None
-
-        for _ in decode(self.model, cache, torch.empty(0), score):
+        for sent, logits in enumerate(feed(self.model, cache, tokens[:, :steps]), 1):
+            scores = torch.log_softmax(logits.float(), dim=-1)
+            nll.append(-scores.gather(1, tokens[:, sent : sent + 1])[:, 0])
             show(sent, steps, doing)
         stats = counts.rows([steps] * len(texts))
         counts.detach()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from kvthaw.engine.decode import decode
+from kvthaw.engine.decode import feed
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError, at_least
@@ -59,12 +59,4 @@ class Prompt:
 
     def _send(self, cache: Cache, logits: Tensor, tokens: Sequence[int]) -> list[Tensor]:
         """Send tokens through a cache one by one. Returns the logits [V] before each of them and behind the last."""
-        found: list[Tensor] = []
-
-        def choose(after: Tensor) -> list[int] | None:
-            found.append(after[0].clone())
-            return [tokens[len(found) - 1]] if len(found) <= len(tokens) else None
-
-        for _ in decode(self.model, cache, logits[None], choose):
-            pass
-        return found
+        return [logits, *(after[0].clone() for after in feed(self.model, cache, tokens))]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.plan import Settings
+from kvthaw.engine.decode import feed
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.prefill import prefill
 from kvthaw.evaluate.metrics import mean
@@ -23,7 +24,7 @@ from kvthaw.methods import resolve
 from kvthaw.reproduce.experiment import Cell, Cells, Plan
 from kvthaw.reproduce.lab import Lab
 from kvthaw.reproduce.plans import QUICK
-from kvthaw.reproduce.watched import DEPTH, View, prompts, send, written
+from kvthaw.reproduce.watched import DEPTH, View, prompts, written
 
 Found = dict[str, dict[str, float]]
 """Row -> column -> number."""
@@ -112,7 +113,8 @@ def _chosen(lab: Lab, source: View, variants: Sequence[Variant]) -> list[list[tu
             seen.append((kv.length(0), torch.softmax(scores, dim=2).amax(dim=1).cpu(), choice.selection.rows[0].cpu()))
 
         cache.kv.streams.observers.append(look)
-        send(model, cache, logits, rest)
+        for _ in feed(model, cache, rest):
+            pass
         found.append(seen)
     return found
 
@@ -158,7 +160,8 @@ def drifted(lab: Lab, rows: Sequence[str], source: View) -> tuple[Found, str]:
     prompt, rest = next(prompts(lab, small, 1))
     cache = Cache(model, "full")
     logits = prefill(model, cache, prompt)
-    send(model, cache, logits, rest or written(lab, cache, logits, small.steps))
+    for _ in feed(model, cache, rest or written(lab, cache, logits, small.steps)):
+        pass
     far: dict[str, list[float]] = {row: [] for row in rows}
     for layer in cache.kv.layers:
         keys = layer.read(0, 0, layer.length(0))[:, :, 0].to(model.device).float()

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvthaw.engine.decode import decode, generate
-from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.engine.decode import feed, generate
+from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
@@ -135,7 +135,8 @@ def _record(lab: Lab, base: Cache, variant: Variant, setting: Setting, logits: T
     model, prompt = lab.loaded[0], base.get_seq_length()
     cache = fork(base, variant)
     probe = Probe(cache, every=setting["probe"], reference=base)
-    send(model, cache, logits, rest)
+    for _ in feed(model, cache, rest):
+        pass
     probe.detach()
     bins: dict[int, list[Any]] = {}
     layers: dict[int, list[Any]] = {}
@@ -150,13 +151,6 @@ def _record(lab: Lab, base: Cache, variant: Variant, setting: Setting, logits: T
     }
     cache.layers.clear()  # its rows go before the next one's come
     return Record(setting, measures)
-
-
-def send(model: PreTrainedModel, cache: Cache, logits: Tensor, rest: Sequence[int]) -> None:
-    """Send tokens through a cache one by one."""
-    tokens = iter(rest)
-    for _ in decode(model, cache, logits[None], lambda _: [token] if (token := next(tokens, None)) is not None else None):
-        pass
 
 
 def written(lab: Lab, base: Cache, logits: Tensor, steps: int, seed: int = 0) -> list[int]:
