@@ -89,8 +89,8 @@ def decode(
     steps: Annotated[
         list[str],
         typer.Option(
-            help="How steps are taken: eager, captured in CUDA graphs, compiled by torch.compile and then captured; "
-            f"{options.SEVERAL}. What a device or a method cannot do is left out."
+            help="How to run steps: eager, captured in CUDA graphs, compiled by torch.compile and then captured; "
+            f"{options.SEVERAL}. Ways that a device or a method cannot run are left out."
         ),
     ] = _STEPS,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode and time.")] = 64,
@@ -109,8 +109,8 @@ def decode(
 ) -> None:
     """Time prefill and decoding, transformers' caches and full attention beside every method.
 
-    On random weights each method is first checked against transformers' own logits. With --model: a model of yours on a prompt of
-    yours, every cache on the same tokens, and at the end a sentence says what to do.
+    On random weights each method is first checked against transformers' own logits. --model times your own model, every cache on
+    the same tokens of your own prompt, and ends with a sentence that says what to do.
     """
     lengths = listed(length or options.LENGTH, tokens_of, "--length")
     names, batches, ways = names_of(method or _TIMED), listed(batch, int, "--batch"), listed(steps, str, "--steps")

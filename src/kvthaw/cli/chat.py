@@ -48,7 +48,7 @@ def chat(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Take up the document or conversation that --kv-dir has under this name; with --file, keep the text under it.",
+            help="Continue the document or conversation that --kv-dir has under this name; with --file, keep the text under it.",
         ),
     ] = None,
     kv_dir: Annotated[
@@ -80,8 +80,8 @@ def chat(
 ) -> None:
     """Talk with a model, about a text if you like; every turn prefills only what is new.
 
-    Through the tokenizer's chat template; a model without one goes on with what you write, line by line. /help lists what else you
-    can ask. Answers go to stdout, all else to stderr; without a terminal, every line of stdin is a turn.
+    Messages go through the tokenizer's chat template; a model without one continues what you write, line by line. /help lists the
+    commands. Answers go to stdout, all else to stderr; without a terminal, every line of stdin is a turn.
     """
     settings: dict[str, Any] = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers)}
     settings |= {"seed": seed, "device_memory": device_memory, "kv_dtype": kv_dtype, "host_bytes": host_bytes_of(host_memory)}

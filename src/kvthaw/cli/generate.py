@@ -33,7 +33,7 @@ def generate(
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="Ask this behind the prompt; may be repeated: the prompt is prefilled once, and each stands alone.",
+            help="Ask this after the prompt; may be repeated: the prompt is prefilled once, and each question is answered alone.",
         ),
     ] = None,
     chat: options.UseChat = None,
@@ -66,8 +66,8 @@ def generate(
     kv: Annotated[
         Path | None,
         typer.Option(
-            help="Keep the KV of the prompt, without its questions, in this folder: one that begins like the one kept is prefilled "
-            "from there on."
+            help="Keep the KV of the prompt, without its questions, in this folder: a later prompt that begins alike prefills only "
+            "its rest."
         ),
     ] = None,
     kv_dir: options.KvDir = None,

@@ -24,11 +24,11 @@ def methods(
     as_json: options.Json = False,
     plugin: options.Plugin = None,
 ) -> None:
-    """List the methods and what each does with the KV, or tell what one does and its options.
+    """List the methods and what each does with the KV, or describe one and its options.
 
-    paper: where from; unit: what it selects; kv: dense, offloaded or evicted; decides: where; graph safe: whether a step asks the
-    host nothing, so that it is captured as one graph; bytes a key: what its index keeps on the device, of a key of head_dim 128 in
-    bf16.
+    paper: its source; unit: what it selects; kv: dense, offloaded or evicted; decides: where the selection runs; graph safe:
+    whether a step needs nothing from the host and is captured as one graph; bytes a key: what its index keeps on the device for a
+    key of head_dim 128 in bf16.
     """
     from kvthaw.errors import unknown
     from kvthaw.evaluate.describe import describe, word

@@ -64,14 +64,14 @@ KvDtype = Annotated[
 KvDir = Annotated[
     Path | None,
     typer.Option(
-        "--kv-dir", help="Keep prompts' KV in this folder: a prompt that begins like one of them is prefilled from there on.",
+        "--kv-dir", help="Keep prompts' KV in this folder: a later prompt that begins alike prefills only its rest.",
         file_okay=False,
     ),
 ]  # fmt: skip
 System = Annotated[str | None, typer.Option("--system", help="A system prompt, for the chat template.")]
 Thinking = Annotated[
     bool | None,
-    typer.Option("--thinking/--no-thinking", help="Switch thinking on or off in the chat template, if it knows that."),
+    typer.Option("--thinking/--no-thinking", help="Switch thinking on or off in the chat template, if it has such a switch."),
 ]
 NoFull = Annotated[
     bool,
@@ -88,7 +88,7 @@ ShardOf = Annotated[
         help="Compute every n-th sample, from the i-th on, into --out, and print nothing; n processes share the file.",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Of everything that is drawn.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Seed of all random choices.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")]
 
@@ -176,7 +176,7 @@ DenseLayers = Annotated[
     typer.Option(
         "--dense-layers",
         metavar="N",
-        help="First layers that keep all KV; auto: the method's own, mostly 2, from 16 layers on, else 0.",
+        help="How many first layers keep all KV. auto: the method's own number (mostly 2) in models of 16 layers and more, else 0.",
     ),
 ]
 ManyDenseLayers = Annotated[
@@ -184,7 +184,8 @@ ManyDenseLayers = Annotated[
     typer.Option(
         "--dense-layers",
         metavar="N",
-        help=f"First layers that keep all KV; {SEVERAL}. Default: the method's own, mostly 2, from 16 layers on, else 0.",
+        help=f"How many first layers keep all KV; {SEVERAL}. Default: the method's own number (mostly 2) in models of 16 layers and "
+        "more, else 0.",
     ),
 ]
 Questions = Annotated[
@@ -205,7 +206,7 @@ UseChat = Annotated[
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Stop after so many tokens.")]
 ChatTemplate = Annotated[
     Path | None,
-    typer.Option("--chat-template", help="Jinja; without it the tokenizer's own.", exists=True, dir_okay=False),
+    typer.Option("--chat-template", help="A chat template (Jinja) instead of the tokenizer's.", exists=True, dir_okay=False),
 ]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")]
 TopK = Annotated[int | None, typer.Option("--top-k", min=1, help="Draw from so many of the likeliest tokens.")]

@@ -66,11 +66,11 @@ def plan(
     weights: Annotated[str | None, typer.Option(help='Bytes of the weights, such as "5GB", where they are quantised.')] = None,
     as_json: options.Json = False,
 ) -> None:  # fmt: skip
-    """Tell what a model, a method and a length will take of a machine, before any weight is loaded.
+    """Estimate the memory and the time a token that a model, a method and a length take, before any weight is loaded.
 
-    Bytes are those that the cache itself allocates, made on torch's meta device, which holds nothing. Milliseconds a token are of
-    captured steps: expected where GPU and method were measured, reckoned from bytes where not; in brackets if none of the
-    selected rows is on the device already.
+    Bytes are those that the cache itself allocates; it is made on torch's meta device, which holds nothing. Milliseconds a token
+    are of captured steps: expected where GPU and method were measured, reckoned from bytes elsewhere. The number in brackets is of
+    steps with none of the selected rows on the device already.
     """
     given, names, limit = length and single(length, tokens_of, "--length"), names_of(method), one_budget(budget)
     if (model is None) == (shape is None):

@@ -55,7 +55,7 @@ def serve(
         ),
     ] = None,
     kv_dir: Annotated[
-        Path | None, typer.Option(help="Keep documents that have a name in this folder, for the next start.", file_okay=False)
+        Path | None, typer.Option(help="Keep named documents in this folder, for the next start.", file_okay=False)
     ] = None,
     context: Annotated[
         list[Path] | None,
@@ -64,14 +64,16 @@ def serve(
         ),
     ] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are answered with 429.")] = 64,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that requests have to finish after SIGTERM or Ctrl-C.")] = 30,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds for requests to finish after SIGTERM or Ctrl-C.")] = 30,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     api_key_file: Annotated[
         Path | None, typer.Option(help="Require one of the keys in this file, one a line.", exists=True, dir_okay=False)
     ] = None,
     chat_template: options.ChatTemplate = None,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model. Default MODEL.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name by which clients ask for the model. Default MODEL.")
+    ] = None,
     on_ray: Annotated[
         bool, typer.Option("--ray", help="Serve with Ray on the cluster that this process finds, or on a local one.")
     ] = False,
