@@ -184,8 +184,8 @@ ManyDenseLayers = Annotated[
     typer.Option(
         "--dense-layers",
         metavar="N",
-        help=f"How many first layers keep all KV; {SEVERAL}. Default: the method's own number (mostly 2) in models of 16 layers and "
-        "more, else 0.",
+        help=f"How many first layers keep all KV; {SEVERAL}. Default: the method's own number (mostly 2) in models of 16 "
+        "layers and more, else 0.",
     ),
 ]
 Questions = Annotated[

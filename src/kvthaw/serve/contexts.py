@@ -39,7 +39,7 @@ async def create(body: ContextRequest, http: Request) -> Json:
         outputs = await job.whole()
     for output in outputs:
         if isinstance(output.error, CacheError):
-            raise ApiError(400, str(output.error), param="name", code="context_too_large")
+            raise ApiError(400, str(output.error), param="name", code="context_not_kept")
         if output.error is not None:
             raise as_api_error(output.error)
     await service.save(body.name, body.messages)
