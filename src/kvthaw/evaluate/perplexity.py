@@ -162,7 +162,7 @@ class Reader(Evaluator[Course, int]):
                 setting,
                 {
                     "nll": [round(value, 6) for value in values],
-                    **{name: value for name, value in row.measures().items() if name in _MEASURES},
+                    **{name: value for name, value in row.items() if name in _MEASURES},
                     "seconds": seconds,
                     "versions": versions(),
                 },

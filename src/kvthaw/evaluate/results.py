@@ -164,7 +164,7 @@ def largest(records: Sequence[Record], *names: str) -> dict[str, Any]:
 
 BYTES = ("kv_device_bytes", "kv_dense_bytes", "kv_host_bytes")
 _MEANS = ("retrieved", "attention_mass", "recall_at_k", "output_error", "hit_rate", "attended_mean")
-_SECONDS = ("prefill_s", "index_s", "ttft_s", "tt2t_s", "tpot_s")
+SECONDS = ("prefill_s", "index_s", "ttft_s", "tt2t_s", "tpot_s")
 _SAME = ("task", "method", "dense_layers", "length", "question", "model", "weights", "dtype", "device")
 
 
@@ -189,7 +189,7 @@ def summarize(records: Iterable[Record], full: Iterable[Record]) -> dict[str, An
     return {
         **shared(mine, *_SAME),
         **{name: mine[0].setting.get(name) for name in ("chat", "system", "thinking")},
-        **means(mine, *_MEANS, *_SECONDS),
+        **means(mine, *_MEANS, *SECONDS),
         "step_s": mean(one.measures.get("step_s") for one in mine),
         "full_step_s": mean(one.measures.get("step_s") for one in dense),
         "rows": max(one.measures.get("rows", 1) for one in mine),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,29 +14,6 @@ from kvthaw.evaluate.probe import Observer
 
 if TYPE_CHECKING:
     from kvthaw.engine.hf import Cache
-
-
-@dataclass(frozen=True, slots=True)
-class RowStats:
-    """As `kvthaw.engine.hf.Stats`, of one row."""
-
-    budget: int | None
-    sparse_steps: int
-    attended_mean: float | None
-    attended_max: int | None
-    retrieved: float | None
-    hit_rate: float | None
-    kv_device_bytes: int
-    kv_dense_bytes: int
-    kv_host_bytes: int
-    dense: bool
-
-    def measures(self) -> dict[str, Any]:
-        """Return them as a record has them: bytes of a method without retrieval are the device's."""
-        found = asdict(self)
-        if found.pop("dense"):
-            found |= {"kv_device_bytes": self.kv_dense_bytes, "kv_dense_bytes": 0}
-        return {"held_budget": found.pop("budget"), **found}
 
 
 class PerRequestStats(Observer):
@@ -67,30 +43,32 @@ class PerRequestStats(Observer):
             if self._choosing:
                 self._live[row] = 0
 
-    def rows(self, steps: list[int]) -> list[RowStats]:
-        """Return the stats of every row, each of which sent so many tokens. Waits for the device."""
+    def rows(self, steps: list[int]) -> list[dict[str, Any]]:
+        """Return the stats of every row, each of which sent so many tokens, as records have them: those of `kvthaw.engine.hf.Stats`,
+        bytes of a dense method counted as the device's. Waits for the device."""
         counted = self._counted.T.tolist() if self._choosing else [(0, 0, 0)] * len(steps)
         return [self._row(row, count, *of) for row, (count, of) in enumerate(zip(steps, counted, strict=True))]
 
-    def _row(self, row: int, steps: int, selected: int, fetched: int, most: int) -> RowStats:
+    def _row(self, row: int, steps: int, selected: int, fetched: int, most: int) -> dict[str, Any]:
         layers, frozen = self._cache.kv.layers, self._cache.kv.offloaded
         end = self._begin[row] + steps
         held = [self._cache.kv.sequences.held_at(row, n) for n in range(self._begin[row] + 1, end + 1)] if frozen else []
         heads = frozen[0].slab.data.shape[1] if frozen else 0
         retrieved = selected / (steps * len(self._choosing) * heads) if steps and self._choosing else 0.0
         self.ended(row)
-        return RowStats(
-            budget=frozen[0].plan.budget if frozen and frozen[0].plan else None,
-            sparse_steps=steps * len(frozen),
-            attended_mean=sum(held) / len(held) + retrieved if held else None,
-            attended_max=max(held) + most if held else None,
-            retrieved=retrieved if held else None,
-            hit_rate=1 - fetched / selected if selected else None,
-            kv_device_bytes=sum(kv.device_bytes() for kv in frozen) // len(self._begin),
-            kv_dense_bytes=sum(kv.token_bytes() * end for kv in layers if isinstance(kv, DenseLayer)),
-            kv_host_bytes=self._host[row],
-            dense=self._cache.settings.method.dense,
-        )
+        device, dense = sum(kv.device_bytes() for kv in frozen) // len(self._begin), self._cache.settings.method.dense
+        kept = sum(kv.token_bytes() * end for kv in layers if isinstance(kv, DenseLayer))
+        return {
+            "held_budget": frozen[0].plan.budget if frozen and frozen[0].plan else None,
+            "sparse_steps": steps * len(frozen),
+            "attended_mean": sum(held) / len(held) + retrieved if held else None,
+            "attended_max": max(held) + most if held else None,
+            "retrieved": retrieved if held else None,
+            "hit_rate": 1 - fetched / selected if selected else None,
+            "kv_device_bytes": kept if dense else device,
+            "kv_dense_bytes": 0 if dense else kept,
+            "kv_host_bytes": self._host[row],
+        }
 
     def __call__(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         """Count what a layer that chooses has chosen."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.errors import ConfigError
@@ -13,7 +12,7 @@ from kvthaw.evaluate.job import Job, SampleKey
 from kvthaw.evaluate.machine import now, versions
 from kvthaw.evaluate.prefills import Prefilled, Tell
 from kvthaw.evaluate.probe import QUALITY, Probe
-from kvthaw.evaluate.results import Record, Setting
+from kvthaw.evaluate.results import SECONDS, Record, Setting
 from kvthaw.evaluate.row_stats import PerRequestStats
 from kvthaw.evaluate.tasks import Sample, Task, find
 from kvthaw.evaluate.tasks.base import fingerprint_of
@@ -110,7 +109,9 @@ class Runner(Evaluator[Job, SampleKey]):
                     counts.ended(row)
         end = clock()
         stats = counts.rows(answers.steps)
-        timing = _Timing.of(prompts, bool(rests[0]), index_s, start, times or [end]) if len(settings) == 1 else _Timing()
+        timing = dict.fromkeys(SECONDS)
+        if len(settings) == 1:
+            timing = _timing(prompts.seconds[0], index_s, [time - start for time in times or [end]], sent=bool(rests[0]))
         records = []
         for row, (setting, sample, text) in enumerate(zip(settings, samples, answers.texts, strict=True)):
             quality = None if probe is None else probe.row(row, 0, lengths[row] + answers.steps[row])
@@ -120,10 +121,10 @@ class Runner(Evaluator[Job, SampleKey]):
                 "answers": list(sample.answers),
                 "at": sample.depth,
                 "accuracy": task.score(sample, spoken(text, task.stops) if job.thinks else text),
-                **stats[row].measures(),
+                **stats[row],
                 **{name: None if quality is None else getattr(quality, name) for name in QUALITY},
                 "new_tokens": answers.new_tokens[row],
-                **asdict(timing),
+                **timing,
                 "step_s": (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
                 "rows": len(settings),
                 "versions": versions(),
@@ -136,24 +137,14 @@ class Runner(Evaluator[Job, SampleKey]):
         return records
 
 
-@dataclass(frozen=True, slots=True)
-class _Timing:
-    """Seconds of one sample alone; none where rows shared their steps."""
-
-    prefill_s: float | None = None
-    index_s: float | None = None
-    ttft_s: float | None = None
-    tt2t_s: float | None = None
-    tpot_s: float | None = None
-
-    @staticmethod
-    def of(prompts: Prefilled, sent: bool, index_s: float, start: float, times: list[float]) -> _Timing:
-        """sent: whether a part of the prompt was sent after the prefill. times: of the tokens, or of the end without any."""
-        prefill_s, several = prompts.seconds[0], len(times) > 1
-        return _Timing(
-            prefill_s,
-            index_s,
-            prefill_s + times[0] - start + (index_s if sent else 0.0),
-            prefill_s + index_s + times[1] - start if several else None,
-            (times[-1] - times[0]) / (len(times) - 1) if several else None,
-        )
+def _timing(prefill_s: float, index_s: float, times: list[float], *, sent: bool) -> dict[str, float | None]:
+    """Return the seconds of one sample alone. times: of its tokens, or of the end without any. sent: whether a part of the prompt
+    was sent after the prefill."""
+    several = len(times) > 1
+    return {
+        "prefill_s": prefill_s,
+        "index_s": index_s,
+        "ttft_s": prefill_s + times[0] + (index_s if sent else 0.0),
+        "tt2t_s": prefill_s + index_s + times[1] if several else None,
+        "tpot_s": (times[-1] - times[0]) / (len(times) - 1) if several else None,
+    }
