@@ -44,8 +44,8 @@ class PerRequestStats(Observer):
                 self._live[row] = 0
 
     def rows(self, steps: list[int]) -> list[dict[str, Any]]:
-        """Return the stats of every row, each of which sent so many tokens, as records have them: those of `kvthaw.engine.hf.Stats`,
-        bytes of a dense method counted as the device's. Waits for the device."""
+        """Return the stats of every row, each of which sent so many tokens, as records have them: those of
+        `kvthaw.engine.hf.Stats`, bytes of a dense method counted as the device's. Waits for the device."""
         counted = self._counted.T.tolist() if self._choosing else [(0, 0, 0)] * len(steps)
         return [self._row(row, count, *of) for row, (count, of) in enumerate(zip(steps, counted, strict=True))]
 
