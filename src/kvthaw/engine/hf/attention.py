@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from kvthaw.engine import ops
 from kvthaw.engine.hf.layer import NAME, attention
 from kvthaw.engine.hf.masks import padding_mask
-from kvthaw.engine.hf.tensor_parallel import check_split, sum_as_before, sum_directly
+from kvthaw.engine.hf.tensor_parallel import check_split, restore_forwards, use_local_forwards
 from kvthaw.errors import UnsupportedModelError
 
 _BEFORE = "_kvthaw_before"
@@ -43,7 +43,7 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
         if not hasattr(model, _BEFORE):  # its config is shared with a model that is served
             sharing = [getattr(other, _BEFORE) for other in _SERVED if _shares_config(model, other)]
             setattr(model, _BEFORE, sharing[0] if sharing else {"": model.get_correct_attn_implementation(None)})
-        sum_directly(model)
+        use_local_forwards(model)
         _SERVED.add(model)
         return
     if getattr(config, "is_encoder_decoder", False):
@@ -68,7 +68,7 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
     if text._attn_implementation != NAME:
         model.set_attn_implementation(before)
         raise UnsupportedModelError(f"{name} did not take kvthaw's attention function")
-    sum_directly(model)
+    use_local_forwards(model)
     setattr(model, _BEFORE, before)
     _SERVED.add(model)
 
@@ -91,7 +91,7 @@ def attends(model: PreTrainedModel) -> bool:
 
 def give_back_attention(model: PreTrainedModel) -> None:
     """Set the model's attention function to what it was before kvthaw's, unless another model with the same config is served."""
-    sum_as_before(model)
+    restore_forwards(model)
     before = vars(model).pop(_BEFORE, None)
     _SERVED.discard(model)
     if before is not None and not any(_shares_config(model, other) for other in _SERVED):

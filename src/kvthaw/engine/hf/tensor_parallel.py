@@ -84,22 +84,33 @@ def check_split(model: PreTrainedModel, heads: int | None) -> None:
         raise UnsupportedModelError(f"{name} has its layers in {mesh['pp'].size()} processes; split it by heads, with tp_size")
 
 
-def sum_directly(model: PreTrainedModel) -> None:
-    """Replace the forwards of linear layers whose outputs processes add up: GPUs add those of a decode step by reading each
-    other's memory. All processes call it; again, it does nothing."""
+def use_local_forwards(model: PreTrainedModel) -> None:
+    """Have the linear layers of a split model compute on this process's own tensors, without DTensors and contexts around them, and
+    add up the small outputs of decode steps by reading the other GPUs' memory. All processes call it; again, it does nothing."""
     if (model.tp_size or 1) == 1 or hasattr(model, _BEFORE):
         return
-    before, reduce = dict[str, Any](), AllReduce(ranks(model), model.dtype)
+    group = ranks(model)
+    before, reduce = dict[str, Any](), AllReduce(group, model.dtype)
     for name, module in model.named_modules():
-        style = (model.tp_plan or {}).get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style == "rowwise" and type(module) is torch.nn.Linear and isinstance(module.weight, DTensor):
-            before[name] = module.forward
-            vars(module)["forward"] = _rowwise(module.weight, module.bias, reduce)
+        style = (model.tp_plan or {}).get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
+        if type(module) is not torch.nn.Linear or not isinstance(module.weight, DTensor):
+            continue
+        weight, bias = (None if one is None else _own(one.detach()) for one in (module.weight, module.bias))
+        assert weight is not None
+        if style == "colwise":
+            forward: Callable[[Tensor], Tensor] = _colwise(weight, bias)
+        elif style == "rowwise":
+            forward = _rowwise(weight, bias, reduce)
+        elif style in ("colwise_rep", "colwise_gather_output") and module.out_features % group.size == 0:
+            forward = _gathered(weight, bias, group.size, reduce.group_name)
+        else:
+            continue
+        before[name], vars(module)["forward"] = module.forward, forward
     setattr(model, _BEFORE, before)
 
 
-def sum_as_before(model: PreTrainedModel) -> None:
-    """Undo sum_directly."""
+def restore_forwards(model: PreTrainedModel) -> None:
+    """Undo use_local_forwards."""
     for name, forward in vars(model).pop(_BEFORE, {}).items():
         vars(model.get_submodule(name))["forward"] = forward
 
@@ -109,25 +120,39 @@ class AllReduce:
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype) -> None:
         self._group, self.buffer = ranks.group, _shared_memory(ranks, dtype)
-        self._name = "" if ranks.group is None else ranks.group.group_name
+        self.group_name = "" if ranks.group is None else ranks.group.group_name
         ops.register()
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.buffer is not None and x.numel() <= self.buffer.numel() and x.dtype == self.buffer.dtype:
-            total: Tensor = torch.ops.kvthaw.all_reduce(x, self.buffer, self._name)
+            total: Tensor = torch.ops.kvthaw.all_reduce(x, self.buffer, self.group_name)
             return total
         dist.all_reduce(x, group=self._group)
         return x
 
 
+def _colwise(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a linear layer of which each process has some rows."""
+    return lambda x: linear(x, weight, bias)
+
+
 def _rowwise(weight: Tensor, bias: Tensor | None, reduce: AllReduce) -> Callable[[Tensor], Tensor]:
     """Return the forward of a linear layer of which each process has some columns, and all have the bias."""
-    own, whole = (None if one is None else _own(one.detach()) for one in (weight, bias))
-    assert own is not None
 
     def forward(x: Tensor) -> Tensor:
-        total = reduce(linear(x, own))
-        return total if whole is None else total + whole
+        total = reduce(linear(x, weight))
+        return total if bias is None else total + bias
+
+    return forward
+
+
+def _gathered(weight: Tensor, bias: Tensor | None, size: int, group: str) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a linear layer of which each process of a group has some rows, and all get the whole output."""
+    collectives = torch.ops._c10d_functional
+
+    def forward(x: Tensor) -> Tensor:
+        every = collectives.all_gather_into_tensor(linear(x, weight, bias), size, group)
+        return torch.cat(collectives.wait_tensor(every).chunk(size), dim=-1)
 
     return forward
 
