@@ -1,8 +1,8 @@
 """Decode steps of a model that is split over GPUs, with drawn keys and values: torchrun --nproc-per-node 2 -m benchmarks.split.
 
 Every process builds its part of the weights and draws the keys and values of its heads. A record for each setting, as of
-`kvthaw bench decode`, bytes of one process; a line with an error for one that fails, such as for memory. With --sums first what an
-all-reduce takes, us each of 64 in one CUDA graph: nccl, and by reading each other's memory.
+`kvthaw bench decode`, bytes of one process; a line with an error for one that fails, such as for memory. With --sums FILE first
+what an all-reduce takes, us each of 64 in one CUDA graph: nccl, and direct, by reading each other's memory.
 """
 
 from __future__ import annotations
@@ -80,14 +80,15 @@ def main() -> None:
     """Time the sums, then each setting."""
     given = options(
         __doc__, tp=2, shape="llama-3.1-8b", lengths="131072", method="full,pariskv-plus:retrieved=100", steps="captured,compiled",
-        new_tokens=64, sums=False, unchecked=False, profile=False, host_memory=int, out=Path, commit=str,
+        new_tokens=64, sums=Path, unchecked=False, profile=False, host_memory=int, out=Path, commit=str,
     )  # fmt: skip
     with processes(given.tp) as rank:
         device, name = where()
         report = Report(given.out if rank == 0 else None, given.commit)
-        for line in sums(device, given.tp) if given.sums and device.type == "cuda" else ():
+        apart = Report(given.sums if rank == 0 else None, given.commit)
+        for line in sums(device, given.tp) if given.sums else ():
             if rank == 0:
-                report(line)
+                apart(line)
         how = printing(given.out) if rank == 0 else {"note": noted}
         bench = SplitBench(ResultsFile(given.out), commit=given.commit, tp=given.tp, host_bytes=given.host_memory, **how)
         bench.report, bench.unchecked = report, given.unchecked
