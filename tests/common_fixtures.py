@@ -105,7 +105,9 @@ def is_long(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not any(map(item.get_closest_marker, ("model", "slow"))))  # the longest first: workers end together
+    items.sort(
+        key=lambda item: not any(map(item.get_closest_marker, ("model", "slow")))
+    )  # the longest first: workers end together
     for item in items:
         if is_long(item):
             item.add_marker(pytest.mark.slow)

@@ -54,6 +54,15 @@ def test_a_turn_prefills_what_is_new_and_answers_as_if_all_were(loaded: tuple[An
         assert answer == anew(talk, prompt)
 
 
+def test_a_document_that_goes_on_behind_a_kept_one_is_kept_too(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    prefilled = []
+    for document in (DOCUMENT, DOCUMENT + "And then? ", DOCUMENT + "And then? "):
+        talk = begin(loaded)
+        talk.read(document, kept=tmp_path)
+        prefilled.append(talk.prefilled)
+    assert prefilled[0] > 256 > 64 > prefilled[1] > prefilled[2]
+
+
 def test_a_template_that_changes_earlier_answers_costs_no_document(loaded: tuple[Any, Any]) -> None:
     talk = begin(loaded, template=FORGETS)
     talk.read(DOCUMENT)

@@ -58,6 +58,18 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     assert tree.pinned == 1
 
 
+def test_what_is_in_use_is_not_covered_by_more_of_the_same_tokens() -> None:
+    tree = PrefixTree(SIZE)
+    given(tree, [1] * 2)
+    (short,), _ = tree.match(torch.tensor([1] * 2), "")
+    tree.pin(short, 1)
+    given(tree, [1] * 4)
+    assert short in tree.nodes
+    tree.pin(short, -1)
+    (long,), _ = tree.match(torch.tensor([1] * 4), "")
+    assert tree.covered(long) == [short]
+
+
 def test_an_insertion_that_is_given_up_adds_nothing_more() -> None:
     tree = PrefixTree(SIZE)
     for i, _ in enumerate(tree.insert(torch.tensor([1] * 12), "")):

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw import Cache, CacheError
+from kvthaw.engine.hf import tensor_file
 from kvthaw.index.forest import TreeIndex
 from zoo import KINDS, build, prompt
 
@@ -87,6 +88,15 @@ def test_rows_of_several_lengths_and_windows(tmp_path: Path, architecture: str) 
 
 
 @torch.no_grad()
+def test_a_file_of_several_pieces_is_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "PIECE", 100)
+    tensors = {"a": torch.arange(99), "b": torch.arange(33, dtype=torch.uint8)}
+    digest = tensor_file.write(tmp_path / "file", tensors)
+    read = tensor_file.TensorFile(tmp_path / "file")
+    read.check(digest)
+    assert all(torch.equal(read.tensors[name], tensor) for name, tensor in tensors.items())
+
+
 def test_any_damage_is_seen(saved: tuple[Path, torch.Tensor], llama: PreTrainedModel) -> None:
     path, rng = saved[0], random.Random(0)
     files = sorted(path.iterdir())

@@ -245,6 +245,17 @@ def test_memory_is_counted_wherever_blocks_may_lie(
             scheduler.submit(prompt(1, 190)[0], stop=())
 
 
+def test_memory_that_a_request_has_taken_is_not_counted_again(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch(model, "oracle", max_seqs=2, capacity=200, **settings_of("oracle"))
+    first = batch.join(prompt(1, 100)[0], max_new_tokens=8, stop=())
+    batch.prefill(first)
+    second = batch.request(prompt(1, 90)[0], max_new_tokens=8)
+    room = int(1.5 * batch.admission.need(second))
+    monkeypatch.setattr(batch.cache.kv.streams.memory, "free", lambda: room)
+    assert batch.admission.fits(second, [first])
+    assert not batch.admission.fits(second, [second])
+
+
 @pytest.mark.parametrize(("crossing", "places"), [(400, 2), (100, 1)])
 def test_full_attention_counts_what_the_method_may_need_after_it(model: PreTrainedModel, crossing: int, places: int) -> None:
     """Requests that may pass the crossing together need host memory for both; those that cannot need none."""

@@ -36,7 +36,7 @@ def codes(points: Tensor, centroids: Tensor) -> Tensor:
     return ((points[:, None] - centroids) ** 2).sum(dim=2).argmin(dim=1)
 
 
-@pytest.mark.parametrize(("heads", "group", "parts", "centroids"), [(2, 2, 2, 16), (1, 4, 4, 8), (3, 1, 1, 64)])
+@pytest.mark.parametrize(("heads", "group", "parts", "centroids"), [(2, 2, 2, 16), (1, 4, 4, 8), (3, 1, 1, 64), (1, 1, 1, 200)])
 def test_the_choice_is_the_papers(heads: int, group: int, parts: int, centroids: int) -> None:
     options = {"parts": parts, "centroids": centroids, "iterations": 6}
     layer = OneLayer("pqcache", 160, 40, heads=heads, group=group, budget=64, **options)
@@ -44,7 +44,7 @@ def test_the_choice_is_the_papers(heads: int, group: int, parts: int, centroids:
     assert plan is not None
     sink, begin = plan.regions.sink, 160 - plan.regions.window
     positions = torch.arange(sink, begin)
-    starts = drawn(positions, centroids, 2 * 65_537 + torch.arange(heads * parts)[:, None])
+    starts = drawn(positions, min(centroids, len(positions)), 2 * 65_537 + torch.arange(heads * parts)[:, None])
     split = layer.keys[0].double().unflatten(2, (parts, -1))  # [H, T, parts, s]
     books = [
         [lloyd(split[head, sink:begin, part], starts[head * parts + part], 6) for part in range(parts)] for head in range(heads)

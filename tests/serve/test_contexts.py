@@ -159,6 +159,8 @@ def test_servers_that_share_a_folder_take_over_each_others_documents(
             assert answers[0].choices[0].text == answers[1].choices[0].text
             assert cached(answers[1]) > len(DOCUMENT) - 64
         assert other.http.delete("/v1/contexts/sons").status_code == 204
+        assert one.post("/v1/contexts", name="later", text=DOCUMENT).status_code == 200
+        assert other.http.delete("/v1/contexts/later").status_code == 204, "which it has never been asked for"
         with pytest.raises(NotFoundError, match="sons"):
             complete(one, QUESTION, context="sons")
         assert one.http.get("/v1/contexts/.sons").status_code == 400  # no name

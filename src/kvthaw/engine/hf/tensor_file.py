@@ -25,7 +25,7 @@ _NAMES = {
     torch.uint8: "U8",
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
-_PIECE = 64 << 20  # bytes hashed and written at once
+PIECE = 64 << 20  # bytes hashed and written at once
 _HEADER = 100 << 20  # most bytes of a file's header
 
 
@@ -43,9 +43,9 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for data in (memoryview(len(text).to_bytes(8, "little") + text), *map(_bytes, tensors.values())):
-            for at in range(0, len(data), _PIECE):
-                digest.update(data[at : at + _PIECE])
-                file.write(data[at : at + _PIECE])
+            for at in range(0, len(data), PIECE):
+                digest.update(data[at : at + PIECE])
+                file.write(data[at : at + PIECE])
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
