@@ -456,3 +456,7 @@ def test_layers_that_share_kv_continue_densely(architecture: str, method: str) -
     more = prompt(1, 8)
     torch.testing.assert_close(forward(model, cache, more), forward(model, plain, more), atol=1e-4, rtol=1e-4)
     assert cache.stats().sparse_steps == steps
+    for t in range(3):
+        forward(model, cache, more[:, t : t + 1])
+    stats = cache.stats()
+    assert stats.attended_mean <= stats.attended_max <= TIGHT, "their queries count too"  # type: ignore[operator]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -47,6 +49,20 @@ def test_pages_keep_the_bounds_of_their_static_tokens() -> None:
     for n in (5, 16, 3, 20, 1, 30):
         seqs.append(n)
         assert [len(one) for one in seqs.sets(400)[0]] == [seqs.length[0] - FIRST] * 2
+
+
+def test_few_layers_choose_their_sets_anew_at_once() -> None:
+    began = []
+    for layer in range(8):
+        seqs = Seqs(lambda context, layer=layer: SMALL(replace(context, layer=layer)), [200], heads=1, group=1)
+        for turn in range(4):  # of five tokens, which are an interval together
+            seqs.select(40, 100 + turn)
+            before = static(seqs)
+            seqs.append(5)
+            if static(seqs) != before:
+                began.append(turn)
+    assert len(began) == 8
+    assert max(Counter(began).values()) <= 3
 
 
 def test_a_refresh_of_a_text_within_the_field_is_exact() -> None:
