@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 import kvthaw
 from kvthaw import Cache, CacheError
 from kvthaw.engine.hf import tensor_file
+from kvthaw.engine.hf.kv_dir import KvDir
 from kvthaw.index.forest import TreeIndex
 from zoo import KINDS, build, prompt
 
@@ -190,6 +191,20 @@ def test_what_cannot_be_saved(tmp_path: Path, llama: PreTrainedModel) -> None:
     with pytest.raises(CacheError, match="is no saved cache"):
         Cache.load(tmp_path / "kv", llama)
     assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_what_cannot_go_back_is_prefilled_anew(tmp_path: Path) -> None:
+    """Of a kept prompt the last token is computed again, which a window that has moved on cannot forget."""
+    model, warnings = build("gemma3", layer_types=["sliding_attention", "full_attention"] * 2), list[str]()
+    ids, cache = prompt(1, 100), Cache(model, "oracle", budget=32)
+    model(ids, past_key_values=cache)
+    folder = KvDir(tmp_path, warnings.append)
+    folder.keep(cache, ids[0].tolist(), 0)
+    again = Cache(model, "oracle", budget=32)
+    assert folder.fill(again, ids[0].tolist()) == again.get_seq_length() == 0
+    assert folder.fill(again, [*ids[0].tolist(), 1]) == 100, "what only goes on needs no way back"
+    assert len(warnings) == 1
 
 
 @torch.no_grad()

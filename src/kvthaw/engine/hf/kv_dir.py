@@ -53,11 +53,11 @@ def fill(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], Non
         return 0
     try:
         load(cache.model, cache.kv, cache.layers, path)
+        cache.keep(kept)  # which layers whose window has moved past it refuse
     except (CacheError, HostMemoryError) as error:
         warn(f"{error}; the prompt is prefilled anew")
         cache.reset()
         return 0
-    cache.keep(kept)
     return kept
 
 
