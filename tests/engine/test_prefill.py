@@ -52,6 +52,14 @@ def test_chunks_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch, name: 
         close(close_to, logits)
 
 
+def test_the_last_chunk_is_no_short_one() -> None:
+    llama, lengths = build("llama", num_hidden_layers=1), []
+    llama.model.layers[0].register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
+    with kvthaw.attach(llama, "full", prefill_chunk=400), torch.no_grad():
+        llama(prompt(1, 420), use_cache=True)
+    assert lengths == [256, 164]
+
+
 @pytest.mark.parametrize("name", DISTINCT)
 def test_every_method_is_indexed_as_in_one_pass(name: str) -> None:
     """A small budget, so that the answer hangs on what the index chose; a last chunk that is no longer than a few steps."""

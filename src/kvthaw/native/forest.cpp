@@ -67,7 +67,7 @@ std::vector<std::shared_ptr<Tree>> Forest::measured(int first, int points, int h
     constexpr int kBlock = 1024;
     const int blocks = (held + kBlock - 1) / kBlock;
     std::vector<int> bad(static_cast<size_t>(heads_) * blocks, -1);
-    for (auto& tree : made) tree->resize(points);
+    Pool::instance().run(made.size(), threads, [&](size_t head) { made[head]->resize(points); });
     Pool::instance().run(bad.size(), threads, [&](size_t item) {
         const int head = static_cast<int>(item) / blocks, begin = static_cast<int>(item) % blocks * kBlock;
         bad[item] = made[head]->measure_points(rows(bases, head), begin, std::min(held, begin + kBlock));

@@ -31,6 +31,13 @@ def spans(tokens: int, chunk: int) -> list[tuple[int, int]]:
     return [(at, min(at + chunk, tokens)) for at in range(0, tokens, chunk)]
 
 
+def even_chunk(tokens: int, chunk: int) -> int:
+    """Return the smallest size, in whole tiles of 128 tokens, that splits a prompt into no more chunks than `chunk` does.
+
+    Indexes on the host are built beside the last chunk; a short one would hide little of that."""
+    return min(chunk, 128 * -(-tokens // (128 * -(-tokens // chunk))))
+
+
 def in_chunks(
     forward: Callable[..., Any],
     cache_of: Callable[[Any], Cache | None],
@@ -88,7 +95,9 @@ def in_chunks(
         if prompt == 1 and before:  # a token that was generated: a decode step, like the candidates behind it
             prompt = 0
         if prompt:
-            size = prompt if cache.settings.method.evicts else chunk  # what is dropped cannot be attended to again
+            size = (
+                prompt if cache.settings.method.evicts else even_chunk(prompt, chunk)
+            )  # what is dropped cannot be attended to again
             with cache.prompt(prompt) if prompt > size else nullcontext():
                 out = run(spans(prompt, size))
         if prompt < tokens:
