@@ -13,11 +13,10 @@ from kvthaw.cli import options
 from kvthaw.cli.common import print_wide, stdout
 from kvthaw.cli.options import dense_of, names_of, one_budget, single, tokens_of
 from kvthaw.cli.progress import waiting
-from kvthaw.errors import ConfigError, one_of, unknown
+from kvthaw.errors import ConfigError, unknown
 from kvthaw.formatting import human, read_bytes
 
 if TYPE_CHECKING:
-    import torch
     from rich.table import Table
 
     from kvthaw.bench.forecast import Forecast, Forecaster
@@ -85,9 +84,10 @@ def plan(
     machine = _machine(gpu, gpu_memory, host_memory)
     with waiting("planning"):
         from kvthaw.bench.forecast import Forecaster
+        from kvthaw.engine.hf.model import read_dtype
 
         config = _config(model, shape)
-        kind = _dtype(dtype, cpu=machine.cpu)
+        kind = read_dtype(dtype, cuda=not machine.cpu)
         forecaster = Forecaster(config, kind, machine, batch=batch, new_tokens=new_tokens, weights=whole, **settings)
         tokens = given or min(_LENGTH, forecaster.most)
         found = [forecaster.forecast(name, tokens) for name in names]
@@ -136,14 +136,6 @@ def _config(model: str | None, shape: str | None) -> PreTrainedConfig:
 
     silence()
     return config(shape) if model is None and shape is not None else load_config(str(model))
-
-
-def _dtype(name: str, *, cpu: bool) -> torch.dtype:
-    import torch
-
-    one_of(("auto", "float32", "bfloat16", "float16"), dtype=name)
-    kind: torch.dtype = getattr(torch, name if name != "auto" else "float32" if cpu else "bfloat16")
-    return kind
 
 
 def _places(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> Table:

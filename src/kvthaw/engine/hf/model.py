@@ -46,14 +46,20 @@ def load(
     ConfigError, naming what was not found.
     """
     where = find_device(device)
-    one_of(get_args(Dtype), dtype=dtype)
-    kind = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
+    kind = read_dtype(dtype, cuda=where.type == "cuda")
     how: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=tp)} if tp > 1 else {}
     with _found(name) as (source, cached):
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=cached)
         prepare(tokenizer)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, kind), local_files_only=cached, **how)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, local_files_only=cached, **how)
     return (model.to(where) if tp == 1 else model).eval(), tokenizer
+
+
+def read_dtype(name: str, *, cuda: bool) -> torch.dtype:
+    """Return a dtype by its name; "auto" is bfloat16 on a GPU and float32 on a CPU. Raises ConfigError."""
+    one_of(get_args(Dtype), dtype=name)
+    kind: torch.dtype = getattr(torch, name if name != "auto" else "bfloat16" if cuda else "float32")
+    return kind
 
 
 def load_config(name: str) -> PreTrainedConfig:
