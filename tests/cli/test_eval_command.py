@@ -50,12 +50,12 @@ def test_eval_prefills_a_prompt_once(model: str, tmp_path: Path) -> None:
 
 def test_eval_keeps_questions_apart(model: str, tmp_path: Path) -> None:
     asked = ("--method", "streaming", "--budget", "64", "--length", "400", "--samples", "1", "--question", "dense,sparse")
-    said = Said("eval", "passkey,niah_single", "--model", model, *asked, "--plot", str(tmp_path / "a.png"))
+    said = Said("eval", "passkey,passkey_book", "--model", model, *asked, "--plot", str(tmp_path / "a.png"))
     assert said.code == 0, said.err
     assert said.out.count("question dense") == said.out.count("question sparse") == 1
     assert said.out.count("streaming") == 2
     finished = [line.partition(":")[0] for line in said.err.splitlines() if "1 of 1" in line]
-    assert finished == [f"{task}, question {of} 400" for task in ("passkey", "niah_single") for of in ("dense", "sparse")]
+    assert finished == [f"{task}, question {of} 400" for task in ("passkey", "passkey_book") for of in ("dense", "sparse")]
 
 
 def test_eval_takes_dense_layers_and_the_sparse_question(model: str) -> None:
