@@ -79,8 +79,7 @@ class Sequences:
         return self.room or self.positions
 
     def __post_init__(self) -> None:
-        # What the device's lengths are of: a step and its token, or a version and length before a step.
-        self._placed: tuple[Step | int, int, torch.device] | None = None
+        self._placed: tuple[Step | int, int, torch.device] | None = None  # of what token of a step, or before one
         self._prompt: tuple[int | None, int] | None = None  # announced: of a sequence or all, its end
         self._committed: tuple[Step, dict[str, Any]] | None = None  # the latest step, and the counts before it
         self._full_at, self._full_version = 0, -1
@@ -103,8 +102,6 @@ class Sequences:
         """Set the regions of the token positions; called with the first prompt."""
         self.regions, self.most_decoded = regions, most_decoded
         self.ring_start = [regions.first_indexed(self.length(seq)) for seq in range(self.count)]
-
-    # Reading
 
     @property
     def count(self) -> int:
@@ -301,8 +298,7 @@ class Sequences:
     def place_before_step(self, device: torch.device) -> None:
         """Idempotent. Set the device's lengths to the committed ones, with the rings as they are at the next token: a captured step
         advances the lengths itself."""
-        placed = self.version, self.padded_length, device
-        if self._placed != placed:
+        if self._placed != (placed := (self.version, self.padded_length, device)):
             self._set(self._live_lengths(), device, coming=1)
             self._placed = placed
 
