@@ -232,7 +232,7 @@ def test_every_device_has_a_method() -> None:
         assert crossing is None
         assert best.crossing.total(1) > 0
     assert auto.find("auto", torch.device("cpu"))[1] is not None
-    with pytest.raises(ConfigError, match="options"):
+    with pytest.raises(ConfigError, match="option 'reuse'"):
         auto.find("auto", torch.device("cpu"), reuse=2)
 
 
