@@ -65,6 +65,18 @@ def test_what_is_not_served_is_refused(served: Served, path: str, fields: dict[s
     assert served.service.worker.open == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "meant"), [(CHAT, "max_token", "max_tokens"), (TEXT, "temprature", "temperature"), (TEXT, "zzz", None)]
+)
+def test_a_misspelled_field_is_answered_with_the_one_that_is_meant(
+    served: Served, path: str, field: str, meant: str | None
+) -> None:
+    least: dict[str, Any] = {"messages": USER} if path == CHAT else {"prompt": "Hi"}
+    message = served.post(path, **least, **{field: 1}).json()["error"]["message"]
+    assert (repr(meant) if meant else "zzz") in message
+    assert ("did you mean" in message) == (meant is not None)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "3", '"x"', '{"prompt": "\\ud800"}', "\xff", ""])
 def test_bodies_that_are_no_request(served: Served, text: str) -> None:
     said = served.http.post(TEXT, content=text.encode("latin1"), headers={"content-type": "application/json"})

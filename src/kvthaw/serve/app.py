@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, hint
 from kvthaw.serve import contexts, page
 from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json
 from kvthaw.serve.clients import attended, service_of
@@ -263,12 +263,16 @@ async def _http_error(_: Request, error: Exception) -> Response:
     return _answer(ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
-    """Name the first field that is wrong, without its value."""
+async def _invalid(request: Request, error: Exception) -> Response:
+    """Name the first field that is wrong, without its value, and the field that a misspelled one is like."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = [str(part) for part in first["loc"][1:]]
     if first["type"] == "json_invalid" or not where:
         return _answer(ApiError(400, "the body is not a JSON object with Content-Type: application/json"))
-    says = "is not served" if first["type"] == "extra_forbidden" else first["msg"]
+    says = first["msg"]
+    if first["type"] == "extra_forbidden":
+        body = request.scope["route"].body_field.field_info.annotation
+        known = body.model_fields if len(where) == 1 else ()  # what is inside a field has a schema of its own
+        says = "; ".join(filter(None, ("is not served", hint(where[0], known))))
     return _answer(ApiError(400, f"{'.'.join(where)}: {says}", param=where[0]))
