@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 
 
@@ -43,6 +44,21 @@ def at_least(least: float, **values: float | None) -> None:
     for field, value in values.items():
         if value is not None and value < least:
             raise ConfigError(f"{field} is {value}; it must be at least {least}")
+
+
+def within(least: float, most: float, **values: float | None) -> None:
+    """Raise ConfigError for the first field whose value is not finite and from `least` to `most`. Fields that are None pass."""
+    for field, value in values.items():
+        if value is not None and not (least <= value <= most and abs(value) < math.inf):
+            allowed = f"at least {least} and finite" if most == math.inf else f"from {least} to {most}"
+            raise ConfigError(f"{field} is {value}; it must be {allowed}")
+
+
+def proportion(most: float = 1, /, **values: float) -> None:
+    """Raise ConfigError for the first field whose value is not above 0 and at most `most`."""
+    for field, value in values.items():
+        if not 0 < value <= most:
+            raise ConfigError(f"{field} is {value}; it must be above 0 and at most {most}")
 
 
 def one_of(allowed: Iterable[str], **values: object) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvthaw.counter_rng import gumbel
 from kvthaw.engine.grammar import Grammar, Matcher, TokenMasks
 from kvthaw.engine.logprobs import TOPK, Drawn, score, top
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least, within
 from kvthaw.typecheck import check_type
 
 _COLDEST = 1e-6  # temperatures between 0 and this one count as this one
@@ -20,21 +20,17 @@ _COLDEST = 1e-6  # temperatures between 0 and this one count as this one
 
 def _whole(least: int, most: int | None = None, **values: int | None) -> None:
     """Raise ConfigError for the first field that is no whole number from least to most. Fields that are None pass."""
-    for name, value in values.items():
-        if value is not None:
-            check_type(int, **{name: value})
-            if value < least or (most is not None and value > most):
-                allowed = f"at least {least}" if most is None else f"from {least} to {most}"
-                raise ConfigError(f"{name} is {value}; it must be {allowed}")
+    check_type(int, **{name: value for name, value in values.items() if value is not None})
+    if most is None:
+        at_least(least, **values)
+    else:
+        within(least, most, **values)
 
 
 def _within(least: float, most: float, **values: float) -> None:
     """Raise ConfigError for the first field that is no finite number from least to most."""
-    for name, value in values.items():
-        check_type(float, **{name: value})
-        if not (math.isfinite(value) and least <= value <= most):
-            allowed = f"at least {least} and finite" if most == math.inf else f"from {least} to {most}"
-            raise ConfigError(f"{name} is {value}; it must be {allowed}")
+    check_type(float, **values)
+    within(least, most, **values)
 
 
 @dataclass(frozen=True, slots=True)

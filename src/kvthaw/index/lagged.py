@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
-from kvthaw.errors import ConfigError
+from kvthaw.errors import within
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
@@ -27,8 +27,7 @@ class LaggedIndex(BoundIndex):
     tables: Mapping[str, str | None] = {**BoundIndex.tables, "previous": None, "asked": None}
 
     def __init__(self, context: IndexContext, *, page: int, spread: Spread, policy: Policy, tau: float) -> None:
-        if not -1 <= tau <= 1:
-            raise ConfigError(f"tau is {tau}; it must be between -1 and 1")
+        within(-1, 1, tau=tau)
         super().__init__(context, page=page, spread=spread, policy=policy)
         self.tau = tau
         device = context.device

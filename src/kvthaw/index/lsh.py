@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.counter_rng import GOLDEN, SPREAD, mix
-from kvthaw.errors import ConfigError, at_least
+from kvthaw.errors import at_least, within
 from kvthaw.index.draws import stream
 from kvthaw.index.planes import Planes
 from kvthaw.index.tokens import TokenIndex
@@ -39,8 +39,7 @@ class HashIndex(TokenIndex):
     grows = False
 
     def __init__(self, context: IndexContext, *, bits: int = 10, tables: int = 150) -> None:
-        if not 1 <= bits <= 15:
-            raise ConfigError(f"bits is {bits}; it must be between 1 and 15")
+        within(1, 15, bits=bits)
         at_least(2, tables=tables)
         self.bits, self.L = bits, tables
         dim = context.head_dim

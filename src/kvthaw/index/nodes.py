@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
-from kvthaw.errors import ConfigError
+from kvthaw.errors import at_least, one_of, proportion, within
 from kvthaw.index.batches import BatchedIndex, BatchGroup
 from kvthaw.index.draws import drawn
 from kvthaw.index.target import Full
@@ -47,16 +47,11 @@ class NodeConfig:
     policy: Merge = "max"
 
     def __post_init__(self) -> None:
-        def need(name: str, ok: bool, allowed: str) -> None:
-            if not ok:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
-
-        need("promote", 0.0 < self.promote <= 0.5, "above 0 and at most 0.5")
-        need("outliers", 0 <= self.outliers <= 16, "from 0 to 16")
-        need("spread", 0.0 <= self.spread < math.inf, "finite and at least 0")
-        need("field", self.field >= 1, "at least 1")
-        need("nodes_per_batch", self.nodes_per_batch >= 1, "at least 1")
-        need("policy", self.policy in get_args(Merge), f"one of {', '.join(get_args(Merge))}")
+        proportion(0.5, promote=self.promote)
+        within(0, 16, outliers=self.outliers)
+        within(0, math.inf, spread=self.spread)
+        at_least(1, field=self.field, nodes_per_batch=self.nodes_per_batch)
+        one_of(get_args(Merge), policy=self.policy)
 
     @property
     def size(self) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext
-from kvthaw.errors import ConfigError, at_least
+from kvthaw.errors import ConfigError, at_least, within
 from kvthaw.index.draws import drawn, stream
 from kvthaw.index.learned import assign
 from kvthaw.index.tokens import Policy, TokenIndex
@@ -30,8 +30,7 @@ class ProductIndex(TokenIndex):
     ) -> None:
         if parts < 1 or context.head_dim % parts:
             raise ConfigError(f"parts is {parts}; it must be at least 1 and divide head_dim, {context.head_dim}")
-        if not 1 <= centroids <= 256:
-            raise ConfigError(f"centroids is {centroids}; it must be between 1 and 256")
+        within(1, 256, centroids=centroids)
         at_least(1, iterations=iterations)
         self.parts, self.centroids, self.iterations = parts, centroids, iterations
         table = (parts, centroids, context.head_dim // parts)

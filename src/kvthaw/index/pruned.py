@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.cache.index_api import Index, IndexContext, Rebuilds, Remembers, Reversible, Selection, WorksBeside
-from kvthaw.errors import ConfigError, at_least
+from kvthaw.errors import ConfigError, at_least, proportion
 from kvthaw.index.tokens import TokenIndex, log_shares
 
 
@@ -65,8 +65,7 @@ class PrunedIndex(Index, Reversible, Remembers, WorksBeside):
     """
 
     def __init__(self, context: IndexContext, *, index: Callable[[IndexContext], Index], p: float, spare: int) -> None:
-        if not 0 < p <= 1:
-            raise ConfigError(f"p is {p}; it must be above 0 and at most 1")
+        proportion(p=p)
         at_least(1, spare=spare)
         self.context, self.p, self.spare = context, p, spare
         self.inner = index(replace(context, rows=spare * context.rows))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, proportion
 from kvthaw.index.principal import principal
 from kvthaw.index.tokens import TokenIndex
 
@@ -31,9 +31,7 @@ class SkewedIndex(TokenIndex):
     grows = False
 
     def __init__(self, context: IndexContext, *, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2) -> None:
-        for name, value in (("ratio", ratio), ("most", most)):
-            if not 0 < value <= 1:
-                raise ConfigError(f"{name} is {value}; it must be above 0 and at most 1")
+        proportion(ratio=ratio, most=most)
         if alpha <= 0:
             raise ConfigError(f"alpha is {alpha}; it must be above 0")
         self.ratio, self.alpha, self.most = ratio, alpha, most

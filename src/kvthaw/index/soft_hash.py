@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext
-from kvthaw.errors import ConfigError, at_least
+from kvthaw.errors import at_least, within
 from kvthaw.index.planes import Planes
 from kvthaw.index.tokens import Policy, TokenIndex
 
@@ -26,8 +26,7 @@ class SoftHashIndex(TokenIndex):
     def __init__(
         self, context: IndexContext, *, bits: int = 10, tables: int = 60, tau: float = 0.3, policy: Policy = "max"
     ) -> None:
-        if not 1 <= bits <= 12:
-            raise ConfigError(f"bits is {bits}; it must be between 1 and 12")
+        within(1, 12, bits=bits)
         at_least(1, tables=tables)
         at_least(0.2, tau=tau)  # below it a chance may be less than any float32
         self.bits, self.count, self.tau = bits, tables, tau

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvthaw.errors import ConfigError, one_of
+from kvthaw.errors import at_least, one_of, proportion, within
 
 _MASK = (1 << 64) - 1
 
@@ -62,26 +62,20 @@ class TreeConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        def need(name: str, ok: bool, allowed: str) -> None:
-            if not ok:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
-
-        need("promote", 0.0 < self.promote <= 0.5, "above 0 and at most 0.5")
-        need("promote_higher", 0.0 <= self.promote_higher <= 0.5, "from 0 to 0.5")
-        for name in ("page_size", "retrieve_batch"):
-            need(name, 1 <= getattr(self, name) <= 256, "from 1 to 256")
-        for name in ("composites", "simples"):
-            need(name, 1 <= getattr(self, name) <= 16, "from 1 to 16")
-        for name, least in (("query_beam", 1), ("insert_beam", 1), ("build_beam", 0)):
-            need(name, getattr(self, name) >= least, f"at least {least}")
-        need("query_beam_share", 0.0 <= self.query_beam_share <= 1.0, "from 0 to 1")
-        for name in ("query_retrieve_share", "insert_retrieve_share", "build_retrieve_share"):
-            need(name, 0.0 < getattr(self, name) <= 1.0, "above 0 and at most 1")
-        need("outliers", 0 <= self.outliers <= 16, "from 0 to 16")
-        need("spread", 0.0 <= self.spread < math.inf, "finite and at least 0")
+        proportion(0.5, promote=self.promote)
+        within(0, 0.5, promote_higher=self.promote_higher)
+        within(1, 256, page_size=self.page_size, retrieve_batch=self.retrieve_batch)
+        within(1, 16, composites=self.composites, simples=self.simples)
+        at_least(1, query_beam=self.query_beam, insert_beam=self.insert_beam)
+        at_least(0, build_beam=self.build_beam)
+        within(0, 1, query_beam_share=self.query_beam_share)
+        proportion(query_retrieve_share=self.query_retrieve_share, insert_retrieve_share=self.insert_retrieve_share)
+        proportion(build_retrieve_share=self.build_retrieve_share)
+        within(0, 16, outliers=self.outliers)
+        within(0, math.inf, spread=self.spread)
         for name, allowed in CHOICES.items():
             one_of(allowed, **{name: getattr(self, name)})
-        need("seed", 0 <= self.seed < 1 << 63, "from 0 to 2^63 - 1")
+        within(0, (1 << 63) - 1, seed=self.seed)
 
     @property
     def ratios(self) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.cache.index_api import Attends, IndexContext, Selection
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, within
 from kvthaw.index.clusters import ClusterIndex, Start
 from kvthaw.index.target import Full, Target
 from kvthaw.kernels import unit_scores
@@ -47,8 +47,7 @@ class WaveIndex(ClusterIndex, Attends):
                 raise ConfigError(
                     f"{name} is {value}; it must be a positive multiple of tokens_per_cluster, {tokens_per_cluster}"
                 )
-        if not 0 <= estimated <= 1:
-            raise ConfigError(f"estimated is {estimated}; it must be between 0 and 1")
+        within(0, 1, estimated=estimated)
         super().__init__(
             context,
             tokens_per_cluster=tokens_per_cluster,

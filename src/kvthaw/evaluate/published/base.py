@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvthaw.errors import ConfigError, at_least
+from kvthaw.errors import ConfigError, at_least, proportion
 from kvthaw.evaluate.tasks.base import read_json, read_text
 
 Record = Mapping[str, Any]
@@ -34,8 +34,7 @@ class Generation:
     def __post_init__(self) -> None:
         at_least(1, max_new_tokens=self.max_new_tokens)
         at_least(0, temperature=self.temperature)
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        proportion(top_p=self.top_p)
         if "" in self.stops:
             raise ConfigError("a stop string is empty; it would end every answer at once")
 
