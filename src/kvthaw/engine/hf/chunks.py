@@ -95,9 +95,8 @@ def in_chunks(
         if prompt == 1 and before:  # a token that was generated: a decode step, like the candidates behind it
             prompt = 0
         if prompt:
-            size = (
-                prompt if cache.settings.method.evicts else even_chunk(prompt, chunk)
-            )  # what is dropped cannot be attended to again
+            # What is dropped cannot be attended to again.
+            size = prompt if cache.settings.method.evicts else even_chunk(prompt, chunk)
             with cache.prompt(prompt) if prompt > size else nullcontext():
                 out = run(spans(prompt, size))
         if prompt < tokens:
