@@ -76,7 +76,7 @@ class Guard:
             return await self._app(scope, receive, send)
         if not self._allowed(scope):
             error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-            return await _answer(error)(scope, receive, send)
+            return await error.response()(scope, receive, send)
         size = 0
 
         async def counted() -> Message:
@@ -246,21 +246,17 @@ def _card(service: Service) -> Json:
     return card | {"max_model_len": service.batch.capacity, "chat_template": service.chats}
 
 
-def _answer(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, headers=error.headers)
-
-
 async def _raised(_: Request, error: Exception) -> Response:
-    return _answer(as_api_error(error))
+    return as_api_error(error).response()
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    return _answer(ApiError(500, "the server failed on this request", code="internal_error"))
+    return ApiError(500, "the server failed on this request", code="internal_error").response()
 
 
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _answer(ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+    return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -269,10 +265,10 @@ async def _invalid(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     where = [str(part) for part in first["loc"][1:]]
     if first["type"] == "json_invalid" or not where:
-        return _answer(ApiError(400, "the body is not a JSON object with Content-Type: application/json"))
+        return ApiError(400, "the body is not a JSON object with Content-Type: application/json").response()
     says = first["msg"]
     if first["type"] == "extra_forbidden":
         body = request.scope["route"].body_field.field_info.annotation
         known = body.model_fields if len(where) == 1 else ()  # what is inside a field has a schema of its own
         says = "; ".join(filter(None, ("is not served", hint(where[0], known))))
-    return _answer(ApiError(400, f"{'.'.join(where)}: {says}", param=where[0]))
+    return ApiError(400, f"{'.'.join(where)}: {says}", param=where[0]).response()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import BaseModel
+from starlette.responses import JSONResponse
 
 from kvthaw.errors import ConfigError, HostMemoryError
 
@@ -50,6 +51,10 @@ class ApiError(Exception):
         """Return OpenAI's JSON object."""
         kind = {429: "rate_limit_error"}.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """Return the response that tells a client of it."""
+        return JSONResponse(self.body(), self.status, headers=self.headers)
 
 
 def too_long(prompt: int, new: int, limit: int, param: str) -> ApiError:

@@ -176,7 +176,7 @@ class Ingress:
         answers = await self._replicas.broadcast("whole", scope, b"").results_async(return_exceptions=True)
         answers = [answer for answer in answers if not isinstance(answer, BaseException)]
         if not answers:
-            return _response(_away())
+            return _away().response()
         _, status, body = min(answers, key=lambda answer: answer[1])
         if status == 200 and path == "/metrics":
             return Response(merged_metrics({each: text.decode() for each, code, text in answers if code == 200}))
@@ -199,11 +199,11 @@ async def _relay(answer: AsyncIterator[list[Message]], scope: Scope, receive: Re
                 await send(message)
     except BackPressureError:
         error = ApiError(429, "all replicas are full", code="rate_limit_exceeded", headers={"Retry-After": "1"})
-        await _response(error)(scope, receive, send)
+        await error.response()(scope, receive, send)
     except (RayError, RayServeException) as error:
         _log.warning("a replica did not answer: %s", error)
         if start is None:
-            await _response(_away())(scope, receive, send)
+            await _away().response()(scope, receive, send)
         elif any(name == b"content-type" and value.startswith(_STREAM) for name, value in start["headers"]):
             event = b"data: " + json.dumps(_away().body()).encode() + b"\n\n"
             await send({"type": "http.response.body", "body": event})
@@ -213,10 +213,6 @@ async def _relay(answer: AsyncIterator[list[Message]], scope: Scope, receive: Re
 
 def _away() -> ApiError:
     return ApiError(503, "the replica went away; try again", code="replica_unavailable", headers={"Retry-After": "1"})
-
-
-def _response(error: ApiError) -> Response:
-    return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
 def merged_metrics(texts: Mapping[str, str]) -> str:
