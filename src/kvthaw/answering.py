@@ -103,14 +103,9 @@ class Prompts:
     taken: int = 0
     chunk: int | None = None
 
-    @property
-    def alone(self) -> bool:
-        """Whether each is prefilled for itself."""
-        return self.cache.settings.method.evicts or bool(self.cache.foreign)
-
     def read(self, progress: Progress) -> Tensor:
         """Prefill and index what all begin with. Returns the logits after it."""
-        if self.alone or not self.shared:
+        if self.cache.prefills_whole or not self.shared:
             return torch.empty(0)
         return self._read(self.cache, self.shared, self.taken, progress)
 
@@ -118,7 +113,7 @@ class Prompts:
         """Yield for each prompt its cache, the logits after it, and how many of its tokens had been there. after: what read()
         returned."""
         for number, ids in enumerate(self.prompts, 1):
-            if self.alone:
+            if self.cache.prefills_whole:
                 self.cache.reset()
                 yield self.cache, self._read(self.cache, ids, 0, progress), 0
                 continue

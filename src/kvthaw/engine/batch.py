@@ -209,7 +209,7 @@ class Batch:
                 request.cached_tokens = request.prefilled = self._reuse(request)
                 sequences.pause(request.seq)
             start = request.prefilled
-            stop = request.prompt if self._whole else min(request.prompt, start + (tokens or self.prefill_chunk))
+            stop = request.prompt if self.cache.prefills_whole else min(request.prompt, start + (tokens or self.prefill_chunk))
             logits = self._prefill(request, start, stop)
             request.prefilled = stop
             self.cache.kv.finite.prompt(request.seq, self.cache.kv.offloaded, wait=stop == request.prompt)
@@ -339,7 +339,7 @@ class Batch:
         n = None if request.tokens else request.sampling.prompt_logprobs
         some = {"logits_to_keep": 1} if n is None and self.model._supports_logits_to_keep() else {}
         most = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
-        chunk = request.prompt if self._whole else most
+        chunk = request.prompt if self.cache.prefills_whole else most
         logits = torch.empty(0)
         with cache.kv.sequences.prompt(request.prompt - start, seq), cache.states.filling(seq), torch.no_grad():
             for begin, end in spans(stop - start, chunk):
@@ -353,12 +353,6 @@ class Batch:
             request.prompt_logprobs = [None, *logprobs(torch.cat(request.scored))]
             request.scored = []
         return logits
-
-    @property
-    def _whole(self) -> bool:
-        """Whether a prompt goes through the model at once: what is evicted cannot be attended to again, and linear attention may
-        not continue where a chunk ended."""
-        return self.cache.settings.method.evicts or bool(self.cache.foreign)
 
     @property
     def _replay(self) -> GraphRunner:

@@ -33,8 +33,7 @@ def prefill(
     """
     total, told = len(ids), PrefillProgress(model, progress)
     told.begin(total)
-    whole = cache.foreign or cache.settings.method.evicts
-    size = total if whole else chunk or (DENSE_CHUNK if cache.settings.method.dense else CHUNK)
+    size = total if cache.prefills_whole else chunk or (DENSE_CHUNK if cache.settings.method.dense else CHUNK)
     tokens = torch.tensor([list(ids)], device=model.device)
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     logits = torch.empty(0)

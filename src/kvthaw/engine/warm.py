@@ -82,7 +82,7 @@ def _lengths(capacity: int, least: int, most: int) -> set[tuple[int, int]]:
 def _serve(batch: Batch) -> None:
     """Serve long prompts in chunks until tokens have left their rings, which compiles what indexes do then."""
     tokens = STEP_TOKENS + chunk_tokens(STEP_TOKENS, STEP_TOKENS)
-    if batch.capacity <= 2 * STEP_TOKENS or batch.cache.settings.method.evicts or batch.cache.foreign:
+    if batch.capacity <= 2 * STEP_TOKENS or batch.cache.prefills_whole:
         return
     regions = batch.cache.kv.sequences.regions
     new = min(2 + (0 if regions is None else regions.buffer), batch.capacity - tokens)

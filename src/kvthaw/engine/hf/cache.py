@@ -198,6 +198,12 @@ class Cache(DynamicCache):
         held = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)]
         return [type(layer).__name__ for layer in held if type(layer) not in plain]
 
+    @property
+    def prefills_whole(self) -> bool:
+        """Whether a prompt goes through the model at once: what a method evicts cannot be attended to again, and linear attention
+        may not continue where a chunk ended."""
+        return self.settings.method.evicts or bool(self.foreign)
+
     def prompt(self, tokens: int) -> AbstractContextManager[None]:
         """Within it the next `tokens` tokens of each row (padding included) are one prompt, in chunks of any size: what does not
         fit is refused with the first, all are attended to densely, and what is better indexed whole is, with the last."""
