@@ -78,4 +78,4 @@ def unknown(field: str, value: str, known: Iterable[str]) -> ConfigError:
 def hint(value: str, known: Iterable[str], then: str = "") -> str:
     """Return a question whether the closest known name is meant, if there is one, and what follows it."""
     near = difflib.get_close_matches(value, list(known), n=1)
-    return f"did you mean {near[0]!r}? {then.capitalize()}".rstrip() if near else then
+    return f"did you mean {near[0]!r}? {then[:1].upper()}{then[1:]}".rstrip() if near else then

@@ -78,6 +78,13 @@ def test_what_a_method_does_not_take_is_named(name: str, words: str) -> None:
         resolve(name)
 
 
+def test_options_are_listed_as_they_are_written() -> None:
+    def mine(*, topK: int = 4) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"did you mean 'topK'\? There are: topK$"):
+        check("mine", {"topk": 8}, mine)
+
+
 def numbers(name: str) -> list[str]:
     """The options of a method that may be numbers."""
     make = METHODS[name]
