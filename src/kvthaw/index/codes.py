@@ -280,20 +280,6 @@ class CodesIndex(Index, Reversible, Attends):
         if self.ratios.candidates is not None and budget // self._sets > self.ratios.candidates:
             raise ConfigError(f"candidates is {self.ratios.candidates}; it must be at least the {budget} rows to select")
 
-    def estimate(self, query: Tensor) -> Tensor:
-        """Estimates of q.k for every indexed key, [B, Hq, longest] float32; -inf beyond a sequence's length. For measurements."""
-        batch, most = query.shape[0], max(self.counts, default=0)
-        rotated = in_bytes(rotate_queries(query, self.context.kv_heads, self.rotation, mean=False))
-        place = torch.arange(most, dtype=torch.int32, device=query.device)
-        known = place < self.tables["lengths"][:batch, None]
-        candidates = torch.where(known, place, -1)[:, None].expand(-1, self.context.kv_heads, -1).contiguous()
-        found = rerank(rotated, self.summaries, candidates, self.tables["lengths"][:batch], self.quantizer, self.context.scale)
-        scores = found.scores
-        if self._centre:
-            grouped = query.float().reshape(batch, self.context.kv_heads, -1, query.shape[2])
-            scores = scores + torch.einsum("bhgd,bhd->bhg", grouped, self.tables["centre"][:batch])[..., None]
-        return scores.flatten(1, 2).masked_fill(~known[:, None], -torch.inf)
-
     def _dense(self, query: Tensor) -> Partial | None:
         if not self.dense_below:
             return None
@@ -315,10 +301,6 @@ class CodesIndex(Index, Reversible, Attends):
         self.counts, self._first, self._k = list(other.counts), other._first, other._k
         self._bind()
         self._update()
-
-    def nbytes(self) -> int:
-        """Bytes on the device, unused capacity included."""
-        return sum(tensor.nbytes for tensor in self.tables.values())
 
     def _bind(self) -> None:
         data = self.tables

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvthaw.errors import ConfigError, at_least
+from kvthaw.errors import ConfigError, at_least, proportion
 
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 """Where the tiers end, within the top rho (appendix B.2.1)."""
@@ -25,10 +25,7 @@ class Ratios:
     tiered: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("rho", "beta"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ConfigError(f"{name} is {value}; it must lie between 0 and 1")
+        proportion(**{name: share for name, share in (("rho", self.rho), ("beta", self.beta)) if share is not None})
         if self.candidates is not None:
             if self.beta is not None:
                 raise ConfigError(f"beta is {self.beta} and candidates is {self.candidates}; give one of them")
