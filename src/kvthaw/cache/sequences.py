@@ -274,15 +274,15 @@ class Sequences:
         if self.idle:
             self.left_pad = [pad + (seq in self.idle) for seq, pad in enumerate(self.left_pad)]
 
-    def count_decoded(self, tokens: int, back: int = 0) -> None:
-        """Count what the next tokens attend to in sink and ring. back: how many tokens before the next one they begin."""
+    def count_decoded(self, tokens: int) -> None:
+        """Count what the next tokens attend to in sink and ring."""
         if self.regions is None:
             return
         held = self.held
         held.tokens += tokens
         for seq, left in enumerate(self.left_pad):
             for t in range(tokens if seq not in self.idle else 0):
-                n = self.held_at(seq, self.padded_length - left + t + 1 - back)
+                n = self.held_at(seq, self.padded_length - left + t + 1)
                 held.steps += 1
                 held.total += n
                 held.most = max(held.most, n)

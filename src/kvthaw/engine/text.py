@@ -119,17 +119,9 @@ class Detokenizer:
         print(out.finish())
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        stop: Sequence[str] = (),
-        *,
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        skip_special_tokens: bool = True,
-    ) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0) -> None:
         self.text = ""
-        self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._stream = TextStream(tokenizer)
         self._stops = StopStrings(stop, include=include_stop)
         self._unsearched = min_tokens
 

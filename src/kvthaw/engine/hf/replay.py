@@ -21,17 +21,16 @@ def replaying(
     forward: Callable[..., Any],
     cache_of: Callable[[Any], Cache | None],
     *,
-    compiled: bool = False,
-    eager: Callable[..., Any] | None = None,
+    compiled: bool,
+    eager: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Wrap a model's forward so that it replays steps of a single token where possible.
 
     cache_of: returns the kvthaw cache behind a past_key_values, or None. Everything else (prompts, several tokens at once, hidden
-    states or attentions asked for, embeddings given) goes to `eager`, by default the model. compiled: see compiled_step; steps that
+    states or attentions asked for, embeddings given) goes to `eager`. compiled: see compiled_step; steps that
     cannot be captured are compiled where that is possible. The log says once why steps are not replayed, as a warning if compiled
     steps were requested and they run eagerly.
     """
-    eager = eager or forward
     single = compiled_step(forward) if compiled else forward
     told: set[str] = set()
 
