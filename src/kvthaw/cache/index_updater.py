@@ -203,9 +203,8 @@ class IndexUpdater:
             if start > self.first:
                 known.append(i)
                 continue
-            own = (
-                self._nothing(stop - start) if index.on_host else rows[i]
-            )  # the first tokens of a sequence that had none to index
+            # These are the first tokens of a sequence that had none to index.
+            own = self._nothing(stop - start) if index.on_host else rows[i]
             self._build(seq, stop, own[:, :, 0], own[:, :, 1], self._queries(recent_queries, seq))
         if known:
             if index.on_host:

@@ -151,9 +151,8 @@ class Sampler:
         self._samplings = [GREEDY] * seqs
         with torch.inference_mode(False):  # what is written in place later are plain tensors
             self._numbers, self._seeds = _table(self._samplings, self.device)
-            self._free_from = torch.zeros(
-                seqs, dtype=torch.int64, device=self.device
-            )  # the first position where a stop may stand
+            # The first position of each sequence where a stop may stand.
+            self._free_from = torch.zeros(seqs, dtype=torch.int64, device=self.device)
         self._counts: Tensor | None = None  # [S, V] int32, of the output
         self._prompt: Tensor | None = None  # [S, V] bool
         self._bias: Tensor | None = None  # [S, V] float32

@@ -36,9 +36,8 @@ class HeavyIndex(KeptIndex, Remembers):
         self.score, self.queries = score, queries
         device = context.device
         self.tables |= {
-            "near": torch.zeros(
-                (0, context.kv_heads, context.regions.held + 1), device=device
-            ),  # the last place is for nothing
+            # The last place takes what belongs to no token.
+            "near": torch.zeros((0, context.kv_heads, context.regions.held + 1), device=device),
             "asked": torch.zeros((0, context.q_heads, context.head_dim), dtype=context.dtype, device=device),  # not added yet
             "length": torch.zeros(0, dtype=torch.int64, device=device),  # tokens up to its own; 0: there is none
             "ends": torch.zeros(0, dtype=torch.int64, device=device),  # where the ring begins

@@ -73,9 +73,8 @@ class ShadowIndex(UnitIndex, Rebuilds):
         count = min(self.outliers, chunks)
         always = torch.zeros((heads, landmarks.shape[1]), dtype=torch.bool, device=keys.device)
         always.scatter_(1, torch.topk(worst, count, dim=1, largest=False).indices, True)
-        order = torch.sort(
-            (~always).int(), dim=1, stable=True
-        ).indices  # the outliers first; a chunk that is not full stays last
+        # The outliers come first; a chunk that is not full stays last.
+        order = torch.sort((~always).int(), dim=1, stable=True).indices
         static = count * self.size
         place = (order[:, :, None] * self.size + torch.arange(self.size, device=keys.device)).flatten(1)[:, :tokens]
         assert self.order is not None

@@ -101,9 +101,8 @@ class Completion(Answer):
         super().__init__(body, prompts, tokenizer, model)
         self._body = body
         self._head = {"id": self.id, "created": self.created, "model": model}
-        self._around: dict[
-            int, list[bytes]
-        ] = {}  # what is before and behind the text in an output's events, after its first one
+        # By output, what stands before and behind the text in its events after the first.
+        self._around: dict[int, list[bytes]] = {}
 
     def added(self, delta: Delta) -> bytes:
         around = self._around.get(delta.index)

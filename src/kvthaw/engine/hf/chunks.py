@@ -72,9 +72,8 @@ def in_chunks(
             return forward(**given)
         before, mask, keep = cache.kv.sequences.padded_length, given.get("attention_mask"), given.get("logits_to_keep")
         keep = 0 if keep is None else keep
-        wanted = torch.arange(tokens)[
-            keep.cpu() if isinstance(keep, Tensor) else slice(-keep, None)
-        ]  # as transformers takes it
+        # A tensor or a number, as transformers takes it.
+        wanted = torch.arange(tokens)[keep.cpu() if isinstance(keep, Tensor) else slice(-keep, None)]
         logits: list[Tensor] = []
         places: list[Tensor] = []  # of those logits among the wanted
 

@@ -67,7 +67,7 @@ class Examiner(Evaluator[Run, Item]):
 
     def __init__(self, *given: Any, **how: Any) -> None:
         super().__init__(*given, **how)
-        self._digests: dict[tuple[int, int | None, Chat | None], str] = {}
+        self._digests: dict[tuple[str, str, int | None, Chat | None], str] = {}
 
     def check(self, work: Run) -> None:
         if work.chat is not None:
@@ -162,7 +162,7 @@ class Examiner(Evaluator[Run, Item]):
 
     def _digest(self, run: Run, item: Item) -> str:
         """Return a hash of a prompt's tokens, made once."""
-        key = hash((item.context, item.question)), run.length, run.chat
+        key = item.context, item.question, run.length, run.chat
         if key not in self._digests:
             context, question = self._prompt(run, item)
             self._digests[key] = hashlib.blake2b(repr(context + question).encode(), digest_size=8).hexdigest()
