@@ -45,7 +45,7 @@ app = typer.Typer(
 _TIMED, _SERVED = ["hf-dynamic", "full", "icecache-digest"], ["full", "pariskv-plus"]
 _ONE, _STEPS, _CHUNK = ["1"], ["eager", "captured"], ["1024"]
 Shape = Annotated[str, typer.Option(help=f"The model's shape, with random weights: {', '.join(SHAPES)}.")]
-Commit = Annotated[str | None, typer.Option(help="What the records say the code's commit is; asks git unless given.")]
+Commit = Annotated[str | None, typer.Option(help="The commit to write into the results. Default: git's.")]
 
 
 @app.callback()
@@ -166,22 +166,24 @@ def prefill(
     shape: Shape = "tiny",
     length: options.Lengths = options.LENGTH,
     chunk: Annotated[
-        list[str], typer.Option(help=f"Tokens that go through the model at once; {options.SEVERAL}; beside them, one pass.")
+        list[str], typer.Option(help=f"Tokens of a chunk; {options.SEVERAL}. One pass is always timed, too.")
     ] = _CHUNK,
     method: options.Methods = options.DIGEST,
     plugin: options.Plugin = None,
     budget: options.OneBudget = "1024",
     retrieved: options.Retrieved = None,
     dense_layers: options.DenseLayers = "0",
-    chunks_only: Annotated[bool, typer.Option("--chunks-only", help="Leave out one pass, transformers' too.")] = False,
+    chunks_only: Annotated[
+        bool, typer.Option("--chunks-only", help="Time chunks only, neither one pass nor transformers.")
+    ] = False,
     host_memory: options.HostMemory = None,
     as_json: options.Lines = False,
     out: options.Out = None,
     commit: Commit = None,
 ) -> None:
-    """Time prompts in chunks, earlier KV streamed back from the host, beside one pass.
+    """Time the prefill of a prompt in chunks, which stream earlier KV back from the host, and in one pass.
 
-    Each method's logits are first checked against transformers' own of one pass.
+    First each method's logits are checked against those of transformers in one pass.
     """
     lengths, chunks = listed(length, tokens_of, "--length"), listed(chunk, tokens_of, "--chunk")
     names = names_of(method)
@@ -207,21 +209,23 @@ def serving(
             parser=options.tokens_of, metavar="TOKENS", help="Tokens of the longest prompt; the shortest has half as many."
         ),
     ] = 2048,
-    max_seqs: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 4,
-    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 8,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each gets.")] = 64,
+    max_seqs: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 4,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in total.")] = 8,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode for each request.")] = 64,
     method: options.Methods = _SERVED,
     plugin: options.Plugin = None,
     budget: options.OneBudget = "256",
     device_memory: options.DeviceMemory = None,
-    compile_: Annotated[bool, typer.Option("--compile", help="Compile the step first (a minute or more).")] = False,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Compile steps by torch.compile first, which takes a minute or more.")
+    ] = False,
     as_json: options.Lines = False,
     out: options.Out = None,
     commit: Commit = None,
 ) -> None:
-    """Time the steps of a running batch that requests keep joining and leaving.
+    """Time the steps of a running batch while requests join and leave.
 
-    Each method is first checked: a request in company must get the tokens that it gets alone.
+    First each method is checked: a request in the batch must get the tokens that it gets alone.
     """
     names = names_of(method)
     from kvthaw.bench import tables

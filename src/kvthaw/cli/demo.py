@@ -29,7 +29,8 @@ def demo(
     plugin: options.Plugin = None,
     budget: options.OneBudget = "256",
     length: Annotated[
-        int | None, typer.Option(parser=options.tokens_of, metavar="TOKENS", help="Cut the book to so many tokens.")
+        int | None,
+        typer.Option(parser=options.tokens_of, metavar="TOKENS", help="Shorten the book to so many tokens."),
     ] = None,
     model: options.Model = "shipped",
     seed: options.Seed = 0,
@@ -37,9 +38,9 @@ def demo(
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Ask a whole book for facts planted in it, under a budget and with full attention.
+    """Answer questions about facts planted in a whole book, under a budget and with full attention.
 
-    One prefill serves both. Then a card says what each of them read, held and took.
+    One prefill serves both. A table at the end compares accuracy, memory and time.
     """
     allowed = single([budget], budget_of, "--budget")
     from kvthaw.methods import resolve

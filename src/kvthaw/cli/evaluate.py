@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kvthaw.evaluate.results import Record
 
 EXAMPLES = (
-    "Tasks: " + ", ".join(TASKS) + "\n\nAll of RULER and so on: " + ", ".join(SUITES) + "\n\n"
-    "Their options: [bold]kvthaw eval task --help[/]; of gsm8k, math500, longbench and others, which need their published data: "
+    "Tasks: " + ", ".join(TASKS) + "\n\nSuites of tasks: " + ", ".join(SUITES) + "\n\n"
+    "Options of tasks: [bold]kvthaw eval task --help[/]. Benchmarks that need published data, such as gsm8k and longbench: "
     "[bold]kvthaw eval published --help[/]\n\nExamples:\n\n"
     "  kvthaw eval passkey --method icecache-digest --budget 64 --length 16384 --samples 20\n\n"
     "  kvthaw eval passkey --method icecache-digest,oracle,streaming --budget 64,256 --length 4096,16384 --plot passkey.png\n\n"
@@ -54,26 +54,26 @@ app = typer.Typer(cls=Tasks, no_args_is_help=True, rich_markup_mode="rich", epil
 
 @app.callback()
 def _eval() -> None:
-    """Measure methods, by tasks, published benchmarks, perplexity and exact attention.
+    """Measure the accuracy of methods on tasks, published benchmarks and perplexity, and their recall against exact attention.
 
-    kvthaw eval TASK runs a task or a published benchmark, perplexity sends a text through the methods.
+    kvthaw eval TASK runs a task or a published benchmark; kvthaw eval perplexity decodes a text through the methods.
     """
 
 
 @app.command("task", epilog=EXAMPLES)
 def evaluate(
-    task: Annotated[str, typer.Argument(help="Tasks or their common names, separated by commas; all of them stand below.")],
+    task: Annotated[str, typer.Argument(help="Tasks or suites, separated by commas; see the list below.")],
     model: options.Model = "shipped",
     method: options.Methods = options.DIGEST,
     plugin: options.Plugin = None,
     budget: options.Budgets = None,
     retrieved: options.ManyRetrieved = None,
     length: options.Lengths = options.LENGTH,
-    samples: Annotated[int, typer.Option(min=1, help="Samples for each length.")] = 20,
+    samples: Annotated[int, typer.Option(min=1, help="Samples for each task and length.")] = 20,
     depths: Annotated[
         list[str],
         typer.Option(
-            help="Where the facts stand, in percent, equally often; [bold]even[/] is 0 to 95 by 5, [bold]random[/] draws; "
+            help="Depths of the facts in percent, equally often; [bold]even[/]: 0 to 95 by 5, [bold]random[/]: drawn; "
             f"{options.SEVERAL}."
         ),
     ] = _EVEN,
@@ -83,7 +83,7 @@ def evaluate(
     system: options.System = None,
     thinking: options.Thinking = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer; the task's own, or 4,096 with --thinking, if not given.")
+        int | None, typer.Option(min=1, help="Most tokens of an answer. Default: the task's own, 4,096 with --thinking.")
     ] = None,
     no_full: options.NoFull = False,
     shard: options.ShardOf = "1/1",
@@ -93,27 +93,28 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="[TASK=]PATH",
-            help="Take the questions of a task, or of all, from this file or folder instead of what ships: LongEval's and "
-            "key-value files, SQuAD's and HotpotQA's layout, bAbI's folder. A sample's number there is its seed. Several times for "
-            "several tasks.",
+            help="Read a task's questions, or those of all tasks, from this file or folder: LongEval and key-value files, SQuAD's "
+            "and HotpotQA's layout, bAbI's folder. A sample's number in the file is its seed. Repeat it for several tasks.",
         ),
     ] = None,
     seed: options.Seed = 0,
     as_json: options.Lines = False,
     out: Annotated[
-        Path | None, typer.Option(help="Append a JSON line a sample to this file; what stands there is not run again.")
+        Path | None,
+        typer.Option(help="Append each sample to this file as a line of JSON; samples already in it are not run again."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw accuracy into this PNG file: bars, or depth by length where there are several.")
+        Path | None,
+        typer.Option(help="Draw accuracy into this PNG file: bars, or depth by length if there are several lengths."),
     ] = None,
     kv_dir: options.KvDir = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Run tasks under every method, budget and length, full attention beside them on the same samples.
+    """Run tasks under every method, budget and length, and under full attention on the same samples.
 
-    One prefill a sample serves all of them. Prompts have exactly the tokens asked for, without the answer's; what a published
-    file holds whole stays as it is and must not be longer. With --kv-dir times to the first token are those of a restore.
+    One prefill a sample serves all of them. A prompt has exactly --length tokens, the answer not included; a prompt of a published
+    file keeps its own length, which must not be greater. With --kv-dir the time to the first token is that of a restore.
     """
     try:
         tasks = named(task)

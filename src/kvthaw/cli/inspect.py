@@ -23,7 +23,7 @@ _MOST = 4  # runs of a page
 
 def inspect(
     file: Annotated[Path, typer.Option(help="Read the document from this file.", exists=True, dir_okay=False)],
-    question: Annotated[str, typer.Option(help="What follows the document.")],
+    question: Annotated[str, typer.Option(help="The question, which follows the document in the prompt.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Write the page here.", dir_okay=False)],
     model: options.Model = "shipped",
     method: options.Methods = options.DIGEST,
@@ -32,17 +32,17 @@ def inspect(
     retrieved: options.ManyRetrieved = None,
     dense_layers: options.ManyDenseLayers = None,
     max_new_tokens: options.MaxNewTokens = 64,
-    exact: Annotated[bool, typer.Option(help="Compare with the exact top-k, which reads all keys at every step.")] = True,
+    exact: Annotated[bool, typer.Option(help="Also compute the exact top-k, which reads all keys at every step.")] = True,
     chat: options.UseChat = None,
     system: options.System = None,
     thinking: options.Thinking = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Answer a question about a document, and write a page that shows which tokens were recalled for each token of the answer.
+    """Answer a question about a document, and write a page that shows which tokens each step recalled.
 
-    The page is one file of at most 10 MB that opens without a network. All methods and budgets see the same tokens, those that the
-    first one chooses.
+    The page is one file of at most 10 MB that opens without a network. The first method and budget write the answer; the others
+    decode the same tokens.
     """
     variants = variants_of(method, budget, retrieved, dense_layers)
     if len(variants) > _MOST:

@@ -64,7 +64,7 @@ KvDtype = Annotated[
 KvDir = Annotated[
     Path | None,
     typer.Option(
-        "--kv-dir", help="Keep prompts' KV in this folder: a later prompt that begins alike prefills only its rest.",
+        "--kv-dir", help="Keep prompts' KV in this folder; a later prompt that begins with one of them prefills only the rest.",
         file_okay=False,
     ),
 ]  # fmt: skip
@@ -77,7 +77,7 @@ NoFull = Annotated[
     bool,
     typer.Option(
         "--no-full",
-        help="Leave full attention out: each method prefills for itself, in chunks, so that the device never holds all KV.",
+        help="Leave full attention out. Each method prefills on its own, in chunks, so the device never holds all KV.",
     ),
 ]
 ShardOf = Annotated[
@@ -85,12 +85,12 @@ ShardOf = Annotated[
     typer.Option(
         "--shard",
         metavar="I/N",
-        help="Compute every n-th sample, from the i-th on, into --out, and print nothing; n processes share the file.",
+        help="Compute every n-th sample from the i-th on, append it to --out and print nothing; n processes share the file.",
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Seed of all random choices.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
-Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")]
+Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a result and nothing else on stdout.")]
 
 Method = Annotated[
     str,
@@ -102,8 +102,8 @@ Methods = Annotated[
     list[str],
     typer.Option(
         "--method",
-        help="Methods, separated by commas or one by one, with options as in icecache-digest:reuse=2; budget, retrieved, "
-        "dense_layers, sink, window, buffer and kv_dtype are options of each as well: pqcache:budget=0.2,quest:sink=4.",
+        help="Methods, separated by commas or repeated. Options follow a colon, as in icecache-digest:reuse=2; every method also "
+        "takes budget, retrieved, dense_layers, sink, window, buffer and kv_dtype: pqcache:budget=0.2,quest:sink=4.",
     ),
 ]
 
@@ -122,7 +122,7 @@ Plugin = Annotated[
     typer.Option(
         "--plugin",
         metavar="FILE.PY",
-        help="Add the methods of this Python file, which names them in METHODS; may be repeated.",
+        help="Add the methods in METHODS of this Python file; may be repeated.",
         callback=_load_plugins,
         exists=True,
         dir_okay=False,
@@ -168,7 +168,7 @@ ManyRetrieved = Annotated[
     typer.Option(
         "--retrieved",
         metavar="TOKENS",
-        help=f"Instead of --budget, or beside it: tokens retrieved beside the paper's own sink and window; {SEVERAL}.",
+        help=f"Instead of --budget, or in addition: tokens retrieved beside the paper's own sink and window; {SEVERAL}.",
     ),
 ]
 DenseLayers = Annotated[
@@ -238,7 +238,7 @@ Text = Annotated[
     Path | None,
     typer.Option(
         "--text",
-        help="Read this text instead of the book that ships; it begins anew where it ends.",
+        help="Read this text instead of the book that ships; a text that is too short is repeated.",
         exists=True,
         dir_okay=False,
     ),
@@ -249,7 +249,9 @@ LongText = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", help="Append a JSON line a prompt and run to this file; what stands there is not run again."),
+    typer.Option(
+        "--out", help="Append each result to this file as a line of JSON; results already in it are not computed again."
+    ),
 ]
 
 

@@ -28,9 +28,9 @@ def perplexity(
     budget: options.Budgets = None,
     retrieved: options.ManyRetrieved = None,
     length: options.Lengths = _LENGTHS,
-    measured: Annotated[int, typer.Option(min=1, help="Tokens measured after each length.")] = 64,
+    measured: Annotated[int, typer.Option(min=1, help="Tokens scored after each length.")] = 64,
     text: options.LongText = None,
-    samples: Annotated[int, typer.Option(min=1, help="Places in the text from which it is read.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Places in the text at which a prompt starts.")] = 1,
     dense_layers: options.ManyDenseLayers = None,
     no_full: options.NoFull = False,
     shard: options.ShardOf = "1/1",
@@ -42,10 +42,10 @@ def perplexity(
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Perplexity by position over a text, full attention beside the methods on the same tokens (ClusterKV's figure 10).
+    """Measure perplexity by position over a text, under the methods and full attention (ClusterKV's figure 10).
 
-    A prompt of each length is brought into the cache; what follows in the text is sent through each method token by token, and
-    every next token is scored. The text must be long enough; it does not begin anew.
+    A prompt of each length is prefilled. Each method then decodes the tokens that follow in the text, one by one, and every
+    next token is scored. The text must be long enough; it is not repeated.
     """
     variants, mine = variants_of(method, budget, retrieved, dense_layers), shard_of(shard, out)
     from kvthaw.engine.hf.kv_dir import KvDir

@@ -17,10 +17,10 @@ from kvthaw.evaluate.published import BENCHMARKS, FAMILIES, benchmarks
 EXAMPLES = (
     "Benchmarks: "
     + ", ".join(BENCHMARKS)
-    + "\n\nSeveral of them: "
+    + "\n\nSuites of them: "
     + ", ".join(FAMILIES)
-    + "\n\nTheir data is read from a file in the published format (.jsonl, .json, .csv, "
-    "gzipped or not), from a folder of such files, or from the hub.\n\nExamples:\n\n"
+    + "\n\n--data is a file in the published format (.jsonl, .json, .csv, "
+    "gzipped or not), a folder of such files, or hub.\n\nExamples:\n\n"
     "  kvthaw eval gsm8k --data test.jsonl --model Qwen/Qwen3-8B --method icecache-digest,oracle --budget 0.1 --limit 200\n\n"
     "  kvthaw eval aime24 --data hub --model Qwen/Qwen3-8B --method prkv,snapkv-refreshed --budget 1024 --samples 4\n\n"
     "  kvthaw eval longbench_v2_cot --data longbench_v2.jsonl --model MODEL --method pariskv --retrieved 100 --length 120000\n\n"
@@ -31,7 +31,7 @@ EXAMPLES = (
 
 
 def evaluate(
-    benchmark: Annotated[str, typer.Argument(help="A benchmark, or a name of several; all of them stand below.")],
+    benchmark: Annotated[str, typer.Argument(help="A benchmark or a suite; see the list below.")],
     data: Annotated[
         str | None,
         typer.Option(help="A file, a folder, [bold]hub[/] to download it, or the id of a copy on the hub.", metavar="PATH"),
@@ -42,24 +42,27 @@ def evaluate(
     budget: options.Budgets = None,
     retrieved: options.ManyRetrieved = None,
     dense_layers: options.ManyDenseLayers = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Ask the first so many questions only.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Answers drawn for each question: pass@k and avg@k.")] = 1,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy; the benchmark's own if not given.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Run only so many questions, from the first on.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Answers sampled for each question, for pass@k and avg@k.")] = 1,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy. Default: the benchmark's own.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw from the likeliest tokens of this sum; the benchmark's own.")
+        float | None,
+        typer.Option(help="Sample from the likeliest tokens with this total probability. Default: the benchmark's own."),
     ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer; the benchmark's own.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer. Default: the benchmark's own.")
+    ] = None,
     length: Annotated[
         int | None,
         typer.Option(
             parser=options.tokens_of,
             metavar="TOKENS",
-            help="Cut longer prompts in the middle to so many tokens, as LongBench does.",
+            help="Truncate longer prompts in the middle to so many tokens, as LongBench does.",
         ),
     ] = None,
     chat: Annotated[
         bool | None,
-        typer.Option(help="Ask through the chat template; where the tokenizer and the benchmark have one, if not given."),
+        typer.Option(help="Use the chat template. Default: if tokenizer and benchmark have one."),
     ] = None,
     system: options.System = None,
     thinking: options.Thinking = None,
@@ -67,27 +70,28 @@ def evaluate(
     no_full: options.NoFull = False,
     shard: options.ShardOf = "1/1",
     probe: Annotated[
-        int, typer.Option(min=0, help="Compare every n-th step with exact attention, for mass, recall and its drift; 0 never.")
+        int, typer.Option(min=0, help="Compare every n-th step with exact attention (mass, recall, drift); 0: never.")
     ] = 0,
     kv_dir: options.KvDir = None,
     judge: Annotated[
         str | None,
-        typer.Option(help="Who judges longgenbench: [bold]self[/], a folder or a hub id; words are compared if not given."),
+        typer.Option(
+            help="The model that judges longgenbench: [bold]self[/], a folder or a hub id. Default: words are compared."
+        ),
     ] = None,
     seed: options.Seed = 0,
     as_json: options.Lines = False,
     out: Annotated[
-        Path | None, typer.Option(help="Append a JSON line an answer to this file; what stands there is not asked again.")
+        Path | None,
+        typer.Option(help="Append each answer to this file as a line of JSON; answers already in it are not computed again."),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw every variant's score into this PNG file, a panel a benchmark.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the scores into this PNG file, a panel for each benchmark.")] = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Ask a published benchmark's questions under every method and budget, full attention beside them.
+    """Run a published benchmark under every method and budget, and under full attention.
 
-    One prefill a question serves all of them; the answers to one question are drawn as one batch.
+    One prefill a question serves all of them; the --samples answers to a question are decoded as one batch.
     """
     wanted = benchmarks(benchmark)
     if not wanted:

@@ -29,21 +29,27 @@ EXAMPLES = (
 
 
 def reproduce(
-    name: Annotated[str, typer.Argument(help="[bold]list[/], or names of it, papers' names or [bold]all[/], by commas.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="[bold]list[/]; or names from the list, names of papers, or [bold]all[/], separated by commas."),
+    ],
     model: Annotated[str | None, options.MODEL] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="As small as can be, on the shipped model: shows that it works, compares nothing.")
+        bool,
+        typer.Option(
+            "--quick", help="Run it in seconds on the shipped model. This shows that it works; the numbers are not comparable."
+        ),
     ] = False,
     data: Annotated[
         str | None, typer.Option(help="Published data: a file, a folder, or [bold]hub[/] to download it.", metavar="PATH")
     ] = None,
     text: options.LongText = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Ask the first so many questions or samples only.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Run only so many questions or samples, from the first on.")] = None,
     host_memory: options.HostMemory = None,
     as_json: options.Lines = False,
     out: options.Out = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw each in the paper's form: a PNG file, or a folder for several.")
+        Path | None, typer.Option(help="Draw the result in the paper's form: a PNG file, or a folder for several names.")
     ] = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
@@ -106,7 +112,7 @@ def _listed(one: Experiment) -> dict[str, object]:
 def _list(every: list[Experiment]) -> Table:
     from kvthaw.evaluate.report import lay_out
 
-    title = "Minutes are a rough guess for one H100. With --quick none needs anything, and each takes seconds."
+    title = "Minutes are a rough estimate for one H100. With --quick a name needs nothing else and takes seconds."
     columns = ("name", "what", "the paper's model or machine", "needs", "minutes")
     rows = [(one.name, one.title, "; ".join(one.says), one.plan.needs, f"{one.minutes:,.0f}") for one in every]
     return lay_out(title, columns, rows, words=columns[:-1], folded=columns[1:-1])
