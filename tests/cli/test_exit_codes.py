@@ -23,7 +23,7 @@ def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None
     refused(Said("generate", "Hello", "--model", "./nowhere"), 1, "'./nowhere'", "no such folder")
     refused(Said("generate", "Hello", "--model", str(tmp_path)), 1, "no config.json")
     refused(Said("generate", "", "--model", model), 1, "the prompt is empty")
-    refused(Said("generate", "--model", model, stdin="  \n"), 1, "the prompt is empty")
+    refused(Said("generate", "--model", model, stdin="  \n"), 1, "stdin is empty")
     refused(Said("generate", "a" * 3000, "--model", model), 1, "3,000 tokens", "2,048")
     refused(Said("eval", "passkey", "--model", model, "--length", "10"), 1, "length 10 is too short")
     refused(Said("eval", "passkey", "--model", model, "--method", "orakle"), 1, "oracle")
@@ -45,6 +45,14 @@ def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None
     refused(Said("generate", "--file", str(latin), "--model", model), 1, "latin.txt is not UTF-8", "byte 3")
     refused(Said("generate", "--model", model, stdin=latin.read_bytes()), 1, "stdin is not UTF-8", "byte 3")
     refused(Said("generate", "caf\udce9", "--model", model), 1, "the prompt is not UTF-8", "byte 3")
+    blank = tmp_path / "blank.txt"
+    blank.write_text(" \n")
+    refused(Said("chat", "--file", str(blank), "--model", model), 1, "blank.txt is empty")
+    refused(Said("compare", "--method", "al"), 1, "did you mean 'all'?")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text('{"model_type": "qwen3"}')
+    refused(Said("generate", "Hello", "--model", str(bare)), 1, "bare", "no tokenizer")
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{}")

@@ -168,7 +168,8 @@ def load_model(
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
-    """Return the prompt from the argument, the file, or stdin. Raises a usage error where there is none or more than one."""
+    """Return the prompt from the argument, the file, or stdin. Raises a usage error where there is none or more than one, and
+    ConfigError for one that is empty or not UTF-8."""
     if prompt is not None and file is not None:
         raise typer.BadParameter(
             "give a prompt or --file, not both; what is asked about a file is a --question", param_hint="PROMPT"
@@ -180,9 +181,12 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     else:
         where, data = ("stdin", sys.stdin.buffer.read()) if file is None else (str(file), file.read_bytes())
     try:
-        return data.decode("utf-8").replace("\r\n", "\n")
+        text = data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where} is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
+    if not text.strip():
+        raise ConfigError(f"{where} is empty")
+    return text
 
 
 def warned(text: str) -> None:

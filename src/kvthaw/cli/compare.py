@@ -12,6 +12,7 @@ from kvthaw.cli import options
 from kvthaw.cli.common import load_model, print_wide, tell_outdated, warned
 from kvthaw.cli.options import budget_of, chat_of, listed, many_dense, names_of, questions_of, shard_of, tokens_of, words
 from kvthaw.cli.progress import bars, stderr, waiting, watched
+from kvthaw.errors import unknown
 
 _ALL, _BUDGETS, _TASKS = ["all"], ["64", "128", "256", "1024"], ["passkey", "niah", "longeval", "kv_retrieval"]
 EXAMPLES = (
@@ -97,7 +98,10 @@ def compare(
         from kvthaw.evaluate.tasks import named
         from kvthaw.methods import METHODS
 
-        names = tuple(METHODS) if method == _ALL else tuple(names_of(method))
+        names = tuple(dict.fromkeys(one for name in names_of(method) for one in (METHODS if name == "all" else [name])))
+        for name in names:
+            if name.partition(":")[0] not in METHODS:
+                raise unknown("method", name, ("all", *METHODS))
         wanted = listed([tasks] if tasks else task, str, "--task")
         others = ",".join(name for name in wanted if name != "perplexity")
         grid = Grid(

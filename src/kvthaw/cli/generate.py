@@ -89,8 +89,6 @@ def generate(
     text, asked = prompt_text(prompt, file), chat_of(chat, system, thinking)
     if prompt is not None and len(prompt) < 256 and Path(prompt).is_file():
         warned(f"{prompt} is a file; its name is the prompt. --file {prompt} reads it.")
-    if not text.strip():
-        raise ConfigError("the prompt is empty")
     from kvthaw.methods.auto import check_name
 
     check_name(method)  # a wrong name costs no loading

@@ -50,6 +50,8 @@ def load(
     how: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=tp)} if tp > 1 else {}
     with _found(name) as (source, cached):
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=cached)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without tokenizer files
+            raise ConfigError(f"model is {name!r}; it has no tokenizer, such as a tokenizer.json beside its config.json")
         prepare(tokenizer)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, local_files_only=cached, **how)
     return (model.to(where) if tp == 1 else model).eval(), tokenizer
