@@ -18,7 +18,7 @@ def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
 
 def test_wrong_options_cost_no_loading(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("\n \n")
-    refused(Said("serve", "--api-key-file", str(tmp_path / "keys")), 1, "keys", "no key")
+    refused(Said("serve", "--api-key-file", str(tmp_path / "keys")), 1, "keys is empty")
     refused(Said("serve", "--method", "icecach"), 1, "icecache")
     refused(Said("serve", "--host-memory", "much"), 1, "--host-memory", "much")
     refused(Said("serve", "--port", "70000"), 2, "port")

@@ -96,8 +96,6 @@ def serve(
     model, allowed = served or model or "shipped", one_budget(budget)
     kept, host_bytes = dense_of(dense_layers), host_bytes_of(host_memory)
     keys = tuple(line.strip() for line in prompt_text(None, api_key_file).splitlines() if line.strip()) if api_key_file else ()
-    if api_key_file is not None and not keys:
-        raise ConfigError(f"{api_key_file} holds no key")
     template = None if chat_template is None else prompt_text(None, chat_template)
     if tp > 1 and device is not None:
         raise ConfigError(f"--tp is {tp} and --device {device!r}; each process takes the device of its number, or the CPU")
