@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache import kv_prefetcher
+from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.clusters import ClusterIndex
@@ -58,6 +59,13 @@ def test_the_last_chunk_is_no_short_one() -> None:
     with kvthaw.attach(llama, "full", prefill_chunk=400), torch.no_grad():
         llama(prompt(1, 420), use_cache=True)
     assert lengths == [256, 164]
+
+
+@pytest.mark.parametrize("method", ["full", "quest", "snapkv"])
+def test_a_prompt_of_no_tokens_leaves_the_cache_empty(method: str, llama: PreTrainedModel) -> None:
+    cache = kvthaw.Cache(llama, method)
+    assert prefill(llama, cache, []).numel() == 0
+    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("name", DISTINCT)

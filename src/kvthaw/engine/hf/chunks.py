@@ -32,9 +32,12 @@ def spans(tokens: int, chunk: int) -> list[tuple[int, int]]:
 
 
 def even_chunk(tokens: int, chunk: int) -> int:
-    """Return the smallest size, in whole tiles of 128 tokens, that splits a prompt into no more chunks than `chunk` does.
+    """Return the smallest size, in whole tiles of 128 tokens, that splits a prompt into no more chunks than `chunk` does; `chunk`
+    for one that it holds whole.
 
     Indexes on the host are built beside the last chunk; a short one would hide little of that."""
+    if tokens <= chunk:
+        return max(1, chunk)
     return min(chunk, 128 * -(-tokens // (128 * -(-tokens // chunk))))
 
 
