@@ -234,6 +234,8 @@ def test_every_device_has_a_method() -> None:
     assert auto.find("auto", torch.device("cpu"))[1] is not None
     with pytest.raises(ConfigError, match="option 'reuse'"):
         auto.find("auto", torch.device("cpu"), reuse=2)
+    with pytest.raises(ConfigError, match=r"no option 'sink'; it has none of its own$"):
+        auto.check_name("auto:sink=4")
 
 
 @pytest.mark.gpu

@@ -66,7 +66,8 @@ def check(method: str, given: Mapping[str, Any], *takes: Callable[..., object]) 
             has = f"there are: {', '.join(named)}" if named else "it has none of its own"
             if name in _BESIDE:
                 raise ConfigError(f"method {method} has no option {name!r}; give it as an argument of its own, beside the name")
-            raise ConfigError(f"method {method} has no option {name!r}; {hint(name, (*named, *REGIONS, *_BESIDE), has)}")
+            regions = REGIONS if takes else ()
+            raise ConfigError(f"method {method} has no option {name!r}; {hint(name, (*named, *regions, *_BESIDE), has)}")
 
 
 _DECIDES = ("index", "regions", "evicts", "keep", "anchors", "rotary", "prefetches")
