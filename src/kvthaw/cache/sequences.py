@@ -296,8 +296,8 @@ class Sequences:
             self._placed = step, token, device
 
     def place_before_step(self, device: torch.device) -> None:
-        """Idempotent. Set the device's lengths to the committed ones, with the rings as they are at the next token: a captured step
-        advances the lengths itself."""
+        """Set the device's lengths to the committed ones, unless they are, with the rings as they are at the next token: a captured
+        step advances the lengths itself."""
         if self._placed != (placed := (self.version, self.padded_length, device)):
             self._set(self._live_lengths(), device, coming=1)
             self._placed = placed

@@ -36,7 +36,7 @@ __all__ = [
     "isas",
 ]
 
-Isa = Literal["scalar", "avx2", "avx512", "neon", "avx512_vnni"]
+Isa = Literal["scalar", "avx2", "avx512", "neon"]
 DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 4}
 """Stored dtypes that a tree reads, by the extension's numbers. It computes in float32 whatever they are."""
 ELEMENTS = DTYPES | {torch.float8_e4m3fn: 5}

@@ -14,9 +14,6 @@ const Kernels* table();
 namespace kernels_avx512 {
 const Kernels* table();
 }
-namespace kernels_avx512_vnni {
-const Kernels* table();
-}
 #elif defined(KV_ARM64)
 namespace kernels_neon {
 const Kernels* table();
@@ -29,10 +26,9 @@ const Kernels* find_kernels(Isa isa) {
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // each machine with both has F16C
     if (isa == Isa::avx2 && avx2) return kernels_avx2::table();
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (isa == Isa::avx512 && avx512) return kernels_avx512::table();
-    if (isa == Isa::avx512_vnni && avx512 && __builtin_cpu_supports("avx512vnni")) return kernels_avx512_vnni::table();
+    if (isa == Isa::avx512 && avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return kernels_avx512::table();
 #elif defined(KV_ARM64)
     if (isa == Isa::neon) return kernels_neon::table();  // each machine of 64 bits has it
 #endif
@@ -40,7 +36,7 @@ const Kernels* find_kernels(Isa isa) {
 }
 
 const Kernels* best_kernels() {
-    for (Isa isa : {Isa::avx512, Isa::avx2, Isa::neon})  // avx512_vnni has been timed nowhere yet
+    for (Isa isa : {Isa::avx512, Isa::avx2, Isa::neon})
         if (const Kernels* found = find_kernels(isa)) return found;
     return find_kernels(Isa::scalar);
 }

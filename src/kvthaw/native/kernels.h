@@ -9,7 +9,7 @@ namespace kvthaw {
 // What rows are stored as; all arithmetic is in float32, but for i8: codes that encode() made, with their step behind them. f8: e4m3
 // codes; the float kScales bytes before those of a key is their scale.
 enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, f64 = 4, f8 = 5 };
-enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2, neon = 3, avx512_vnni = 4 };
+enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2, neon = 3 };
 
 constexpr size_t kScales = 8;
 
@@ -19,18 +19,6 @@ constexpr size_t size_of(Dtype dtype) {
 
 // Bytes of an i8 row: codes to a whole number of floats, then the step.
 constexpr size_t coded_bytes(int dim) { return (static_cast<size_t>(dim) + 3) / 4 * 4 + 4; }
-
-// Points in 8 bits to be compared with keys: panels of kCodedPanel, [panels][ceil(dim / 4)][kCodedPanel][4] codes, 128 more than the whole
-// numbers of encode(); of each point its step and its lift (those that fill the last panel: -infinity). length, error, lift: the largest
-// |point|, distance of a point from its codes, and lift.
-constexpr int kCodedPanel = 32;
-struct Coded {
-    const uint8_t* codes;
-    const float *steps, *lifts;
-    int count, dim;
-    float length, error, lift;
-};
-constexpr int kFound = 256;  // candidates of a key, at most
 
 struct Kernels {
     Isa isa;
@@ -56,12 +44,6 @@ struct Kernels {
     // panel) panels [depth][panel]; the last is filled up with copies of the last parent. count: a multiple of group, at most
     // kNearestKeys.
     void (*nearest)(const float* keys, int count, const float* panels, int parents, int depth, int32_t* which);
-    // Whether `candidates`, and exact products with what it finds, take less time than `nearest`.
-    bool coded;
-    // For `count` keys [count][dim + 1], at most kNearestKeys, the points that may have the largest inner product, by products of whole
-    // numbers and how far these can be from the true ones: found [count][kFound], in order, counts [count] of them; below 0: too
-    // many. values: room for as many.
-    void (*candidates)(const float* keys, int count, const Coded& points, float* values, int32_t* found, int32_t* counts);
 };
 
 constexpr int kNearestKeys = 96;

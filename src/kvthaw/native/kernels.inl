@@ -1,5 +1,5 @@
 // The kernels, written once on GCC's vector types and compiled once per instruction set: the including file defines KV_NAME,
-// KV_ISA, KV_WIDTH (floats per vector), KV_GROUP (keys per register block of `nearest`), KV_CODED (whether `candidates` is faster), and KV_NEON for its instructions, which each
+// KV_ISA, KV_WIDTH (floats per vector), KV_GROUP (keys per register block of `nearest`), and KV_NEON for its instructions, which each
 // aarch64 machine has, so that the compiler does not tell the scalar file from NEON's. Nothing here may be an inline function
 // of another header: the linker could keep this file's copy of it, with instructions that a lesser machine lacks. Compiled with
 // -ffp-contract=off: where a product and a sum are rounded once, `fused` says so, and no compiler decides it for each loop anew.
@@ -434,8 +434,7 @@ void nearest(const float* keys, int count, const float* panels, int parents, int
 }  // namespace
 
 const Kernels* table() {
-    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, add, encode, measure, dots, products, log_sum_exp, nearest,
-                                    KV_CODED, candidates};
+    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, add, encode, measure, dots, products, log_sum_exp, nearest};
     return &kernels;
 }
 

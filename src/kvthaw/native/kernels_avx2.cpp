@@ -2,5 +2,4 @@
 #define KV_ISA avx2
 #define KV_WIDTH 8
 #define KV_GROUP 6
-#define KV_CODED false
 #include "kernels.inl"

@@ -2,5 +2,4 @@
 #define KV_ISA avx512
 #define KV_WIDTH 16
 #define KV_GROUP 12
-#define KV_CODED false
 #include "kernels.inl"

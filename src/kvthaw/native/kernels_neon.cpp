@@ -3,5 +3,4 @@
 #define KV_WIDTH 4
 #define KV_GROUP 12
 #define KV_NEON
-#define KV_CODED false
 #include "kernels.inl"

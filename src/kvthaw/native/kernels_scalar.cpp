@@ -2,5 +2,4 @@
 #define KV_ISA scalar
 #define KV_WIDTH 4
 #define KV_GROUP 4
-#define KV_CODED true  // so that tests hold both ways to each other on every machine
 #include "kernels.inl"

@@ -128,15 +128,9 @@ public:
     void resize(int points);                                      // room for points that measure_points then fills
     int measure_points(const Rows& rows, int begin, int end);     // norms, projections, levels; the first bad point or -1
     void lay_levels();                                            // after all are measured: c, lifts, levels, the root
-    // The points of a level packed for Kernels::nearest or for Kernels::candidates; empty where they are searched.
-    struct Packed {
-        std::vector<float> panels, steps, lifts;
-        std::vector<uint8_t> codes;
-        float length = 0, error = 0, lift = 0;
-    };
     struct Adoption {
-        int below, above;  // the level whose points need parents, the level of those
-        Packed parents;
+        int below, above;              // the level whose points need parents, the level of those
+        std::vector<float> panels;     // the parents packed for Kernels::nearest; empty where they are searched
     };
     Adoption open_level(const Rows& rows, int below, int above);  // makes the nodes of `above`
     void adopt(const Rows& rows, const Adoption& to, int begin, int count);  // of the points of the level below
@@ -214,11 +208,8 @@ private:
     int node_of(int point) const { return point == kRoot ? 0 : node_of_[point]; }
     int new_node(int point);
     void number_nodes(int level);  // makes those of its points, of one parent side by side
-    Packed pack(const Rows& rows, int level) const;
-    Packed pack_codes(const Rows& rows, int level) const;
-    void adopt_nearest(const Rows& rows, const Packed& packed, int above, const int32_t* orphans, int count);
-    // The nearest of some points, the first of equals; chosen: which, null for all of them.
-    int nearest_of(const Rows& rows, const std::vector<int32_t>& points, const int32_t* chosen, int count, const float* key) const;
+    std::vector<float> pack(const Rows& rows, int level) const;
+    void adopt_nearest(const Rows& rows, const std::vector<float>& panels, int above, const int32_t* orphans, int count);
     void adopt_by_descent(const Rows& rows, int above, const int32_t* orphans, int count);
     struct Visit {
         int32_t node, key;

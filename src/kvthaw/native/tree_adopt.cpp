@@ -1,83 +1,33 @@
 // Finding the parents of many points at once.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "rank.h"
 #include "tree.h"
 
 namespace kvthaw {
 
-Tree::Packed Tree::pack(const Rows& rows, int level) const {
-    if (settings_->kernels->coded) return pack_codes(rows, level);
+std::vector<float> Tree::pack(const Rows& rows, int level) const {
     const int dim = settings_->dim, depth = dim + 1, width = settings_->kernels->panel;
     const int parents = static_cast<int>(levels_[level].size()), panels = (parents + width - 1) / width;
-    Packed packed;
-    packed.panels.resize(static_cast<size_t>(panels) * width * depth);
-    std::vector<float> key(depth);
+    std::vector<float> packed(static_cast<size_t>(panels) * width * depth), key(depth);
     for (int p = 0; p < panels * width; ++p) {
         const int point = levels_[level][std::min(p, parents - 1)];
         settings_->kernels->widen(rows.key(first_ + point), dim, rows.dtype(), key.data());
         key[dim] = lift_[point];
-        float* at = packed.panels.data() + static_cast<size_t>(p / width) * width * depth + p % width;
+        float* at = packed.data() + static_cast<size_t>(p / width) * width * depth + p % width;
         for (int d = 0; d < depth; ++d) at[static_cast<size_t>(d) * width] = key[d];
     }
     return packed;
 }
 
-Tree::Packed Tree::pack_codes(const Rows& rows, int level) const {
-    const int dim = settings_->dim, fours = (dim + 3) / 4, parents = static_cast<int>(levels_[level].size());
-    const int padded = (parents + kCodedPanel - 1) / kCodedPanel * kCodedPanel;
-    Packed packed;
-    packed.codes.resize(static_cast<size_t>(padded) * fours * 4, 128);
-    packed.steps.resize(padded);
-    packed.lifts.resize(padded, -HUGE_VALF);
-    std::vector<float> key(dim);
-    std::vector<int8_t> coded(settings_->row_bytes());
-    for (int p = 0; p < parents; ++p) {
-        const int point = levels_[level][p];
-        settings_->kernels->widen(rows.key(first_ + point), dim, rows.dtype(), key.data());
-        settings_->kernels->encode(key.data(), dim, coded.data());
-        std::memcpy(&packed.steps[p], coded.data() + coded.size() - 4, 4);
-        packed.lifts[p] = lift_[point];
-        double apart = 0;
-        for (int d = 0; d < dim; ++d) {
-            const size_t panel = static_cast<size_t>(p / kCodedPanel) * fours + d / 4;
-            packed.codes[(panel * kCodedPanel + p % kCodedPanel) * 4 + d % 4] = static_cast<uint8_t>(coded[d] + 128);
-            apart += std::pow(static_cast<double>(key[d]) - static_cast<double>(packed.steps[p]) * coded[d], 2);
-        }
-        packed.length = std::max(packed.length, static_cast<float>(std::sqrt(norm2_[point])));
-        packed.error = std::max(packed.error, static_cast<float>(std::sqrt(apart)));
-        packed.lift = std::max(packed.lift, lift_[point]);
-    }
-    return packed;
-}
-
-int Tree::nearest_of(const Rows& rows, const std::vector<int32_t>& points, const int32_t* chosen, int count, const float* key) const {
-    static thread_local std::vector<const void*> at;
-    static thread_local std::vector<float> scores;
-    at.resize(count);
-    scores.resize(count);
-    const auto point = [&](int i) { return points[chosen ? chosen[i] : i]; };
-    for (int i = 0; i < count; ++i) at[i] = rows.key(first_ + point(i));
-    settings_->kernels->dots(key, at.data(), count, settings_->dim, rows.dtype(), scores.data());
-    int best = 0;
-    for (int i = 0; i < count; ++i) {
-        scores[i] += key[settings_->dim] * lift_[point(i)];
-        if (scores[i] > scores[best]) best = i;
-    }
-    return point(best);
-}
-
 // In T_K's space the nearest parent has the largest inner product, the lift being one more dimension, so that a blocked product
 // finds every parent exactly.
-void Tree::adopt_nearest(const Rows& rows, const Packed& packed, int above, const int32_t* orphans, int count) {
+void Tree::adopt_nearest(const Rows& rows, const std::vector<float>& panels, int above, const int32_t* orphans, int count) {
     const int dim = settings_->dim, depth = dim + 1, group = settings_->kernels->group;
     const std::vector<int32_t>& parents = levels_[above];
     std::vector<float> keys(static_cast<size_t>(kNearestKeys) * depth);
-    int32_t which[kNearestKeys], counts[kNearestKeys];
-    static thread_local std::vector<float> values(static_cast<size_t>(kNearestKeys) * kFound);
-    static thread_local std::vector<int32_t> found(values.size());
+    int32_t which[kNearestKeys];
     for (int begin = 0; begin < count; begin += kNearestKeys) {
         const int n = std::min(kNearestKeys, count - begin), padded = (n + group - 1) / group * group;
         for (int i = 0; i < n; ++i) {
@@ -85,31 +35,20 @@ void Tree::adopt_nearest(const Rows& rows, const Packed& packed, int above, cons
             settings_->kernels->widen(rows.key(first_ + orphans[begin + i]), dim, rows.dtype(), key);
             key[dim] = lift_[orphans[begin + i]];
         }
-        if (settings_->kernels->coded) {
-            const Coded coded{packed.codes.data(), packed.steps.data(), packed.lifts.data(), static_cast<int>(packed.steps.size()), dim,
-                              packed.length, packed.error, packed.lift};
-            settings_->kernels->candidates(keys.data(), n, coded, values.data(), found.data(), counts);
-            for (int i = 0; i < n; ++i)
-                parent_[orphans[begin + i]] =
-                    counts[i] < 0 ? nearest_of(rows, parents, nullptr, static_cast<int>(parents.size()), &keys[static_cast<size_t>(i) * depth])
-                                  : nearest_of(rows, parents, &found[static_cast<size_t>(i) * kFound], counts[i],
-                                               &keys[static_cast<size_t>(i) * depth]);
-            continue;
-        }
         std::fill(keys.begin() + static_cast<size_t>(n) * depth, keys.begin() + static_cast<size_t>(padded) * depth, 0.0f);
-        settings_->kernels->nearest(keys.data(), padded, packed.panels.data(), static_cast<int>(parents.size()), depth, which);
+        settings_->kernels->nearest(keys.data(), padded, panels.data(), static_cast<int>(parents.size()), depth, which);
         for (int i = 0; i < n; ++i) parent_[orphans[begin + i]] = parents[which[i]];
     }
 }
 
 Tree::Adoption Tree::open_level(const Rows& rows, int below, int above) {
     number_nodes(above);
-    return {below, above, settings_->build.keep ? Packed{} : pack(rows, above)};
+    return {below, above, settings_->build.keep ? std::vector<float>() : pack(rows, above)};
 }
 
 void Tree::adopt(const Rows& rows, const Adoption& to, int begin, int count) {
     const int32_t* orphans = levels_[to.below].data() + begin;
-    if (!settings_->build.keep) return adopt_nearest(rows, to.parents, to.above, orphans, count);
+    if (!settings_->build.keep) return adopt_nearest(rows, to.panels, to.above, orphans, count);
     adopt_by_descent(rows, to.above, orphans, count);
 }
 
