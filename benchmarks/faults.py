@@ -6,7 +6,7 @@ line a kind of fault, with how often what happened; "wrong" must be 0:
 - kill: a process that saves one cache over another, in turn, is killed (SIGKILL) at a random moment. The folder has the old
   tokens, the new ones or is not there, each with their own KV, and the next save leaves nothing else beside it.
 - flip, truncate, header: a bit, a file's end, a field of the header is changed. A prompt that the folder began with is prefilled
-  anew, with a warning that names the folder, or has the KV that was saved. forged: the same with the header's checksum made anew.
+  again, with a warning that names the folder, or has the KV that was saved. forged: the same with the header's checksum made again.
 - refused: the disk is full after some bytes (RLIMIT_FSIZE), or the folder read-only. What was there stays; the error names it.
 - memory: the host has no memory, at random, for blocks that requests of a running batch need, some of which spill from the device.
   Every request ends with the tokens that it has alone, or, where no other could give way, with an error and the first of them.

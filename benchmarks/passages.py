@@ -25,7 +25,7 @@ class Passage:
 def text_passage(tokenizer: Any, *, length: int, steps: int, seed: int, text: str | None = None) -> Passage:
     """`length` tokens of a text and the next `steps`: from its beginning for seed 0, else from a place drawn by the seed.
 
-    text: None is the book that ships. It begins anew where it ends. Raises ConfigError for a text without tokens.
+    text: None is the book that ships. It starts over at its end. Raises ConfigError for a text without tokens.
     """
     first, body = opening(tokenizer), tokens_of(tokenizer, text)
     start = random.Random(seed).randrange(len(body)) if seed else 0

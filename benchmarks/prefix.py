@@ -6,7 +6,7 @@ JSON line a method, with seconds to a first token, indexing included:
 - document_s: the document with an earlier question. fresh_s: with another, in a batch that keeps nothing. reuse_s: with that one
   where the document is kept; the least of `--repeats` questions.
 - save_s, restore_s: the document to a folder and back, out of the page cache, with SHA-256. restored_s: a question after that.
-  restored_first_s: the first one, for which a saved tree is restored; rebuilt_first_s: for which the index is built anew.
+  restored_first_s: the first one, for which a saved tree is restored; rebuilt_first_s: for which the index is rebuilt.
 - new_restore_s: as in a new process, which has no page-locked memory yet; restore_s takes what was page-locked for the prompts.
   disk_restore_s, disk_read_s: the same where the page cache has nothing of the files, and reading them alone.
 
@@ -115,10 +115,10 @@ def measure(
     del batch, prefix
     gc.collect()
 
-    def restore(*, cold: bool = False, anew: bool = False, **other: Any) -> tuple[float, list[tuple[list[int], float, int]]]:
+    def restore(*, cold: bool = False, again: bool = False, **other: Any) -> tuple[float, list[tuple[list[int], float, int]]]:
         prefix = PrefixCache(host_bytes=1 << 50)
         batch = batch_of(prefix, **other)
-        if anew:
+        if again:
             unlock()
         if cold:
             forget(folder / "document")
@@ -129,8 +129,8 @@ def measure(
     _, rebuilt = restore(seed=1)  # no tree that was saved is of this seed
     forget(folder / "document")
     _, read_s = timed(lambda: read(folder / "document"))
-    new_s, _ = restore(anew=True)
-    disk_s, _ = restore(cold=True, anew=True)
+    new_s, _ = restore(again=True)
+    disk_s, _ = restore(cold=True, again=True)
     return {
         "document_s": document_s,
         "fresh_s": min(seconds for _, seconds, _ in fresh),

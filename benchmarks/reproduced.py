@@ -27,7 +27,7 @@ def unloaded(name: str) -> tuple[object, object]:
 
 
 def lab() -> Lab:
-    """Return the results, nothing of which is measured anew."""
+    """Return the results, nothing of which is measured again."""
     return Lab(None, unloaded, ResultsFile(FILE), known=DEVICE)
 
 

@@ -96,7 +96,7 @@ def merged(old: Iterable[Record], new: Iterable[Record]) -> list[Record]:
     return [line for line in old if key(line) not in fresh] + list(fresh.values())
 
 
-def take_in(folder: Path) -> None:
+def collect(folder: Path) -> None:
     """Lines of a folder into benchmarks/results."""
     names = ("decode", "prefill", "indexing", "serving")
     for path in sorted([*(folder / f"{name}.jsonl" for name in names), *folder.glob("kernels_*.jsonl")]):
@@ -319,7 +319,7 @@ def main(arguments: list[str]) -> None:
     if any(one.startswith("-") for one in arguments):
         sys.exit(__doc__)
     for folder in arguments:
-        take_in(Path(folder))
+        collect(Path(folder))
     put(PAGE, part(), MARK)
     draw()
 

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter quicker: what it makes anew for every call of a function and every tensor is made once and kept."""
+"""Makes Triton's interpreter quicker: what it makes again for every call of a function and every tensor is made once and kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations: each turn prefills only what is new, and answers as if everything had been prefilled anew."""
+"""Conversations: each turn prefills only what is new, and answers as if everything had been prefilled again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def turn(talk: Conversation, question: str) -> str:
     return "".join(talk.stream(SIX))
 
 
-def anew(talk: Conversation, tokens: list[int]) -> str:
+def from_scratch(talk: Conversation, tokens: list[int]) -> str:
     """Return the answer of a cache that has never held anything else."""
     cache = Cache(talk.model, "full")
     return "".join(Answer(talk.model, talk.tokenizer, cache, prefill(talk.model, cache, tokens), sampling=SIX))
@@ -51,7 +51,7 @@ def test_a_turn_prefills_what_is_new_and_answers_as_if_all_were(loaded: tuple[An
         prompt = talk.tokens[: len(talk.tokens) - len(talk.answer.tokens)]  # type: ignore[union-attr]
         assert talk.tokens[: len(before)] == before, "the tokens that were generated"
         assert talk.prefilled <= len(f"[end][user] {question}[end][assistant]") + 1, "with the last token of an answer"
-        assert answer == anew(talk, prompt)
+        assert answer == from_scratch(talk, prompt)
 
 
 def test_a_document_that_goes_on_behind_a_kept_one_is_kept_too(loaded: tuple[Any, Any], tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_template_that_changes_earlier_answers_costs_no_document(loaded: tuple
     answer = turn(talk, "Why?")
     assert talk.prefilled < 80
     rendered = Chat().turns(talk.tokenizer, talk.messages[:-1])
-    assert answer == anew(talk, list(talk.tokenizer(rendered, add_special_tokens=False)["input_ids"]))
+    assert answer == from_scratch(talk, list(talk.tokenizer(rendered, add_special_tokens=False)["input_ids"]))
 
 
 @pytest.mark.parametrize("method", ["full", "icecache-digest", "streaming"])
@@ -106,7 +106,7 @@ def test_an_answer_that_was_interrupted_is_part_of_the_conversation(loaded: tupl
     assert talk.answer.finish == "interrupted"
     assert talk.messages[-1]["content"].startswith("".join(said))
     assert len(talk.answer.tokens) == 3
-    assert turn(talk, "Why?") == anew(talk, talk.tokens[: -len(talk.answer.tokens)])
+    assert turn(talk, "Why?") == from_scratch(talk, talk.tokens[: -len(talk.answer.tokens)])
 
 
 def test_it_is_saved_and_taken_up(loaded: tuple[Any, Any], tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_turns_replay_graphs_on_a_gpu(folder: Path, method: str) -> None:
     talk.read(DOCUMENT)
     for question in ("Who?", "Why?"):
         answer = turn(talk, question)
-        assert answer == anew(talk, talk.tokens[: len(talk.tokens) - len(talk.answer.tokens)])  # type: ignore[union-attr]
+        assert answer == from_scratch(talk, talk.tokens[: len(talk.tokens) - len(talk.answer.tokens)])  # type: ignore[union-attr]
     assert talk.cache.stats().captures > 0
     if method != "full":
         sparse = begin(loaded, method, budget=64)

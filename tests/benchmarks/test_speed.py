@@ -40,7 +40,7 @@ def test_newer_lines_take_the_place_of_older_ones(speed: Any, tmp_path: Path, mo
     (tmp_path / "results" / "decode.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "out" / "decode.jsonl").write_text(json.dumps(newer) + '\n{"setting": {"sha')
     monkeypatch.setattr(speed, "HERE", tmp_path)
-    speed.take_in(tmp_path / "out")
+    speed.collect(tmp_path / "out")
     kept = speed.read(tmp_path / "results" / "decode.jsonl")
     assert len(kept) == len(lines)
     assert kept[-1] == newer

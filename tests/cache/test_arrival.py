@@ -1,4 +1,4 @@
-"""Rows that are still on their way to the host: whoever reads there waits for them."""
+"""Rows that are still on their way to the host: their readers wait for them."""
 
 from __future__ import annotations
 

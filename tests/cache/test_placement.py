@@ -195,7 +195,7 @@ def test_the_oldest_spill_behind_the_steps_where_nothing_tells_them_apart_and_co
 
 
 def test_replayed_steps_find_blocks_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their table is right before each replay though nothing is captured anew."""
+    """Their table is right before each replay though nothing is captured again."""
     cache, tokens = make(device_memory="1MiB"), Tokens()
     take(cache, tokens.draw(2, 40))
     room_for(cache, 30)  # not for all tokens that may come

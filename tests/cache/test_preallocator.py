@@ -266,7 +266,7 @@ def test_in_a_capture_nothing_is_taken_and_no_turn_is_lost(monkeypatch: pytest.M
             within[0] = False
 
     class Watches:
-        """An observer, for whom the step is captured anew."""
+        """An observer, for whom the step is captured again."""
 
         graph_safe = True
 

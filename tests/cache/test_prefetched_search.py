@@ -204,7 +204,7 @@ def test_an_index_that_failed_is_not_searched(model: PreTrainedModel, monkeypatc
     assert not asked
 
 
-@pytest.mark.parametrize("change", ["submit", "truncate", "reorder", "copy", "settle"])
+@pytest.mark.parametrize("change", ["submit", "truncate", "reorder", "copy", "wait"])
 def test_the_index_stays_as_it_is_under_a_search(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     cache = cached(model)
     group = cache.kv.offloaded[2].retriever
@@ -215,7 +215,7 @@ def test_the_index_stays_as_it_is_under_a_search(model: PreTrainedModel, monkeyp
         "truncate": lambda: group.truncate(0, 50),
         "reorder": lambda: group.reorder([1, 0]),
         "copy": lambda: copy.deepcopy(group),
-        "settle": group.settle,
+        "wait": group.wait,
     }
     found = group.search(torch.randn(2, 4, 3, 16))
     assert slow.begun.wait(SOON)

@@ -27,7 +27,7 @@ def test_an_index_in_anothers_place_is_the_one_that_is_joined(llama: PreTrainedM
         index = copy.copy(group.index)
         index.join = lambda name=name: joined.append(name)  # type: ignore[attr-defined]
         group.index = index
-        group.settle()
+        group.wait()
     assert joined == ["first", "second"]
 
 

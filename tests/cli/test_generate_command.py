@@ -39,7 +39,7 @@ def test_generate_takes_fractions_and_retrieved(model: str) -> None:
 
 
 def test_generate_keeps_the_kv_of_a_prompt(model: str, tmp_path: Path) -> None:
-    """A longer prompt and the same one are continued from what is kept; a damaged folder is said to be, and made anew."""
+    """A longer prompt and the same one are continued from what is kept; a damaged folder is said to be, and made again."""
     text, folder = "The grass is green. " * 20, tmp_path / "kept"
     common = ("--model", model, "--method", "oracle", "--budget", "64", "--max-new-tokens", "6", "--json")
     plain = [Said("generate", prompt, *common).records[0] for prompt in (text, text + "The sky is")]

@@ -422,7 +422,7 @@ def test_an_index_that_serves_any_budget_is_not_built_again(
         assert mine.store.addresses(0)[0] == theirs.store.addresses(0)[0], "rows are shared"
         mine.store.claim(0, held + 1)
         assert theirs.store.reserved(0) == held, "what comes to a fork is its own"
-    others = (  # of other regions; of more tokens than the prompt's; of a method made anew, which may have other options
+    others = (  # of other regions; of more tokens than the prompt's; of a method made again, which may have other options
         (first, method, 48),
         (forks[256], method, 256),
         (first, name, 263),

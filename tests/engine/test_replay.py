@@ -271,7 +271,7 @@ def test_launches_of_a_captured_step(method: str, kernels: list[str]) -> None:
 
 
 def test_every_step_reads_the_same_tensors(llama: PreTrainedModel) -> None:
-    """Whatever strides the tokens come with: a compiled forward would be compiled anew for others, within a capture even."""
+    """Whatever strides the tokens come with: a compiled forward would be compiled again for others, within a capture even."""
     cache = kvthaw.Cache(llama, "oracle", budget=64)
     seen = []
 

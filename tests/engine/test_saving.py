@@ -238,4 +238,4 @@ def test_a_saved_tree_is_not_built_again(
     assert not caplog.messages
     decode(llama, Cache.load(tmp_path / "kv", llama, "icecache-digest", **SETTINGS), token, 1)
     assert sorted(built[4:]) == [0, 0, 1, 1]
-    assert len([message for message in caplog.messages if "built anew" in message]) == 4
+    assert len([message for message in caplog.messages if "rebuilt" in message]) == 4

@@ -32,7 +32,7 @@ says."""
 
 ROOM = 1.25
 """How much larger c^2 is than the longest key's |k|^2, when the tree is built and whenever a longer key comes, which lays out the
-whole tree anew. Any c that is at least every norm serves. At c = max |k| itself the last bit would decide: RoPE keeps norms, so a
+whole tree again. Any c that is at least every norm serves. At c = max |k| itself the last bit would decide: RoPE keeps norms, so a
 token that comes again has the longest key's norm but for rounding, and its lift would be the root of a cancelled difference."""
 
 
@@ -145,7 +145,7 @@ class DciTree:
     # -- building, algorithm 2 ---------------------------------------------------------------------------------------------
 
     def build(self, keys: Tensor) -> None:
-        """Index keys [n, D] anew, from the top level down: parents are searched in the tree above (or all compared with)."""
+        """Index keys [n, D] from the top level down: parents are searched in the tree above (or all compared with)."""
         keys = self._finite(keys, self.first)
         self.keys = keys
         self.level = [draw_level(self.config, self.layer, self.head, self.first + i) for i in range(len(keys))]
@@ -391,7 +391,7 @@ class DciTree:
         self._place(new)
 
     def _move(self, points: Sequence[int], node: int) -> None:
-        """Give points of other nodes to a node that has none; pages of both are laid out anew."""
+        """Give points of other nodes to a node that has none; pages of both are laid out again."""
         gone = set(points)
         for old in sorted({self.parent[i] for i in points}):
             self._fill(old, [i for i in self.members(old) if i not in gone])

@@ -108,7 +108,7 @@ def test_every_step_sees_the_old_set_or_the_new_one(monkeypatch: pytest.MonkeyPa
     index, changes = hybrid(seqs), 0
     for step in range(65, 130):
         before = [table(index, seq) for seq in range(2)]
-        plans = [static.plan for static in index.statics]
+        plans = [static.pending for static in index.statics]
         index.context.aux.advance(9 - (step - 1) % 10)  # type: ignore[union-attr]
         seqs.select(40, step)
         assert all(same(table(index, seq), before[seq]) for seq in range(2))  # no step changes a set
@@ -129,7 +129,7 @@ def test_every_step_sees_the_old_set_or_the_new_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_layers_take_turns() -> None:
-    """Every layer chooses anew every fourth append of eight tokens, and no append has more than three of ten layers do it."""
+    """Every layer chooses again every fourth append of eight tokens, and no append has more than three of ten layers do it."""
     begun: list[list[int]] = []
     for layer in range(10):
         seqs = Seqs(lambda shape, layer=layer: HybridIndex(replace(shape, layer=layer), page=8, interval=32), [60], heads=1)  # type: ignore[misc]
@@ -137,7 +137,7 @@ def test_layers_take_turns() -> None:
         begun.append([])
         for append in range(13):
             seqs.append(8)
-            if hybrid(seqs).statics[0].plan is not None:
+            if hybrid(seqs).statics[0].pending is not None:
                 begun[-1].append(append)
     assert all(later - one == 4 for appends in begun for one, later in pairwise(appends))
     assert all(len(appends) >= 3 for appends in begun)
@@ -267,7 +267,7 @@ def test_reorder_and_clone_with_a_plan_under_way() -> None:
     seqs.select(40)
     seqs.append(20)
     seqs.select(40, 101)
-    assert hybrid(seqs).statics[0].plan is not None
+    assert hybrid(seqs).statics[0].pending is not None
     other = Seqs(partial(SMALL, share=0.5), [0, 0, 0])
     other.index.clone_from(seqs.index)
     other.keys, other.length, other.queries = seqs.keys, list(seqs.length), seqs.queries

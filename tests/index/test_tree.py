@@ -192,8 +192,8 @@ def test_more_indices_equal_the_definition(composites: int, simples: int) -> Non
     assert selected(index, query, 60)[0] == tree.select(query[0], 60)
 
 
-def test_ever_longer_keys_lay_the_tree_out_anew_a_few_times_only() -> None:
-    """Which takes as long as a step; whoever is longest by a little comes every other token at first."""
+def test_ever_longer_keys_lay_the_tree_out_again_a_few_times_only() -> None:
+    """Which takes as long as a step; a longest key by a little comes every other token at first."""
     keys = random_keys(1, 300, 64, seed=3) * torch.linspace(0.5, 2.0, 300)[:, None]  # |k|^2 grows 16 times
     index = make_index([keys], 1, BUSY)
     index.build(0, 0, keys[:, :20])

@@ -97,7 +97,10 @@ def moves(dtype: torch.dtype, dim: int) -> None:
     for format in (None, eight):
         freeze.freeze([slab] * 2, [table] * 2, 1024, leaving, out, sink=4, ring=80, format=format)
     row_format.encode(slab, eight.row_bytes)
-    keys, places = empty(2, HEADS, 16, 2, dim, dtype=dtype)[:, :, :, 0], [extend.Place(0, 7, 40, 2), extend.Place(1, 9, 50, 3)]
+    keys, places = (
+        empty(2, HEADS, 16, 2, dim, dtype=dtype)[:, :, :, 0],
+        [extend.Destination(0, 7, 40, 2), extend.Destination(1, 9, 50, 3)],
+    )
     kinds: list[tuple[Tensor | None, int, Spread | None]]
     kinds = [(empty(3, HEADS, 300), 1, None), (None, 2, "mean"), (empty(3, HEADS, 300), 0, None)]
     for order, wide, spread in kinds:

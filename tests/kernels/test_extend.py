@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from kvthaw.kernels.extend import Added, Place, Tables, definition, launch
+from kvthaw.kernels.extend import Added, Destination, Tables, definition, launch
 from kvthaw.kernels.page_bounds import Spread
 from shapes import DTYPES, TOLERANCE, poisoned
 
@@ -27,11 +27,15 @@ def tables(head_dim: int, dtype: torch.dtype, device: torch.device, *, mapped: b
 
 
 PLACES = [
-    (1, 16, [Place(2, 0, 0, 0)]),
-    (96, 96, [Place(2, 0, 120, 3), Place(0, 16, 0, 0)]),
-    (16, 24, [Place(0, 16, 48, 2), Place(3, 0, 120, 5), Place(1, 79, 120, 9)]),  # of sequences that stand differently
-    (6, 1, [Place(1, 5, 33, 33), Place(0, 0, 17, 17)]),
-    (33, 32, [Place(1, 31, 100, 4)]),  # over the end of what is kept
+    (1, 16, [Destination(2, 0, 0, 0)]),
+    (96, 96, [Destination(2, 0, 120, 3), Destination(0, 16, 0, 0)]),
+    (
+        16,
+        24,
+        [Destination(0, 16, 48, 2), Destination(3, 0, 120, 5), Destination(1, 79, 120, 9)],
+    ),  # of sequences that stand differently
+    (6, 1, [Destination(1, 5, 33, 33), Destination(0, 0, 17, 17)]),
+    (33, 32, [Destination(1, 31, 100, 4)]),  # over the end of what is kept
 ]
 
 
@@ -42,7 +46,7 @@ CASES = [(*case, kind) for case, kind in zip(itertools.product(PLACES, SPREADS),
 
 @pytest.mark.parametrize(("case", "spread", "kind"), CASES)
 def test_against_the_definition(
-    case: tuple[int, int, list[Place]], spread: Spread | None, kind: tuple[torch.dtype, int], device: torch.device
+    case: tuple[int, int, list[Destination]], spread: Spread | None, kind: tuple[torch.dtype, int], device: torch.device
 ) -> None:
     (new, size, places), (dtype, head_dim) = case, kind
     rows = torch.randn(2, len(places), HEADS, new, 2, head_dim).to(dtype).to(device)
@@ -68,7 +72,7 @@ def test_what_it_writes(device: torch.device) -> None:
     own = tables(8, torch.float32, device)
     keys = torch.arange(HEADS * 5 * 8, dtype=torch.float32, device=device).view(1, HEADS, 5, 8)
     kept = own.recent[1, :, 10:14].clone()
-    places = [Place(1, kept=4, begin=10, before=2)]
+    places = [Destination(1, kept=4, begin=10, before=2)]
     launch([Added(keys, own)], places, size=3, first=100)
     assert own.stops[1, :, :8].tolist() == [[-7, -7, -7, 13, 16, 19, -7, -7]] * HEADS
     assert own.counts.tolist() == [-7, 5, -7, -7]
@@ -83,14 +87,14 @@ def test_what_it_writes(device: torch.device) -> None:
 
 def test_others_may_make_the_digests(device: torch.device) -> None:
     own = tables(8, torch.float32, device, wide=0)
-    places = [Place(0, kept=0, begin=0, before=0)]
+    places = [Destination(0, kept=0, begin=0, before=0)]
     launch([Added(torch.zeros(1, HEADS, 5, 8, device=device), own)], places, size=4, first=0)
     assert own.counts.tolist() == [2, -7, -7, -7]
 
 
 def test_room_is_checked(device: torch.device) -> None:
     own = tables(8, torch.float32, device)
-    keys, good = torch.zeros(1, HEADS, 5, 8, device=device), Place(0, kept=0, begin=10, before=2)
+    keys, good = torch.zeros(1, HEADS, 5, 8, device=device), Destination(0, kept=0, begin=10, before=2)
     for bad, size in (({"kept": 108}, 4), ({"before": 128}, 4), ({"begin": 296}, 4), ({"before": 125}, 1)):
         places = [good._replace(**bad)]
         with pytest.raises(AssertionError, match="no room"):

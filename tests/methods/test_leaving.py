@@ -1,4 +1,4 @@
-"""Work between steps is done once, whoever asks for it and how often: a step that is captured asks before it runs."""
+"""Work between steps is done once, however often it is asked for: a step that is captured asks before it runs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ SOON: dict[str, dict[str, int]] = {
     "prkv": {"interval": 16, "page": 8},
     "retroinfer": {"batch": 12, "tokens_per_cluster": 4, "segment": 64},
 }
-"""Options with which batches are full, and sets chosen anew, after a few tokens."""
+"""Options with which batches are full, and sets chosen again, after a few tokens."""
 KEEP_WHAT_LEFT = ["full", "streaming", "h2o", "snapkv", "snapkv-refreshed", "icecache", "icecache-reuse", "icecache-digest"]
 REVERSIBLE = [name for name in DISTINCT if name not in KEEP_WHAT_LEFT]
 
@@ -271,7 +271,7 @@ def test_more_rows_are_no_more_launches(method: str, pads: str, monkeypatch: pyt
     for rows in (2, 5):  # of one row some are views instead
         left = [0] * rows if pads == "none" else [3 * row for row in range(rows)]
         query, key, value = (torch.randn(rows, heads, 220, 16) for heads in (4, 2, 2))
-        options = {} if method == "prkv" else SOON.get(method, {})  # PRKV's sets are chosen anew sequence by sequence
+        options = {} if method == "prkv" else SOON.get(method, {})  # PRKV's sets are chosen again sequence by sequence
         cache = KVCache(Settings(resolve(method, **options), budget=64, block_size=32), [2], 3)
         for start, stop in [(0, 200), *((at, at + 1) for at in range(200, 220))]:
             if stop == start + 1 and cache.needs_host():

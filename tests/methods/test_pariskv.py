@@ -187,7 +187,7 @@ def test_what_only_the_model_tells_is_refused_with_the_prompt(method: str, setti
 
 
 def test_centre_and_grades_keep_a_text_in_pieces_as_it_is(llama: PreTrainedModel) -> None:
-    """A prompt in chunks is indexed anew, so that its centre is that of the prompt given at once."""
+    """A prompt in chunks is indexed again, so that its centre is that of the prompt given at once."""
     ids = prompt(1, 420)
     caches = []
     for sizes in ((420,), (180, 180, 60)):

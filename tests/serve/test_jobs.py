@@ -1,4 +1,4 @@
-"""A job hands what steps add to its outputs to whoever answers the request."""
+"""A job hands what steps add to its outputs to the handler that answers the request."""
 
 from __future__ import annotations
 

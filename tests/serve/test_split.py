@@ -83,7 +83,7 @@ def test_answers_of_two_processes_are_those_of_one(loaded: tuple[Any, Any], tmp_
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
 def test_the_command_starts_the_other_processes_and_ends_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they run can be pickled, as spawned processes need it; forked ones import nothing anew."""
+    """What they run can be pickled, as spawned processes need it; forked ones import nothing again."""
     pytest.importorskip("accelerate", reason="transformers loads a split model with it")
     context = multiprocessing.get_context("fork")
 

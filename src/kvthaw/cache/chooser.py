@@ -44,7 +44,7 @@ class Chooser:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew: the cache holds no tokens."""
+        """Start over: the cache holds no tokens."""
         crossing, self._known, self._short = self.settings.full_below, -1, False
         if crossing is None or self.full or not self.by_method:
             return
@@ -67,7 +67,7 @@ class Chooser:
         """Choose before a step of several tokens, or of the first."""
         if not self.full:
             return
-        sequences, new = self.sequences, max(tokens, self.sequences.coming)
+        sequences, new = self.sequences, max(tokens, self.sequences.prefill_remaining)
         if not sequences.count:
             lengths = [new - pad for pad in pads]
         else:
@@ -147,7 +147,7 @@ class Chooser:
             dense = self.layers[i]
             assert isinstance(dense, DenseLayer)
             try:
-                take_over(layer, dense, lengths)
+                clone_from(layer, dense, lengths)
             except BaseException:  # this layer and those behind it go on with full attention
                 layer.reset()
                 raise
@@ -178,7 +178,7 @@ class Chooser:
         return settings.block_size * len(own) * row_format(settings.kv_dtype, own.shape[3], own.dtype).row_bytes
 
 
-def take_over(layer: OffloadedLayer, dense: LayerKV, lengths: Sequence[int]) -> None:
+def clone_from(layer: OffloadedLayer, dense: LayerKV, lengths: Sequence[int]) -> None:
     """Give an empty layer the tokens of one that attends to everything, each sequence's as its prompt."""
     sequences, longest = dense.sequences, max(lengths, default=0)
     for seq in sorted(dense.recent_queries):

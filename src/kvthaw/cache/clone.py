@@ -23,7 +23,7 @@ def clone(kv: KVCache, sequences: Sequences, layers: Iterable[LayerKV]) -> None:
     others = iter(layers)
     if sequences.padded_length:
         left_pad = list(sequences.left_pad)
-        kv.take_in(sequences.padded_length, left_pad, lambda layer, step: clone_layer(layer, step, next(others)))
+        kv.append_stored_prompt(sequences.padded_length, left_pad, lambda layer, step: clone_layer(layer, step, next(others)))
 
 
 def join(kv: KVCache, others: Sequence[KVCache]) -> None:

@@ -66,7 +66,7 @@ class DeviceMemory:
         return self._arenas[key]
 
     def reset(self) -> None:
-        """Free what no block uses; the limit is told anew."""
+        """Free what no block uses; report the limit again."""
         self.fixed.clear()
         self._arenas.clear()
         self.bytes, self.spills = self.limit if isinstance(self.limit, int) else 0, False
@@ -90,9 +90,9 @@ class BlockArena:
 
     def take(self) -> Tensor:
         """Return an uninitialised block, to be written on the current stream. Raises torch.OutOfMemoryError."""
-        self.settle()
+        self.note_freed()
         if not self._ready:
-            with torch.cuda.stream(self._stream):  # which owns the memory, whoever writes to it first
+            with torch.cuda.stream(self._stream):  # which owns the memory, whichever stream writes to it first
                 chunk = torch.empty((_CHUNK, *self.shape), dtype=self.dtype, device=self.device)
             for stream in self.streams:
                 chunk.record_stream(stream)
@@ -104,7 +104,7 @@ class BlockArena:
         weakref.finalize(block, self._freed.append, (chunk, i)).atexit = False
         return block
 
-    def settle(self) -> None:
+    def note_freed(self) -> None:
         """Note, for blocks freed since the last call, the work under way that may read them."""
         while self._freed:
             self._ready.append((*self._freed.popleft(), self.readers()))

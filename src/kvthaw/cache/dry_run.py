@@ -78,7 +78,7 @@ def dry_run(
         if twin is layer:
             layer.allocate(step, query, key, 1.0)
 
-    kv.take_in(prompt, [0] * batch, fill)
+    kv.append_stored_prompt(prompt, [0] * batch, fill)
     sequences, settings, memory = kv.sequences, kv.settings, kv.streams.device
     while sequences.capacity < prompt + new_tokens:
         sequences.capacity = roomier(sequences.capacity, sequences.capacity + 1)

@@ -274,7 +274,7 @@ class HostStore:
         keep = -(-length // self.block_size)
         for block in self._blocks[seq][keep:]:
             block.owners -= 1
-            block.recalls = 0.0  # by whoever else holds it
+            block.recalls = 0.0  # by its other holders
             if not block.owners:
                 block.owners = 1
                 self.allocator.ahead.setdefault(seq, block)

@@ -106,7 +106,7 @@ class HostMemory:
 
     def check(self, need: Callable[[], int]) -> None:
         """Raise HostMemoryError if a prompt's KV needs more bytes than are free. Blocks allocated ahead count as free. need: tells
-        anew after each reclaim(), which may make room on the device."""
+        again after each reclaim(), which may make room on the device."""
         while True:
             try:
                 return check_host_memory(need(), self.free())

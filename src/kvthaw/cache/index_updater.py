@@ -62,7 +62,7 @@ class IndexUpdater:
         self.indexed = [self.first] * store.seqs
         self._last: dict[int, int] = {}  # where the latest append to a sequence began
         self.stale: set[int] = set()
-        """Sequences to be indexed anew before the next step."""
+        """Sequences to be indexed again before the next step."""
         self._uncommitted: dict[int, tuple[int, Tensor]] = {}  # what commit() appends: up to where, and the last queries
         self._sides: dict[int, SideIndex] = {}  # of paused sequences
         self._begun: set[int] = set()  # those whose sides are of the step under way
@@ -92,7 +92,7 @@ class IndexUpdater:
         paused: steps of other sequences come before those of this one. It is indexed with its last chunk, since no step may select
         of a part of it; on the host beside the others' steps, see begin() and take_built(). An index on the host cannot take keys
         back exactly: commit() appends to it. Where an index of one piece is better than one that was appended to, a sequence that a
-        prompt in chunks makes much longer is indexed anew, once: with the last chunk if the prompt was announced, else before the
+        prompt in chunks makes much longer is indexed again, once: with the last chunk if the prompt was announced, else before the
         next step that asks."""
         index, old = self.retriever.index, self.indexed[seq]
         much = (old > self.first or remaining > 0) and 4 * (new - old + remaining) > old - self.first
@@ -123,11 +123,11 @@ class IndexUpdater:
             self._append([seq], new - old, keys[None], values[None], queries[None])
 
     def snapshot(self, seq: int) -> Snapshot | None:
-        """Return what the index holds of a sequence, None for an index that is as well built anew."""
+        """Return what the index holds of a sequence, None for an index that is as well rebuilt."""
         index = self.retriever.index
         if not isinstance(index, Snapshots) or seq in self.stale or self.indexed[seq] <= self.first:
             return None
-        self.retriever.settle()
+        self.retriever.wait()
         return Snapshot(index.snapshot(seq), self.first, self.indexed[seq])
 
     def state(self, snapshot: Snapshot) -> Mapping[str, Tensor]:
@@ -138,7 +138,7 @@ class IndexUpdater:
 
     def resume(self, seq: int, start: int, kept: Snapshot | None) -> None:
         """Index a sequence whose rows came without a prefill up to where its ring begins: with a snapshot of the same tokens, and
-        what it lacks with the rest of the prompt, or anew, which is logged where tensors are of no snapshot."""
+        what it lacks with the rest of the prompt, or from scratch, which is logged where tensors are of no snapshot."""
         end = 0 if kept is None else min(start, kept.end)
         index = self.retriever.index
         if kept is None or kept.first != self.first or 2 * end <= start or not isinstance(index, Snapshots):
@@ -150,7 +150,7 @@ class IndexUpdater:
             try:
                 index.take(seq, kept.index, end)
             except CacheError as error:
-                _log.warning("%s; it is built anew", error)
+                _log.warning("%s; it is rebuilt", error)
                 rows = self._nothing(end - self.first)
                 index.build(seq, self.first, rows[:, :, 0], rows[:, :, 1], self._queries({}, seq))
 

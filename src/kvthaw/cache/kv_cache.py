@@ -119,7 +119,7 @@ class KVCache:
         decodes = sequences.filling is None and sequences.padded_length >= max(1, *pads) and sequences.decodes(tokens)
         step = sequences.begin(tokens, pads, dense=not decodes)
         if failed is not None:
-            self._go_back(failed, repeated=step.retaken, ahead=not step.dense or step.seq is not None)
+            self._rollback(failed, repeated=step.retaken, ahead=not step.dense or step.seq is not None)
             sequences.step = step
         elif step.dense and step.seq is None:  # what ran ahead in the sequences beside one that is filled stays
             for layer in self.layers:
@@ -131,7 +131,7 @@ class KVCache:
         """Set the regions by the first prompt."""
         if not self.offloaded:
             return
-        lengths = {max(tokens, self.sequences.coming) - pad for pad in pads}
+        lengths = {max(tokens, self.sequences.prefill_remaining) - pad for pad in pads}
         if self.settings.fraction is not None and len(lengths) > 1:
             raise CacheError(f"the limit is {self.settings.fraction} of the length, but the rows' prompts differ in theirs")
         regions = self.settings.plan(max(lengths), self.sequences.limit).regions
@@ -148,7 +148,7 @@ class KVCache:
             return None
         return step
 
-    def _go_back(self, failed: Step, *, repeated: bool = False, ahead: bool = False) -> None:
+    def _rollback(self, failed: Step, *, repeated: bool = False, ahead: bool = False) -> None:
         """After a step that failed: have layers take it again, or be as before it."""
         self._prepared, self._flushed = (-1, -1, False), -1
         self.sequences.step = failed
@@ -161,10 +161,10 @@ class KVCache:
             layer.rollback(failed, repeated=repeated, ahead=ahead)
         self.sequences.step = None
 
-    def settle_failure(self, *, ahead: bool = False) -> None:
+    def rollback_failed_step(self, *, ahead: bool = False) -> None:
         """Return every layer to the committed lengths if a step failed. ahead: see LayerKV.rollback."""
         if (failed := self._failed()) is not None:
-            self._go_back(failed, ahead=ahead)
+            self._rollback(failed, ahead=ahead)
 
     def _commit(self, step: Step) -> None:
         self.sequences.commit()
@@ -172,7 +172,7 @@ class KVCache:
         if not step.dense:
             self.after_step()
             self._checkpoints.commit(step)
-        self._go_on_on_host()
+        self._continue_host_work()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -186,7 +186,7 @@ class KVCache:
             raise
         finally:
             self._whole = outer
-        self._go_on_on_host()
+        self._continue_host_work()
 
     # Between steps
 
@@ -228,7 +228,7 @@ class KVCache:
         if self.sequences.full():
             self._run_ahead([layer for layer in self.offloaded if certain or layer.can_run_ahead])
 
-    def _go_on_on_host(self) -> None:
+    def _continue_host_work(self) -> None:
         """Let indexes on the host work beside what the model does next, once the step is certain."""
         if self._whole or self.sequences.step is not None or not (self._prefilled or self.sequences.full()):
             return
@@ -309,7 +309,7 @@ class KVCache:
 
     def clear(self, seq: int) -> None:
         """Drop one sequence, which is idle from then on; no tensor moves."""
-        self.settle_failure(ahead=True)  # the others are decoded next
+        self.rollback_failed_step(ahead=True)  # the others are decoded next
         for layer in self.layers:
             layer.clear(seq)
         self.sequences.clear(seq)
@@ -348,7 +348,7 @@ class KVCache:
         if drop <= 0 or not sequences.padded_length:
             return
         self.check_crop(drop)
-        self.settle_failure()
+        self.rollback_failed_step()
         if drop >= sequences.padded_length:
             self.reset()
             return
@@ -368,7 +368,7 @@ class KVCache:
 
     def reorder(self, order: Sequence[int]) -> None:
         """Sequence i becomes what sequence order[i] was; sequences may repeat and may be fewer or more."""
-        self.settle_failure()
+        self.rollback_failed_step()
         for layer in self.layers:
             layer.reorder(order)
         self.sequences.reorder(order)
@@ -383,7 +383,7 @@ class KVCache:
         self.sequences.reset()
         self.finite = FiniteCheck()
 
-    def take_in(
+    def append_stored_prompt(
         self, tokens: int, left_pad: Sequence[int] | None, fill: Callable[[OffloadedLayer | DenseLayer, Step], None]
     ) -> None:
         """Begin with a prompt whose rows are there: fill(layer, step) gives each layer its own, in order."""

@@ -113,7 +113,7 @@ class LayerStorage:
             self.updater.resume(seq, start, kept)
 
     def lacking(self, leaving: Sequence[Leaving]) -> list[Span]:
-        """Return what of the tokens that leave rings the index or the store lacks; nothing of sequences to be indexed anew."""
+        """Return what of the tokens that leave rings the index or the store lacks; nothing of sequences to be indexed again."""
         spans: list[Span] = []
         for seq, start, stop in leaving:
             given = self.updater is None or self.updater.indexed[seq] >= stop
@@ -123,7 +123,7 @@ class LayerStorage:
         return spans
 
     def stale(self, seq: int) -> bool:
-        """Return whether a sequence is to be indexed anew."""
+        """Return whether a sequence is to be indexed again."""
         return self.updater is not None and seq in self.updater.stale
 
     def trim_queries(self, recent_queries: dict[int, Tensor], idle: Collection[int]) -> None:
@@ -169,11 +169,11 @@ class LayerStorage:
         if due and (self.placement is None or not self.placement.spilling):
             self.preallocator.take(self.store, seq)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until every token is offloaded and indexed; raise what went wrong."""
         self.offloader.wait()
         if self.updater is not None:
-            self.updater.retriever.settle()
+            self.updater.retriever.wait()
 
     def rollback(self, seq: int, start: int, length: int, failed: Step | None) -> None:
         """Return to the first `length` tokens of a sequence, whose ring begins at `start`. failed: the step that wrote more; None
@@ -194,7 +194,7 @@ class LayerStorage:
     def crop(self, seq: int, start: int, length: int, old: int, before: int, *, exactly: bool = False) -> None:
         """Drop the tokens >= length of a sequence of `before` tokens. Its ring began at `old`, begins at `start` then, and is
         refilled from the store. exactly: see LayerKV."""
-        self.settle()
+        self.wait()
         if start < old and self.updater is not None:
             (self.updater.rollback if exactly else self.updater.truncate)(seq, start)
         self.offloader.refill(seq, start, min(old, length, before))
@@ -209,7 +209,7 @@ class LayerStorage:
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Sequence i becomes what sequence sequences[i] was."""
-        self.settle()
+        self.wait()
         if self.updater is not None:
             self.updater.reorder(sequences)
         self.offloader.reorder(sequences)
@@ -218,7 +218,7 @@ class LayerStorage:
 
 def flush(layers: Sequence[Ringed], leaving: Sequence[Leaving]) -> bool:
     """Offload and index tokens that leave rings, equally many of each, in layers that agree by one kernel; idempotent. Returns
-    whether all is done: sequences to be indexed anew are left out."""
+    whether all is done: sequences to be indexed again are left out."""
     ringed = [layer for layer in layers if layer.plan is not None and leaving]
     alike: dict[tuple[tuple[Span, ...], Hashable], list[Ringed]] = {}
     for layer in ringed:

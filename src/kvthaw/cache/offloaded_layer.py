@@ -263,7 +263,7 @@ class OffloadedLayer(LayerKV):
         return self.storage.updater is None or self.storage.updater.reversible
 
     def renew(self) -> None:
-        """Check what prompts brought, and index anew the sequences that ask for it, before tokens leave their rings."""
+        """Check what prompts brought, and index again the sequences that ask for it, before tokens leave their rings."""
         if self.plan is None:
             return
         self.check_finite()
@@ -282,7 +282,7 @@ class OffloadedLayer(LayerKV):
         self.plan = self.sparse.grow(self.settings, self.plan)
         self.sparse.make_room(self.sequences.capacity)
         if self.retriever is not None and not self.on_host:
-            self.retriever.settle()
+            self.retriever.wait()
         self.sparse.update_table()
 
     def reserved(self, seq: int) -> int:
@@ -306,7 +306,7 @@ class OffloadedLayer(LayerKV):
     def wait(self) -> None:
         if self.plan is not None:
             self.check_finite()
-            self.storage.settle()
+            self.storage.wait()
 
     # Changes from outside
 

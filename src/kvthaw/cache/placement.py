@@ -57,7 +57,7 @@ class Placement:
         begin one. Returns whether addresses have changed. recalled [B, H, C] int32: the rows selected last, -1 padded, by which
         blocks that were recalled of late are known; None: not known."""
         changed = self.finish()
-        self.device.arena.settle()
+        self.device.arena.note_freed()
         self._count_recalls()
         size, coming = self.device.size, sum(new.on_device for _, new, _ in self._moves)
         going = len(self._moves) - coming

@@ -79,7 +79,7 @@ class PrefixCache:
     """Keeps the KV of prompts, so that a prompt that begins like one of them prefills only what is new.
 
     Blocks of KV are shared copy-on-write with the sequences that they come from and go to; they outlive both. Only tokens that were
-    prefilled densely are kept, not those decoded under a method, and an index is built anew from the rows: a prompt gets the KV and
+    prefilled densely are kept, not those decoded under a method, and an index is rebuilt from the rows: a prompt gets the KV and
     the index of a fresh prefill in chunks that end at the same tokens. Only IceCache's trees, which take longer to build than the
     prefill, are shared: where a prompt has few new tokens, they are inserted, as those of a next turn are. At least the last 128
     tokens of a prompt always go through the model, for indexes that read its last queries.
@@ -131,7 +131,7 @@ class PrefixCache:
             resume(layer, step, self._shapes[number], {seq or 0: rows[number]}, kept=kept)
 
         with kv.sequences.prompt(len(ids), seq):
-            kv.take_in(tokens, None, take)
+            kv.append_stored_prompt(tokens, None, take)
         kv.sequences.cached_tokens += tokens
         self._hits += tokens
         return tokens

@@ -101,7 +101,7 @@ class Retriever:
     def submit(
         self, after: torch.cuda.Event | None, job: Callable[[], None], failed: Callable[[], None] = lambda: None
     ) -> None:
-        """Change the index: on the worker thread if it works on the host, else now. failed() is called by settle() where the job
+        """Change the index: on the worker thread if it works on the host, else now. failed() is called by wait() where the job
         on the thread raised."""
         if self.index.on_host:
             self._rest()
@@ -109,7 +109,7 @@ class Retriever:
         else:  # what of it reads the store waits for the rows that are on their way there, see HostStore.read_keys
             job()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for all index updates and searches. Raises the error of an update at every call until recover(), since an index that
         lacks tokens must not be searched."""
         self._rest()
@@ -130,7 +130,7 @@ class Retriever:
         """Clear the error of an update, which is then repeated. Waits for the jobs under way."""
         if self._jobs or self._failure is not None:
             with suppress(Exception):
-                self.settle()
+                self.wait()
             self._failure = None
 
     def forget_slots(self) -> None:
@@ -146,7 +146,7 @@ class Retriever:
     def widen(self, rows: int) -> None:
         """Select more rows from now on."""
         self.drop_search()
-        self.settle()
+        self.wait()
         self.rows, self.slots = rows, rows * max(1, self.method.keep)
         self.residency.widen(self.slots)
         self._place(self.residency.slot_row.shape[0])
@@ -206,7 +206,7 @@ class Retriever:
         if graph is not None and self.index.on_host:
             choice = self._recorded(query, graph)
         else:
-            self.settle()
+            self.wait()
             asked = self._asked
             if retaken and asked is not None and asked[0] == length and torch.equal(asked[1], query):
                 choice = asked[2]  # the same rows go to the same slots once more
@@ -267,7 +267,7 @@ class Retriever:
         selection_buffer.query.copy_(query, non_blocking=True)
 
         def choose() -> None:
-            self.settle()
+            self.wait()
             with self._naming_errors():
                 selection = self.index.select(selection_buffer.query, self.rows)
             if selection.log_weight is not None or selection.partial is not None:
@@ -311,12 +311,12 @@ class Retriever:
 
     def clone_from(self, other: Retriever) -> None:
         """Copy the index of another group with as many sequences."""
-        other.settle()
+        other.wait()
         self.index.clone_from(other.index)
 
     def truncate(self, seq: int, length: int) -> None:
         """Remove positions >= length of a sequence."""
-        self.settle()
+        self.wait()
         self.index.truncate(seq, length)
         self.residency.clear(seq, length)
 
@@ -325,13 +325,13 @@ class Retriever:
         if self.reverses is None:
             self.truncate(seq, length)
             return
-        self.settle()
+        self.wait()
         self.reverses.undo(seq, length)
         self.residency.clear(seq, length)
 
     def branch(self) -> tuple[Index, Tensor]:
         """Replace the index by a copy. Returns the index itself and the rows counted so far, for rejoin()."""
-        self.settle()
+        self.wait()
         before, self.index = self.index, self.fresh_index()
         self.index.clone_from(before)
         return before, self.residency.counts.clone()
@@ -344,7 +344,7 @@ class Retriever:
     def rejoin(self, index: Index, counts: Tensor, lengths: Sequence[int]) -> None:
         """Return to the index and counts that branch() returned; lengths: where it ends, by sequence."""
         self.recover()
-        self.settle()
+        self.wait()
         self.index, self._asked = index, None
         self.residency.counts.copy_(counts)
         for seq, length in enumerate(lengths):
@@ -352,7 +352,7 @@ class Retriever:
 
     def reorder(self, seqs: Sequence[int]) -> None:
         """Sequence i becomes what sequence seqs[i] was."""
-        self.settle()
+        self.wait()
         before = self.residency.slot_row.shape[0]
         self.index.reorder(seqs)
         self.residency.reorder(torch.tensor(seqs, device=self.residency.device))
@@ -364,7 +364,7 @@ class Retriever:
         return [*([] if self.in_place else self.residency.tensors()), self.residency.counts, *self.index.tensors()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Retriever:
-        self.settle()
+        self.wait()
         seqs = self.residency.slot_row.shape[0]
         twin = Retriever(self.method, copy.deepcopy(self.context, memo), seqs, self.rows, copy.deepcopy(self.streams, memo))
         twin.index.clone_from(self.index)

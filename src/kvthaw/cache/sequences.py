@@ -197,8 +197,8 @@ class Sequences:
         return self._prompt is not None
 
     @property
-    def coming(self) -> int:
-        """Tokens of the announced prompt that have not come yet."""
+    def prefill_remaining(self) -> int:
+        """Tokens of the announced prompt that are still to be prefilled."""
         if self._prompt is None:
             return 0
         seq, end = self._prompt
@@ -214,7 +214,7 @@ class Sequences:
         failed, seq = self.step, self.filling
         pads = self.left_pad if left_pad is None else left_pad
         start = self.padded_length if seq is None else self.length(seq)
-        step = Step(start, tokens, tuple(pads), self.idle, seq, dense, max(0, self.coming - tokens))
+        step = Step(start, tokens, tuple(pads), self.idle, seq, dense, max(0, self.prefill_remaining - tokens))
         step.retaken = failed is not None and step.repeats(failed)
         if self.capacity == 0:
             self.capacity = self.room or roomier(0, start + tokens + step.remaining)

@@ -60,7 +60,7 @@ def decode(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="With --model: the prompt is this text, which begins anew where it ends. Default: the book that ships.",
+            help="With --model: the prompt is this text, which starts over at its end. Default: the book that ships.",
             exists=True,
             dir_okay=False,
         ),

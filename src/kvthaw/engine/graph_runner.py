@@ -218,4 +218,4 @@ class GraphRunner:
         return graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copied cache captures anew."""
+        """A copied cache captures again."""

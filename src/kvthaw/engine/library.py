@@ -57,7 +57,7 @@ class Library:
             ids = torch.tensor(header["token_ids"][0])
             self.prefix.restore(self.cache.kv, name, ids, rows, salt=header.get("salt", ""), indexes=kept)
         except (CacheError, HostMemoryError) as error:
-            _log.warning("%s; it has to be prefilled anew", error)
+            _log.warning("%s; it has to be prefilled again", error)
             return {}
         return {name: header.get("about")}
 
@@ -86,7 +86,7 @@ class Library:
             write_folder(self.cache.model, self.folder / name, header, parts)
             self._stamps[name] = self._stamp(name)
         except OSError as error:
-            _log.warning("%s; it will have to be prefilled anew after a restart", error)
+            _log.warning("%s; it will have to be prefilled again after a restart", error)
 
     def delete(self, name: str) -> None:
         """Delete an entry, where there is one."""

@@ -39,7 +39,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the text of the tokens that were held back, and start anew."""
+        """Return the text of the tokens that were held back, and start over."""
         piece = self._rest()
         self._given, self._held = [], []
         self._stream = DecodeStream(skip_special_tokens=self._skip)

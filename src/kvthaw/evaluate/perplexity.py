@@ -125,7 +125,7 @@ class Reader(Evaluator[Course, int]):
         return start, [*first, *body[start : start + needed]][: course.tokens]
 
     def _body(self, course: Course) -> list[int]:
-        """Return the tokens of a text. Raises ConfigError for one that is too short: it does not begin anew, for that would be
+        """Return the tokens of a text. Raises ConfigError for one that is too short: it does not start over, for that would be
         predicted from its first reading."""
         if course.text not in self._bodies:
             self._bodies[course.text] = tokens_of(self.tokenizer, course.text)

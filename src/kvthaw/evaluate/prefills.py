@@ -54,7 +54,7 @@ class Prefills:
                 cache = Cache(self.model, variant.method, **variant.limits)
                 logits, seconds = self._fill([cache], prompts, tell, f"{variant}: prefill")
                 tell(0, 0, str(variant))
-                yield Prefilled(variant, partial(_settled, cache), logits, None, seconds)
+                yield Prefilled(variant, partial(_waited, cache), logits, None, seconds)
                 cache.layers.clear()
             return
         bases = [whole(self.model, variants) for _ in prompts]
@@ -87,6 +87,6 @@ class Prefills:
         return torch.stack(logits), seconds
 
 
-def _settled(cache: Cache) -> Cache:
+def _waited(cache: Cache) -> Cache:
     cache.wait()
     return cache

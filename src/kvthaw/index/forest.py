@@ -84,7 +84,7 @@ class TreeIndex(Index, Snapshots):
         """See Index. Trees have no addresses that a step depends on."""
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> None:
-        """Index a sequence anew: positions first .. first + T, T from keys [H, T, D], whose numbers come from the store.
+        """Index a sequence from scratch: positions first .. first + T, T from keys [H, T, D], whose numbers come from the store.
 
         Raises ValueError, with the sequence as it was, where a key is not finite; CacheError where the store lacks a row."""
         points = keys.shape[1]

@@ -82,7 +82,7 @@ class HeavyIndex(KeptIndex, Remembers):
         return selection
 
     def truncate(self, seq: int, length: int) -> None:
-        """See Index. Tokens that return to the ring begin anew."""
+        """See Index. Tokens that return to the ring start over."""
         super().truncate(seq, length)
         if seq < len(self.tokens):
             self.tables["near"][seq].zero_()

@@ -65,7 +65,7 @@ class Reordering:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PendingReordering:
     """A reordering that the next append puts in place. made: those of all sequences that are planned at once, by the numbers that
     they had then, once the work is done."""
 
@@ -81,17 +81,17 @@ class Plan:
         made.done = self.work.done
         return made
 
-    def copy(self) -> Plan:
+    def copy(self) -> PendingReordering:
         """Return a copy, made on the current stream."""
-        return Plan(0, {0: self.take().copy()}, self.aux, SpreadWork(self.work.device))
+        return PendingReordering(0, {0: self.take().copy()}, self.aux, SpreadWork(self.work.device))
 
 
 @dataclass(slots=True)
 class Static:
-    """Of a sequence: the share of its rows that is static, and the plan that the next append puts in place."""
+    """Of a sequence: the share of its rows that is static, and the reordering that the next append puts in place."""
 
     share: float | None = None
-    plan: Plan | None = None
+    pending: PendingReordering | None = None
 
 
 def choose_static(mass: Tensor, count: int, first: int) -> Tensor:
@@ -125,7 +125,7 @@ class HybridIndex(ObservedIndex):
 
     share: of the rows that select() may bring, how many are static; "auto" chooses it at the prompt, or at the first refresh that
     has more tokens than rows to choose among, with 0.25 until then. Every `interval` tokens the last queries that select() was
-    given choose the static set anew and pages and digests are rebuilt around it: in the map of this index, no row moves. The work
+    given choose the static set again and pages and digests are rebuilt around it: in the map of this index, no row moves. The work
     starts in one append and is put in place, whole, by the next. It reads all keys from the host, 16 MB at a time, and the steps
     between do about as much of it each; on a GPU on the cache's side stream, beside the model.
 
@@ -157,7 +157,7 @@ class HybridIndex(ObservedIndex):
     @property
     def reversible(self) -> bool:
         """See Reversible: not where the next append puts a plan in the place of what is there."""
-        return all(static.plan is None for static in self.statics)
+        return all(static.pending is None for static in self.statics)
 
     # Index
 
@@ -165,16 +165,16 @@ class HybridIndex(ObservedIndex):
         self.begin(seq, first, queries)
         UnitIndex.append(self, [seq], keys[None], values[None], None)
         if self.rows and keys.shape[1]:
-            self._place({seq: self.plan([seq], keys[None], *self.watched([seq]))[0]})
+            self._place({seq: self.plan([seq], keys[None], *self.window_queries([seq]))[0]})
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         self.reserve(max(seqs) + 1)
-        self._place({seq: plan.take() for seq in seqs if (plan := self.statics[seq].plan) is not None})
+        self._place({seq: pending.take() for seq in seqs if (pending := self.statics[seq].pending) is not None})
         super().append(seqs, keys, values, queries)
         self._refresh(seqs, keys)
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index. A change of budget makes every sequence's static set anew."""
+        """See Index. A change of budget makes every sequence's static set again."""
         batch = query.shape[0]
         self.reserve(batch)
         self.rows = budget
@@ -184,7 +184,7 @@ class HybridIndex(ObservedIndex):
                 if not turn.recorded:  # no prompt was long enough to be built
                     self.record_queries(seq, query[seq, :, None])
                 self._drop(seq)
-                self._place({seq: self.plan([seq], self.read(seq, host.tokens), *self.watched([seq]))[0]})
+                self._place({seq: self.plan([seq], self.read(seq, host.tokens), *self.window_queries([seq]))[0]})
         return super().select(query, budget)
 
     def truncate(self, seq: int, length: int) -> None:
@@ -203,14 +203,14 @@ class HybridIndex(ObservedIndex):
 
     def reorder(self, seqs: Sequence[int]) -> None:
         for static in self.statics:
-            if static.plan is not None:
-                static.plan.take()  # while the sequences have the numbers that its work knows
+            if static.pending is not None:
+                static.pending.take()  # while the sequences have the numbers that its work knows
         super().reorder(seqs)
         self.statics = [replace(self.statics[seq]) for seq in seqs]
 
     def clone_from(self, other: Self) -> None:
         super().clone_from(other)
-        self.statics = [replace(static, plan=static.plan and static.plan.copy()) for static in other.statics]
+        self.statics = [replace(static, pending=static.pending and static.pending.copy()) for static in other.statics]
 
     def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
         super().reserve(seqs, units, tokens)
@@ -218,7 +218,7 @@ class HybridIndex(ObservedIndex):
 
     # The static set
 
-    def watched(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def window_queries(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Copies of what `plan` needs of some sequences' windows: queries, weights, and of the first sequence the first and the
         last query [Hq, 2, D], where they are to choose its share and are not the same."""
         ends, static = None, self.statics[seqs[0]]
@@ -276,7 +276,7 @@ class HybridIndex(ObservedIndex):
 
     def _begin(self, seqs: tuple[int, ...], new: tuple[Tensor, ...]) -> None:
         """Begin the plans of sequences that have as many tokens; new [H, n, D] each, the last of them."""
-        last, windows = torch.stack(new), self.watched(seqs)
+        last, windows = torch.stack(new), self.window_queries(seqs)
         old, piece = self.seqs[seqs[0]].tokens - last.shape[2], max(1, _PIECE // last[0, :, 0].nbytes)
         keys: list[Tensor] = []
         made: dict[int, Reordering] = {}
@@ -296,17 +296,17 @@ class HybridIndex(ObservedIndex):
         jobs: list[Callable[[], None]] = [partial(read, i, at) for i in range(len(seqs)) for at in range(0, old, piece)]
         work = self._side.spread(last.device, [start, *jobs, finish], last, *(x for x in windows if x is not None))
         for seq in seqs:
-            self.statics[seq].plan = Plan(seq, made, self._side, work)
+            self.statics[seq].pending = PendingReordering(seq, made, self._side, work)
 
     def _drop(self, seq: int) -> bool:
-        """Forget a plan; the host waits until the device no longer reads the store for it. Whether there was one."""
-        plan, self.statics[seq].plan = self.statics[seq].plan, None
-        if plan is None:
+        """Drop a pending reordering; the host waits until the device no longer reads the store for it. Whether there was one."""
+        pending, self.statics[seq].pending = self.statics[seq].pending, None
+        if pending is None:
             return False
-        others = [static for static in self.statics if static.plan is not None and static.plan.work is plan.work]
+        others = [static for static in self.statics if static.pending is not None and static.pending.work is pending.work]
         if others:
-            self._side.finish(plan.work)
-        self._side.cancel(plan.work)
+            self._side.finish(pending.work)
+        self._side.cancel(pending.work)
         return True
 
     def _place(self, plans: dict[int, Reordering]) -> None:
@@ -335,7 +335,7 @@ class HybridIndex(ObservedIndex):
             last_page = (tokens - kept, units - (kept > 0))
             marks = [(0, 0)] if last_page == (0, 0) else [(0, 0), last_page]
             self.seqs[seq] = Seq(tokens, units, kept, marks)
-            self.turns[seq].rows, self.statics[seq].plan = self.rows, None
+            self.turns[seq].rows, self.statics[seq].pending = self.rows, None
             self._before.pop(seq, None)
             store = self.context.store
             if store.pages is not None and self.stored(seq, tokens):

@@ -40,7 +40,7 @@ class KeptIndex(Index):
     """At most as many rows as select() may bring, each with a score; of those that come, the best stay.
 
     kept [B, H, M] int32: positions, -1 padded; scores [B, H, M] float32; keys [B, H, M, D] where with_keys. What is not kept is not
-    selected again, though the store has it, until a dense pass gives the sequence more tokens: that is a prompt, and chooses anew
+    selected again, though the store has it, until a dense pass gives the sequence more tokens: that is a prompt, and chooses again
     from all of them. Before the number of rows is known (by the layer's shape, or the first select()) everything is kept."""
 
     graph_safe = True
@@ -143,7 +143,7 @@ class KeptIndex(Index):
         for seq, own in enumerate(seqs):
             self._fill(seq, own)
 
-    def anew(self, seq: int, queries: Tensor, behind: Tensor) -> None:
+    def choose_again(self, seq: int, queries: Tensor, behind: Tensor) -> None:
         """Choose from all tokens that the sequence was given. queries [Hq, W, D]; behind [H, n, D]: keys of the tokens after
         them."""
         start, stop = self.first, self.first + self.tokens[seq]
@@ -159,7 +159,7 @@ class KeptIndex(Index):
         self.tokens[seq] += keys.shape[1]
         end = self.context.store.length(seq) if seq < self.context.store.seqs else 0
         if queries is not None and end > stop:
-            self.anew(seq, queries, self.context.store.read_keys(seq, stop, end, self.context.device))
+            self.choose_again(seq, queries, self.context.store.read_keys(seq, stop, end, self.context.device))
             return
         new = self._new(start, stop, self.arrive(seq, start, stop), keys)
         self._fill(seq, {name: torch.cat((table, new[name]), dim=1) for name, table in self._own(seq).items()})

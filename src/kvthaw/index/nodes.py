@@ -17,7 +17,7 @@ from kvthaw.index.batches import BatchedIndex, BatchGroup
 from kvthaw.index.draws import drawn
 from kvthaw.index.target import Full
 from kvthaw.kernels import HAS_TRITON, node_scores
-from kvthaw.kernels.extend import Place
+from kvthaw.kernels.extend import Destination
 from kvthaw.kernels.kmeans import grouped
 from kvthaw.kernels.nearest import nearest
 from kvthaw.kernels.node_digests import node_digests, row_width
@@ -138,9 +138,9 @@ class NodeIndex(BatchedIndex):
         stops = torch.arange(0, tokens + self.size, self.size, dtype=torch.int32, device=keys.device).clamp_(max=tokens)
         return node_digests(keys, order, stops.expand(heads, -1), self.config.outliers)[0]
 
-    def extend(self, keys: Tensor, places: Sequence[Place]) -> None:
+    def extend(self, keys: Tensor, places: Sequence[Destination]) -> None:
         self._extend(keys, places, None)
-        alike: dict[int, list[Place]] = {}
+        alike: dict[int, list[Destination]] = {}
         for place in places:
             alike.setdefault(place.kept, []).append(place)
         for kept, some in alike.items():

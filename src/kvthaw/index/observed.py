@@ -22,7 +22,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 @dataclass(slots=True)
 class Turn:
     """Of a sequence: tokens since its static set was chosen, and the layer's early ones in the first interval; the same before the
-    last append; for how many rows the set was; how many queries of its prompt were watched."""
+    last append; for how many rows the set was; how many queries of its prompt were recorded."""
 
     since: int = 0
     before: int = 0
@@ -33,7 +33,7 @@ class Turn:
 class ObservedIndex(BoundIndex, Remembers):
     """Pages, and a window of the last queries that select() was given, [B, Hq, W, D], recorded within a captured step.
 
-    Every `interval` tokens these choose the static set anew. Layers take turns: the first interval of each is shorter by `early`
+    Every `interval` tokens these choose the static set again. Layers take turns: the first interval of each is shorter by `early`
     tokens, a share that spreads their numbers evenly, so that in every append only few have theirs.
     """
 

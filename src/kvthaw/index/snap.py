@@ -44,7 +44,7 @@ class SnapIndex(KeptIndex):
 
 
 class FreshSnapIndex(SnapIndex, Remembers):
-    """SnapKV's choice made anew every `interval` tokens, by the last queries, from all tokens.
+    """SnapKV's choice made again every `interval` tokens, by the last queries, from all tokens.
 
     The window's keys are on the device already; the others come from the host for it, between two steps.
     """
@@ -87,7 +87,7 @@ class FreshSnapIndex(SnapIndex, Remembers):
                 stop = self.first + self.tokens[seq]
                 behind = slab.read(seq, stop, stop - n + self.context.regions.ring)[:, :, 0]  # the ring is full
                 order = (self.cursor + torch.arange(self.width, device=self.cursor.device)) % self.width
-                self.anew(seq, self.tables["recent"][seq].index_select(1, order), behind)
+                self.choose_again(seq, self.tables["recent"][seq].index_select(1, order), behind)
 
     def reserve(self, seqs: int) -> None:
         super().reserve(seqs)

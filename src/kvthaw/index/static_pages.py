@@ -1,4 +1,4 @@
-"""prkv-plus: static tokens among pages of the text, chosen anew from the keys of the best pages alone."""
+"""prkv-plus: static tokens among pages of the text, chosen again from the keys of the best pages alone."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class StaticPageIndex(ObservedIndex):
 
     share: of the rows that select() may bring, how many are static. observe: how many of the last queries choose them; at most the
     window's tokens, and as many as make 64 queries a KV head. A prompt's static tokens are chosen from all of its keys. Every
-    `interval` tokens they are chosen anew, in an append and by two looks: the queries rank the pages by their bounds, the mean of
+    `interval` tokens they are chosen again, in an append and by two looks: the queries rank the pages by their bounds, the mean of
     the softmax weights deciding; of the best pages' rows and the present static ones, as many as the field of view, the keys are
     read on the host, and those of most mass among them become static. The field is four times as many as become static, and at
     least 1,024, so that a refresh reads 2 D bytes of some thousand rows a head however long the sequence. Pages and bounds stay
-    what they are, and only the order of the tokens is written anew, which an undo brings back.
+    what they are, and only the order of the tokens is written again, which an undo brings back.
 
     No token of the last page is static, so that it stays where it is and can be filled or cut.
     """
@@ -79,7 +79,7 @@ class StaticPageIndex(ObservedIndex):
             self._choose(due)
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index. A change of budget makes every sequence's static set anew."""
+        """See Index. A change of budget makes every sequence's static set again."""
         batch = query.shape[0]
         self.reserve(batch)
         self.rows = budget
@@ -101,7 +101,7 @@ class StaticPageIndex(ObservedIndex):
     # Inside
 
     def _saved(self, seq: int, n: int) -> Before:
-        """See UnitIndex: the order too, where this append is to write it anew."""
+        """See UnitIndex: the order too, where this append is to write it again."""
         before = super()._saved(seq, n)
         if not self._due(seq, n) or self.order is None:
             return before
@@ -110,7 +110,7 @@ class StaticPageIndex(ObservedIndex):
         return replace(before, parts=(*before.parts, ("order", 0, order), ("stops", 0, stops)))
 
     def _due(self, seq: int, n: int) -> bool:
-        """Return whether a sequence's static tokens are chosen anew once it has n tokens more."""
+        """Return whether a sequence's static tokens are chosen again once it has n tokens more."""
         turn = self.turns[seq]
         return turn.rows is not None and turn.since + n >= self.interval
 
@@ -130,7 +130,7 @@ class StaticPageIndex(ObservedIndex):
         return min(tokens, int(self.share * self.rows + 1e-6))
 
     def _choose(self, seqs: Sequence[int]) -> None:
-        """Choose the static tokens of sequences anew; neighbours that become as many are chosen for at once."""
+        """Choose the static tokens of sequences again; neighbours that become as many are chosen for at once."""
         counts = [self._count(self._closed(seq)[0]) for seq in seqs]
         alike = groupby(enumerate(zip(seqs, counts, strict=True)), lambda each: (each[1][0] - each[0], each[1][1]))
         for (_, count), some in alike:

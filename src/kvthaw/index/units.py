@@ -2,7 +2,7 @@
 
 A sequence's tokens stand in a map, unit after unit; a unit has a digest and a stop in the map. Tokens come in batches (a page, or
 the tokens that are clustered together). A batch that is not full yet is cut into units of `size` tokens in text order and
-their digests are made anew with every append, so that every token can be selected as soon as it has come.
+their digests are made again with every append, so that every token can be selected as soon as it has come.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvthaw.errors import one_of
 from kvthaw.index.tables import grown
 from kvthaw.index.target import Full, Target
 from kvthaw.index.unit_counts import Before, Seq
-from kvthaw.kernels.extend import Added, Place, Tables, extend, means
+from kvthaw.kernels.extend import Added, Destination, Tables, extend, means
 from kvthaw.kernels.page_bounds import Spread, page_bounds
 from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy, unit_select
@@ -287,18 +287,18 @@ class UnitIndex(Index, Reversible, WorksBeside):
     def _grow(self, seqs: Sequence[int], keys: Tensor) -> None:
         """So few tokens that what is kept stays where it is: few launches, for it is what happens whenever tokens leave rings."""
         hosts = [self.seqs[seq] for seq in seqs]
-        self.extend(keys, [Place(seq, host.kept, *host.marks[-1]) for seq, host in zip(seqs, hosts, strict=True)])
+        self.extend(keys, [Destination(seq, host.kept, *host.marks[-1]) for seq, host in zip(seqs, hosts, strict=True)])
         n = keys.shape[2]
         full = [Full(seq, *of) for seq, host in zip(seqs, hosts, strict=True) for of in host.take(n, self.size, self.batch)]
         if full:
             self.close(full, None)
         self.know(seqs)
 
-    def extend(self, keys: Tensor, places: Sequence[Place]) -> None:
+    def extend(self, keys: Tensor, places: Sequence[Destination]) -> None:
         """Keys [R, H, n, D] enter the tables at their places, and the units that they begin or fill get digests; see defer()."""
         self._extend(keys, places, self.digests)
 
-    def _extend(self, keys: Tensor, places: Sequence[Place], digests: Tensor | None) -> None:
+    def _extend(self, keys: Tensor, places: Sequence[Destination], digests: Tensor | None) -> None:
         added = Added(keys, Tables(self.recent, self.stops, self.counts, self.order, digests))
         alike = tuple(places), self.size, self.first, self.spread
         work = partial(extend, places=alike[0], size=self.size, first=self.first, spread=self.spread)

@@ -17,7 +17,7 @@ from kvthaw.kernels import HAS_TRITON, page_bounds
 from kvthaw.kernels.page_bounds import Spread
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Where the new tokens of a sequence go: after `kept` tokens of the current batch, which starts at `begin` in the order and
     at unit `before`."""
 
@@ -58,7 +58,9 @@ def means(keys: Tensor, size: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def definition(every: Sequence[Added], places: Sequence[Place], *, size: int, first: int, spread: Spread | None = None) -> None:
+def definition(
+    every: Sequence[Added], places: Sequence[Destination], *, size: int, first: int, spread: Spread | None = None
+) -> None:
     """Append keys [R, H, n, D], one batch row per entry of places, to the tables of each layer; kept + n is at most L.
 
     Units have `size` tokens, the last one possibly fewer, and continue across batches. Writes to stops the ends of the units
@@ -139,7 +141,9 @@ if HAS_TRITON:
                     tl.store(digest, (tl.sum(k, axis=0) / members).to(kind), mask=wide)
 
 
-def launch(every: Sequence[Added], places: Sequence[Place], *, size: int, first: int, spread: Spread | None = None) -> None:
+def launch(
+    every: Sequence[Added], places: Sequence[Destination], *, size: int, first: int, spread: Spread | None = None
+) -> None:
     """Launch the Triton kernel; arguments as in `definition`.
 
     The elements of a key are contiguous, as are all tables. Keys of all layers are laid out alike.
@@ -176,7 +180,9 @@ def launch(every: Sequence[Added], places: Sequence[Place], *, size: int, first:
     )  # fmt: skip
 
 
-def extend(every: Sequence[Added], places: Sequence[Place], *, size: int, first: int, spread: Spread | None = None) -> None:
+def extend(
+    every: Sequence[Added], places: Sequence[Destination], *, size: int, first: int, spread: Spread | None = None
+) -> None:
     """Append as in `definition`: by the kernel on a GPU, by torch elsewhere."""
     if HAS_TRITON and every[0].keys.device.type == "cuda":
         launch(every, places, size=size, first=first, spread=spread)

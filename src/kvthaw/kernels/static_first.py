@@ -1,4 +1,4 @@
-"""Order a sequence's tokens anew in place: static tokens first, then the pages of the text without them.
+"""Reorder a sequence's tokens in place: static tokens first, then the pages of the text without them.
 
 Every place of the map is written once, 4 bytes a token and head (4.2 MB at 128k tokens of 8 heads: 1 us at 4300 GB/s), after two
 searches among the static positions, which stay in cache.

@@ -51,7 +51,7 @@ def icecache(
     (reuse): 3). threads: search threads, 0 for one a core. transfer, on a GPU: "bulk" gathers rows on the host into one copy, as
     the paper does, and no step is captured; "each" copies each piece that is contiguous on the host; "uva" lets a kernel read the
     rows itself. layout: "token" leaves rows in the order of the text; "page" keeps a copy of them on the host in the order of the
-    pages, as the paper does, in the layers that search; it is written anew when a sequence has grown by an eighth, and goes with
+    pages, as the paper does, in the layers that search; it is written again when a sequence has grown by an eighth, and goes with
     "bulk" and "each". Neither changes what is selected. Other options: TreeConfig's fields.
     """
     check("icecache", tree, icecache, TreeConfig)

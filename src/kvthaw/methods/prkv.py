@@ -27,7 +27,7 @@ def prkv(
     """Keep the tokens that recent queries attended to most selected; pages of all others compete, step by step (algorithm 1).
 
     share: the paper's S, of the rows that the index brings; "auto" is its appendix G. interval: the paper's T: after so many tokens
-    static set and pages are made anew. window: the last tokens, always attended; the queries of at most 128 of them choose the
+    static set and pages are made again. window: the last tokens, always attended; the queries of at most 128 of them choose the
     static set, by softmax weights of each query head, averaged over window and group. policy: how the query heads of a group agree
     on pages, see `kvthaw.kernels.unit_select.Policy`. spread: of the pages' bounding volumes, as for ArkVale. The paper has no sink
     (the first tokens become static by themselves), and pages leave the window whole. Its budget k is what the index brings,

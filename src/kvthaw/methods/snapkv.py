@@ -20,7 +20,7 @@ def snapkv(
     agree: how the query heads of a group agree, "mean" or "max" of their attention (the authors keep a choice for each query head).
     Generated tokens, all of which SnapKV keeps, must fit the budget too: they stay in the ring, and behind it while there is room.
     Host: rows that were not chosen lie there unread, so that a long continuation, which is a new prompt, may choose from them.
-    Device: the choice and the rows chosen; nothing else of a key. refresh: choose anew every so many tokens, by the last queries
+    Device: the choice and the rows chosen; nothing else of a key. refresh: choose again every so many tokens, by the last queries
     and from all keys, which cross the bus for it between two steps; nothing is evicted then.
     """
     at_least(1, refresh=refresh)
@@ -29,7 +29,7 @@ def snapkv(
     name = "snapkv" if refresh is None else "snapkv-refreshed"
     differs = "one choice a KV head, the authors' one a query head; generated tokens count towards the budget"
     if refresh is not None:
-        differs += "; chooses anew as it decodes, which is kvthaw's addition"
+        differs += "; chooses again as it decodes, which is kvthaw's addition"
     return Method(
         name,
         paper="SnapKV",

@@ -236,7 +236,7 @@ void Forest::select(int batch, int group, const float* query, int budget, const 
             if (!std::isfinite(query[static_cast<size_t>(t) * group * settings_->dim + i]))
                 throw std::invalid_argument("layer " + std::to_string(settings_->layer) + ", sequence " + std::to_string(t / heads_) +
                                             ", KV head " + std::to_string(t % heads_) + ": a query is not finite");
-    // Room for every search of a call, kept by the calling thread; whoever ends the last search of a tree merges them.
+    // Room for every search of a call, kept by the calling thread; the thread that ends the last search of a tree merges them.
     static thread_local std::vector<Seen> kept;
     std::vector<Seen>& seen = kept;
     if (seen.size() < searched.size() * group) seen.resize(searched.size() * group);

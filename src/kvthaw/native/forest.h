@@ -17,7 +17,7 @@ public:
     Forest(Settings settings, int seqs, int heads, int block_size);
     Forest(const Forest& other);  // shares its trees
 
-    // Index positions first .. first + points of a sequence anew. bases: the addresses of its blocks.
+    // Index positions first .. first + points of a sequence from scratch. bases: the addresses of its blocks.
     void build(int seq, int first, int points, const int64_t* bases, int threads);
     // The same from what Tree::save wrote of each head, one after the other, but for all after the first `held` points; pages: of
     // each head how many. Throws std::invalid_argument, with the sequence as it was, for what was never saved.

@@ -2,7 +2,7 @@
 // KV_ISA, KV_WIDTH (floats per vector), KV_GROUP (keys per register block of `nearest`), and KV_NEON for its instructions, which each
 // aarch64 machine has, so that the compiler does not tell the scalar file from NEON's. Nothing here may be an inline function
 // of another header: the linker could keep this file's copy of it, with instructions that a lesser machine lacks. Compiled with
-// -ffp-contract=off: where a product and a sum are rounded once, `fused` says so, and no compiler decides it for each loop anew.
+// -ffp-contract=off: where a product and a sum are rounded once, `fused` says so, and no compiler decides it for each loop again.
 
 #include <cstring>
 

@@ -14,7 +14,7 @@ namespace kvthaw {
 
 class Pool {
 public:
-    // The pool of this process, made on first use (and anew after a fork, which leaves the threads behind).
+    // The pool of this process, made on first use (and again after a fork, which leaves the threads behind).
     static Pool& instance();
 
     // work(i) for every i in [0, count), on at most `threads` threads with the caller's among them; 0: one for each core. Any

@@ -97,7 +97,7 @@ void Tree::refresh(const Rows& rows, std::vector<int32_t>& points) {
         points.erase(std::unique(points.begin(), points.end()), points.end());
     };
     once();
-    for (size_t next = 0; next < points.size(); ++next)  // grows: whoever is above
+    for (size_t next = 0; next < points.size(); ++next)  // grows: the points above
         if (points[next] != kRoot && parent_[points[next]] != kRoot) points.push_back(parent_[points[next]]);
     once();
     std::sort(points.begin() + (!points.empty() && points.front() == kRoot), points.end(), lower);

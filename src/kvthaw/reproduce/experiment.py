@@ -57,7 +57,7 @@ Cells = dict[tuple[str, str], Cell]
 """(row, column) -> what was measured."""
 
 
-class Plan(Protocol):
+class Measurement(Protocol):
     """How the numbers of a table are measured."""
 
     @property
@@ -82,7 +82,7 @@ class Experiment:
     title: str
     source: str
     says: Mapping[str, Table]
-    plan: Plan
+    plan: Measurement
     unit: str
     form: str = "bars"
     minutes: float = 10
@@ -107,7 +107,7 @@ def _short(model: str | None) -> str:
     return (model or "").rstrip("/").rpartition("/")[2].lower()
 
 
-def experiments(paper: str, plans: Mapping[str, Plan]) -> tuple[Experiment, ...]:
+def experiments(paper: str, plans: Mapping[str, Measurement]) -> tuple[Experiment, ...]:
     """Return a paper's experiments: what it says, from assets/papers, and how each is measured."""
     found = []
     for name, one in tomllib.loads(read_asset(f"papers/{paper}.toml")).items():

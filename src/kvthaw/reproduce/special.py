@@ -21,7 +21,7 @@ from kvthaw.evaluate.variant import Variant, complete, fork, whole
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.kernels.kmeans import kmeans
 from kvthaw.methods import resolve
-from kvthaw.reproduce.experiment import Cell, Cells, Plan
+from kvthaw.reproduce.experiment import Cell, Cells, Measurement
 from kvthaw.reproduce.lab import Lab
 from kvthaw.reproduce.plans import QUICK
 from kvthaw.reproduce.watched import DEPTH, View, prompts, written
@@ -34,7 +34,7 @@ Found = dict[str, dict[str, float]]
 class Together:
     """Several plans side by side; each measures the rows named with it, or all."""
 
-    parts: tuple[tuple[Plan, tuple[str, ...]], ...]
+    parts: tuple[tuple[Measurement, tuple[str, ...]], ...]
 
     @property
     def needs(self) -> str:

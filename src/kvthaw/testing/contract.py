@@ -317,7 +317,7 @@ class Contract:
         _names_what_it_reads(layer, sequences, "after the prompt")
         list(layer.decode(6))
         _names_what_it_reads(layer, sequences, "after 7 steps")
-        layer.retriever.settle()
+        layer.retriever.wait()
         layer.retriever.make_room(5000)
         _names_what_it_reads(layer, sequences, "after make_room() of 5,000 tokens")
         sequences = [2, 0, 0, 1]

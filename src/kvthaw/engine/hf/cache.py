@@ -285,7 +285,7 @@ class Cache(DynamicCache):
             settings.setdefault(name, getattr(mine, name))
         settings.setdefault("kv_dtype", mine.kv_dtype if find(method, model.device)[0].stores else None)
         twin = Cache(model, method, **settings)
-        self.kv.settle_failure()
+        self.kv.rollback_failed_step()
         clone(twin.kv, self.kv.sequences, self.kv.layers)
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, CacheLayer):
@@ -296,9 +296,9 @@ class Cache(DynamicCache):
     def save(self, path: str | Path, token_ids: Tensor | Sequence[int]) -> None:
         """Save the keys and values of all tokens in a folder, in the place of what is there.
 
-        token_ids: those that the cache holds, [T] or [B, T] with the padding; whoever loads it compares a prompt with them.
+        token_ids: those that the cache holds, [T] or [B, T] with the padding; its loader compares a prompt with them.
         IceCache's trees, which are slow to build, are saved too, for loading under the same method and options; other indexes are
-        built anew, under any method, and the log says so. Raises CacheError for other token ids, and where tokens have been evicted
+        rebuilt, under any method, and the log says so. Raises CacheError for other token ids, and where tokens have been evicted
         or layers have a state of another kind. A crash at any time leaves the old folder, none, or the new one."""
         if self.foreign:
             raise CacheError(f"the model has a {self.foreign[0]}, whose state cannot be saved")

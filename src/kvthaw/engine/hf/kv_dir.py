@@ -55,7 +55,7 @@ def fill(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], Non
         load(cache.model, cache.kv, cache.layers, path)
         cache.keep(kept)  # which layers whose window has moved past it refuse
     except (CacheError, HostMemoryError) as error:
-        warn(f"{error}; the prompt is prefilled anew")
+        warn(f"{error}; the prompt is prefilled again")
         cache.reset()
         return 0
     return kept
@@ -81,7 +81,7 @@ def _tokens(cache: Cache, path: Path, warn: Callable[[str], None]) -> list[int]:
     try:
         rows: list[list[int]] = check_header(cache.model, path)["token_ids"]
     except CacheError as error:
-        warn(f"{error}; the prompt is prefilled anew")
+        warn(f"{error}; the prompt is prefilled again")
         return []
     return rows[0] if len(rows) == 1 else []
 

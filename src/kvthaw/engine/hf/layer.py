@@ -288,7 +288,7 @@ class CacheLayer(CacheLayerMixin):
     def _check_room(self, key: Tensor, pads: list[int]) -> None:
         """Refuse a prompt that is too long, before the first layer stores it."""
         shared, cache = self.shared, self.shared.kv
-        held, new = shared.length, max(key.shape[2], cache.sequences.coming)
+        held, new = shared.length, max(key.shape[2], cache.sequences.prefill_remaining)
         if shared.positions is not None and held + new > shared.positions:
             raise ConfigError(
                 f"the prompt has {held + new} tokens; the model's positions end at {shared.positions}; where the model can go "

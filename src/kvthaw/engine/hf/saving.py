@@ -2,7 +2,7 @@
 
 A folder has a file of safetensors for each layer, with its rows and, of a method whose index is slow to build, the index; and
 header.json, with the token ids, what the model was, whose index it is, and the SHA-256 of every file and of the header itself. It
-is written beside its place, synced, and renamed: whoever reads finds all of it or none.
+is written beside its place, synced, and renamed: readers find all of it or none.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path,
         raise CacheError(f"token_ids has the shape {list(tokens.shape)}; the cache holds {held}")
     if kv.settings.method.evicts:
         raise CacheError(f"{kv.settings.method.name} has dropped tokens, so its cache cannot be saved")
-    kv.settle_failure()
+    kv.rollback_failed_step()
     kv.wait()
     header = {"left_pad": list(kv.sequences.left_pad), "token_ids": tokens.tolist(), "about": about}
     write_folder(model, path, index_kind(kv) | header, _tensors(kv, layers))
@@ -95,17 +95,17 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
     """See `Cache.load`; the cache is empty, and of no use where this raises. layers: transformers' own of the cache, by number."""
     header = check_header(model, path)
     left_pad, tokens = header["left_pad"], len(header["token_ids"][0])
-    held, anew = read_layers(path, header, kv, model.device), dict[int, bool]()
+    held, rebuilt = read_layers(path, header, kv, model.device), dict[int, bool]()
 
     def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
         _, own = next(held)
         resume(layer, step, own.shape, own.blocks, own.queries, own.kept)
-        anew[layer.number] = not own.kept and isinstance(layer, OffloadedLayer) and layer.storage.updater is not None
+        rebuilt[layer.number] = not own.kept and isinstance(layer, OffloadedLayer) and layer.storage.updater is not None
 
-    kv.take_in(tokens, left_pad, fill)
+    kv.append_stored_prompt(tokens, left_pad, fill)
     held.close()
-    if any(anew.values()):
-        _log.info("%s: the index of %s is built anew in %d layers", path, kv.settings.method.name, sum(anew.values()))
+    if any(rebuilt.values()):
+        _log.info("%s: the index of %s is rebuilt in %d layers", path, kv.settings.method.name, sum(rebuilt.values()))
     for number, layer in enumerate(layers):
         if isinstance(layer, DynamicLayer):
             found = _checked(path, header, number).tensors

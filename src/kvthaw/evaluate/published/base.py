@@ -75,7 +75,7 @@ class Benchmark(ABC):
         """Return the metric, 0..1, as "score", and what else the benchmark counts. ask: a judge, for those that take one."""
 
     def follow_up(self, item: Item, output: str) -> tuple[str, Generation] | None:
-        """Return a second prompt whose answer is scored instead, asked anew after the first answer, for benchmarks that have
+        """Return a second prompt whose answer is scored instead, asked again after the first answer, for benchmarks that have
         one."""
         return None
 

@@ -58,7 +58,7 @@ class Run:
 
 
 class Examiner(Evaluator[Run, Item]):
-    """Published benchmarks: see Evaluator. The answers to one question are one batch: if one is missing, all are drawn anew.
+    """Published benchmarks: see Evaluator. The answers to one question are one batch: if one is missing, all are drawn again.
 
     judge: what benchmarks that take one ask whether an answer is right.
     """
