@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import torch
-import torch.nn.functional as F
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
@@ -24,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 import kvthaw
 from kvthaw.engine.sampling import GREEDY, Sampling, sample
 from kvthaw.errors import CacheError
-from zoo import build, prompt
+from zoo import build, multiply_in_float64, prompt
 
 AMPLE = 512
 """A budget of more tokens than any row here has."""
@@ -38,11 +37,6 @@ AMPLY = (*TIGHTLY, "gpt2", "gemma3", *ROUTED)
 
 
 # Models
-
-
-def in_float64(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """A linear layer whose rounding does not depend on how many rows are multiplied at once."""
-    return F.linear(x.double(), weight, bias).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -60,10 +54,8 @@ class Pair:
         layers = {"num_hidden_layers": 3} if architecture in TIGHTLY else {}
         model, plain = (build(architecture, attention=how, **layers).to(device, dtype) for how in (None, "eager"))
         plain.load_state_dict(model.state_dict())
-        for module in (*model.modules(), *plain.modules()):
-            if isinstance(module, nn.Linear):
-                bias = None if module.bias is None else module.bias.double()
-                module.forward = functools.partial(in_float64, module.weight.double(), bias)  # type: ignore[method-assign]
+        for one in (model, plain):
+            multiply_in_float64(one)
         return cls(model, plain, kvthaw.attach(model, "full") if attach else None)
 
 

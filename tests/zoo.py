@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from kvthaw.methods import METHODS
@@ -146,6 +148,19 @@ def build_exact(name: str, **settings: Any) -> PreTrainedModel:
     model = build(name, **settings).double()
     model.config._experts_implementation = "eager"  # the others take no float64
     return model
+
+
+def multiply_in_float64(model: PreTrainedModel) -> None:
+    """Have the linear layers of a model of fewer digits compute in float64, so that their rounding does not depend on how many rows
+    are multiplied at once."""
+
+    def product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+        return functional.linear(x.double(), weight, bias).to(x.dtype)
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            bias = None if module.bias is None else module.bias.double()
+            module.forward = functools.partial(product, module.weight.double(), bias)  # type: ignore[method-assign]
 
 
 def sharpen(model: PreTrainedModel, seed: int) -> PreTrainedModel:
