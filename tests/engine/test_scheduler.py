@@ -416,6 +416,25 @@ def test_a_chunk_is_launched_before_tokens_are_read(model: PreTrainedModel, monk
     assert (len(first.tokens), str(second.error)) == (known + 1, "the chunk failed")
 
 
+def test_what_ends_before_an_error_of_a_split_model_comes_up_is_forgotten(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request that gets its last token in that step, and the one whose prompt fails."""
+    scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=100, budget=48))
+    first = scheduler.submit([5] * 4, max_new_tokens=3, stop=())
+    while len(first.tokens) < 2:
+        scheduler.step()
+    scheduler.submit([5] * 4, max_new_tokens=6, stop=())
+    monkeypatch.setattr(scheduler, "split", True)
+    hook = model.model.layers[0].register_forward_hook(lambda _, given, out: 1 / 0 if out.shape[1] > 1 else None)
+    with pytest.raises(ZeroDivisionError):
+        scheduler.step()
+    hook.remove()
+    assert str(first.finished) == "length"
+    assert not scheduler.busy
+    assert not scheduler._rank
+
+
 def test_a_request_needs_memory_for_its_new_tokens_too(model: PreTrainedModel) -> None:
     batch = Batch(model, "oracle", max_seqs=2, capacity=100, budget=48, block_size=16)
     batch.join([5] * 4, max_new_tokens=2, stop=())

@@ -132,18 +132,17 @@ class Scheduler:
 
         What a decode step raises comes up, but for a lack of memory, and the next call takes it again."""
         self._place()
-        give = self._launch()
+        give, told = self._launch(), list[Request]()
         request = self._next_prompt()
         try:
-            told = self.batch.start(POLL if request is None and not self.batch.decoding else 0.0)
+            told += self.batch.start(POLL if request is None and not self.batch.decoding else 0.0)
             if request is not None:  # the host launches its chunk while the device decodes
                 told += self._prefill(request, len(self.batch.decoding))
         finally:
-            given = give()
-        told = given + told
-        for request in told:
-            if request.finished:
-                del self._rank[request]
+            told = give() + told
+            for request in told:
+                if request.finished:
+                    del self._rank[request]
         return told
 
     def _chunk(self, request: Request, decoded: int) -> int:
@@ -159,6 +158,7 @@ class Scheduler:
             return [request] if self.batch.prefill(request, self._chunk(request, decoded) if decoded else None) else []
         except Exception as error:
             if self.split and not isinstance(error, HostMemoryError):
+                del self._rank[request]  # it has no place any longer, and nobody is told
                 raise
             if isinstance(error, MEMORY_ERRORS) and self.batch.requests:
                 self._wait_again(request)
