@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +16,25 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
-def download(x: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy a tensor to the host. Returns what waits for the copy, but for nothing that a GPU is given later, and returns
+class Download:
+    """A tensor that is being copied to the host. A call waits for the copy, but for nothing that a GPU is given later, and returns
     it."""
-    if not x.is_cuda:
-        return lambda: x
-    here = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
-    copied = torch.cuda.current_stream(x.device).record_event()
 
-    def wait() -> Tensor:
-        copied.synchronize()
-        return here
+    def __init__(self, x: Tensor) -> None:
+        self._here = x
+        self._copied: torch.cuda.Event | None = None
+        if x.is_cuda:
+            self._here = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+            self._copied = torch.cuda.current_stream(x.device).record_event()
 
-    return wait
+    def __call__(self) -> Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._here
+
+    def ready(self) -> bool:
+        """Return whether a call would not wait."""
+        return self._copied is None or self._copied.query()
 
 
 @dataclass(slots=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_lengths import download
+from kvthaw.cache.device_lengths import Download
 from kvthaw.errors import CacheError
 
 EVERY = 8
@@ -37,7 +37,7 @@ class PromptCheck:
     def __init__(self, layers: Sequence[Prompted]) -> None:
         self._layers = [layer.number for layer in layers for _ in layer.extremes]
         if self._layers:
-            self._finite = download(torch.stack([number for layer in layers for number in layer.extremes]).isfinite())
+            self._finite = Download(torch.stack([number for layer in layers for number in layer.extremes]).isfinite())
 
     def wait(self) -> None:
         """Raise CacheError for the first layer whose keys or values were not."""
@@ -56,9 +56,7 @@ class FiniteCheck:
     def __init__(self) -> None:
         self._looks = 0
         self._cuda = False
-        self._here: Tensor | None = None
-        self._asked: list[int] = []  # layers whose flags are on their way
-        self._copied: torch.cuda.Event | None = None
+        self._asked: tuple[list[int], Download] | None = None  # layers, and their flags that are on their way
         self._prompts: dict[int, PromptCheck] = {}  # by sequence, of the latest chunk
 
     def prompt(self, seq: int, layers: Sequence[Prompted], *, wait: bool) -> None:
@@ -77,23 +75,22 @@ class FiniteCheck:
 
     def check(self) -> None:
         """Raise CacheError for the first layer whose flag is known to be set. Does nothing while a step is captured."""
-        if self._copied is not None and not torch.cuda.is_current_stream_capturing() and self._copied.query():
-            assert self._here is not None
-            self._copied = None
-            self._raise(next((layer for layer, flag in zip(self._asked, self._here.tolist(), strict=True) if flag), None))
+        if self._asked is not None and not torch.cuda.is_current_stream_capturing() and self._asked[1].ready():
+            (layers, flags), self._asked = self._asked, None
+            self._raise(next((layer for layer, flag in zip(layers, flags().tolist(), strict=True) if flag), None))
 
     def ask(self, layers: Sequence[Flagged]) -> dict[int, Tensor]:
         """Have the GPU copy the flags of all layers where it is time for that; a later check() reads them. Returns flags by layer
         that are on a CPU."""
         self._looks += 1
-        if self._cuda and (self._copied is not None or self._looks % EVERY):
+        if self._cuda and (self._asked is not None or self._looks % EVERY):
             return {}
         found = {layer.number: flag for layer in layers if (flag := layer.nonfinite()) is not None}
         self._cuda = any(flag.is_cuda for flag in found.values())
         if not self._cuda:
             return found
         if not torch.cuda.is_current_stream_capturing():
-            self._ask(found)
+            self._asked = list(found), Download(torch.cat(list(found.values())))
         return {}
 
     def look(self, layers: Sequence[Flagged]) -> None:
@@ -103,14 +100,6 @@ class FiniteCheck:
 
     def __deepcopy__(self, memo: dict[int, object]) -> FiniteCheck:
         return FiniteCheck()
-
-    @torch.inference_mode(False)  # the tensor on the host outlives the caller's mode
-    def _ask(self, flags: Mapping[int, Tensor]) -> None:
-        if self._here is None or self._here.shape[0] != len(flags):
-            self._here = torch.empty(len(flags), dtype=torch.int32, pin_memory=True)
-        self._asked = list(flags)
-        self._here.copy_(torch.cat(list(flags.values())), non_blocking=True)
-        self._copied = torch.cuda.current_stream().record_event()
 
     def _raise(self, layer: int | None) -> None:
         if layer is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_lengths import download
+from kvthaw.cache.device_lengths import Download
 
 TOPK = 1024
 """The most of a row's largest numbers that torch.topk finds; beyond it the row is sorted."""
@@ -38,7 +38,7 @@ class Drawn:
 
     def fetch(self) -> Callable[[], tuple[list[int], list[TokenLogprobs] | None]]:
         """Begin that transfer. Returns what waits for it, but for nothing that the device is given later, and returns both."""
-        numbers = download(self.tokens if self.scores is None else self.scores)
+        numbers = Download(self.tokens if self.scores is None else self.scores)
         if self.scores is None:
             return lambda: (numbers().tolist(), None)
 
