@@ -37,6 +37,17 @@ def test_jobs_run_in_order_on_one_thread(count: int) -> None:
     assert "kvthaw-index" in threads.pop()
 
 
+def test_jobs_of_two_groups_run_side_by_side() -> None:
+    line, begun = Streams(), threading.Event()
+    waiting = line.submit(None, lambda: assert_set(begun), group=4)
+    line.submit(None, begun.set, group=5).result()
+    waiting.result()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(20)
+
+
 def test_no_thread_before_the_first_job() -> None:
     before = set(threading.enumerate())
     Streams()

@@ -1,8 +1,8 @@
 """Offloading, indexing and searching beside the device's work (IceCache, figure 5b).
 
 While the device computes the next layers, keys and values of a finished one leave it on a stream of their own, and a thread
-indexes them as soon as they have arrived. Another searches with predicted queries, a third builds indexes of sequences that join
-others.
+indexes them as soon as they have arrived, another those of the layer behind it. Another searches with predicted queries, one more
+builds indexes of sequences that join others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +39,8 @@ _WITH_THREADS: weakref.WeakSet[Streams] = weakref.WeakSet()
 class Streams:
     """One copy stream and threads that index, search and build, shared by the layers of a cache; prefetcher: the way back; aux
     and deferred: for indexes that work on the device. memory, device: host and device memory of all layers. graph: the step that is
-    captured now. layers: of the model. observers: called after each sparse step of each layer; copies of a cache have none."""
+    captured now. layers: of the model. groups: numbers for groups of layers.
+    observers: called after each sparse step of each layer; copies of a cache have none."""
 
     _IN_FLIGHT = 2  # layers whose keys and values may still be on their way out
 
@@ -48,6 +50,7 @@ class Streams:
         self.deferred = DeferredBatch()
         self.graph: SegmentedGraph | None = None
         self.observers: list[Observer] = []
+        self.groups = count()
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._copies: deque[torch.cuda.Event] = deque()
@@ -89,9 +92,10 @@ class Streams:
         finally:
             self.graph = None
 
-    def submit(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> Future[None]:
-        """Run a job on the indexing thread once an event has passed. Jobs run in the order given."""
-        return self._on("kvthaw-index", after, job)
+    def submit(self, after: torch.cuda.Event | None, job: Callable[[], None], group: int = 0) -> Future[None]:
+        """Run a job on an indexing thread once an event has passed. Jobs of a group of layers run in the order given; those of even
+        and of odd groups side by side, since an append keeps no more cores busy than a layer has KV heads."""
+        return self._on(f"kvthaw-index-{group % 2}", after, job)
 
     def build(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> Future[None]:
         """As submit(), on a thread for jobs that no step waits for."""

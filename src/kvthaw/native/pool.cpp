@@ -23,6 +23,17 @@ inline void pause_briefly() {
 // worker first spins, then offers its core to others, and only then sleeps.
 constexpr auto kSpin = std::chrono::microseconds(30), kYield = std::chrono::microseconds(2000);
 
+// The lock is held for tens of nanoseconds, and every worker wants it when work comes: waiting in the kernel would take them longer
+// than the work.
+std::unique_lock<std::mutex> lock_soon(std::mutex& mutex) {
+    std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+    for (int spins = 0; !lock.owns_lock(); ++spins) {
+        spins < 2000 ? pause_briefly() : (void)sched_yield();
+        (void)lock.try_lock();
+    }
+    return lock;
+}
+
 }  // namespace
 
 Pool& Pool::instance() {
@@ -61,7 +72,7 @@ void Pool::run(size_t count, int threads, const std::function<void(size_t)>& wor
     job->count = count;
     job->seats = static_cast<int>(helpers);
     {
-        std::lock_guard lock(mutex_);
+        const auto lock = lock_soon(mutex_);
         grow(threads - 1);
         jobs_.push_back(job);
         open_.fetch_add(1, std::memory_order_release);
@@ -71,7 +82,7 @@ void Pool::run(size_t count, int threads, const std::function<void(size_t)>& wor
     }
     drain(*job);
     {
-        std::lock_guard lock(mutex_);
+        const auto lock = lock_soon(mutex_);
         const auto at = std::find(jobs_.begin(), jobs_.end(), job);
         if (at != jobs_.end()) {
             jobs_.erase(at);
@@ -114,7 +125,7 @@ std::shared_ptr<Pool::Job> Pool::take() {
         const auto start = Clock::now();
         for (auto idle = Clock::duration::zero(); idle < kYield; idle = Clock::now() - start) {
             if (open_.load(std::memory_order_acquire) > 0) {
-                std::lock_guard lock(mutex_);
+                const auto lock = lock_soon(mutex_);
                 if (auto job = join_one()) return job;
             }
             if (idle < kSpin)
@@ -122,7 +133,7 @@ std::shared_ptr<Pool::Job> Pool::take() {
             else
                 sched_yield();
         }
-        std::unique_lock lock(mutex_);
+        auto lock = lock_soon(mutex_);
         ++sleeping_;
         wake_.wait(lock, [&] { return !jobs_.empty(); });
         --sleeping_;

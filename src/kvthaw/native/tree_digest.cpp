@@ -107,12 +107,12 @@ void Tree::refresh(const Rows& rows, std::vector<int32_t>& points) {
 // What a query may find at best below the points from `begin` on: the merit by which their nodes are descended.
 void Tree::weigh(const Probe& probe, size_t begin, size_t span, Seen& seen) const {
     const size_t found = seen.points.size() - begin, each = settings_->digest_rows(), bytes = settings_->row_bytes();
-    seen.rows.clear();
-    seen.below.clear();
-    each_slot(seen, span, [&](int, int page, int slot) {
-        seen.below.push_back(below(page)[slot]);
-        const char* own = digest_rows(seen.below.back());
-        for (size_t r = 0; r < each; ++r) seen.rows.push_back(own + r * bytes);
+    seen.rows.resize(found * each);
+    seen.below.resize(found);
+    each_slot(seen, span, [&](int at, int page, int slot) {
+        const int node = seen.below[at - begin] = below(page)[slot];
+        const char* own = digest_rows(node);
+        for (size_t r = 0; r < each; ++r) seen.rows[(at - begin) * each + r] = own + r * bytes;
     });
     seen.lines.resize(seen.rows.size());
     settings_->kernels->dots(probe.key, seen.rows.data(), seen.rows.size(), settings_->dim, Dtype::i8, seen.lines.data());
