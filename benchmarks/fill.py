@@ -8,7 +8,9 @@ checked by `benchmarks.filled`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +23,7 @@ from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.step import Step
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.tensor_parallel import ranks
 
@@ -78,6 +81,33 @@ def fill(
         _introduce(cache)
     if getattr(cache, "offloading", False):
         cache.layers[0].prefetch()  # as the last layer of a forward does
+
+
+@contextmanager
+def prompts_drawn(model: PreTrainedModel) -> Iterator[None]:
+    """Within it a model gives the cache of a running batch drawn keys and values for a prompt, each layer and sequence its own,
+    instead of computing them, and zeros for logits."""
+
+    def forward(input_ids: Tensor, past_key_values: Cache, **_: object) -> SimpleNamespace:
+        tokens, kv = input_ids.shape[1], past_key_values.kv
+
+        def take(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
+            of = drawn(model, layer.number, tokens, 0 if step.seq is None else step.seq)
+            (query,), (key, value) = of.recent_queries.values(), of.rows.unbind(3)
+            if isinstance(layer, DenseLayer):
+                layer.scale = of.scale
+            elif layer.plan is None:
+                layer.allocate(step, query[None], key, of.scale)
+            layer.append(step, query[None], key, value)
+
+        kv.append_stored_prompt(tokens, None, take)
+        return SimpleNamespace(logits=torch.zeros((1, 1, model.config.vocab_size), device=input_ids.device))
+
+    model.forward = forward
+    try:
+        yield
+    finally:
+        del model.forward
 
 
 def _introduce(cache: Cache) -> None:

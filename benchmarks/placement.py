@@ -19,6 +19,8 @@ import gc
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -58,16 +60,19 @@ def decode(
     sizes: dict[str, Any],
     *,
     compiled: bool = False,
+    prompted: Callable[[PreTrainedModel], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Decode `steps` tokens after each prompt [B, T]. Returns the tokens and what was measured after the first WARM of them."""
+    """Decode `steps` tokens after each prompt [B, T], which the model takes within prompted(model). Returns the tokens and what was
+    measured after the first WARM of them."""
     room: dict[str, Any] = {} if method == "full" else {"device_memory": PLACED.get(str(memory), memory)}
     given: str | Method = replace(resolve(method), transfer=UvaGather) if memory == "copied" else method
     how: dict[str, Any] = {"max_seqs": len(prompts), "capacity": prompts.shape[1] + steps + 1, "compile": compiled}
     batch = Batch(model, given, dense_layers=0, **how, **sizes, **room)
     begin = time.perf_counter()
     requests = [batch.join(prompt, max_new_tokens=steps + 1, stop=[]) for prompt in prompts]
-    for request in requests:
-        batch.prefill(request, request.prompt)
+    with prompted(model):
+        for request in requests:
+            batch.prefill(request, request.prompt)
     batch.start(timeout=None)
     _wait()
     joined, gaps = time.perf_counter() - begin, list[float]()

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.fill import Tokens, drawn, fill
+from benchmarks.fill import Tokens, drawn, fill, prompts_drawn
 from benchmarks.filled import taken
-from kvthaw import Cache
+from kvthaw import Batch, Cache
 
 _LENGTH = 150
 
@@ -95,3 +95,29 @@ def test_host_memory_of_coming_tokens_is_taken_before_they_come(llama: PreTraine
     _steps(llama, cache, 2)
     after = [(kv.store.addresses(seq).tolist(), kv.store.length(seq)) for kv in cache.kv.offloaded for seq in range(2)]
     assert all(then[0] == now[0] and then[1] < now[1] for then, now in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("method", ["full", "clusterkv-plus", "pariskv-plus"])
+def test_a_batch_decodes_behind_drawn_prompts_of_its_own(llama: PreTrainedModel, method: str) -> None:
+    llama.double()
+    sizes = {} if method == "full" else {"budget": 1024}
+    batch = Batch(llama, method, max_seqs=2, capacity=200, **sizes)
+    requests = [batch.join([0] * _LENGTH, max_new_tokens=40, stop=()) for _ in range(2)]
+    with prompts_drawn(llama):
+        for request in requests:
+            batch.prefill(request, request.prompt)
+    batch.start(timeout=None)
+    kv = batch.cache.kv
+    for layer in kv.layers:
+        for seq in range(2):
+            expected = drawn(llama, layer.number, _LENGTH, seq).rows[0]
+            torch.testing.assert_close(layer.read(seq, 0, _LENGTH), expected)
+    assert not torch.equal(kv.layers[0].read(0, 0, _LENGTH), kv.layers[0].read(1, 0, _LENGTH))
+    whole = Cache(llama, "full")  # a budget of 1,024 tokens is all of them
+    fill(whole, lambda number: drawn(llama, number, _LENGTH, 1))
+    ids = torch.tensor([[requests[1].tokens[0]]])
+    for _ in range(8):
+        batch.step()
+        with torch.no_grad():
+            ids = llama(ids, past_key_values=whole).logits[:, -1:].argmax(dim=-1)
+        assert requests[1].tokens[-1] == int(ids)
