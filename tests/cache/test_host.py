@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from kvthaw.cache import host_memory
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import HostMemory, check_host_memory, held_bytes
+from kvthaw.cache.host_memory import Block, HostMemory, check_host_memory, held_bytes
 from kvthaw.cache.placement import full_blocks
 from kvthaw.cache.plan import default_block_size
 from kvthaw.errors import HostMemoryError
@@ -219,6 +219,29 @@ def test_a_store_shares_the_rows_of_another_until_either_writes() -> None:
     assert second.addresses(0)[1] != first.addresses(0)[1]
     first.append(1, rows([10]))
     assert torch.equal(second.read(1, 0, 1), rows([7]))
+
+
+def test_room_for_rows_that_a_kernel_writes_is_in_blocks_of_ones_own() -> None:
+    store = HostStore(1, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
+    store.append(0, rows(list(range(BLOCK_SIZE + 2))))
+    store.reorder([0, 0])
+    store.claim(0, BLOCK_SIZE + 3)
+    (whole, part), (others, other) = store.addresses(0).tolist(), store.addresses(1).tolist()
+    assert whole == others
+    assert part != other
+
+
+def test_a_block_that_moves_leaves_the_old_one_to_other_stores() -> None:
+    store, other = (HostStore(seqs, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE) for seqs in (2, 1))
+    store.append(0, rows(list(range(BLOCK_SIZE))))
+    store.reorder([0, 0])
+    other.share(store)
+    other.reorder([0])
+    (old,) = other.blocks(0)
+    new = Block(old.data.clone())
+    assert store.replace(old, new)
+    assert (old.owners, new.owners) == (1, 2)
+    assert not store.replace(old, Block(old.data.clone())), "no sequence has it any more"
 
 
 def test_stores_of_other_sizes_share_nothing() -> None:

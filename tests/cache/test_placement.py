@@ -258,6 +258,18 @@ def test_what_is_recalled_stays() -> None:
     assert not on_device[0]
 
 
+def test_earlier_recalls_count_half() -> None:
+    cache, tokens = make(device_memory="1MiB"), Tokens()
+    take(cache, tokens.draw(1, 60))
+    storage = cache.offloaded[0].storage
+    placement = storage.placement
+    assert placement is not None
+    room_for(cache, 0)
+    for recalled in (range(8), range(8, 16), range(8, 16)):
+        placement.balance(1, torch.tensor(list(recalled), dtype=torch.int32).expand(1, HEADS, -1))
+    assert [block.recalls for block in storage.store.blocks(0)[:3]] == [4 * HEADS, 4 * HEADS, 0]
+
+
 def test_blocks_that_a_copy_shares_stay_since_moving_them_frees_nothing() -> None:
     cache, tokens = make(device_memory="1MiB"), Tokens()
     take(cache, tokens.draw(1, 40))

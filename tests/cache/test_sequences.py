@@ -68,6 +68,18 @@ def test_a_step_of_a_forward_that_failed_later_is_not_counted(dense: bool) -> No
     assert of.step is step
 
 
+def test_a_ring_that_was_full_before_a_forward_that_failed_is_full_again() -> None:
+    of = prompted([5], Regions(1, 2, 3))
+    while not of.full():
+        decode(of)
+    version = of.version
+    decode(of)
+    assert not of.full()
+    of.uncommit()
+    assert of.full()
+    assert of.version > version
+
+
 @given(of=regions, prompts=st.lists(st.integers(1, 30), min_size=1, max_size=3), steps=st.integers(0, 40))
 def test_rings_begin_and_are_full_as_regions_say(of: Regions, prompts: list[int], steps: int) -> None:
     found, starts = prompted(prompts, of), [of.first_indexed(n) for n in prompts]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
@@ -58,10 +58,11 @@ def serve(model: PreTrainedModel, asked: list[tuple[int, int]], prefix: PrefixCa
     max_examples=4,
     deadline=None,
     derandomize=True,
-    phases=[Phase.generate],
+    phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(asked=ASKED, host=st.integers(4, 10), device=st.sampled_from([None, 0, 3, 5]), keeps=st.booleans())
+@example(asked=[(72, 24), (40, 3), (60, 4)], host=4, device=None, keeps=True)  # all blocks, and one for a copy
 @torch.no_grad()
 def test_no_request_that_was_admitted_is_preempted(
     model: PreTrainedModel, asked: list[tuple[int, int]], host: int, device: int | None, keeps: bool

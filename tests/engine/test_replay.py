@@ -415,6 +415,36 @@ def test_a_crop_back_to_where_steps_ended_is_noticed(llama: PreTrainedModel, mon
     assert len(device.at) == steps, "the captured step reads what has moved"
 
 
+class Watching:
+    """An observer whose work a captured step has in it."""
+
+    graph_safe = True
+
+    def __call__(self, layer: object, query: torch.Tensor, choice: object) -> None:
+        """Sees what was chosen."""
+
+
+def test_steps_of_every_number_of_rows_are_captured_again_for_an_observer(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured_by(monkeypatch, StandIn)
+    batch = kvthaw.Batch(llama, "oracle", max_seqs=2, capacity=400, budget=64)
+    runner = batch.cache.replay = GraphRunner(llama.forward, batch.cache)
+    batch.join(zoo.prompt(1, 30)[0], max_new_tokens=300, stop=())
+
+    def captures(tokens: int = 0) -> int:
+        """After steps, of two rows as long as a second request needs for so many tokens."""
+        second = batch.join(zoo.prompt(1, 20)[0], max_new_tokens=tokens, stop=()) if tokens else None
+        for _ in range(6 + tokens):
+            batch.step()
+        assert second is None or second.finished
+        return runner.captures
+
+    assert [captures(), captures(8), captures()] == [1, 2, 2]
+    batch.cache.kv.streams.observers.append(Watching())
+    assert captures(8) == 4, "steps of both numbers of rows were captured without it"
+
+
 class Helper:
     """An object of an own index, with a tensor in it."""
 

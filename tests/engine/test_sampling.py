@@ -41,6 +41,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.9, "repetition_penalty": 0.8, "top_k": 50},
     {"temperature": 0.9, "frequency_penalty": 2.0, "presence_penalty": 1.0, "top_p": 0.5},
     {"temperature": 1.0, "logit_bias": {5: 9.5, 250: -3.25, 9: 8.0}, "top_k": 20},
+    {"temperature": 1.0, "repetition_penalty": 2.0, "logit_bias": {3: 12.0, 7: 12.0, 250: 12.0, 9: 8.0}},  # those of the prompt
     {"temperature": 1e-9},
     {"min_tokens": 4, "logit_bias": {17: 100.0}},
     {"temperature": 1.1, "min_tokens": 3, "logit_bias": {17: 100.0, 18: 100.0}, "repetition_penalty": 1.2},

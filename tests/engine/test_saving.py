@@ -208,6 +208,19 @@ def test_what_cannot_go_back_is_prefilled_anew(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("shared", "taken"), [(50, 50), (49, 0)])
+def test_what_is_kept_is_read_where_half_of_it_can_be_used(
+    tmp_path: Path, llama: PreTrainedModel, shared: int, taken: int
+) -> None:
+    ids, cache = prompt(1, 100), Cache(llama, "oracle", **SETTINGS)
+    llama(ids, past_key_values=cache)
+    folder, other = KvDir(tmp_path), ids[0].tolist()
+    folder.keep(cache, other, 0)
+    other[shared] += 1
+    assert folder.fill(Cache(llama, "oracle", **SETTINGS), other) == taken
+
+
+@torch.no_grad()
 def test_a_saved_tree_is_not_built_again(
     tmp_path: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

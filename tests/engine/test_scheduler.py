@@ -382,6 +382,24 @@ def test_requests_without_memory_wait_and_go_on(
     assert scheduler.batch.stats().kv_host_bytes == 0
 
 
+def test_none_overtakes_a_request_that_waits_for_memory(model: PreTrainedModel) -> None:
+    """Else small ones could come without an end, and a large one would never have its turn."""
+    whole = Batch(model, "oracle", max_seqs=3, capacity=200, **settings_of("oracle"))
+    whole.prefill(whole.join(prompt(1, 60)[0], max_new_tokens=20, stop=()))
+    need = whole.admission.need(whole.requests[0])
+    scheduler = Scheduler(Batch(model, "oracle", max_seqs=3, capacity=200, host_bytes=2 * need, **settings_of("oracle")))
+    first = scheduler.submit(prompt(1, 60)[0], max_new_tokens=20, stop=())
+    while not first.tokens:
+        scheduler.step()
+    large, small = (scheduler.submit(prompt(1, n)[0], max_new_tokens=2, stop=()) for n in (120, 10))
+    while not first.finished:
+        assert scheduler.waiting == [large, small]
+        scheduler.step()
+    while scheduler.busy:
+        scheduler.step()
+    assert (large.finished, small.finished) == ("length", "length")
+
+
 @pytest.mark.parametrize(("priorities", "loser"), [((0, 0), 1), ((1, 0), 0)])
 def test_the_last_in_order_gives_its_place_up(
     model: PreTrainedModel, priorities: tuple[int, int], loser: int, monkeypatch: pytest.MonkeyPatch

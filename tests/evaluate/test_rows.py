@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import kvthaw
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate.row_stats import PerRequestStats
 from kvthaw.evaluate.rows import MOST_BYTES, MOST_ROWS, Rows
-from zoo import build
+from zoo import build, prompt
 
 
 def test_as_many_as_their_keys_and_values_leave_room_for() -> None:
@@ -22,3 +25,20 @@ def test_a_model_whose_layers_differ_takes_one() -> None:
     assert Rows(model, None).at(100) == 1
     with pytest.raises(ConfigError, match=r"batch is 2; .*so only 1 works"):
         Rows(model, 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["quest", "snapkv"])
+def test_what_a_row_attended_to_and_holds_is_what_its_cache_says(method: str) -> None:
+    model = build("llama", num_hidden_layers=3)
+    cache = kvthaw.Cache(model, method, budget=64)
+    model(prompt(1, 120), past_key_values=cache)
+    counts = PerRequestStats(cache)
+    for token in prompt(1, 20, seed=1).split(1, dim=1):
+        model(token, past_key_values=cache)
+    cache.wait()
+    (row,), stats = counts.rows([20]), cache.stats()
+    same = ("sparse_steps", "attended_max", "hit_rate", "kv_dense_bytes", "kv_host_bytes")
+    assert {name: row[name] for name in same} == {name: getattr(stats, name) for name in same}
+    assert row["attended_mean"] == pytest.approx(stats.attended_mean)
+    assert 0 < row["hit_rate"] < 1

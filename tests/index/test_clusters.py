@@ -154,6 +154,22 @@ def test_truncating_within_the_last_batch_is_as_if_it_had_not_come() -> None:
     assert cut.sets(40) == plain.sets(40)
 
 
+def test_a_cropped_prompts_clusters_keep_the_tokens_that_are_left() -> None:
+    seqs, length = Seqs(SMALL, [200]), FIRST + 90
+    index = seqs.index
+    assert isinstance(index, ClusterIndex)
+    assert index.order is not None
+
+    def members() -> list[list[set[int]]]:
+        assert index.order is not None
+        stops, order = index.stops[0, :, : index.seqs[0].units + 1].tolist(), index.order[0].tolist()
+        return [[set(own[a:b]) for a, b in itertools.pairwise(ends)] for ends, own in zip(stops, order, strict=True)]
+
+    before = members()
+    index.truncate(0, length)
+    assert members() == [[{row for row in unit if row < length} for unit in head] for head in before]
+
+
 def test_cropping_again_and_again_adds_no_units() -> None:
     seqs = Seqs(SMALL, [100])
     seqs.append(200)

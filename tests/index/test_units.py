@@ -98,3 +98,24 @@ def test_undo_brings_back_kept_keys_that_an_append_wrote_over() -> None:
     units = int(plain.index.counts[0])
     assert int(undone.index.counts[0]) == units
     assert torch.equal(undone.index.digests[0, :, :units], plain.index.digests[0, :, :units])
+
+
+def test_an_append_is_undone_exactly_after_a_reorder_too() -> None:
+    """As beams reorder a batch between an update that runs ahead of a step and another step."""
+    index, other = (Seqs(partial(ClusterIndex, batch=32, clusters_per_batch=2), [100, 70]).index for _ in range(2))
+    assert isinstance(index, ClusterIndex)
+    assert isinstance(other, ClusterIndex)
+    first, second, third = torch.randn(2, 2, 100, 64, generator=torch.Generator().manual_seed(5)).split((20, 60, 20), dim=2)
+    for one in (index, other):
+        one.append([0, 1], first, first, None)
+    index.append([0, 1], second, second, None)  # more than is kept, so that the keys before are written over
+    for one in (index, other):
+        one.reorder([1, 0])
+    for seq, prompt in enumerate((70, 100)):
+        index.undo(seq, FIRST + prompt + 20)
+    for one in (index, other):
+        one.append([0, 1], third, third, None)  # the batch is full
+        one.join()
+    assert index.seqs == other.seqs
+    for seq, host in enumerate(index.seqs):
+        assert torch.equal(index.digests[seq, :, : host.units], other.digests[seq, :, : host.units])
