@@ -43,9 +43,12 @@ class Cell:
     means: dict[str, float | None]
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """What was asked: a newer cell of the same key takes its place."""
-        return tuple(getattr(self, name) for name in _KEY)
+    def asked(self) -> tuple[Any, ...]:
+        """What was asked of which model, machine and version aside: a newer cell takes its place."""
+        about = zip(_ABOUT, self.about, strict=True)
+        return *(value for name, value in about if name not in ("device", "kvthaw")), *(
+            getattr(self, name) for name in _KEY[1:]
+        )
 
     @cached_property
     def accuracy(self) -> float:

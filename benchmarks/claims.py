@@ -1,12 +1,18 @@
-"""What the papers and this project claim of accuracy, and what came of it over the cells of a comparison."""
+"""What the papers and this project claim of accuracy, and what came of it over the cells of a comparison.
+
+usage: python3 -m benchmarks.claims OUT...    OUT: a folder of kvthaw compare. Prints the claims that each says something of,
+and accuracy by task at 256 tokens; the tables of docs/results.md are written by benchmarks/compared.py.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from benchmarks.cells import Cell
+from benchmarks.cells import Cell, read_cells
 from kvthaw.evaluate.document import Share, Table, Value
 from kvthaw.evaluate.metrics import paired, wilson
 from kvthaw.methods import METHODS
@@ -253,3 +259,22 @@ def _share(cells: Sequence[Cell]) -> Value:
         return "-"
     mean = sum(scores) / len(scores)
     return Share(mean, *wilson(mean, len(scores)), len(scores))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """See the module."""
+    if not arguments or arguments[0].startswith("-"):
+        sys.exit(__doc__)
+    for path in map(Path, arguments):
+        cells = read_cells(path)
+        judged = verdicts(cells, [claim for claim in CLAIMS if judge(cells, claim)])
+        print(
+            f"{path}, {', '.join(sorted({cell.about[3] for cell in cells}))}",
+            judged.markdown(),
+            by_task(cells, 256).markdown(),
+            sep="\n\n",
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -4,8 +4,8 @@ docs/compare.png from the report (where Chromium is installed).
 usage: python3 -m benchmarks.compared OUT... [REPORT.html]    OUT: a folder of kvthaw compare or eval, or a file of cells
 
 Only what every task and length has under every method is published, so that all numbers are of the same samples; of a cell that
-several OUT have, the last. To add methods to what is published: benchmarks/results/compare.jsonl NEW. REPORT.html: only write the
-report of all tables into this file, of all samples.
+several OUT have, the last. To add methods to what is published: benchmarks/results/compare.jsonl NEW, which may come from another
+machine. REPORT.html: only write the report of all tables into this file, of all samples.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cells import Cell, read_cells, read_stretches, records_of, write_cells, write_stretches
-from benchmarks.claims import EXACT, by_budget, by_task, complete, verdicts
+from benchmarks.claims import EXACT, Asked, by_budget, by_task, complete, verdicts
 from benchmarks.script import put
 from kvthaw.evaluate.compare import summaries
 from kvthaw.evaluate.overview import overview
@@ -32,14 +33,13 @@ RESULTS = HERE / "benchmarks" / "results" / "compare.jsonl"
 
 def summary(cells: Sequence[Cell]) -> str:
     """Claims, mean accuracies with and without the exact-string tasks, and accuracy by task at 256 tokens."""
-    (machine,) = {cell.about[3] for cell in cells}
     (samples,) = {cell.n for cell in cells}
     seeds = sorted({seed for seed, _ in cells[0].scores})
     tasks, lengths = {cell.task for cell in cells}, sorted({cell.length for cell in cells})
     exact = ", ".join(sorted(tasks.intersection(EXACT)))
     return "\n\n".join(
         (
-            f"{machine}, bfloat16; seeds {seeds[0]} to {seeds[-1]}, which no method was designed on; {len(tasks)} tasks at "
+            f"{machines(cells)}, bfloat16; seeds {seeds[0]} to {seeds[-1]}, which no method was designed on; {len(tasks)} tasks at "
             f"{' and '.join(f'{length // 1024}k' for length in lengths)}, every method on the same {samples} samples of each.",
             "**Claims**",
             verdicts(cells).markdown(),
@@ -54,9 +54,18 @@ def summary(cells: Sequence[Cell]) -> str:
     )
 
 
+def machines(cells: Sequence[Cell]) -> str:
+    """The machine that most cells come from; others with the rows that are theirs."""
+    rows: dict[str, set[str]] = {}
+    for cell in cells:
+        rows.setdefault(cell.about[3], set()).add(str(Asked(cell.method, cell.budget, cell.retrieved)))
+    first, *others = sorted(rows, key=lambda name: -len(rows[name]))
+    return first + "".join(f" ({', '.join(sorted(rows[name]))}: {name})" for name in others)
+
+
 def newest(paths: Sequence[Path]) -> list[Cell]:
-    """Return the cells of several results; of those that ask the same, the last."""
-    return list({cell.key: cell for path in paths for cell in read_cells(path)}.values())
+    """Return the cells of several results; of those that ask the same of the same model, the last, whatever the machine."""
+    return list({cell.asked: cell for path in paths for cell in read_cells(path)}.values())
 
 
 PAGES = {"docs/results.md": summary}  # what stands between the marks of each
@@ -96,7 +105,10 @@ def main(arguments: list[str]) -> None:
         write_stretches(stretches, RESULTS)
     for page, text in PAGES.items():
         put(HERE / page, text(cells), BEGIN)
-    photograph(overview(*summaries(records_of(cells))).html(), HERE / "docs" / "compare.png")
+    most = Counter(cell.about for cell in cells).most_common(1)[0][0]  # a report is of one machine
+    photograph(
+        overview(*summaries(records_of(cell for cell in cells if cell.about == most))).html(), HERE / "docs" / "compare.png"
+    )
 
 
 if __name__ == "__main__":

@@ -21,8 +21,10 @@ from benchmarks.claims import (
     by_task,
     complete,
     judge,
+    main,
     verdicts,
 )
+from benchmarks.compared import newest, summary
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.compare import summaries
 from kvthaw.evaluate.results import Record
@@ -190,3 +192,26 @@ def test_lines_of_perplexity_survive_their_file(tmp_path: Path) -> None:
     ]
     write_cells(toy(), tmp_path / "others.jsonl")
     assert read_stretches(tmp_path / "others.jsonl") == []
+
+
+def test_rows_of_another_machine_are_added_and_named(tmp_path: Path) -> None:
+    older = tmp_path / "older.jsonl"
+    write_cells([one for one in toy() if one.task == "passkey"], older)
+    about = (*ABOUT[:3], "H100", "1", ABOUT[5])
+    newer = [cell("full", None, [1.0] * 10, about=about), cell("quest", None, [1.0] * 9 + [0.0], retrieved=100, about=about)]
+    write_cells(newer, tmp_path / "newer.jsonl")
+    cells = newest([older, tmp_path / "newer.jsonl"])
+    assert [one.about[3] for one in cells if one.full] == ["H100"]
+    assert summary(cells).startswith("cpu (full, quest, 100 retrieved: H100), bfloat16; ")
+    (found,) = judge(cells, Claim("somebody", Asked("quest", retrieved=100)))
+    assert found.paired.n == 10
+
+
+def test_claims_of_any_results_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_cells([cell("full", None, [1.0] * 10), cell("icecache", 256, [1.0] * 10)], tmp_path / "pairs.jsonl")
+    main([str(tmp_path / "pairs.jsonl")])
+    printed = capsys.readouterr().out
+    assert "pairs.jsonl, cpu" in printed
+    assert "icecache at 256 keeps 99 % of full | IceCache, abstract | undecided" in printed
+    assert "not measured" not in printed
+    assert "| icecache at 256 | 100 | 50 |" in printed or "| icecache | 100 | 50 |" in printed
