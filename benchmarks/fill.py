@@ -117,7 +117,7 @@ def _introduce(cache: Cache) -> None:
     with torch.no_grad():
         model(torch.zeros((1, 1), dtype=torch.int64, device=model.device), past_key_values=other)
     for layer, known in zip(cache.layers, other.layers, strict=True):
-        layer.know(known.module())
+        layer.remember_module(known.module())
 
 
 def _fill(cache: KVCache, tokens: Iterator[Tokens], batch: int, shared: bool, coming: int) -> None:

@@ -120,7 +120,7 @@ def test_a_replay_advances_the_device_counters() -> None:
     of.begin(1, dense=False)
     of.on_device.lengths.add_(of.on_device.live)  # what a replay does on the device
     of.commit()
-    of.passed()
+    of.count_replay()
     of.place_before_step(CPU)
     assert of.on_device.lengths.tolist() == [10, 5]
     of.on_device.lengths.add_(of.on_device.live)  # one that failed behind its first graph

@@ -49,7 +49,9 @@ class KVCache:
         self.origin: object = None
         self.layers = make_layers(settings, numbers, depth, windows, self.sequences, self.streams, self.preallocator)
         self._prepared: tuple[int, int, bool] = -1, -1, False  # what before_step() has served, see _state()
-        self._whole = self._prefilled = False  # within whole(); a prompt's step was counted that may yet prove to have failed
+        self._in_forward = self._prefilled = (
+            False  # within whole(); a prompt's step was counted that may yet prove to have failed
+        )
         self._flushed = -1  # length at which full rings have been flushed
         self._places = {layer.number: i for i, layer in enumerate(self.layers)}
         self.chooser = Chooser(self.layers, settings, self.sequences, self.streams)
@@ -155,7 +157,7 @@ class KVCache:
         restored = self._checkpoints.restore(failed)
         self._checkpoints.drop()
         if self.settings.method.evicts and self.offloaded and not (failed.dense or repeated or restored):
-            self.sequences.let_leave(failed.tokens)
+            self.sequences.flush_windows(failed.tokens)
         for layer in self.layers:
             layer.recover()
             layer.rollback(failed, repeated=repeated, ahead=ahead)
@@ -175,9 +177,9 @@ class KVCache:
         self._continue_host_work()
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def counted_forward(self) -> Iterator[None]:
         """Wrap a model's forward: if it raises after the last layer has attended, its step is not counted either."""
-        before, outer, self._whole = self.sequences.commits, self._whole, True
+        before, outer, self._in_forward = self.sequences.commits, self._in_forward, True
         try:
             yield
         except BaseException:
@@ -185,7 +187,7 @@ class KVCache:
                 self.sequences.uncommit()
             raise
         finally:
-            self._whole = outer
+            self._in_forward = outer
         self._continue_host_work()
 
     # Between steps
@@ -230,7 +232,7 @@ class KVCache:
 
     def _continue_host_work(self) -> None:
         """Let indexes on the host work beside what the model does next, once the step is certain."""
-        if self._whole or self.sequences.step is not None or not (self._prefilled or self.sequences.full()):
+        if self._in_forward or self.sequences.step is not None or not (self._prefilled or self.sequences.full()):
             return
         with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive the caller's mode
             for layer in self.offloaded if self._prefilled else ():

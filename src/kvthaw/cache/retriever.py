@@ -104,7 +104,7 @@ class Retriever:
         """Change the index: on the worker thread if it works on the host, else now. failed() is called by wait() where the job
         on the thread raised."""
         if self.index.on_host:
-            self._rest()
+            self._wait_for_search()
             self._jobs.append((self.streams.submit(after, job, self._group), failed))
         else:  # what of it reads the store waits for the rows that are on their way there, see HostStore.read_keys
             job()
@@ -112,7 +112,7 @@ class Retriever:
     def wait(self) -> None:
         """Wait for all index updates and searches. Raises the error of an update at every call until recover(), since an index that
         lacks tokens must not be searched."""
-        self._rest()
+        self._wait_for_search()
         jobs, self._jobs = self._jobs, []
         for job, failed in reversed(jobs):  # so that the first that failed has the last word
             error = job.exception()
@@ -138,7 +138,7 @@ class Retriever:
         for seq in range(self.residency.slot_row.shape[0]):
             self.residency.clear(seq)
 
-    def _rest(self) -> None:
+    def _wait_for_search(self) -> None:
         if self._searching is not None:
             wait([self._searching])
             self._searching = None
@@ -225,7 +225,7 @@ class Retriever:
         if self.in_place:
             return Choice(selection)
         self.residency.grow(length)
-        self._make_way(query.shape[0])
+        self._evict_all(query.shape[0])
         if self.index.on_host and query.is_cuda:
             return self._upload(selection, query)
         store = self.context.store
@@ -274,7 +274,7 @@ class Retriever:
                 raise CacheError(
                     f"{self.method.name} weighs or estimates on the host; its steps cannot be captured: capture=False"
                 )
-            self._make_way(seqs)
+            self._evict_all(seqs)
             self._answer(selection, here)
 
         graph.host(choose)
@@ -289,8 +289,8 @@ class Retriever:
         self.residency.admit(selection.rows, (slots, fetch, live))
         return slots, fetch
 
-    def _make_way(self, seqs: int) -> None:
-        """Empty all slots if the method keeps no rows between steps."""
+    def _evict_all(self, seqs: int) -> None:
+        """Empty all slots, if the method keeps no rows between steps."""
         if self.method.keep == 0:
             for seq in range(seqs):
                 self.residency.clear(seq)

@@ -306,7 +306,7 @@ class Sequences:
         """Set the device's lengths to the committed ones, for queries that come again."""
         self._set(self._live_lengths(), device)
 
-    def passed(self) -> None:
+    def count_replay(self) -> None:
         """Note that a replayed step has advanced the device's lengths by a token."""
         self.on_device.advance()
         self._placed = None
@@ -382,7 +382,7 @@ class Sequences:
         self.ring_start = [self.ring_start[seq] for seq in sequences] if self.ring_start else []
         self.version += 1
 
-    def let_leave(self, tokens: int) -> None:
+    def flush_windows(self, tokens: int) -> None:
         """Move ring starts as if the next tokens had come: a method that evicts has overwritten what leaves with them."""
         self.ring_start = [self.indexed(seq, self.length(seq) + tokens) for seq in range(self.count)]
         self.version += 1

@@ -155,14 +155,14 @@ class GraphRunner:
                 return self._run()
         sequences.place_before_step(self._ids.device)
         try:
-            with kv.whole():
+            with kv.counted_forward():
                 if self._graph is None:
                     self._capture().replay()  # the capture runs the step's Python once, which counts it
                 else:
                     sequences.begin(1, dense=False)
                     self._graph.replay()  # until its last graph is launched; the rest is done while the device is at work
                     sequences.commit()
-                    sequences.passed()
+                    sequences.count_replay()
         except BaseException:
             sequences.forget_device()  # the device may have gone on, or not have done what was captured
             raise
@@ -194,7 +194,7 @@ class GraphRunner:
         assert cache is not None
         # A mask of four dimensions is taken as it is, so that a compiled forward asks for no length; the layers know their padding.
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self._ids.device) if self.compiled else None
-        with serving(cache.kv), self._kv.whole():
+        with serving(cache.kv), self._kv.counted_forward():
             out = self._forward(
                 input_ids=self._ids,
                 position_ids=self._positions,

@@ -106,6 +106,6 @@ def joined(model: PreTrainedModel, bases: list[Cache]) -> Cache:
         return bases[0]
     whole = Cache(model, bases[0].settings.method)
     for i, layer in enumerate(whole.layers):
-        layer.know(bases[0].layers[i].module())
+        layer.remember_module(bases[0].layers[i].module())
     join(whole.kv, [base.kv for base in bases])
     return whole

@@ -98,7 +98,7 @@ class NodeIndex(BatchedIndex):
         self.reserve(batch)
         if self.width != self._field(budget):
             self.width = self._field(budget)
-            self.know(range(len(self.seqs)))
+            self.sync_counts(range(len(self.seqs)))
         digests, stops, counts, order = self.digests[:batch], self.stops[:batch], self.counts[:batch], self.order
         assert order is not None
         scale, scores = self.context.scale, {"scale": self.context.scale, "reach": config.spread}
@@ -155,8 +155,8 @@ class NodeIndex(BatchedIndex):
         digests, order = node_digests(flat, order, stops, self.config.outliers)
         return digests, order, stops
 
-    def know(self, seqs: Sequence[int]) -> None:
-        """See UnitIndex: how many rows of a sequence get a true score is known on the device."""
+    def sync_counts(self, seqs: Sequence[int]) -> None:
+        """See UnitIndex: how many rows of a sequence get a true score."""
         wanted = tuple(min(seq.tokens, self.width) for seq in self.seqs)
         self.wanted.copy_(self._deferred.numbers([wanted], self.wanted.device)[0])
 

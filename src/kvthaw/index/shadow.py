@@ -58,7 +58,7 @@ class ShadowIndex(UnitIndex, Rebuilds):
         super().make_room(seqs, tokens)
         self._reserve_factors(tokens)
 
-    def know(self, seqs: Sequence[int]) -> None:
+    def sync_counts(self, seqs: Sequence[int]) -> None:
         self.total.copy_(torch.tensor([seq.tokens for seq in self.seqs], dtype=torch.int32), non_blocking=True)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:

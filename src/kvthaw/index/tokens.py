@@ -73,7 +73,7 @@ class TokenIndex(Index, Reversible):
 
     def make_room(self, seqs: int, tokens: int) -> None:
         self.reserve(seqs, tokens)
-        self.tell()
+        self.sync_counts()
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         self.truncate(seq, 0)
@@ -92,7 +92,7 @@ class TokenIndex(Index, Reversible):
             self.tables[name][places] = kept[0] if len(seqs) == 1 else kept
         for seq in seqs:
             self.counts[seq] += n
-        self.tell()
+        self.sync_counts()
 
     def select(self, query: Tensor, budget: int) -> Selection:
         tokens = self.ready(query)
@@ -106,7 +106,7 @@ class TokenIndex(Index, Reversible):
     def truncate(self, seq: int, length: int) -> None:
         if seq < len(self.counts):
             self.counts[seq] = min(self.counts[seq], max(0, length - self.first))
-            self.tell()
+            self.sync_counts()
 
     def undo(self, seq: int, length: int) -> None:
         """See Reversible: what was written stands behind what is counted."""
@@ -119,7 +119,7 @@ class TokenIndex(Index, Reversible):
             for name, table in tables.items():
                 tables[name] = table.index_select(0, which)
         self.counts = [self.counts[seq] for seq in seqs]
-        self.tell()
+        self.sync_counts()
 
     def tensors(self) -> list[Tensor]:
         return [*self.tables.values(), *self.learned.values(), self.known]
@@ -128,7 +128,7 @@ class TokenIndex(Index, Reversible):
         self.tables = {name: table.clone() for name, table in other.tables.items()}
         self.learned = {name: table.clone() for name, table in other.learned.items()}
         self.counts, self.first = list(other.counts), other.first
-        self.tell()
+        self.sync_counts()
 
     # Inside
 
@@ -138,7 +138,7 @@ class TokenIndex(Index, Reversible):
         batch = query.shape[0]
         if batch > len(self.counts):
             self.reserve(batch, 0)
-            self.tell()
+            self.sync_counts()
         return max(self.counts[:batch]) if query.device.type == "cpu" else self.capacity
 
     @property
@@ -184,8 +184,8 @@ class TokenIndex(Index, Reversible):
         full = tuple(Full(seq, self.counts[seq], 0) for seq in seqs)
         return self._deferred.once((full, n, heads, device), lambda: Target.of(full, heads, device).places(n))
 
-    def tell(self) -> None:
-        """The device knows the counts too."""
+    def sync_counts(self) -> None:
+        """Copy the counts to the device."""
         if len(self.known) != len(self.counts):
             self.known = torch.empty(len(self.counts), dtype=torch.int64, device=self.context.device)
         self.known.copy_(torch.tensor(self.counts, dtype=torch.int64), non_blocking=True)

@@ -84,8 +84,8 @@ class UnitIndex(Index, Reversible, WorksBeside):
     def take_values(self, seqs: Sequence[int], values: Tensor) -> None:
         """Take the values [R, H, n, D] of new tokens, before their keys enter the tables."""
 
-    def know(self, seqs: Sequence[int]) -> None:
-        """Update what depends on the numbers of tokens and units of these sequences."""
+    def sync_counts(self, seqs: Sequence[int]) -> None:
+        """Update the device tensors that depend on the numbers of tokens and units of these sequences."""
 
     def recent_queries(self, seqs: int) -> RecentQueries | None:
         """Return where select() records the queries of the first sequences, None for an index that does not keep them."""
@@ -255,7 +255,7 @@ class UnitIndex(Index, Reversible, WorksBeside):
         self.counts[seq].fill_(host.units)
         if not host.tokens:
             self.stops[seq, :, 0] = 0
-        self.know([seq])
+        self.sync_counts([seq])
 
     def _fits(self, seq: int, n: int) -> bool:
         """Whether the keys of the last batch stay where they are when n more come."""
@@ -292,7 +292,7 @@ class UnitIndex(Index, Reversible, WorksBeside):
         full = [Full(seq, *of) for seq, host in zip(seqs, hosts, strict=True) for of in host.take(n, self.size, self.batch)]
         if full:
             self.close(full, None)
-        self.know(seqs)
+        self.sync_counts(seqs)
 
     def extend(self, keys: Tensor, places: Sequence[Destination]) -> None:
         """Keys [R, H, n, D] enter the tables at their places, and the units that they begin or fill get digests; see defer()."""
@@ -326,7 +326,7 @@ class UnitIndex(Index, Reversible, WorksBeside):
             batches = pending[None, :, : len(full) * self.batch].unflatten(2, (len(full), self.batch))
             self.close([Full(seq, *full[0])], batches)
         self._keep(seq, begin + n - host.kept, pending[:, n - host.kept :])
-        self.know(seqs)
+        self.sync_counts(seqs)
 
     def last(self, full: Sequence[Full], table: Tensor) -> Tensor:
         """Of the last batches of sequences what a table holds by places in the map, [R, H, batch, D]."""

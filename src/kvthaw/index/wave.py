@@ -176,7 +176,7 @@ class WaveIndex(ClusterIndex, Attends):
         means = (at[:, :, 1:] - at[:, :, :-1]) / stops.diff(dim=2).clamp(min=1)[..., None]
         self.values[target.units(count)] = means.to(self.values.dtype)
 
-    def know(self, seqs: Sequence[int]) -> None:
+    def sync_counts(self, seqs: Sequence[int]) -> None:
         closed = [seq.units if seq.kept in (0, self.batch) else seq.marks[-1][1] for seq in self.seqs]
         self.closed.copy_(torch.tensor(closed, dtype=torch.int32), non_blocking=True)
 

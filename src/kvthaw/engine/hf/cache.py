@@ -326,7 +326,7 @@ class Cache(DynamicCache):
         for mine, its in zip(self.layers, other.layers, strict=True):
             module = its.module() if isinstance(its, CacheLayer) and its.module is not None else None
             if module is not None and isinstance(mine, CacheLayer):
-                mine.know(module)
+                mine.remember_module(module)
 
     def stats(self) -> Stats:
         """Return what the cache holds and did so far. Waits for the device."""

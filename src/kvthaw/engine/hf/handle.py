@@ -116,7 +116,7 @@ class Forward:
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's forward, of which a kvthaw cache counts no token if it raises."""
         cache = self._behind(kwargs.get("past_key_values"))
-        with nullcontext() if cache is None else cache.kv.whole():
+        with nullcontext() if cache is None else cache.kv.counted_forward():
             return self._plain(*args, **kwargs)
 
     def _behind(self, given: Any) -> Cache | None:

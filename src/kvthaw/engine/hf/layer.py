@@ -247,7 +247,7 @@ class CacheLayer(CacheLayerMixin):
                 )
             if id(module) not in shared.modules:
                 raise CacheError("this cache belongs to another model")
-            self.know(module)
+            self.remember_module(module)
             count = cache.sequences.count if cache.sequences.filling is None else 1
             whole = batch == count or (cache.sequences.room and cache.sequences.filling is None and batch < count)
             if held and not whole:  # a running batch may leave out its last sequences
@@ -271,7 +271,7 @@ class CacheLayer(CacheLayerMixin):
                 out = cache.attend_again(self.kv, query, key, value, attention)
             return out if mask is None or not own else attention_by_mask(query, key, value, mask[:, :, -steps:], attention)
 
-    def know(self, module: torch.nn.Module) -> None:
+    def remember_module(self, module: torch.nn.Module) -> None:
         """Remember the attention module of this layer."""
         if self.module is None:
             self.module = weakref.ref(module)
