@@ -10,7 +10,8 @@ JSON line a method, with seconds to a first token, indexing included:
 - new_restore_s: as in a new process, which has no page-locked memory yet; restore_s takes what was page-locked for the prompts.
   disk_restore_s, disk_read_s: the same where the page cache has nothing of the files, and reading them alone.
 
-`--folder`: where the document is saved. Tokens of the three are compared. Times of few layers are no model's; the KV of a layer is.
+`--folder`: where the document is saved. `--unsaved`: it is not. `--fresh`: questions that are asked fresh, all unless given. Tokens
+of what was asked are compared. Times of few layers are no model's; the KV of a layer is.
 """
 
 from __future__ import annotations
@@ -76,9 +77,16 @@ def read(folder: Path) -> None:
 
 
 def measure(
-    model: PreTrainedModel, method: str, length: int, question: int, repeats: int, settings: dict[str, Any], folder: Path
+    model: PreTrainedModel,
+    method: str,
+    length: int,
+    question: int,
+    repeats: int,
+    settings: dict[str, Any],
+    folder: Path | None,
+    fresh_questions: int | None = None,
 ) -> dict[str, Any]:
-    """Ask questions about one document, fresh, after another and after a restore."""
+    """Ask questions about one document, fresh, after another and, where there is a folder, after a restore."""
     draw = torch.Generator().manual_seed(0)
     document = torch.randint(0, model.config.vocab_size, (length,), generator=draw)
     prompts = [
@@ -102,13 +110,25 @@ def measure(
         return request.tokens, seconds, request.cached_tokens
 
     batch = batch_of(None)
-    fresh = [ask(batch, ids) for ids in prompts[1:]]
+    fresh = [ask(batch, ids) for ids in prompts[1:][:fresh_questions]]
     del batch
     gc.collect()
     prefix = PrefixCache(host_bytes=1 << 50)
     batch = batch_of(prefix)
     _, document_s, _ = ask(batch, prompts[0])
     reused = [ask(batch, ids) for ids in prompts[1:]]
+    found = {
+        "document_s": document_s,
+        "fresh_s": min((seconds for _, seconds, _ in fresh), default=None),
+        "reuse_s": min(seconds for _, seconds, _ in reused),
+        "first_reuse_s": reused[0][1],
+        "cached_tokens": [cached for _, _, cached in reused],
+        "same_tokens": all(one[0] == other[0] for one, other in zip(fresh, reused, strict=False)) if fresh else None,
+        "kept_bytes": prefix.kept_bytes,
+        "device_block_bytes": batch.stats().device_block_bytes,
+    }
+    if folder is None:
+        return found
     ask(batch, document, 1, name="document")
     save_s = save(Library(batch.cache, prefix, folder))
     kv_bytes = sum(file.stat().st_size for file in (folder / "document").iterdir())
@@ -131,11 +151,7 @@ def measure(
     _, read_s = timed(lambda: read(folder / "document"))
     new_s, _ = restore(again=True)
     disk_s, _ = restore(cold=True, again=True)
-    return {
-        "document_s": document_s,
-        "fresh_s": min(seconds for _, seconds, _ in fresh),
-        "reuse_s": min(seconds for _, seconds, _ in reused),
-        "first_reuse_s": reused[0][1],
+    return found | {
         "save_s": save_s,
         "restore_s": restore_s,
         "restored_s": min(seconds for _, seconds, _ in restored),
@@ -145,10 +161,7 @@ def measure(
         "disk_restore_s": disk_s,
         "disk_read_s": read_s,
         "kv_bytes": kv_bytes,
-        "cached_tokens": [cached for _, _, cached in reused],
-        "same_tokens": [tokens for tokens, _, _ in fresh]
-        == [tokens for tokens, _, _ in reused]
-        == [one for one, _, _ in restored],
+        "same_tokens": found["same_tokens"] is not False and [one for one, _, _ in reused] == [one for one, _, _ in restored],
     }
 
 
@@ -156,21 +169,23 @@ def main() -> None:
     """Measure, one JSON line a method."""
     given = options(
         __doc__, shape="llama-3.1-8b", layers=int, length=131072, question=200, repeats=3,
-        method="full,pariskv,clusterkv-plus,icecache-digest", device_memory=str, host_memory=str, folder=Path, commit=str, out=Path,
+        method="full,pariskv,clusterkv-plus,icecache-digest", device_memory=str, host_memory=str, folder=Path, unsaved=False,
+        fresh=int, commit=str, out=Path,
     )  # fmt: skip
     (device, name), report = where(), Report(given.out, given.commit)
     model = load("shipped")[0] if given.shape == "shipped" else build(given.shape, device, layers=given.layers)
     for method in given.method.split(","):
-        folder = Path(tempfile.mkdtemp(dir=given.folder))
+        folder = None if given.unsaved else Path(tempfile.mkdtemp(dir=given.folder))
         settings: dict[str, Any] = {} if method == "full" else {"budget": 1024, "device_memory": given.device_memory}
         if given.host_memory is not None and method != "full":
             settings["host_bytes"] = read_bytes(given.host_memory, "host_memory")
         setting = {"shape": given.shape, "layers": model.config.num_hidden_layers, "length": given.length, "device": name}
         setting |= {"question": given.question, "method": method, **settings}
         try:
-            found = measure(model, method, given.length, given.question, given.repeats, settings, folder)
+            found = measure(model, method, given.length, given.question, given.repeats, settings, folder, given.fresh)
         finally:
-            shutil.rmtree(folder)
+            if folder is not None:
+                shutil.rmtree(folder)
         report.record(setting, found)
 
 

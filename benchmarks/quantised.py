@@ -8,10 +8,14 @@ quantised in place, one sequence, keys and values drawn. JSON lines, for each ki
   that beside eager steps; *_s: seconds, compilation among them; *_error: instead of these. rounding: how far transformers' eager
   attention is off its sdpa. weight_bytes: of the model.
 - timed: ms, median_ms: a token. device_bytes: the most that torch held during the steps.
+
+`--unchecked`: the first line has the weights' bytes alone. `--lengths ""`: none is timed. `--lock FILE`: processes that are given
+the same file compile beside each other, and are timed one after another when all have compiled.
 """
 
 from __future__ import annotations
 
+import fcntl
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +34,7 @@ from kvthaw.bench.check import LENGTH, Checks, attention, replayed
 from kvthaw.bench.decode import free
 from kvthaw.bench.settings import STEPS
 from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import random_tokens, take
+from kvthaw.bench.steps import WARM, most_warm, random_tokens, take
 from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import plain_weights
@@ -42,7 +46,7 @@ GROUP = 128
 
 def torchao(name: str, **fields: Any) -> Callable[[PreTrainedModel], None]:
     """Return what quantises a model by a config of torchao, without its settings for inductor: with them four layers of fp8 were
-    not checked after 100 s on an H200, and what took so long was not seen."""
+    not checked after 100 s on an H200, since each kernel is tuned in all directions at once."""
 
     def quantise(model: PreTrainedModel) -> None:
         from torchao import quantization
@@ -157,6 +161,31 @@ def within(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+class Lock:
+    """What processes hold together while they compile, each alone while it is timed, until they close it or end."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("w")
+        self._hold(fcntl.LOCK_SH)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until nobody compiles or is timed."""
+        self._hold(fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            self._hold(fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _hold(self, how: int) -> None:
+        if self._file is not None:
+            fcntl.flock(self._file, how)
+
+
 def checked(
     model: PreTrainedModel, forwards: dict[str, Callable[..., Any]], method: str, ways: Sequence[str], limit: int
 ) -> dict[str, Any]:
@@ -186,16 +215,27 @@ def checked(
 
 
 def timed(
-    model: PreTrainedModel, forwards: dict[str, Callable[..., Any]], method: str, length: int, ways: Sequence[str], steps: int
+    model: PreTrainedModel,
+    forwards: dict[str, Callable[..., Any]],
+    method: str,
+    length: int,
+    ways: Sequence[str],
+    steps: int,
+    limit: int,
+    lock: Lock,
 ) -> list[dict[str, Any]]:
     """Return the times of one cache's steps, taken in each way."""
     same, sparse = drawn(model, 0, length, 0), method != "full"
     cache = Cache(model, method, retrieved=100 if sparse else None)
-    fill(cache, lambda layer: same, shared=sparse, coming=steps * len(ways) if sparse else 0)
+    coming = len(ways) * (steps + 2 * most_warm(model.device)) if sparse else 0
+    fill(cache, lambda layer: same, shared=sparse, coming=coming)
     tokens, lines = random_tokens(model, 1, 0), []
     for way in ways:
         replayed(cache, way, forwards)
-        found = take(model, cache, tokens, steps, capture=way != "eager")
+        with within(limit):
+            take(model, cache, tokens, 1, capture=way != "eager")  # compiles
+        with lock.alone():
+            found = take(model, cache, tokens, steps, WARM, capture=way != "eager")
         times = {"ms": round(1e3 * found.mean, 3), "median_ms": round(1e3 * found.quantile(0.5), 3)}
         lines.append({"method": method, "length": length, "steps": way, **times, "device_bytes": found.peak})
     return lines
@@ -206,9 +246,11 @@ def main() -> None:
     """Check and time every kind of weights."""
     given = options(
         __doc__, shape="llama-3.1-8b", layers=int, weights=",".join(WEIGHTS), methods="full,pariskv-plus", lengths="36864,131072",
-        ways=str, new_tokens=150, limit=60, commit=str, out=Path,
+        ways=str, new_tokens=150, limit=60, unchecked=False, lock=Path, commit=str,
+        out=Path,
     )  # fmt: skip
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lock = Lock(given.lock)
     wanted = (given.ways or ("captured,compiled" if device.type == "cuda" else "eager")).split(",")
     for name in given.weights.split(","):
         one_of(WEIGHTS, weights=name)
@@ -220,12 +262,13 @@ def main() -> None:
             free()
             size = sum(weight.nbytes for _, weight in plain_weights(model))
             forwards = {"captured": model.forward, "compiled": compiled_step(model.forward)}
-            line = checked(model, forwards, methods[0], [way for way in STEPS if way == "eager" or way in wanted], given.limit)
+            ways = [way for way in STEPS if way == "eager" or way in wanted]
+            line = {} if given.unchecked else checked(model, forwards, methods[0], ways, given.limit)
             report({"weight_bytes": torch.cuda.memory_allocated(device) if device.type == "cuda" else size, **line})
-            ways = [way for way in wanted if way in line]
-            for length in map(int, given.lengths.split(",")):
+            ways = [way for way in wanted if given.unchecked or way in line]
+            for length in map(int, filter(None, given.lengths.split(","))):
                 for method in methods:
-                    for one in timed(model, forwards, method, length, ways, given.new_tokens):
+                    for one in timed(model, forwards, method, length, ways, given.new_tokens, given.limit, lock):
                         report(one)
                     free()
         except Exception as error:  # a library that is not there, or memory
@@ -233,6 +276,7 @@ def main() -> None:
         model = forwards = None  # type: ignore[assignment]
         torch._dynamo.reset()
         free()
+    lock.close()
 
 
 def _off(found: Tensor, exact: Tensor) -> float:

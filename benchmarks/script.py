@@ -27,7 +27,7 @@ HELP = {
     "device-memory": "device memory that a cache may fill",
     "host-memory": "host memory for KV; what the system says is free unless given",
     "method": "separated by commas",
-    "limit": "seconds after which a check is given up",
+    "limit": "seconds after which a check, or a compilation, is given up",
     "speed": "requests come so many times as fast; 0: all at once",
     "trace": "a file of requests; left out, requests are drawn",
     "unchecked": "where the tests have run on this machine",
