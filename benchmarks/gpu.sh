@@ -45,8 +45,6 @@ for part in "$@"; do
     prefill) # what one pass of full attention takes is known
       cp -n benchmarks/results/prefill.jsonl "$out/"
       measure 400 prefill ;;
-    serving) run 200 python3 -m kvthaw bench serving --shape llama-3.1-8b --length 16384 --max-seqs 4 --requests 6 \
-        --method full,pariskv,pariskv-plus,clusterkv-plus,prkv --budget 1024 --out "$out/serving.jsonl" --commit "$commit" ;;
     *) echo "no part $name"; exit 2 ;;
   esac
   echo "== $part took $((SECONDS - begin)) s"

@@ -1,7 +1,8 @@
 """What a layer's retrieval takes in batches whose rows all lie on the device: select of clusterkv-plus and pariskv-plus, and
 attention that reads selected rows in their blocks, in the model's dtype and in 8 bits. Each is checked, then timed.
 
-`--batches 4,16,64 --lengths 8192,32768,131072`: what takes more than `--most` tokens in all is left out.
+`--batches 4,16,64 --lengths 8192,32768,131072`: what exceeds `--most` tokens in all is left out. `--only-attention`: without
+select.
 """
 
 from __future__ import annotations
@@ -29,22 +30,28 @@ _SETS = 4  # of rows, so that none is in the L2 cache when its turn comes again
 _DTYPE = torch.bfloat16
 
 
-def lines(*, quick: bool, batches: str, lengths: str, most: int) -> Iterator[dict[str, Any]]:
+def lines(*, quick: bool, only_attention: bool, batches: str, lengths: str, most: int) -> Iterator[dict[str, Any]]:
     """Check and measure; a line a case."""
     sizes = [(int(batch), int(tokens)) for tokens in lengths.split(",") for batch in batches.split(",")]
     for batch, tokens in sizes[:1] if quick else sizes:
         if batch * tokens <= most:
-            yield kernels_pages.select_time("clusterkv-plus", tokens, batch)
-            torch.cuda.empty_cache()
-            chain = kernels_pariskv.Chain(batch, tokens)
-            line = {"op": "select", "method": "pariskv-plus", "tokens": tokens, "batch": batch, "rows": kernels_pariskv.K}
-            yield line | rates(chain.seconds("select"), chain.moved()["select"])
-            del chain
-            torch.cuda.empty_cache()
+            if not only_attention:
+                yield from selects(batch, tokens)
             for method in HELD:
                 for eight in (False, True):
                     yield attention(method, tokens, batch, eight=eight)
                     torch.cuda.empty_cache()
+
+
+def selects(batch: int, tokens: int) -> Iterator[dict[str, Any]]:
+    """select() of both indexes."""
+    yield kernels_pages.select_time("clusterkv-plus", tokens, batch)
+    torch.cuda.empty_cache()
+    chain = kernels_pariskv.Chain(batch, tokens)
+    line = {"op": "select", "method": "pariskv-plus", "tokens": tokens, "batch": batch, "rows": kernels_pariskv.K}
+    yield line | rates(chain.seconds("select"), chain.moved()["select"])
+    del chain
+    torch.cuda.empty_cache()
 
 
 def attention(method: str, tokens: int, batch: int, *, eight: bool) -> dict[str, Any]:
@@ -110,4 +117,4 @@ def drawn(*shape: int) -> Tensor:
 
 
 if __name__ == "__main__":
-    run_kernels(__doc__, lines, SHAPE, batches="4,16,64", lengths="8192,32768,131072", most=1 << 21)
+    run_kernels(__doc__, lines, SHAPE, only_attention=False, batches="4,16,64", lengths="8192,32768,131072", most=1 << 21)

@@ -2,8 +2,8 @@
 
 usage: python3 -m benchmarks.speed [OUT...]
 
-OUT: folders whose lines are taken in first: decode, prefill, indexing, serving, kernels_*.jsonl. Writes the part of docs/results.md
-between its marks, docs/length.png and docs/throughput.png.
+OUT: folders whose lines are taken in first: decode, prefill, indexing, serving, peaks, running, trace, kernels_*.jsonl. Writes the
+part of docs/results.md between its marks, docs/length.png and docs/throughput.png.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def merged(old: Iterable[Record], new: Iterable[Record]) -> list[Record]:
 
 def collect(folder: Path) -> None:
     """Lines of a folder into benchmarks/results."""
-    names = ("decode", "prefill", "indexing", "serving")
+    names = ("decode", "prefill", "indexing", "serving", "peaks", "running", "trace")
     for path in sorted([*(folder / f"{name}.jsonl" for name in names), *folder.glob("kernels_*.jsonl")]):
         new = read(path)
         if new:
@@ -235,6 +235,24 @@ def batches(lines: list[Record]) -> Iterable[str]:
         yield f"{words}; the sequences of a batch share one sequence's rows on the host ({commit([most, least, *shared])})."
 
 
+def peaks(lines: list[Record]) -> Iterable[str]:
+    """Batches that fill a GPU, beside full attention's best of that length."""
+    rows = []
+    for line in (line for line in lines if "error" not in line):
+        one = asked(line)
+        full = [other for other in lines if asked(other)["method"] == "full" and asked(other)["length"] == one["length"]]
+        rate, best_rate = line["tokens_per_s"], max((other.get("tokens_per_s", 0.0) for other in full), default=0.0)
+        name = one["method"] + (f", {one['kv_dtype']} rows" if one.get("kv_dtype") else "")
+        name += ", compiled" if one.get("compile") else ""
+        place = "" if line["device_rate"] in (None, 1.0) else f" ({percent([line['device_rate']])} of its rows on the device)"
+        cells = [name + place, plot.short(one["length"]), str(one["seqs"]), f"{line['mean_ms']:.1f} ({line['median_ms']:.1f})"]
+        rows.append([*cells, f"{rate:,.0f}", f"{rate / best_rate:.2f}" if best_rate else ""])
+    if rows:
+        where = f"{asked(lines[0])['device']}, {commit(lines)}"
+        yield f"Batches that fill a GPU ({where}), all layers, drawn rows of their own on the device:"
+        yield Table(["", "length", "sequences", "mean (median) ms a step", "tokens/s", "of full's best"], rows).markdown()
+
+
 def prefills(lines: list[Record]) -> Iterable[str]:
     """Prompts with indexing, beside full attention's."""
     known = [line for line in lines if line["indexed_s"] is not None]
@@ -297,6 +315,7 @@ def part() -> str:
     shape = [line for line in decode if asked(line)["shape"] == "llama-3.1-8b"]
     found = [*prompted(shape), *lengths(shape), *batches(shape)]
     found += [*served(read(HERE / "results" / "serving.jsonl")), *prefills(read(HERE / "results" / "prefill.jsonl"))]
+    found += peaks(read(HERE / "results" / "peaks.jsonl"))
     return "\n\n".join(found)
 
 

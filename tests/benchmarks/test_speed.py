@@ -48,3 +48,23 @@ def test_newer_lines_take_the_place_of_older_ones(speed: Any, tmp_path: Path, mo
     median, high = (f"{1e3 * first[name]:.1f}" for name in ("itl_p50_s", "itl_p95_s"))
     assert f"**1.2 ({median}, {high})**" in speed.part()
     assert "at 128k, 512k" in speed.part()
+
+
+def test_peaks_are_told_beside_full_attentions_best(speed: Any) -> None:
+    setting = {"device": "NVIDIA H200", "length": 32768}
+    times = {"mean_ms": 10.0, "median_ms": 9.0, "about": {"commit": "abc"}}
+    lines = [
+        {"setting": setting | {"method": "full", "seqs": 27}, "tokens_per_s": 800.0, "device_rate": None, **times},
+        {"setting": setting | {"method": "full", "seqs": 28}, "error": "out of memory", "about": {"commit": "abc"}},
+        {
+            "setting": setting | {"method": "quest", "kv_dtype": "fp8", "seqs": 44},
+            "tokens_per_s": 2000.0,
+            "device_rate": 0.5,
+            **times,
+        },
+    ]
+    _, table = speed.peaks(lines)
+    assert "quest, fp8 rows (50 % of its rows on the device) | 32k | 44 | 10.0 (9.0) | 2,000 | 2.50" in table
+    assert "full | 32k | 27 | 10.0 (9.0) | 800 | 1.00" in table
+    assert "28" not in table
+    assert list(speed.peaks([])) == []
