@@ -62,6 +62,14 @@ def test_a_command_that_lacks_something_says_so(talk: Any) -> None:
     assert "/clear" in said.err
 
 
+def test_what_recalled_nothing_says_why(talk: Any, tmp_path: Path) -> None:
+    pages = f"/recalled {tmp_path / 'page.html'}"
+    said = talk(says=("/recalled", "Who?", "/recalled", pages))
+    assert said.err.count("no question was answered yet") == 1
+    assert said.err.count("nothing was recalled: full attended to all") == 2
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_what_fails_ends_no_conversation(talk: Any) -> None:
     said = talk(says=("a" * 3000, "/save ../up", "/nonsense", "/recalled", "Who?"))
     assert said.code == 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import complain, load_model, prompt_text, warned
+from kvthaw.cli.common import complain, load_model, prompt_text, warned, write_whole
 from kvthaw.cli.options import chat_of, dense_of, host_bytes_of, one_budget
 from kvthaw.cli.progress import Reading, stderr, waiting
 from kvthaw.errors import ConfigError, KvthawError, unknown
@@ -171,14 +171,10 @@ def _answer(talk: Conversation, question: str, sampling: Sampling) -> None:
 
 def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path) -> None:
     """Do what a line that begins with a slash asks for."""
-    if command == "/recalled" and argument.endswith(".html"):
-        page = talk.page("What the last answer recalled")
-        Path(argument).write_text(page, encoding="utf-8")
-        _say(f"wrote {argument}, {human(len(page.encode()))}")
-    elif command == "/recalled":
-        if argument and not argument.isdecimal():
+    if command == "/recalled":
+        if argument and not argument.isdecimal() and not argument.endswith(".html"):
             raise ConfigError(f"/recalled: {argument!r} is neither a number nor the name of a page, PAGE.html")
-        _recalled(talk, int(argument or 5))
+        _recalled(talk, argument)
     elif command == "/stats":
         _say(str(talk.cache.stats()))
     elif command == "/save":
@@ -198,16 +194,24 @@ def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path)
         raise unknown("command", command, dict.fromkeys(["/help", *(name.split()[0] for name in HELP)]))
 
 
-def _recalled(talk: Conversation, most: int) -> None:
-    passages = talk.recalled(most)
-    if not passages:
+def _recalled(talk: Conversation, argument: str) -> None:
+    """Tell which passages the last answer recalled, as many as are asked for, or write the page that shows them."""
+    if talk.answer is None:
+        raise ConfigError("nothing was recalled: no question was answered yet")
+    if not any(talk.recording.selected):
         stats = talk.cache.stats()
-        _say(f"nothing was recalled: {stats.method} attended to all {stats.tokens:,} tokens; --method takes an index")
-    else:
-        from kvthaw.conversation import RECENT
+        raise ConfigError(
+            f"nothing was recalled: {stats.method} attended to all {stats.tokens:,} tokens; --method takes an index"
+        )
+    if argument.endswith(".html"):
+        page = talk.page("What the last answer recalled")
+        write_whole(Path(argument), page)
+        _say(f"wrote {argument}, {human(len(page.encode()))}")
+        return
+    from kvthaw.conversation import RECENT
 
-        _say(f"share of all that was recalled; the last {RECENT} tokens are left out")
-    for one in passages:
+    _say(f"share of all that was recalled; the last {RECENT} tokens are left out")
+    for one in talk.recalled(int(argument or 5)):
         where = f"{100 * one.share:4.1f} %  tokens {one.start:,} to {one.stop:,}"
         print(f"{where}  {' '.join(one.text.split())}")
 

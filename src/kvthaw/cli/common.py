@@ -131,6 +131,20 @@ def save_plot(plot: Path | None, into: Callable[[Path], None]) -> None:
         stderr().print(f"wrote {plot}", style="dim")
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole: where the disk is full, what stood there stays, and no part of the new one."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():  # a device, such as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def tell_outdated(outdated: Mapping[str, int]) -> None:
     """Say of which methods results stand in the file or folder that are not those of their options today, and are made again."""
     if outdated:

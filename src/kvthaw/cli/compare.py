@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, print_wide, tell_outdated, warned
+from kvthaw.cli.common import load_model, print_wide, tell_outdated, warned, write_whole
 from kvthaw.cli.options import budget_of, chat_of, listed, many_dense, names_of, questions_of, shard_of, tokens_of, words
 from kvthaw.cli.progress import bars, stderr, waiting, watched
 from kvthaw.errors import unknown
@@ -153,7 +153,7 @@ def _report(out: Path, as_json: bool) -> None:
         tasks, perplexities = summaries(records)
         document = overview(tasks, perplexities)
         for name, text in (("report.html", document.html()), ("report.md", document.markdown())):
-            (out / name).write_text(text, encoding="utf-8")
+            write_whole(out / name, text)
     if as_json:
         for one in (*tasks, *perplexities):
             print(json.dumps(one))

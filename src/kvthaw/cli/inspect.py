@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, prompt_text
+from kvthaw.cli.common import load_model, prompt_text, write_whole
 from kvthaw.cli.options import chat_of, variants_of
 from kvthaw.cli.progress import bars, stderr
 from kvthaw.errors import ConfigError
@@ -47,6 +48,8 @@ def inspect(
     variants = variants_of(method, budget, retrieved, dense_layers)
     if len(variants) > _MOST:
         raise ConfigError(f"{len(variants)} methods and budgets are given; a page shows at most {_MOST}")
+    if not os.access(out.parent, os.W_OK):
+        raise ConfigError(f"--out is {str(out)!r}; its folder does not exist or cannot be written to")
     document, asked = prompt_text(None, file), chat_of(chat, system, thinking)
     from kvthaw.evaluate.variant import complete
     from kvthaw.inspect.page import standalone
@@ -61,6 +64,6 @@ def inspect(
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )  # fmt: skip
     page = standalone(found, tokenizer, f"{file.name}: {question.strip()}")
-    out.write_text(page, encoding="utf-8")
+    write_whole(out, page)
     print(tokenizer.decode(found.answer, skip_special_tokens=True))
     stderr().print(f"wrote {out}, {human(len(page.encode()))}", style="dim", highlight=False)

@@ -269,7 +269,8 @@ def listed(given: Sequence[str], kind: Callable[[str], T], option: str) -> list[
             try:
                 value = kind(part)
             except ValueError:
-                raise typer.BadParameter(f"{part!r} in {text!r} is not a number", param_hint=option) from None
+                where = "" if part == text else f" in {text!r}"
+                raise typer.BadParameter(f"{part!r}{where} is not a number", param_hint=option) from None
             except typer.BadParameter as error:
                 raise typer.BadParameter(error.message, param_hint=option) from None
             if isinstance(value, int) and value > MOST:
