@@ -86,8 +86,10 @@ def test_an_interrupted_prefill_leaves_the_conversation_as_it_was(loaded: tuple[
         talk.read(DOCUMENT)
         turn(talk, "Who?")
         if talk is rough:
+            held = talk.cache.get_seq_length()
             with pytest.raises(KeyboardInterrupt):
                 talk.ask("What was it? " * 20, progress=interrupt)
+            assert talk.cache.get_seq_length() <= held, "tokens that are not the conversation's would be saved with it"
         assert [one["role"] for one in talk.messages] == ["user", "assistant"]
         answers.append(turn(talk, "Why?"))
     if method == "streaming":  # its tokens are gone, so all of them are prefilled again

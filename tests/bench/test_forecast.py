@@ -106,6 +106,14 @@ def test_a_model_that_is_larger_than_the_gpu_fits_with_no_prompt() -> None:
     assert (told.fits, told.longest) == (False, 0)
 
 
+def test_without_a_gpu_weights_and_all_of_the_cache_take_host_memory() -> None:
+    asked: dict[str, Any] = {"config": config("llama-3.1-8b"), "dtype": torch.bfloat16}
+    needs = Forecaster(**asked, machine=Machine(cpu=True)).forecast("quest", 8192).needs
+    weights, all_kv = 16_060_522_496, needs.device + needs.host
+    for host, fits in ((weights + all_kv, True), (weights + all_kv - 1, False), (all_kv, False)):
+        assert Forecaster(**asked, machine=Machine(cpu=True, host_memory=host)).forecast("quest", 8192).fits is fits
+
+
 def test_rows_go_to_the_device_while_there_is_room() -> None:
     forecaster = on("H100", memory=40, device_memory="auto")
     some = forecaster.forecast("clusterkv-plus", 262_144).needs

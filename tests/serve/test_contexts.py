@@ -63,6 +63,8 @@ def test_a_prompt_that_begins_like_an_earlier_one_is_cached_in_part(served: Serv
     assert cached(first) == cached(tenant) == 0
     assert cached(again) > 500
     assert again.choices[0].text == tenant.choices[0].text
+    several = served.openai.completions.create(model="tiny", prompt=text + QUESTION, max_tokens=2, n=3)
+    assert 500 < cached(several) < several.usage.prompt_tokens, "a prompt counts once"
     stream = served.openai.completions.create(
         model="tiny", prompt=text + QUESTION, max_tokens=2, stream=True, stream_options={"include_usage": True}
     )

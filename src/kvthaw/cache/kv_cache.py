@@ -49,9 +49,7 @@ class KVCache:
         self.origin: object = None
         self.layers = make_layers(settings, numbers, depth, windows, self.sequences, self.streams, self.preallocator)
         self._prepared: tuple[int, int, bool] = -1, -1, False  # what before_step() has served, see _state()
-        self._in_forward = self._prefilled = (
-            False  # within whole(); a prompt's step was counted that may yet prove to have failed
-        )
+        self._in_forward = self._prefilled = False  # _prefilled: a prompt was counted that may yet prove to have failed
         self._flushed = -1  # length at which full rings have been flushed
         self._places = {layer.number: i for i, layer in enumerate(self.layers)}
         self.chooser = Chooser(self.layers, settings, self.sequences, self.streams)

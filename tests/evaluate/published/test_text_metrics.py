@@ -24,6 +24,9 @@ def test_rouge_l_unites_what_sentences_share() -> None:
     assert metrics.rouge_l("b. a", "a b") == pytest.approx(1.0)  # a sentence each
     assert metrics.rouge_l("b a", "a b") == pytest.approx(0.5)  # order counts
     assert metrics.rouge_l("a a a a", "a b") == pytest.approx(2 / 3)  # different words count: 1 of 1 and 1 of 2
+    assert metrics.rouge_l("y x. y", "x y") == pytest.approx(
+        0.5
+    )  # of y and x, as long, the one that skips fewer of the output's
     assert metrics.rouge_l("", "a") == metrics.rouge_l("a", "...") == 0.0
 
 
