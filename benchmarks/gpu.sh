@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# On a machine with a GPU and no network: build, check, then measure. Results come as JSON lines in the folder given, each as it is
+# On a machine with a GPU and no network: build, then measure. Results come as JSON lines in the folder given, each as it is
 # measured; a part that stands there already is not measured again.
 # usage: benchmarks/gpu.sh OUT COMMIT PART[@SECONDS]...
-#   parts: check, checkall, kernels, pages, ... see below; figures=NAME,NAME,... (`benchmarks/figures.py`): one process, one compilation
+#   parts: kernels, pages, ... see below; figures=NAME,NAME,... (`benchmarks/figures.py`): one process, one compilation
 set -uo pipefail
 out=$1 commit=$2
 shift 2
@@ -18,15 +18,10 @@ run() { # SECONDS COMMAND...: fewer where the part's own are fewer
 }
 measure() { run "$1" python3 -m benchmarks.measure "$out" "$commit" "$host" "${@:2}"; }
 kernels() { run 150 python3 -m "benchmarks.$1" "${@:2}" --out "$out/$1.jsonl" --commit "$commit"; }
-tests() { run 300 python3 -m pytest -q --no-header -m gpu -p no:warnings "$@"; }
 for part in "$@"; do
   begin=$SECONDS most=580 name=$part
   [[ $part == *@* ]] && most=${part##*@} name=${part%@*}
   case $name in
-    check) tests -x tests/engine/test_decode.py tests/kernels ;;
-    checkall) tests tests/engine/test_decode.py tests/cache tests/index tests/kernels -n 8 ;;
-    prefill-check) tests tests/cache/test_past.py tests/engine/test_prefill.py tests/kernels/test_merge.py tests/kernels/test_dense.py ;;
-    prefetch-check) tests tests/cache/test_prefetchn.py ;;
     kernels) for one in kernels_decode kernels_pariskv kernels_pages; do kernels $one; done ;;
     pages) for one in kernels_pages kernels_transfer; do kernels $one; done
       measure 200 indexing ;;

@@ -152,9 +152,14 @@ def percent(shares: Iterable[float]) -> str:
     return f"{', '.join(words)} %" if words else ""
 
 
+def devices(lines: Iterable[Record]) -> list[str]:
+    """What was measured, the GPU that the pages speak of first."""
+    return sorted({asked(line)["device"] for line in lines}, reverse=True)
+
+
 def prompted(lines: list[Record]) -> Iterable[str]:
     """Until the second token, and a token, after a prompt of 36k: a table a device."""
-    for device in sorted({asked(line)["device"] for line in lines}, reverse=True):
+    for device in devices(lines):
         rows, used = [], []
         for words, method, steps in PROMPTED:
             wanted = {"method": method, "steps": steps, "length": 36 * K, "batch": 1, "prompt": "run", "hits": None}
@@ -176,8 +181,13 @@ def prompted(lines: list[Record]) -> Iterable[str]:
 
 
 def lengths(lines: list[Record]) -> Iterable[str]:
-    """Time per output token against the length."""
+    """Time per output token against the length: a table a device."""
     filled = [line for line in lines if asked(line)["prompt"] != "run" and asked(line)["batch"] == 1]
+    for device in devices(filled):
+        yield from _lengths(device, [line for line in filled if asked(line)["device"] == device])
+
+
+def _lengths(device: str, filled: list[Record]) -> Iterable[str]:
     columns = [n for n in LENGTHS if best(filled, length=n)]
     rows, used = list[list[str]](), list[Record]()
     fastest = {n: min(line["tpot_s"] for line in filled if asked(line)["length"] == n) for n in columns}
@@ -198,7 +208,7 @@ def lengths(lines: list[Record]) -> Iterable[str]:
         "there are searches,"
     )
     there = f"; at {', '.join(map(plot.short, shared))} layers share one layer's rows on the host" if shared else ""
-    what = "Mean (median, 95th percentile) milliseconds a token, index updates counted"
+    what = f"{device}, mean (median, 95th percentile) milliseconds a token, index updates counted"
     yield f"{what}, {how} unless marked ({commit(used)}{there}):"
     yield Table(
         ["", *(plot.short(n) for n in columns), "KV and index on the device, dense layers too, of full's"], rows
@@ -206,7 +216,9 @@ def lengths(lines: list[Record]) -> Iterable[str]:
 
 
 def batches(lines: list[Record]) -> Iterable[str]:
-    """Peaks over the batches, as a sentence each."""
+    """Peaks over the batches of the first device, as a sentence each."""
+    first = devices(lines)[:1]
+    lines = [line for line in lines if asked(line)["device"] in first]
     for method, length, more in (
         ("pariskv", 128 * K, {}),
         ("pariskv-plus", 128 * K, {}),
@@ -324,6 +336,7 @@ def draw() -> None:
     decode = [Result.from_json(json.dumps(line)) for line in read(HERE / "results" / "decode.jsonl")]
     decode = [Result({**one.setting, "method": one["method"].replace(":iterations=4", "")}, one.measures) for one in decode]
     filled = [one for one in decode if one["prompt"] == "filled" and one["shape"] == "llama-3.1-8b"]
+    filled = [one for one in filled if one["device"] == max(other["device"] for other in filled)]
     alone = [one for one in filled if one["batch"] == 1 and one["steps"] == "compiled" and one["hits"] != 0]
     rows = [one for one in filled if one["steps"] == "captured" and one["length"] == 128 * K]
     for name, drawn, of in (("length", plot.by_length, alone), ("throughput", plot.by_batch, rows)):

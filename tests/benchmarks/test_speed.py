@@ -68,3 +68,22 @@ def test_peaks_are_told_beside_full_attentions_best(speed: Any) -> None:
     assert "full | 32k | 27 | 10.0 (9.0) | 800 | 1.00" in table
     assert "28" not in table
     assert list(speed.peaks([])) == []
+
+
+def test_another_gpu_has_a_table_of_its_own(speed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = speed.read(ROOT / "benchmarks" / "results" / "decode.jsonl")
+    before = speed.part()
+    other = next(
+        line for line in lines if speed.matches(line, {"method": "pariskv-plus", "length": 131072, "steps": "compiled"})
+    )
+    other = {**other, "tpot_s": 0.00123, "setting": {**other["setting"], "device": "NVIDIA H100 80GB HBM3"}}
+    (tmp_path / "results").mkdir()
+    for path in (ROOT / "benchmarks" / "results").iterdir():
+        (tmp_path / "results" / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "results" / "decode.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, other)))
+    monkeypatch.setattr(speed, "HERE", tmp_path)
+    median, high = (f"{1e3 * other[name]:.1f}" for name in ("itl_p50_s", "itl_p95_s"))
+    own = speed.part()
+    table = own[own.index("NVIDIA H100 80GB HBM3, mean (median, 95th percentile) milliseconds a token") :]
+    assert f"| pariskv-plus, 100 retrieved | **1.2 ({median}, {high})** |" in table
+    assert [part for part in own.split("\n\n") if part not in before.split("\n\n")] == table.split("\n\n")[:2]

@@ -197,13 +197,17 @@ def attention(dtype: torch.dtype, dim: int) -> None:
     for places, mask, regions in ((500, empty(2, HEADS, 100, dtype=torch.bool), Regions(100, 200, 100)), (70_000, None, None)):
         slab = empty(2, HEADS, places, 2, dim, dtype=dtype)
         flash_decode.flash_decode(DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], visible=mask, regions=regions, **how))
-    eight = empty(2, HEADS, 70_000, 2, dim, dtype=torch.float8_e4m3fn)
-    flash_decode.flash_decode(DecodeStep(query, eight[:, :, :, 0], eight[:, :, :, 1], **how))
+    held = empty(2, HEADS, 70_000, 2, dim, dtype=torch.float8_e4m3fn)
+    flash_decode.flash_decode(DecodeStep(query, held[:, :, :, 0], held[:, :, :, 1], **how))
     from kvthaw.kernels.in_place import Selected
     from kvthaw.kernels.row_format import E4M3
 
-    for places, slots, format in ((500, None, None), (4000, empty(2, HEADS, 4000), E4M3(dim, dtype))):
-        slab, regions = empty(2, HEADS, 500, 2, dim, dtype=dtype), Regions(100, 200, 100)
+    slab, regions, eight = empty(2, HEADS, 500, 2, dim, dtype=dtype), Regions(100, 200, 100), E4M3(dim, dtype)
+    for places, slots, format in (
+        (500, None, None),
+        (4000, empty(2, HEADS, 4000), eight),
+        *((40_000, None, each) for each in (None, eight)),
+    ):
         tally = None if slots is not None else (empty(2, HEADS), empty(4, dtype=torch.int64))
         selected = Selected(empty(2, HEADS, places), slots, empty(2, 8, dtype=torch.int64), 1024, tally, format)
         step = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], regions=regions, selected=selected, **how)
