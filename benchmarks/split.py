@@ -29,18 +29,12 @@ _SUMS, _ROUNDS = 64, 20
 
 
 class SplitBench(FilledBench):
-    """A FilledBench whose failures are lines of the report. unchecked: logits are not compared with transformers' first."""
+    """A FilledBench whose failures are lines of the report."""
 
     report: Report
-    unchecked = False
 
     def failed(self, one: DecodeSetting, error: Exception) -> None:
         self.report.record(one.to_dict(), {"error": f"{type(error).__name__}: {str(error)[:200]}"})
-
-    def prepare(self, shape: str, seed: int = 0) -> None:
-        super().prepare(shape, seed)
-        if self.unchecked:
-            self.check = lambda setting: None
 
 
 def sums(device: torch.device, size: int) -> Iterator[dict[str, Any]]:
