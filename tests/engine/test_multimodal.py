@@ -118,6 +118,26 @@ def test_an_image_in_the_prompt(make: Any, method: str) -> None:
         assert method == "full" or handle.stats().attended_max <= 32
 
 
+def test_an_image_in_a_running_batch() -> None:
+    """Its embeddings are what the model gives the layers of its language model."""
+    model, image = ready(llama4)
+    seen: list[Tensor] = []
+    hook = model.language_model.register_forward_pre_hook(
+        lambda _, __, given: seen.append(given["inputs_embeds"]), with_kwargs=True
+    )
+    expected = [logits(model, ids, **given).argmax(dim=-1)[0].tolist() for ids, given in ((WITH_IMAGE, image), (IDS, {}))]
+    hook.remove()
+    batch = kvthaw.Batch(model, "oracle", max_seqs=2, capacity=120, prefill_chunk=40, budget=512)
+    requests = [
+        batch.join(WITH_IMAGE, embeddings=seen[0][0], max_new_tokens=6, stop=()),
+        batch.join(IDS, max_new_tokens=6, stop=()),
+    ]
+    while batch.requests:
+        batch.step()
+    assert [request.tokens for request in requests] == expected
+    assert expected[0] != expected[1]
+
+
 def test_an_image_and_padding() -> None:
     model, image = ready(gemma3)
     ids = torch.cat((torch.cat((torch.zeros(1, 30, dtype=torch.long), IDS[:, :60]), dim=1), WITH_IMAGE))

@@ -20,7 +20,7 @@ from kvthaw.engine.hf.batch_cache import BatchCache, check_positions
 from kvthaw.engine.hf.chunks import CHUNK, spans
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.logprobs import TokenLogprobs, logprobs, score
-from kvthaw.engine.request import Request, RequestOptions
+from kvthaw.engine.request import Request, RequestOptions, check_embeddings
 from kvthaw.engine.sampling import GREEDY, Sampler, Sampling
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.methods.auto import AUTO
@@ -150,7 +150,7 @@ class Batch:
         seq = self._seqs.index(None)
         self.cache.wait()
         self.cache.kv.clear(seq)  # steps that it took part in as an empty sequence leave traces too
-        request.seq, request.ids = seq, request.ids.to(self.model.device)
+        request.place(seq, self.model)
         self._seqs[seq] = request
         self._joined.append(request)
         return request
@@ -190,7 +190,9 @@ class Batch:
         if least < 0 or most >= self.vocabulary:  # on a GPU the whole batch would be lost
             raise ConfigError(f"the prompt has token ids from {least} to {most}; the model's are 0 to {self.vocabulary - 1}")
         stops, salt = self._stops(how.get("stop"), sampling), how.get("cache_salt", "")
-        request = Request(ids, limit, stops, sampling, salt, how.get("name"))
+        if (embeddings := how.get("embeddings")) is not None:
+            check_embeddings(embeddings, tokens, self.model, how.get("name"))
+        request = Request(ids, limit, stops, sampling, salt, how.get("name"), embeddings)
         self._sampler.check(sampling, request.stop)
         if tokenizer is not None:
             request.decode(tokenizer)
@@ -335,7 +337,7 @@ class Batch:
 
     def _prefill(self, request: Request, start: int, stop: int) -> Tensor:
         """Return the logits [1, V] after tokens start .. stop of a request's prompt."""
-        cache, seq, ids = self.cache, request.seq, request.ids[None]
+        cache, seq = self.cache, request.seq
         n = None if request.tokens else request.sampling.prompt_logprobs
         some = {"logits_to_keep": 1} if n is None and self.model._supports_logits_to_keep() else {}
         most = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
@@ -344,10 +346,10 @@ class Batch:
         with cache.kv.sequences.prompt(request.prompt - start, seq), cache.states.filling(seq), torch.no_grad():
             for begin, end in spans(stop - start, chunk):
                 begin, end = start + begin, start + end
-                every = self.model(ids[:, begin:end], past_key_values=self.cache, use_cache=True, **some).logits
+                every = self.model(**request.inputs(begin, end), past_key_values=self.cache, use_cache=True, **some).logits
                 logits = every[:, -1]
                 if n is not None:
-                    next_ids = ids[0, begin + 1 : end + 1]
+                    next_ids = request.ids[begin + 1 : end + 1]
                     request.scored.append(score(every[0, : len(next_ids)], next_ids, n))
         if n is not None and stop == request.prompt:
             request.prompt_logprobs = [None, *logprobs(torch.cat(request.scored))]
@@ -368,12 +370,12 @@ class Batch:
 
     def _reuse(self, request: Request) -> int:
         """Begin a prompt with what the prefix cache has of it. The logits of all its tokens are to be had from the model only."""
-        if self.prefix_cache is None or request.sampling.prompt_logprobs is not None:
+        if self.prefix_cache is None or request.sampling.prompt_logprobs is not None or request.embeddings is not None:
             return 0
         return self.prefix_cache.fill(self.cache.kv, request.ids, seq=request.seq, salt=request.salt)
 
     def _keep(self, request: Request, tokens: int, name: str | None = None) -> None:
-        if self.prefix_cache is not None:
+        if self.prefix_cache is not None and request.embeddings is None:
             self.prefix_cache.keep(self.cache.kv, request.ids[:tokens], seq=request.seq, salt=request.salt, name=name)
 
     def _release(self, request: Request) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch import Tensor
 
@@ -13,6 +13,10 @@ from kvthaw.engine.logprobs import TokenLogprobs
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.text import Detokenizer
 from kvthaw.errors import ConfigError
+from kvthaw.typecheck import check_type
+
+if TYPE_CHECKING:
+    from kvthaw.engine.hf import PreTrainedModel
 
 
 class RequestOptions(TypedDict, total=False):
@@ -21,7 +25,8 @@ class RequestOptions(TypedDict, total=False):
     max_new_tokens: None for sampling.max_tokens, or as many as the capacity holds. stop: tokens that end it beside
     sampling.stop_token_ids, None for those of the model's generation config. tokenizer: transformers', which decodes
     `Request.text`; stop strings need one. cache_salt: the prefix cache shares prompts of one salt alone. name: it keeps this prompt
-    under a name.
+    under a name. embeddings: [T, hidden], of the prompt's tokens in place of the model's own, such as of an image that some of them
+    stand for; each token attends to those before it. Such a prompt shares no prefix, since token ids do not tell it apart.
     """
 
     max_new_tokens: int | None
@@ -30,6 +35,7 @@ class RequestOptions(TypedDict, total=False):
     tokenizer: Any
     cache_salt: str
     name: str | None
+    embeddings: Tensor | None
 
 
 @dataclass(eq=False, slots=True)
@@ -54,6 +60,7 @@ class Request:
     sampling: Sampling
     salt: str = ""
     name: str | None = None
+    embeddings: Tensor | None = field(default=None, repr=False)
     seq: int = -1
     prefilled: int = 0
     cached_tokens: int = 0
@@ -78,6 +85,17 @@ class Request:
     def prompt(self) -> int:
         """Tokens of the prompt."""
         return self.ids.shape[0]
+
+    def place(self, seq: int, model: PreTrainedModel) -> None:
+        """Give it a sequence of a model's batch."""
+        self.seq, self.ids = seq, self.ids.to(model.device)
+        self.embeddings = None if self.embeddings is None else self.embeddings.to(model.device, model.dtype)
+
+    def inputs(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return what a model takes for tokens start .. stop of the prompt."""
+        if self.embeddings is not None:
+            return {"inputs_embeds": self.embeddings[None, start:stop]}
+        return {"input_ids": self.ids[None, start:stop]}
 
     @property
     def text(self) -> str:
@@ -142,3 +160,18 @@ class Request:
                 self.finished, self.stopped_by = "stop", decoded.stopped_by
             elif last:
                 self._piece += decoded.finish()
+
+
+def check_embeddings(embeddings: Tensor, tokens: int, model: PreTrainedModel, name: str | None) -> None:
+    """Raise ConfigError where embeddings cannot stand for so many tokens of a prompt that a model is given."""
+    check_type(Tensor, embeddings=embeddings)
+    text = model.config.get_text_config(decoder=True)
+    if tuple(embeddings.shape) != (tokens, text.hidden_size):
+        raise ConfigError(
+            f"embeddings have the shape {tuple(embeddings.shape)}; they must have {(tokens, text.hidden_size)}: one row for each "
+            "token of the prompt"
+        )
+    if getattr(text, "hidden_size_per_layer_input", None):
+        raise ConfigError(f"embeddings are given; {type(model).__name__} also needs the tokens' own inputs of each layer")
+    if name is not None:
+        raise ConfigError(f"name is {name!r} and embeddings are given; prompts are kept by their token ids")
