@@ -128,7 +128,7 @@ def test_of_cells_that_are_published_again_the_last_counts(tmp_path: Path) -> No
     write_cells([replace(one, method="quest:page=64"), replace(one, kv_host_bytes=1)], tmp_path / "new.jsonl")
     cells = compared["newest"]([first, tmp_path / "new.jsonl"])
     assert len(cells) == len(read_cells(first)) + 1
-    assert [cell.kv_host_bytes for cell in cells if cell.key == one.key] == [1]
+    assert [cell.kv_host_bytes for cell in cells if cell.asked == one.asked] == [1]
 
 
 def test_what_stands_between_the_marks_is_replaced(tmp_path: Path) -> None:

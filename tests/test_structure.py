@@ -11,7 +11,7 @@ from pathlib import Path
 import kvthaw
 
 SOURCE = Path(kvthaw.__file__).parent
-ORDER = (
+ORDER = [
     *(
         "version",
         "errors",
@@ -20,15 +20,14 @@ ORDER = (
         "counter_rng",
         "regions",
         "native",
-        "types",
         "kernels",
         "cache",
         "index",
         "methods",
     ),
-    *("testing", "engine", "evaluate", "inspect", "serve", "bench", "reproduce", "demo", "answering", "conversation"),
-    *("cli", "__main__"),
-)
+    *("testing", "engine", "evaluate", "inspect", "serve", "bench", "reproduce", "demo", "answering", "conversation", "cli"),
+    "__main__",
+]
 """Packages and files of kvthaw; each imports only what comes before it."""
 FILES = {
     ".".join(("kvthaw", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path
