@@ -68,6 +68,13 @@ def test_eval_takes_dense_layers_and_the_sparse_question(model: str) -> None:
     assert said.records[0]["kv_dense_bytes"] == 0 < said.records[1]["kv_dense_bytes"]
 
 
+def test_tables_show_the_limit_that_was_asked_for(model: str) -> None:
+    """Not the budget that the method's own regions make of it."""
+    asked = ("--model", model, "--method", "quest:retrieved=20", "--length", "300", "--samples", "1")
+    assert "20 retrieved" in Said("eval", "passkey", *asked).out
+    assert "20 retrieved" in Said("eval", "perplexity", *asked, "--measured", "2").out
+
+
 def test_eval_takes_options_before_the_task(model: str) -> None:
     arguments = ("--samples", "1", "--length", "300", "--model", model, "--method", "streaming", "--json")
     told = [

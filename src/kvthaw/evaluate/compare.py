@@ -121,5 +121,5 @@ def _perplexities(cells: Cells) -> list[dict[str, Any]]:
 
 def named(summary: dict[str, Any]) -> Sequence[str]:
     """Return a variant in the words of a table's first columns: its method, what it was asked for, and its dense layers."""
-    asked = Variant.of({**summary, "retrieved": summary.get("asked_retrieved")})
+    asked = Variant.of(summary)
     return asked.method, asked.limit or "-", str(asked.dense_layers)

@@ -60,7 +60,7 @@ def table(summaries: Sequence[Summary]) -> Table:
     columns = {
         "length": value("length", "{:,}"),
         "method": value("method"),
-        "budget": value("budget"),
+        "budget": _limit,
         "dense\nlayers": value("dense_layers"),
         "accuracy": share("accuracy"),
         "full": share("full_accuracy"),

@@ -31,8 +31,9 @@ class Variant:
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Variant:
-        """Return the variant of a setting or a summary."""
-        return Variant(*(fields[name] for name in ("method", "budget", "retrieved", "dense_layers")))
+        """Return the variant of a setting or a summary, where what was asked for may stand beside a mean."""
+        retrieved = fields.get("asked_retrieved", fields["retrieved"])
+        return Variant(fields["method"], fields["budget"], retrieved, fields["dense_layers"])
 
     @property
     def limit(self) -> str | None:
