@@ -57,6 +57,9 @@ def test_a_name_of_several_benchmarks_has_their_mean(model: str, tmp_path: Path)
     assert table.out.count("question dense") == table.out.count("question sparse") == 1
     assert all(word in table.out for word in ("aime24", "aime25", "mean", "icecache-digest", "full"))
     assert plot.read_bytes().startswith(b"\x89PNG")
+    listed = Said("eval", "aime25,aime24", *asked[2:], "--json").records
+    assert [line["benchmark"] for line in listed] == ["aime25", "aime25", "aime24", "aime24"]
+    refused(Said("eval", "aime24,aime26", *asked[2:]), 2, "'aime26' is not a benchmark")
     (tmp_path / "aime25.jsonl").unlink()
     refused(Said(*asked), 1, "that folder holds none of aime25.jsonl, aime25.jsonl.gz")
 

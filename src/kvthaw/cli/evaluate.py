@@ -45,7 +45,7 @@ class Tasks(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put the command's name before a task's or a benchmark's."""
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
-            args = ["published" if benchmarks(args[0]) else "task", *args]
+            args = ["published" if benchmarks(args[0].partition(",")[0]) else "task", *args]
         return super().parse_args(ctx, args)
 
 

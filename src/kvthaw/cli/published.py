@@ -25,13 +25,14 @@ EXAMPLES = (
     "  kvthaw eval aime24 --data hub --model Qwen/Qwen3-8B --method prkv,snapkv-refreshed --budget 1024 --samples 4\n\n"
     "  kvthaw eval longbench_v2_cot --data longbench_v2.jsonl --model MODEL --method pariskv --retrieved 100 --length 120000\n\n"
     "  kvthaw eval longbench_en --data LongBench/data --model MODEL --method icecache,pariskv --budget 256 --length 31500\n\n"
-    "  kvthaw eval longbench_hotpotqa --data LongBench/data --model MODEL --method clusterkv --question sparse --length 31500\n\n"
+    "  kvthaw eval longbench_hotpotqa,longbench_musique --data LongBench/data --model MODEL --method clusterkv --question sparse "
+    "--length 31500\n\n"
     "  kvthaw eval longgenbench_16k --data Dataset_short.json --model MODEL --method icecache --judge self --out answers.jsonl"
 )
 
 
 def evaluate(
-    benchmark: Annotated[str, typer.Argument(help="A benchmark or a suite; see the list below.")],
+    benchmark: Annotated[str, typer.Argument(help="Benchmarks or suites, separated by commas; see the list below.")],
     data: Annotated[
         str | None,
         typer.Option(help="A file, a folder, [bold]hub[/] to download it, or the id of a copy on the hub.", metavar="PATH"),
@@ -89,14 +90,15 @@ def evaluate(
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Run a published benchmark under every method and budget, and under full attention.
+    """Run published benchmarks under every method and budget, and under full attention.
 
     One prefill a question serves all of them; the --samples answers to a question are decoded as one batch.
     """
-    wanted = benchmarks(benchmark)
-    if not wanted:
+    asked_for = benchmark.split(",")
+    for wrong in (one for one in asked_for if not benchmarks(one)):
         known = ", ".join((*BENCHMARKS, *FAMILIES))
-        raise typer.BadParameter(f"{benchmark!r} is not a benchmark; there are: {known}", param_hint="BENCHMARK")
+        raise typer.BadParameter(f"{wrong!r} is not a benchmark; there are: {known}", param_hint="BENCHMARK")
+    wanted = list({each.name: each for one in asked_for for each in benchmarks(one)}.values())
     variants, ways = variants_of(method, budget, retrieved, dense_layers), questions_of(question)
     mine, asked = shard_of(shard, out), chat_of(chat, system, thinking)
     from kvthaw.engine.hf.kv_dir import KvDir

@@ -26,7 +26,7 @@ FAMILIES: dict[str, tuple[Benchmark, ...]] = {
 
 def benchmarks(name: str) -> tuple[Benchmark, ...]:
     """Return the benchmarks that a name stands for, "-" being as good as "_"; none if it is no benchmark's and no family's."""
-    name = name.replace("-", "_")
+    name = name.strip().replace("-", "_")
     return FAMILIES.get(name) or ((BENCHMARKS[name],) if name in BENCHMARKS else ())
 
 
