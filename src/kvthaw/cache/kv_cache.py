@@ -249,7 +249,7 @@ class KVCache:
 
     def after_step(self) -> None:
         """Preallocate host memory for coming tokens, and go on with work that is spread over steps."""
-        first = next(iter(self.offloaded), None)
+        first = None if self.sequences.regions is None else next(iter(self.offloaded), None)
         if first is None or first.plan is None or (first.store.pinned and torch.cuda.is_current_stream_capturing()):
             return  # where a step is captured nothing can be page-locked; afterwards this is called again
         sequences, rounds = self.sequences, self.preallocator.rounds(first.store, first.plan.regions)
