@@ -30,6 +30,7 @@ ROWS: tuple[tuple[str, Record], ...] = (
     ("full attention, the same kernels and harness", {"method": "full"}),
     ("pariskv, 100 retrieved", {"method": "pariskv", "retrieved": 100}),
     ("pariskv-plus, 100 retrieved", {"method": "pariskv-plus", "retrieved": 100}),
+    ("the same without dense layers (`dense_layers=0`)", {"method": "pariskv-plus", "retrieved": 100, "dense_layers": 0}),
     ("clusterkv-plus, 1024 tokens, 70 % of rows on the device already", {"method": "clusterkv-plus", "hits": 0.7}),
     ("the same, 0 %", {"method": "clusterkv-plus", "hits": 0.0}),
     ("clusterkv, 1024 tokens, 70 %", {"method": "clusterkv", "hits": 0.7}),
@@ -118,9 +119,11 @@ def commit(lines: Iterable[Record]) -> str:
 
 
 def matches(line: Record, wanted: Record) -> bool:
-    """Whether a line answers to what is wanted; fewer iterations of k-means are the same method."""
+    """Whether a line answers to what is wanted, with a method's own dense layers unless it says how many; fewer iterations of
+    k-means are the same method."""
     one = {**asked(line), "method": asked(line)["method"].replace(":iterations=4", "")}
-    return all(one[name] == value for name, value in wanted.items())
+    dense = "dense_layers" in wanted or one.get("dense_layers") != 0
+    return dense and all(one[name] == value for name, value in wanted.items())
 
 
 def best(lines: list[Record], **wanted: Any) -> Record | None:
@@ -335,7 +338,8 @@ def draw() -> None:
     """Both plots, from what is newest of each setting, as the tables."""
     decode = [Result.from_json(json.dumps(line)) for line in read(HERE / "results" / "decode.jsonl")]
     decode = [Result({**one.setting, "method": one["method"].replace(":iterations=4", "")}, one.measures) for one in decode]
-    filled = [one for one in decode if one["prompt"] == "filled" and one["shape"] == "llama-3.1-8b"]
+    usual = [one for one in decode if one["shape"] == "llama-3.1-8b" and one.setting.get("dense_layers") != 0]
+    filled = [one for one in usual if one["prompt"] == "filled"]
     filled = [one for one in filled if one["device"] == max(other["device"] for other in filled)]
     alone = [one for one in filled if one["batch"] == 1 and one["steps"] == "compiled" and one["hits"] != 0]
     rows = [one for one in filled if one["steps"] == "captured" and one["length"] == 128 * K]

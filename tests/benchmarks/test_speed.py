@@ -87,3 +87,11 @@ def test_another_gpu_has_a_table_of_its_own(speed: Any, tmp_path: Path, monkeypa
     table = own[own.index("NVIDIA H100 80GB HBM3, mean (median, 95th percentile) milliseconds a token") :]
     assert f"| pariskv-plus, 100 retrieved | **1.2 ({median}, {high})** |" in table
     assert [part for part in own.split("\n\n") if part not in before.split("\n\n")] == table.split("\n\n")[:2]
+
+
+def test_lines_without_dense_layers_answer_where_they_are_asked_for(speed: Any) -> None:
+    wanted = {"method": "pariskv-plus", "retrieved": 100, "length": 131072, "prompt": "filled"}
+    usual = speed.best(speed.read(ROOT / "benchmarks" / "results" / "decode.jsonl"), **wanted)
+    without = {**usual, "setting": {**usual["setting"], "dense_layers": 0}}
+    assert speed.best([usual, without], **wanted) is usual
+    assert speed.best([usual, without], **wanted, dense_layers=0) is without
