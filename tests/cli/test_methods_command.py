@@ -62,3 +62,12 @@ def test_options_are_told_with_what_they_take() -> None:
     (told,) = Said("methods", "icecache-reuse", "--json").records
     assert told["options"]["reuse"] == {"default": 3, "takes": "a whole number"}
     refused(Said("methods", "parisk"), 1, "method is 'parisk'; did you mean 'pariskv'?")
+
+
+def test_auto_tells_what_it_chooses() -> None:
+    said = Said("methods", "auto").out
+    assert said.startswith("auto: Full attention while")
+    assert all(word in said for word in ("NVIDIA H100", "35,700", "pariskv-plus", "icecache-digest"))
+    (told,) = Said("methods", "auto", "--json").records
+    assert [one["then"] for one in told["by_device"]] == [*["pariskv-plus"] * 3, "icecache-digest"]
+    assert "'auto'" in Said("methods", "autto").err

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -18,7 +20,7 @@ from servers import Served, serving, until
 import bytemodel
 from forked import forked
 from kvthaw.serve import app
-from kvthaw.serve.server import listen
+from kvthaw.serve.server import listen, run
 
 LONG: dict[str, Any] = {"prompt": "Hi there", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
 
@@ -194,3 +196,14 @@ def answers(url: str) -> bool:
         return httpx2.get(url).status_code == 200
     except httpx2.TransportError:
         return False
+
+
+def test_what_was_frozen_is_collected_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else extension modules print at the end of the process what they take for leaks (triton's, which xgrammar loads)."""
+    frozen: list[int] = []
+    ran = SimpleNamespace(run=lambda _: frozen.append(gc.get_freeze_count()), signal=signal.SIGTERM)
+    monkeypatch.setattr("kvthaw.serve.server.Server", lambda *_, **__: ran)
+    service: Any = SimpleNamespace(worker=SimpleNamespace(failure=None))
+    with socket.socket() as listener:
+        run(service, listener, grace=0.0)
+    assert frozen[0] > gc.get_freeze_count() == 0

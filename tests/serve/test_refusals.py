@@ -77,6 +77,28 @@ def test_a_misspelled_field_is_answered_with_the_one_that_is_meant(
     assert ("did you mean" in message) == (meant is not None)
 
 
+@pytest.mark.parametrize(
+    ("fields", "where", "meant"),
+    [
+        ({"messages": [{"role": "user", "contents": "x"}]}, "messages.0.contents", "content"),
+        ({"messages": [{"rol": "user", "content": "x"}]}, "messages.0.rol", "role"),
+        ({"messages": USER, "stream": True, "stream_options": {"include_usages": True}}, "include_usages", "include_usage"),
+        (
+            {"messages": USER, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schma": {}}}},
+            "schma",
+            "schema",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_misspelled_field_within_another_is_answered_too(
+    served: Served, fields: dict[str, Any], where: str, meant: str
+) -> None:
+    message = served.post(CHAT, **fields).json()["error"]["message"]
+    assert where in message
+    assert f"did you mean {meant!r}?" in message
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "3", '"x"', '{"prompt": "\\ud800"}', "\xff", ""])
 def test_bodies_that_are_no_request(served: Served, text: str) -> None:
     said = served.http.post(TEXT, content=text.encode("latin1"), headers={"content-type": "application/json"})

@@ -35,9 +35,13 @@ def methods(
     from kvthaw.evaluate.report import lay_out
     from kvthaw.methods import METHODS, resolve
     from kvthaw.methods import options as own
+    from kvthaw.methods.auto import AUTO
 
+    if name == AUTO:
+        _auto(as_json)
+        return
     if name is not None and name not in METHODS:
-        raise unknown("method", name, METHODS)
+        raise unknown("method", name, [AUTO, *METHODS])
     rows = [describe(resolve(one)) for one in ([name] if name else METHODS)]
     if name is None and as_json:
         print(json.dumps(rows))
@@ -56,3 +60,28 @@ def methods(
             columns = ["option", "default", "takes"]
             told = [[one, str(of["default"]), of["takes"]] for one, of in takes.items()]
             print_wide(lay_out(None, columns, told, words=columns))
+
+
+def _auto(as_json: bool) -> None:
+    """Tell what auto is in force as, by device."""
+    from kvthaw.evaluate.report import lay_out
+    from kvthaw.methods.auto import AUTO, BEST
+
+    text = (
+        "Full attention while its KV fits the device and that is the faster way, then an index. It takes no options; "
+        "stats().method and stats().reason tell what is in force. Models with less KV a token change later on a GPU."
+    )
+    names = {"cuda": "other GPUs", "cpu": "a CPU"}
+    columns = ["device", "full attention up to, tokens", "then", "source"]
+    rows = [(names.get(on, on), best.crossing.tokens[0][1], best.method, best.crossing.source) for on, best in BEST.items()]
+    if as_json:
+        print(
+            json.dumps(
+                {"name": AUTO, "text": text, "options": {}, "by_device": [dict(zip(columns, row, strict=True)) for row in rows]}
+            )
+        )
+        return
+    print(f"{AUTO}: {text}\n")
+    shown = [(on, f"{most:,}", then, source) for on, most, then, source in rows]
+    title = "One sequence; on GPUs a model with 8 KV heads of 128 numbers in bf16"
+    print_wide(lay_out(title, columns, shown, words=(columns[0], *columns[2:]), folded=columns[3:]))

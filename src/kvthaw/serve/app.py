@@ -22,12 +22,14 @@ from kvthaw.serve.errors import ERRORS, ApiError, as_api_error
 from kvthaw.serve.jobs import Job
 from kvthaw.serve.responses import ResponseAnswer
 from kvthaw.serve.schema import (
+    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     ResponsesRequest,
     Sampled,
     TokenizeRequest,
+    names_within,
 )
 from kvthaw.serve.service import Service, refused
 from kvthaw.version import __version__
@@ -260,15 +262,16 @@ async def _http_error(_: Request, error: Exception) -> Response:
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    """Name the first field that is wrong, without its value, and the field that a misspelled one is like."""
+    """Name the first field that is wrong, one that is not known before others, without its value, and the field that a misspelled
+    one is like."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     where = [str(part) for part in first["loc"][1:]]
     if first["type"] == "json_invalid" or not where:
         return ApiError(400, "the body is not a JSON object with Content-Type: application/json").response()
     says = first["msg"]
     if first["type"] == "extra_forbidden":
         body = request.scope["route"].body_field.field_info.annotation
-        known = body.model_fields if len(where) == 1 else ()  # what is inside a field has a schema of its own
-        says = "; ".join(filter(None, ("is not served", hint(where[0], known))))
+        known = body.model_fields if len(where) == 1 else names_within(Body)
+        says = "; ".join(filter(None, ("is not served", hint(where[-1], known))))
     return ApiError(400, f"{'.'.join(where)}: {says}", param=where[0]).response()

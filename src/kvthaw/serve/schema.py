@@ -57,6 +57,12 @@ class Body(BaseModel):
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
+def names_within(kind: type[Body]) -> set[str]:
+    """Return the names of the fields of a kind of object, and of all kinds that extend it."""
+    own = {field.alias or name for name, field in kind.model_fields.items()}
+    return own.union(*map(names_within, kind.__subclasses__()))
+
+
 class StreamOptions(Body):
     """include_usage: a last chunk with the usage; continuous_usage_stats (vLLM's): it is in every chunk."""
 

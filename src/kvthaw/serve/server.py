@@ -53,7 +53,10 @@ def run(service: Service, listener: socket.socket, *, grace: float, api_keys: Se
     server = Server(service, grace=grace, api_keys=api_keys)
     gc.collect()
     gc.freeze()  # what is loaded stays: a collection that looks through all of it stops every thread for a quarter of a second
-    server.run([listener])
+    try:
+        server.run([listener])
+    finally:
+        gc.unfreeze()  # else extension modules report at the end of the process, as leaks, what was never collected
     if service.worker.failure is not None:
         raise KvthawError(f"the model cannot go on: {service.worker.failure}")
     if server.signal == signal.SIGINT:
