@@ -141,6 +141,9 @@ def write_whole(path: Path, text: str) -> None:
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         part.unlink(missing_ok=True)
 
