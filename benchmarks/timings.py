@@ -49,7 +49,7 @@ JOBS: tuple[tuple[int, str, tuple[Any, ...]], ...] = (
     (12, "steps", (f"clusterkv-plus:{FAST}", 512, 320)),
     (12, "steps", (f"prkv:{MANY}", 512, 384)),
     (12, "steps", (f"prkv-plus:{MANY}", 512, 384)),
-    (10, "kernels", ("rounds",)),
+    (12, "kernels", ("rounds",)),
     (7, "prompt", ("pariskv-plus", 128, 128, 8)),
     (7, "prompt", ("pariskv-plus", 128, 16, 8)),
     (5, "kernels", ("encode",)),
