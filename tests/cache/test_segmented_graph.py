@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -50,7 +51,46 @@ def test_a_choice_left_to_the_host_is_the_eager_one(method: str) -> None:
     assert recorded.stats() == eager.stats()
 
 
+class Kept(StandIn):
+    """Keeps what the host is to do."""
+
+    def host(self, call: Callable[[], None]) -> None:
+        self.call = call
+        call()
+
+
+def test_what_a_replay_asks_is_answered_as_by_the_index_now(llama: PreTrainedModel) -> None:
+    """Through the same tensors, with other numbers, after more tokens, with tables that grew, of another index."""
+    cache, steps = kvthaw.Cache(llama, "icecache-digest", budget=48, dense_layers=0), Kept()
+    with torch.no_grad():
+        llama(prompt(2, 130), past_key_values=cache)
+    layer = cache.kv.offloaded[0]
+    group, heads = layer.retriever, layer.retriever.context
+    query = torch.randn(2, heads.q_heads, heads.head_dim)
+    with cache.kv.streams.records(steps):
+        group.choose(query, 130)
+    buffer = group.buffer(2)
+    rows, counts, slots, *_ = buffer.parts(buffer.answer)
+    for change in (
+        lambda: buffer.query.mul_(-1),
+        lambda: llama(prompt(2, 20), past_key_values=cache),
+        lambda: group.residency.grow(1000),
+        group.branch,
+    ):
+        with torch.no_grad():
+            change()
+        buffer.answer.zero_()
+        steps.call()
+        expected = group.index.select(buffer.query, group.rows)
+        assert torch.equal(rows, expected.rows)
+        assert torch.equal(counts, expected.counts)
+        there = group.residency.slot_row.gather(2, slots.long())
+        assert torch.equal(there[rows >= 0], rows[rows >= 0])
+
+
 class Weighs(TreeIndex):
+    prepare = None  # type: ignore[assignment]
+
     def select(self, query: Tensor, budget: int) -> Selection:
         found = super().select(query, budget)
         return replace(found, log_weight=torch.zeros((*query.shape[:2], budget)))

@@ -186,6 +186,16 @@ class WorksBeside(Protocol):
 
 
 @runtime_checkable
+class Prepares(Protocol):
+    """An index on the host that captured steps ask through the same tensors again and again, without what Python checks and makes
+    for every select(). A subclass that changes select() changes prepare() too, or sets it to None."""
+
+    def prepare(self, query: Tensor, budget: int, rows: Tensor, counts: Tensor) -> Callable[[], None]:
+        """Return what writes select() of the numbers that `query` [B, Hq, D] float32 holds when it is called to rows [B, H, budget]
+        and counts [B, H], int32. All are contiguous and on the CPU."""
+
+
+@runtime_checkable
 class Attends(Protocol):
     """An index that may return attention of its own in `Selection.partial`, without softcap."""
 

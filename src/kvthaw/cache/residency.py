@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.kernels.admit import Placed
 from kvthaw.kernels.admit import admit as device_admit
+from kvthaw.native import admission
 from kvthaw.native import admit as native_admit
 
 
@@ -60,15 +63,29 @@ class Residency:
         Returns (slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32: the row where it must be brought, else -1; live
         [B, H, C] bool: the slots that hold a row of this step), on the host in `out` where that is given.
         """
-        rows, seqs, placed = rows.contiguous(), len(rows), None
-        tables = self.row_slot[:seqs], self.slot_row[:seqs], self.used[:seqs], self.counts
+        rows, placed, tables = rows.contiguous(), None, self._tables(len(rows))
         if blocks is not None:
-            placed = Placed(blocks[0][:seqs], blocks[1], self.latest[:seqs])
+            placed = Placed(blocks[0][: len(rows)], blocks[1], self.latest[: len(rows)])
         if self.device.type == "cuda":
             return device_admit(rows, *tables, placed)
         if placed is not None:
             rows = placed.split(rows, self.counts)
         return native_admit(rows, *tables, out)
+
+    def admission(self, rows: Tensor, out: tuple[Tensor, Tensor, Tensor]) -> Callable[[], None]:
+        """Return admit() of what `rows` holds whenever it is called, on the host, which writes to `out`."""
+        asked, prepared = (self.row_slot, self.used), admission(rows, *self._tables(len(rows)), out)
+
+        def admit() -> None:
+            nonlocal asked, prepared
+            if self.row_slot is not asked[0] or self.used is not asked[1]:  # which reorder() or growth replaced
+                asked, prepared = (self.row_slot, self.used), admission(rows, *self._tables(len(rows)), out)
+            prepared()
+
+        return admit
+
+    def _tables(self, seqs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.row_slot[:seqs], self.slot_row[:seqs], self.used[:seqs], self.counts
 
     def clear(self, seq: int, length: int = 0) -> None:
         """Forget the rows >= length of a sequence."""

@@ -13,7 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import Index, IndexContext, Method, Rebuilds, Remembers, Reversible, Selection, WorksBeside
+from kvthaw.cache.index_api import (
+    Index,
+    IndexContext,
+    Method,
+    Prepares,
+    Rebuilds,
+    Remembers,
+    Reversible,
+    Selection,
+    WorksBeside,
+)
 from kvthaw.cache.meter import Meter
 from kvthaw.cache.prefetched_search import PrefetchedSearch
 from kvthaw.cache.residency import Residency
@@ -265,21 +275,38 @@ class Retriever:
         selection_buffer = self.buffer(seqs)
         here = selection_buffer.parts(selection_buffer.answer)
         selection_buffer.query.copy_(query, non_blocking=True)
+        admit = self.residency.admission(here[0], here[2:])
+        asked, select = self.index, self._prepared(selection_buffer.query, *here[:2])
 
         def choose() -> None:
+            nonlocal asked, select
             self.wait()
+            if self.index is not asked:  # branch()
+                asked, select = self.index, self._prepared(selection_buffer.query, *here[:2])
             with self._naming_errors():
-                selection = self.index.select(selection_buffer.query, self.rows)
-            if selection.log_weight is not None or selection.partial is not None:
-                raise CacheError(
-                    f"{self.method.name} weighs or estimates on the host; its steps cannot be captured: capture=False"
-                )
+                select()
             self._evict_all(seqs)
-            self._answer(selection, here)
+            admit()
 
         graph.host(choose)
         rows, counts, slots, fetch, live = selection_buffer.parts(selection_buffer.answer.to(query.device, non_blocking=True))
         return Choice(Selection(rows, counts), slots, fetch, live)
+
+    def _prepared(self, query: Tensor, rows: Tensor, counts: Tensor) -> Callable[[], None]:
+        """Return what selects with the numbers that `query` holds when it is called, and leaves the choice in rows and counts."""
+        if isinstance(self.index, Prepares):
+            return self.index.prepare(query, self.rows, rows, counts)
+
+        def select() -> None:
+            selection = self.index.select(query, self.rows)
+            if selection.log_weight is not None or selection.partial is not None:
+                raise CacheError(
+                    f"{self.method.name} weighs or estimates on the host; its steps cannot be captured: capture=False"
+                )
+            rows.copy_(selection.rows)
+            counts.copy_(selection.counts)
+
+        return select
 
     def _answer(self, selection: Selection, parts: Parts) -> tuple[Tensor, Tensor]:
         """Assign slots to a selection made on the host, and write both into a host buffer."""

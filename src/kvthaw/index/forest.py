@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -116,27 +116,26 @@ class TreeIndex(Index, Snapshots):
 
     def select_host(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         """select() without the device: query [B, Hq, D] float32 on the CPU; rows [B, H, budget] and counts [B, H], int32."""
+        heads = len(query), self.context.kv_heads
+        rows, counts = (torch.empty(size, dtype=torch.int32) for size in ((*heads, max(0, budget)), heads))
+        TreeIndex.prepare(self, query.contiguous(), budget, rows, counts)()
+        return rows, counts
+
+    def prepare(self, query: Tensor, budget: int, rows: Tensor, counts: Tensor) -> Callable[[], None]:
+        """See `kvthaw.cache.index_api.Prepares`."""
         batch, q_heads, dim = query.shape
         if (q_heads, dim) != (self.context.q_heads, self.context.head_dim) or batch > self.context.store.seqs:
             most = [self.context.store.seqs, self.context.q_heads, self.context.head_dim]
             raise ValueError(f"query is {list(query.shape)}; it must be {most}, or fewer sequences")
         at_least(0, budget=budget)
-        query = query.contiguous()
-        rows = torch.empty((batch, self.context.kv_heads, budget), dtype=torch.int32)
-        counts = torch.empty((batch, self.context.kv_heads), dtype=torch.int32)
-        bases = self._addresses(0, batch, {seq: self.length(seq) for seq in range(batch) if self.forest.size(seq)})
-        self.forest.select(
-            batch,
-            self.context.group,
-            query.data_ptr(),
-            budget,
-            bases.data_ptr(),
-            bases.shape[1],
-            rows.data_ptr(),
-            counts.data_ptr(),
-            self.threads,
-        )
-        return rows, counts
+        group = self.context.group
+
+        def select() -> None:
+            bases = self._addresses(0, batch, {seq: self.length(seq) for seq in range(batch) if self.forest.size(seq)})
+            addresses = bases.data_ptr(), bases.shape[1], rows.data_ptr(), counts.data_ptr()
+            self.forest.select(batch, group, query.data_ptr(), budget, *addresses, self.threads)
+
+        return select
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget positions >= length; 0 clears the sequence. The store must still hold the positions that stay."""
@@ -230,4 +229,6 @@ class TreeIndex(Index, Snapshots):
             if held < length:
                 raise CacheError(f"sequence {seq} is to be indexed to position {length}, but the store holds {held} rows")
         table, missing = store.table(), stop - store.seqs
+        if start == missing == 0:
+            return table
         return (torch.nn.functional.pad(table, (0, 0, 0, missing)) if missing > 0 else table)[start:stop]

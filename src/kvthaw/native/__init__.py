@@ -7,7 +7,8 @@ No call holds the GIL while it works. isa chooses the instruction set; without i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -103,6 +104,17 @@ def admit(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `kvthaw.kernels.admit.definition`, on the host; the last columns of the first two tables are left alone. out: where
     slots, fetch and live are to be written."""
+    if out is None:
+        places = rows.new_empty((*rows.shape[:2], slot_row.shape[2] - 1), dtype=torch.bool)
+        out = torch.empty_like(rows), torch.empty_like(rows), places
+    admission(rows, row_slot, slot_row, used, counts, out)()
+    return out
+
+
+def admission(
+    rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, counts: Tensor, out: tuple[Tensor, Tensor, Tensor]
+) -> Callable[[], None]:
+    """Return admit() of what these tensors hold whenever it is called. They must be kept until then."""
     seqs, heads, width = rows.shape
     capacity, places = row_slot.shape[2] - 1, slot_row.shape[2] - 1
     if width > places:
@@ -113,8 +125,6 @@ def admit(
         _check("used", used, torch.int32, (seqs, heads, places + 1)),
         _check("counts", counts, torch.int64, (4,)),
     )
-    if out is None:
-        out = torch.empty_like(rows), torch.empty_like(rows), torch.empty((seqs, heads, places), dtype=torch.bool)
     slots, fetch, live = out
     outs = (
         _check("slots", slots, torch.int32, rows.shape),
@@ -122,5 +132,4 @@ def admit(
         _check("live", live, torch.bool, (seqs, heads, places)),
     )
     source = _check("rows", rows, torch.int32, rows.shape)
-    _native.admit(seqs * heads, width, capacity, places, source, *tables, *outs)
-    return out
+    return partial(_native.admit, seqs * heads, width, capacity, places, source, *tables, *outs)
