@@ -21,6 +21,16 @@ from kvthaw.methods.icecache_digest import SETTINGS
 from kvthaw.native import cores
 from kvthaw.regions import Regions
 
+METHODS: dict[str, dict[str, Any]] = {
+    "icecache": {},
+    "icecache:preset=code": PRESETS["code"],
+    "icecache-digest": SETTINGS,
+}
+APPENDED = 16
+"""Keys of an append."""
+LEFT = 5 * APPENDED
+"""Keys that building leaves for them."""
+
 
 def keys(length: int, generator: torch.Generator) -> Tensor:
     """[HEADS, length, DIM] bfloat16: clusters of very different sizes, as in a text, half of the dims turned by position."""
@@ -53,7 +63,7 @@ def measure(stores: list[HostStore], budget: int, threads: int, config: TreeConf
         sizes = (layer, HEADS * GROUP, HEADS, DIM, store.dtype, torch.device("cpu"))
         index = TreeIndex(IndexContext(*sizes, store, Regions(32, 32, 16), DIM**-0.5), config, threads=threads)
         begin = time.perf_counter()
-        index.build(0, 32, torch.empty(HEADS, length - 32, 0))
+        index.build(0, 32, torch.empty(HEADS, length - 32 - LEFT, 0))
         build.append(time.perf_counter() - begin)
         indices.append(index)
     query = torch.randn(layers, 1, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(1)) * 2
@@ -66,33 +76,46 @@ def measure(stores: list[HostStore], budget: int, threads: int, config: TreeConf
     def tree(i: int) -> Tensor:
         return indices[i].select(query[i], budget).rows
 
+    def append(i: int) -> Tensor:
+        more = torch.empty(1, HEADS, APPENDED, 0)
+        indices[i].append([0], more)
+        return more
+
     return {
         "build_ms": 1e3 * statistics.median(build),
         "tree_ms": _median(tree, layers),
+        "rested_ms": _median(tree, layers, rest=2e-4),
         "flat_ms": _median(flat, layers),
+        "append_ms": _median(append, layers, rounds=LEFT // APPENDED),
     }
 
 
-def _median(call: Callable[[int], Tensor], layers: int, rounds: int = 5) -> float:
+def _median(call: Callable[[int], Tensor], layers: int, rounds: int = 5, rest: float = 0.0) -> float:
+    """rest: seconds before each call in which the caller waits, as a step does for the device."""
     times = []
     for _ in range(rounds):
         for i in range(layers):
+            awake = time.perf_counter() + rest
+            while time.perf_counter() < awake:
+                pass
             begin = time.perf_counter()
             call(i)
             times.append(time.perf_counter() - begin)
     return 1e3 * statistics.median(times)
 
 
-def lines(*, quick: bool, length: int, budget: int, threads: int, layers: int) -> Iterator[dict[str, Any]]:
-    """Build and search; a line a setting. quick: at most 4096 keys and two layers. length: keys a KV head; budget: rows a KV head;
-    threads: 0 for one a core; layers: with keys of their own."""
+def lines(*, quick: bool, length: int, budget: int, threads: int, layers: int, method: str = "") -> Iterator[dict[str, Any]]:
+    """Build, search and append; a line a setting. quick: at most 4096 keys and two layers. length: keys a KV head; budget: rows a
+    KV head; threads: 0 for one a core; layers: with keys of their own; method: one of METHODS, all unless given."""
     if quick:
         length, layers = min(length, 4096), min(layers, 2)
     before, threads = torch.get_num_threads(), threads or cores()
     torch.set_num_threads(threads)
     try:
         stores = filled(length, layers)
-        for name, settings in (("icecache", {}), ("icecache:preset=code", PRESETS["code"]), ("icecache-digest", SETTINGS)):
+        for name, settings in METHODS.items():
+            if method and name != method:
+                continue
             times = measure(stores, budget, threads, TreeConfig(**settings))
             sizes = {"length": length, "budget": budget, "threads": threads}
             yield {**sizes, "method": name, **times, "speedup": times["flat_ms"] / times["tree_ms"]}
@@ -101,4 +124,4 @@ def lines(*, quick: bool, length: int, budget: int, threads: int, layers: int) -
 
 
 if __name__ == "__main__":
-    run_kernels(__doc__, lines, {"bench": "tree"}, gpu=False, length=36864, budget=176, threads=0, layers=8)
+    run_kernels(__doc__, lines, {"bench": "tree"}, gpu=False, length=36864, budget=176, threads=0, layers=8, method="")

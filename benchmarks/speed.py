@@ -2,7 +2,8 @@
 
 usage: python3 -m benchmarks.speed [OUT...]
 
-OUT: folders whose lines are taken in first: decode, rivals, prefill, indexing, serving, peaks, running, trace, kernels_*.jsonl.
+OUT: folders whose lines are taken in first: decode, rivals, prefill, indexing, serving, peaks, running, trace, trees,
+kernels_*.jsonl.
 Writes the part of docs/results.md between its marks, docs/length.png and docs/throughput.png.
 """
 
@@ -99,7 +100,7 @@ def merged(old: Iterable[Record], new: Iterable[Record]) -> list[Record]:
 
 def collect(folder: Path) -> None:
     """Lines of a folder into benchmarks/results."""
-    names = ("decode", "rivals", "prefill", "indexing", "serving", "peaks", "running", "trace")
+    names = ("decode", "rivals", "prefill", "indexing", "serving", "peaks", "running", "trace", "trees")
     for path in sorted([*(folder / f"{name}.jsonl" for name in names), *folder.glob("kernels_*.jsonl")]):
         new = read(path)
         if new:

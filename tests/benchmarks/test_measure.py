@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kernels_tree, measure, tree_search
+from benchmarks import kernels_tree, measure, second_token, tree_search
 from benchmarks.filled import FilledChecks
 
 
@@ -18,7 +18,23 @@ def lines(path: Path) -> list[dict[str, object]]:
 def test_the_tree_is_timed_beside_a_flat_scan() -> None:
     for line in kernels_tree.lines(quick=True, length=300, budget=32, threads=0, layers=1):
         assert line["speedup"] == line["flat_ms"] / line["tree_ms"] > 0
-        assert set(line) >= {"method", "length", "budget", "threads", "build_ms"}
+        assert set(line) >= {"method", "length", "budget", "threads", "build_ms", "rested_ms"}
+        assert line["append_ms"] > 0
+
+
+def test_a_prompt_behind_attach_is_timed_to_its_second_token_and_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--shape=tiny", "--chunk=200", "--prompts=full/600,2xicecache-digest:reuse=2/600@2"]
+    monkeypatch.setattr("sys.argv", ["second_token", *asked])
+    monkeypatch.setattr(second_token, "WARM", 0)
+    second_token.main()
+    full, cold, prompt, steps = map(json.loads, capsys.readouterr().out.splitlines())
+    assert full["tt2t_s"] > full["seconds"] > 0
+    assert cold["index_alone_s"] is None
+    assert prompt["index_alone_s"] > 0
+    assert steps["setting"]["method"] == "icecache-digest:reuse=2"
+    assert steps["host_ms"]["search"] > 0
 
 
 def test_trees_are_searched_for_the_exact_best_keys() -> None:

@@ -181,10 +181,10 @@ def _run(model: PreTrainedModel, one: PrefillSetting, ids: Tensor, host_bytes: i
         indexed = now(ids.device) - begin
         alone = [updater for _, updater in indexed_layers(handle.cache.kv.layers)]
         model(ids[:, -1:], past_key_values=handle.cache)
-        return _Times(seconds, indexed, now(ids.device) - begin, _build_alone(alone))
+        return _Times(seconds, indexed, now(ids.device) - begin, build_alone(alone))
 
 
-def _build_alone(found: Sequence[IndexUpdater]) -> float | None:
+def build_alone(found: Sequence[IndexUpdater]) -> float | None:
     """Build what indexes on the host hold of the first sequence once more. Returns the seconds."""
     begin, some = time.perf_counter(), False
     for updater in found:
