@@ -1,4 +1,5 @@
-"""Compiles kernels for a GPU on a machine that may have none, as far as types and layouts are checked (no machine code is made).
+"""Compiles kernels for a GPU on a machine that may have none, as far as types and layouts are checked (no machine code is made),
+for those in SHARED until it is known how much shared memory they take.
 
 Run as a script with targets and names of CASES ("cuda:90=nodes,units", "hip:gfx942=elsewhere"); prints a line of JSON for each
 case: its target, and what was compiled or the error. Launchers are called with tensors that hold nothing, and what they would
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 HEADS, GROUP = 2, 4
+SHARED = {"cuda:89": 99 << 10}
+"""Bytes of shared memory that a program may have."""
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -237,10 +240,10 @@ class _Stop(Exception):  # noqa: N818
     """Far enough."""
 
 
-def _only_compile(target: str, seen: list[str], kinds: set[tuple[str, str]]) -> None:
+def _only_compile(target: str, seen: list[str], kinds: set[tuple[str, str]], shared: dict[str, int]) -> None:
     """From now on a launch compiles its kernel for a target, up to the GPU's own layouts. seen: the kernels' names; kinds: with
     them, hashes of what was compiled, the same for launches that a GPU would serve with the same machine code, which is compiled
-    once."""
+    once; shared: the most shared memory of a kernel, of targets in SHARED."""
     from triton.backends import backends
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -253,11 +256,13 @@ def _only_compile(target: str, seen: list[str], kinds: set[tuple[str, str]]) -> 
     torch.version.hip = None if cuda else "6"
 
     import kvthaw.kernels.gpu
+    import kvthaw.kernels.split
 
     def nvidia(device: torch.device, least: tuple[int, int] = (7, 0)) -> bool:
         return cuda and least <= divmod(int(arch), 10)
 
     kvthaw.kernels.gpu.nvidia = nvidia  # before any other module takes it from there
+    kvthaw.kernels.split.shared_memory = lambda device: SHARED.get(target, 227 << 10)  # type: ignore[assignment]
 
     class Driver:
         def get_current_target(self) -> GPUTarget:
@@ -281,7 +286,7 @@ def _only_compile(target: str, seen: list[str], kinds: set[tuple[str, str]]) -> 
             return 0
 
     run, stages_of, make_ir = JITFunction.run, compiler.add_stages, ASTSource.make_ir
-    asked, compiled = "", set[str]()
+    asked, compiled, taken = "", set[str](), [0]
 
     def make_once(self: Any, target: Any, options: Any, *rest: Any) -> Any:
         nonlocal asked
@@ -292,8 +297,12 @@ def _only_compile(target: str, seen: list[str], kinds: set[tuple[str, str]]) -> 
 
     def add_stages(self: Any, stages: dict[str, Any], *rest: Any) -> None:
         stages_of(self, stages, *rest)
+        lower = stages["llir"]
 
         def stop(source: Any, metadata: dict[str, Any]) -> None:
+            if target in SHARED:
+                lower(source, metadata)
+                taken.append(metadata["shared"])
             raise _Stop
 
         stages["llir"] = stop
@@ -307,6 +316,7 @@ def _only_compile(target: str, seen: list[str], kinds: set[tuple[str, str]]) -> 
         except _Stop:
             compiled.add(asked)
             seen.append(self.__name__)
+            shared[self.__name__] = max(shared.get(self.__name__, 0), taken[-1])
             kinds.add((self.__name__, asked))
 
     driver.set_active(Driver())
@@ -317,16 +327,17 @@ def compile_cases(target: str, names: list[str]) -> None:
     """Print what becomes of each case; this process then compiles for no other target."""
     seen: list[str] = []
     kinds: set[tuple[str, str]] = set()
-    _only_compile(target, seen, kinds)
+    shared: dict[str, int] = {}
+    _only_compile(target, seen, kinds, shared)
     for name in names:
         seen.clear()
         kinds.clear()
         line: dict[str, Any] = {"target": target, "case": name}
         try:
-            CASES[name](torch.bfloat16, 40)  # a width that is padded
+            CASES[name](torch.bfloat16, 128 if target in SHARED else 40)  # a width that is padded
         except Exception as error:
             line["error"] = f"{type(error).__name__}: {error}"
-        line["kinds"] = Counter(kernel for kernel, _ in kinds)
+        line["kinds"], line["shared"] = Counter(kernel for kernel, _ in kinds), shared
         print(json.dumps({**line, "compiled": seen}), flush=True)
 
 

@@ -16,7 +16,7 @@ from kvthaw.kernels import flash_decode as module
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition, flash_decode
 from kvthaw.kernels.merge import Partial
-from kvthaw.kernels.split import Split, split_for
+from kvthaw.kernels.split import Split, split_for, stages_for
 from kvthaw.regions import Regions
 
 pytest.importorskip("triton")
@@ -276,6 +276,13 @@ def test_split_fills_the_device(n: int, pairs: int, dim: int) -> None:
     assert pairs * split.splits >= min(100, pairs * n // 16)
     assert pairs == 500 or pairs * split.splits <= 264
     assert (split.stages == 1) == (split.splits * split.block >= n), "one block each, or several that follow each other"
+
+
+@pytest.mark.parametrize(
+    ("tile", "shared", "stages"), [(32, 99, 3), (64, 227, 3), (64, 163, 3), (64, 99, 2), (64, 64, 1), (256, 99, 1)]
+)
+def test_blocks_ahead_fit_in_shared_memory(tile: int, shared: int, stages: int) -> None:
+    assert stages_for(3, tile << 10, shared << 10) == stages
 
 
 @pytest.mark.parametrize("broken", ["stride", "dtype", "lengths", "visible", "newest", "regions"])

@@ -16,7 +16,7 @@ from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.merge import Partial, merge
-from kvthaw.kernels.split import multiprocessors, split_for, triton_block
+from kvthaw.kernels.split import multiprocessors, shared_memory, split_for, stages_for, triton_block
 
 
 def definition(step: DecodeStep) -> Partial:
@@ -361,6 +361,9 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     if interpreted and sinks is not None:  # the interpreter supports no bfloat16 scalars or products
         sinks = sinks.float()
     block_d, merge_g, one = triton_block(dim, 16), triton_block(group), split.splits * split.block >= n
+    # Rows of the slab and rows of 8 bits have tiles of their own; float32 is multiplied in parts.
+    both = (fp8 and slots is not None) or keys.dtype == torch.float32
+    tile = split.block * 2 * triton_block(dim) * keys.element_size() * (2 if both else 1)
     _attend[(batch * heads, split.splits)](
         query, keys, values, new_key, new_value, visible, rows, slots, table, counts, totals, lengths, starts, log_weight, sinks,
         more_out, more_lse, acc, parts, tickets, out, *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
@@ -372,6 +375,7 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         UPCAST=interpreted, MERGE_G=merge_g, MERGE_S=triton_block(split.splits),
         CHUNK=max(1, min(triton_block(split.splits), 64 * 32 * split.warps // (merge_g * block_d))),
         ONE=one, ALIGN=16 if row_bytes % 32 == 0 else keys.element_size(), FP8=fp8, NATIVE=nvidia(query.device, (8, 9)),
-        PHASES=2 if selected is not None and slots is None and not one else 1, num_warps=split.warps, num_stages=split.stages,
+        PHASES=2 if selected is not None and slots is None and not one else 1, num_warps=split.warps,
+        num_stages=stages_for(split.stages, tile, shared_memory(query.device)),
     )  # fmt: skip
     return out

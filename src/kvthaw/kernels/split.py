@@ -9,6 +9,9 @@ import torch
 
 from kvthaw.kernels import HAS_TRITON
 
+_BESIDE = 24 << 10
+"""Bytes of shared memory for what is not pipelined; 5 to 34 KB were compiled for sm_89."""
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -40,6 +43,12 @@ def split_for(pairs: int, n: int, dim: int, itemsize: int, multiprocessors: int)
     return Split(block, splits, warps=2 if block * dim * itemsize <= 4096 else 4, stages=1 if splits * block >= n else 3)
 
 
+def stages_for(stages: int, tile: int, shared: int) -> int:
+    """Return how many pipeline stages of a block of `tile` bytes fit in shared memory, at most `stages`: all but one are held
+    there, beside what products and the merge need."""
+    return max(1, min(stages, 1 + (shared - _BESIDE) // tile))
+
+
 def triton_block(size: int, least: int = 1) -> int:
     """Return the smallest power of two that is at least `size` and at least `least`."""
     return 1 << (max(size, least) - 1).bit_length()
@@ -51,9 +60,20 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have on a GPU: 99 KiB on most for workstations, 227 on an H200, also
+    under the interpreter."""
+    if device.type != "cuda":
+        return 227 << 10
+    most: int = driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    return most
+
+
 if HAS_TRITON:
     import triton
     import triton.language as tl
+    from triton.runtime import driver
 
     LOG2E = tl.constexpr(1.4426950408889634)
 
