@@ -25,6 +25,7 @@ from kvthaw.bench.card import where
 from kvthaw.bench.serving import Serving, measure
 from kvthaw.bench.shapes import build
 from kvthaw.bench.steps import random_ids
+from kvthaw.engine.warm import warm
 from kvthaw.methods import resolve
 from kvthaw.methods.auto import AUTO
 
@@ -38,6 +39,7 @@ def step_of(
     """Decode prompts of some lengths, of random tokens. Returns the times of steps, the host's part of them, and the kernels."""
     steps, clock = WARM + STEPS + 16, time.perf_counter
     batch = Batch(model, method, max_seqs=len(lengths), capacity=max(lengths) + steps + 1, compile=compiled, **settings)
+    warm(batch)  # as a batch that serves has done
     for seed, length in enumerate(lengths):
         request = batch.join(random_ids(model, 1, length, seed)[0], max_new_tokens=steps + 1, stop=())
         batch.prefill(request, request.prompt)
