@@ -62,6 +62,17 @@ def test_what_leaves_the_rings_of_layers_is_stored_and_returned() -> None:
         assert [layer.ahead(seq, 12) for seq in range(2)] == [True, False]
 
 
+def test_what_was_offloaded_ahead_is_known_after_a_reorder_and_a_rewind() -> None:
+    (layer,) = layers(1)
+    offload([layer], [(0, 12, 18, 14)])
+    layer.rewind(layer.marks())
+    assert [layer.ahead(seq, 12) for seq in range(2)] == [True, False]
+    layer.reorder([1, 0])
+    assert [layer.ahead(seq, 12) for seq in range(2)] == [False, True]
+    layer.undo(1)
+    assert [layer.store.length(seq) for seq in range(2)] == [14, 14]
+
+
 def test_where_one_layer_finds_no_memory_none_is_said_to_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
     three, spans = layers(3), [(seq, 12, 18, 14) for seq in range(2)]
     real, given = host_memory.host_tensor, iter(range(3))

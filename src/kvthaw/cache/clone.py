@@ -87,9 +87,7 @@ def can_reuse(layer: OffloadedLayer, other: OffloadedLayer) -> bool:
     sequences = other.sequences
     if not same or not mine.method.any_budget or not sequences.prompt_only or plan is None:
         return False
-    updater = other.storage.updater
-    ahead = updater is not None and any(updater.indexed[seq] > sequences.indexed(seq) for seq in range(sequences.count))
-    return not ahead and mine.plan(sequences.longest, layer.sequences.limit).regions == plan.regions
+    return mine.plan(sequences.longest, layer.sequences.limit).regions == plan.regions
 
 
 def _reuse(layer: OffloadedLayer, step: Step, other: OffloadedLayer) -> None:

@@ -101,9 +101,8 @@ class Lockstep:
                         except KvthawError:  # rank 0 tells the client
                             requests.pop(number, None)
                     case Cancel(number):
-                        if number in requests and requests[number].finished is None:
-                            scheduler.cancel(requests[number])
-                        requests.pop(number, None)
+                        if number in requests:  # those that end are dropped with the step
+                            scheduler.cancel(requests.pop(number))
                     case Forget(name):
                         if prefix is not None and name in prefix.entries:
                             prefix.forget(name)
