@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -152,10 +152,12 @@ class UvaGather:
         uva_gather(table, host.block_size, slab.data, fetch, slots, slab.pool_start, count, host.format)
 
 
+Way = Literal["uva", "bulk", "each"]
+Layout = Literal["token", "page"]
 COPIES: dict[str, Callable[[], BulkCopy | PieceCopy] | None] = {"uva": None, "bulk": BulkCopy, "each": PieceCopy}
 
 
-def transfer_of(transfer: str, layout: str = "token") -> Callable[[], BulkCopy | PieceCopy | PagedCopy] | None:
+def transfer_of(transfer: Way, layout: Layout = "token") -> Callable[[], BulkCopy | PieceCopy | PagedCopy] | None:
     """Return what makes the Transfer of a name in COPIES, None for a method's default. layout: "page" copies rows in page order
     where the index keeps them so. Raises ConfigError for names that there are not, and for pages that nothing copies."""
     one_of(COPIES, transfer=transfer)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from kvthaw.cache.index_api import IndexContext, Method
-from kvthaw.cache.transfer import transfer_of
+from kvthaw.cache.transfer import Layout, Way, transfer_of
 from kvthaw.errors import at_least, one_of
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods.options import check
 from kvthaw.regions import Regions
 
-PRESETS: dict[str, dict[str, Any]] = {
+Preset = Literal["paper", "code"]
+PRESETS: dict[Preset, dict[str, Any]] = {
     "paper": {},
     "code": {
         "promote": 0.03,
@@ -37,7 +38,7 @@ REGIONS = Regions(32, 32, 16)
 
 
 def icecache(
-    *, preset: str = "paper", reuse: int = 1, threads: int = 0, transfer: str = "bulk", layout: str = "token", **tree: Any
+    *, preset: Preset = "paper", reuse: int = 1, threads: int = 0, transfer: Way = "bulk", layout: Layout = "token", **tree: Any
 ) -> Method:
     """Search a DCI-tree of each KV head on the host and fetch the pages that hold the best keys.
 
@@ -52,7 +53,7 @@ def icecache(
     the paper does, and no step is captured; "each" copies each piece that is contiguous on the host; "uva" lets a kernel read the
     rows itself. layout: "token" leaves rows in the order of the text; "page" keeps a copy of them on the host in the order of the
     pages, as the paper does, in the layers that search; it is written again when a sequence has grown by an eighth, and goes with
-    "bulk" and "each". Neither changes what is selected. Other options: TreeConfig's fields.
+    "bulk" and "each". Neither changes what is selected. Other options: `kvthaw.index.tree_config.TreeConfig`.
     """
     check("icecache", tree, icecache, TreeConfig)
     one_of(PRESETS, preset=preset)
@@ -70,7 +71,9 @@ def icecache(
     )
 
 
-def tree_method(name: str, tree: dict[str, Any], reuse: int, threads: int, transfer: str, layout: str, **fields: Any) -> Method:
+def tree_method(
+    name: str, tree: dict[str, Any], reuse: int, threads: int, transfer: Way, layout: Layout, **fields: Any
+) -> Method:
     """Return a method that searches trees of these TreeConfig fields on the host. fields: more of Method's."""
     at_least(1, reuse=reuse)
     at_least(0, threads=threads)

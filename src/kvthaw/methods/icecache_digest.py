@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.transfer import transfer_of
+from kvthaw.cache.transfer import Layout, Way, transfer_of
 from kvthaw.errors import at_least
 from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.index.tree_config import TreeConfig
@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def icecache_digest(
-    *, reuse: int = 1, prefetch: bool = False, threads: int = 0, transfer: str = "uva", layout: str = "token", **tree: Any
+    *, reuse: int = 1, prefetch: bool = False, threads: int = 0, transfer: Way = "uva", layout: Layout = "token", **tree: Any
 ) -> Method:
     """Search icecache's trees on the host by node digests instead of node keys.
 
@@ -38,7 +38,7 @@ def icecache_digest(
 
     A captured step is one graph more than it has searches; with another transfer than "uva" or with prefetch no step is captured.
     prefetch: search while the layer before attends, with the query that its attention input gives. reuse, threads, transfer,
-    layout: as in icecache, but "uva" by default. Other options: TreeConfig's fields.
+    layout: as in icecache, but "uva" by default. Other options: `kvthaw.index.tree_config.TreeConfig`.
     """
     check("icecache-digest", tree, icecache_digest, TreeConfig)
     name = "icecache-digest" if reuse == 1 else f"icecache-digest:reuse={reuse}"
@@ -55,11 +55,11 @@ def icecache_digest(
     )
 
 
-def icecache_digest_device(*, reuse: int = 1, transfer: str = "uva", **nodes: Any) -> Method:
+def icecache_digest_device(*, reuse: int = 1, transfer: Way = "uva", **nodes: Any) -> Method:
     """Search digests of flat nodes on the device and fetch single tokens; a step asks the host nothing.
 
     Keys are grouped by their nearest promoted key, on one level, when they leave the window; there are no pages, and earlier
-    nodes take no later keys. GQA: `policy`. reuse, transfer: as in icecache-digest. Other options: NodeConfig's fields.
+    nodes take no later keys. GQA: `policy`. reuse, transfer: as in icecache-digest. Other options: `kvthaw.index.nodes.NodeConfig`.
     """
     check("icecache-digest-device", nodes, icecache_digest_device, NodeConfig)
     at_least(1, reuse=reuse)

@@ -109,11 +109,18 @@ def text(make: Callable[..., object]) -> str:
 
 def options(make: Callable[..., Method]) -> dict[str, dict[str, Any]]:
     """Return a method's options by name: their default, and in words what they take. Those that its function takes under any name
-    are not among them; its text says which they are."""
+    are the fields of what its index is made with."""
     named, made = inspect.signature(make, eval_str=True).parameters.values(), make()
     regions = () if made.index is None else REGIONS
-    return {name: {"default": getattr(made.regions, name), "takes": describe(int)} for name in regions} | {
+    found = {name: {"default": getattr(made.regions, name), "takes": describe(int)} for name in regions} | {
         one.name: {"default": one.default, "takes": describe(one.annotation)}
         for one in named
         if one.kind is not one.VAR_KEYWORD
     }
+    if any(one.kind is one.VAR_KEYWORD for one in named) and isinstance(made.index, partial):
+        for settings in filter(is_dataclass, (*made.index.args, *made.index.keywords.values())):
+            kinds = inspect.signature(type(settings), eval_str=True).parameters
+            found |= {
+                name: {"default": getattr(settings, name), "takes": describe(one.annotation)} for name, one in kinds.items()
+            }
+    return found

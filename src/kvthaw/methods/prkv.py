@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal
 
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.transfer import transfer_of
+from kvthaw.cache.transfer import Layout, Way, transfer_of
 from kvthaw.errors import at_least
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.kernels.page_bounds import Spread
@@ -21,14 +21,15 @@ def prkv(
     interval: int = 128,
     spread: Spread = "mean",
     policy: Policy = "max",
-    transfer: str = "uva",
-    layout: str = "token",
+    transfer: Way = "uva",
+    layout: Layout = "token",
 ) -> Method:
     """Keep the tokens that recent queries attended to most selected; pages of all others compete, step by step (algorithm 1).
 
     share: the paper's S, of the rows that the index brings; "auto" is its appendix G. interval: the paper's T: after so many tokens
-    static set and pages are made again. window: the last tokens, always attended; the queries of at most 128 of them choose the
-    static set, by softmax weights of each query head, averaged over window and group. policy: how the query heads of a group agree
+    static set and pages are made again, beside the steps, and are in force when the next page of tokens leaves the window. window:
+    the last tokens, always attended; the queries of at most 128 of them choose the static set, by softmax weights of each query
+    head, averaged over window and group. policy: how the query heads of a group agree
     on pages, see `kvthaw.kernels.unit_select.Policy`. spread: of the pages' bounding volumes, as for ArkVale. The paper has no sink
     (the first tokens become static by themselves), and pages leave the window whole. Its budget k is what the index brings,
     `retrieved=k`.
