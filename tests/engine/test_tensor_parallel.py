@@ -42,9 +42,10 @@ PROMPT, NEW = torch.randint(1, VOCAB, (1, 120), generator=torch.Generator().manu
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="transformers splits a model over the GPUs where there are some")
 
 
-def small(size: int = 1) -> PreTrainedModel:
-    """A model of 8 query and 4 KV heads, whole or this process's part."""
-    make = partial(build, "llama", num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, vocab_size=200)
+def small(size: int = 1, name: str = "llama") -> PreTrainedModel:
+    """A model of 8 query heads and 4 KV heads, or those that the architecture has, whole or this process's part."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4} if name == "llama" else {}
+    make = partial(build, name, num_hidden_layers=2, vocab_size=200, **heads)
     return make() if size == 1 else split(size, make)
 
 
@@ -58,10 +59,19 @@ def logits(model: PreTrainedModel, methods: list[str]) -> dict[str, Any]:
 
 
 @on_cpu
-@pytest.mark.parametrize(("size", "methods"), [(2, [*DISTINCT, *OPTIONS]), (4, ["icecache-digest", "arkvale"])])
-def test_a_method_chooses_in_several_processes_what_it_does_in_one(size: int, methods: list[str], tmp_path: Path) -> None:
-    alone = logits(small(), methods)
-    for one in run(size, lambda rank: logits(small(size), methods), tmp_path / "meeting"):
+@pytest.mark.parametrize(
+    ("name", "size", "methods"),
+    [
+        ("llama", 2, [*DISTINCT, *OPTIONS]),
+        ("llama", 4, ["icecache-digest", "arkvale"]),
+        ("gpt_neox", 2, ["icecache-digest", "arkvale"]),  # queries, keys and values are one product
+    ],
+)
+def test_a_method_chooses_in_several_processes_what_it_does_in_one(
+    name: str, size: int, methods: list[str], tmp_path: Path
+) -> None:
+    alone = logits(small(name=name), methods)
+    for one in run(size, lambda rank: logits(small(size, name), methods), tmp_path / "meeting"):
         for method in methods:
             np.testing.assert_allclose(one[method], alone[method], atol=1e-4, rtol=1e-4, err_msg=method)
             assert (one[method].argmax(1) == alone[method].argmax(1)).all()

@@ -190,4 +190,5 @@ def _is_split(weight: Tensor) -> bool:
 
 def _splits_heads(model: PreTrainedModel) -> bool:
     """Return whether a process has the queries and keys of its own heads; some models compute all of them everywhere."""
-    return any("attn" in name and style == "colwise" for name, style in (model.tp_plan or {}).items())
+    of_attention = (style for name, style in (model.tp_plan or {}).items() if "attn" in name or "attention" in name)
+    return "colwise" in of_attention
