@@ -215,6 +215,26 @@ def test_a_tree_is_shared_where_little_is_new(tmp_path: Path, monkeypatch: pytes
     assert prefix.stats().kept_bytes == 0
 
 
+def test_no_tree_is_taken_where_what_is_kept_ends_before_its_first_position(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the step of another request met a tree of more positions than the sequence has rows."""
+    ids, new = prompt(1, 140)[0], prompt(1, 5, seed=5)[0]
+    batch = batch_of(model, "icecache-digest", PrefixCache(), budget=1024)  # of which 32 tokens are the sink
+    tokens_of(batch, ids)
+    other = batch.join(prompt(1, 90, seed=6)[0], max_new_tokens=20, stop=())
+    while not other.tokens:
+        batch.step()
+    request = batch.join(torch.cat((ids, new)), max_new_tokens=2, stop=())
+    while not request.finished:
+        if request not in batch.decoding:
+            batch.prefill(request, 16)
+        batch.decode()
+        batch.start()
+    assert request.cached_tokens == 145 - 128
+    assert not caplog.records
+
+
 def test_entries_with_a_name_stay(model: PreTrainedModel) -> None:
     prefix = PrefixCache(host_bytes=15 * BLOCK)
     batch = batch_of(model, "quest", prefix)

@@ -139,11 +139,12 @@ class IndexUpdater:
     def resume(self, seq: int, start: int, kept: Snapshot | None) -> None:
         """Index a sequence whose rows came without a prefill up to where its ring begins: with a snapshot of the same tokens, and
         what it lacks with the rest of the prompt, or from scratch, which is logged where tensors are of no snapshot."""
+        if start <= self.first:
+            return
         end = 0 if kept is None else min(start, kept.end)
         index = self.retriever.index
         if kept is None or kept.first != self.first or 2 * end <= start or not isinstance(index, Snapshots):
-            if start > self.first:
-                self.stale.add(seq)
+            self.stale.add(seq)
             return
 
         def take() -> None:
