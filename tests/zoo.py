@@ -136,7 +136,9 @@ def _build(name: str, seed: int, attention: str | None, settings: dict[str, Any]
     config = getattr(transformers, stem + "Config")(**{key: value for key, value in chosen.items() if value is not ...})
     if attention is not None:
         config._attn_implementation = attention
-    model = getattr(transformers, prefix + ("LMHeadModel" if name == "gpt2" else "ForCausalLM"))(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, prefix + ("LMHeadModel" if name == "gpt2" else "ForCausalLM"))(config)
     model.generation_config.pad_token_id = 0
     return sharpen(model, seed).eval().requires_grad_(False)
 

@@ -295,6 +295,20 @@ def test_what_cannot_be_compiled_is_not_and_says_so(
     ]
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_queries_are_predicted_by_layers_that_turn_them_alike(name: str) -> None:
+    """Not by those that keep a window, which are the batch's own here and transformers' where the model is attached."""
+    model, ids = build_exact(name), prompt(1, 150, seed=3)
+    settings: dict[str, Any] = {"budget": 32, "dense_layers": 0}
+    with kvthaw.attach(model, "icecache-digest:prefetch=True", **settings):
+        expected = model.generate(ids, max_new_tokens=8, do_sample=False)[0, 150:].tolist()
+    batch = Batch(model, "icecache-digest:prefetch=True", max_seqs=1, capacity=CAPACITY, **settings)
+    request = batch.join(ids[0], max_new_tokens=8, stop=())
+    while batch.requests:
+        batch.step()
+    assert request.tokens == expected
+
+
 @pytest.mark.slow
 def test_a_compiled_batch_gives_the_same_tokens() -> None:
     llama, found = build_exact("llama", num_hidden_layers=1), []

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.rotary import Rotary
+from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.errors import UnsupportedModelError
 
@@ -60,10 +61,12 @@ def drop_prefetch(model: PreTrainedModel) -> None:
 def _prefetch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a layer's attention: give its input to the next layer's, and ask the index there with the query that comes of it.
 
-    The model's first layer predicts nothing, as in InfiniGen's code: what it attends with is the token's embedding alone.
+    The model's first layer predicts nothing, as in InfiniGen's code: what it attends with is the token's embedding alone. Layers that
+    keep a window are passed over: they may turn queries by other angles, which are among their inputs.
     """
     for name, given in kwargs.items():
-        ours = [layer for layer in getattr(given, "layers", []) if isinstance(layer, CacheLayer)]
+        every = [layer for layer in getattr(given, "layers", []) if isinstance(layer, CacheLayer)]
+        ours = [layer for layer in every if not isinstance(layer.kv, WindowLayer)]
         if not ours or not ours[0].shared.kv.settings.method.prefetches:
             continue
         at = next((i for i, layer in enumerate(ours) if layer.module is not None and layer.module() is module), len(ours))
