@@ -4,6 +4,7 @@ benchmarks/results/*.jsonl."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def overview(*, dark: bool = False) -> Figure:
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for method, (label, colour) in shown.items():
-        mine = {}
+        mine: dict[int, tuple[float, float]] = {}
         for line in lines("decode"):
             setting = line["setting"]
             name, length = setting["method"].removesuffix(":iterations=4"), setting["length"]
@@ -138,7 +139,10 @@ def overview(*, dark: bool = False) -> Figure:
             asked = setting["shape"], name, setting["batch"], setting["steps"]
             if asked == ("llama-3.1-8b", wanted, 1, steps) and setting["hits"] != 0.0:
                 held = sum(line[part] for part in ("kv_device_bytes", "index_device_bytes", "kv_dense_bytes"))
-                mine[length] = 1e3 * line["tpot_s"], held / 1e9
+                if (
+                    method != "hf-offloaded" or line["tpot_s"] < mine.get(length, (math.inf,))[0] / 1e3
+                ):  # the faster of its runs
+                    mine[length] = 1e3 * line["tpot_s"], held / 1e9
         at = sorted(mine)
         for axes, column in ((left, 0), (right, 1)):
             values = [mine[n][column] for n in at]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from said import Said, refused
 
 
-def test_bench_refuses_what_it_cannot_read() -> None:
+def test_bench_refuses_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(Said("bench", "decode", "--length", "4q"), 2, "'4q'", "--length")
     refused(Said("bench", "decode", "--shape", "tiny7"), 1, "shape is 'tiny7'", "llama-3.1-8b")
     refused(Said("bench", "decode", "--plot", "nowhere/a.png"), 1, "folder does not exist")
+    monkeypatch.setattr(os, "access", lambda path, how: not (path == tmp_path and how == os.W_OK))  # as a read-only folder
+    refused(Said("bench", "decode", "--plot", str(tmp_path / "a.png")), 1, "cannot be written to")
     refused(Said("bench", "prefill", "--method", "icecach"), 1, "did you mean 'icecache'")
 
 

@@ -53,7 +53,7 @@ def _root(
 ) -> None:
     """Attend to a context far larger than the accelerator's KV memory.
 
-    The KV cache lies frozen on the host; each decode step thaws the few tokens that it needs.
+    The KV cache lies in host memory; each decode step brings the few tokens that it needs to the device.
     """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ def check(path: Path | None) -> None:
     kinds = new(1, 1).canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in kinds:
         raise ConfigError(f"plot is {str(path)!r}; its suffix must be one of {', '.join(f'.{kind}' for kind in sorted(kinds))}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"plot is {str(path)!r}; its folder does not exist")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"plot is {str(path)!r}; its folder does not exist or cannot be written to")
 
 
 @dataclass(frozen=True, slots=True)
