@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,11 @@ def test_the_code_of_the_docs_runs(
     names["client"].close()
     assert capsys.readouterr().out
     assert served.http.delete("/v1/contexts/book").is_success
+    for shown in re.findall(r"^curl .*?(?<!\\)$", text.replace("shipped", "tiny"), re.S | re.M):
+        _, url, _, header, _, body = shlex.split(shown.replace("\\\n", " "))
+        path = url.removeprefix("http://127.0.0.1:8000")
+        said = served.http.post(path, content=body, headers=dict([header.split(": ")]))
+        assert said.is_success, said.text
 
 
 def test_a_prompt_that_begins_like_an_earlier_one_is_cached_in_part(served: Served) -> None:

@@ -61,8 +61,8 @@ def drop_prefetch(model: PreTrainedModel) -> None:
 def _prefetch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a layer's attention: give its input to the next layer's, and ask the index there with the query that comes of it.
 
-    The model's first layer predicts nothing, as in InfiniGen's code: what it attends with is the token's embedding alone. Layers that
-    keep a window are passed over: they may turn queries by other angles, which are among their inputs.
+    The model's first layer predicts nothing, as in InfiniGen's code: what it attends with is the token's embedding alone. Layers
+    that keep a window are passed over: they may turn queries by other angles, which are among their inputs.
     """
     for name, given in kwargs.items():
         every = [layer for layer in getattr(given, "layers", []) if isinstance(layer, CacheLayer)]
