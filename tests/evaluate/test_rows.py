@@ -42,3 +42,17 @@ def test_what_a_row_attended_to_and_holds_is_what_its_cache_says(method: str) ->
     assert {name: row[name] for name in same} == {name: getattr(stats, name) for name in same}
     assert row["attended_mean"] == pytest.approx(stats.attended_mean)
     assert 0 < row["hit_rate"] < 1
+
+
+@torch.no_grad()
+def test_rows_that_are_alike_attend_to_as_many_tokens_together_as_one_alone() -> None:
+    """Also in layers that ask with queries of their own for the keys of another one."""
+    model, found = build("gemma3n"), []
+    for rows in (1, 2):
+        cache = kvthaw.Cache(model, "oracle", budget=64, dense_layers=0)
+        model(prompt(1, 90).expand(rows, -1), past_key_values=cache)
+        for token in prompt(1, 5, seed=2).split(1, dim=1):
+            model(token.expand(rows, -1), past_key_values=cache)
+        stats = cache.stats()
+        found.append((stats.attended_mean, stats.hit_rate, stats.sparse_steps))
+    assert found[0] == pytest.approx(found[1])
