@@ -27,7 +27,6 @@ for part in "$@"; do
       measure 200 indexing ;;
     nodes) kernels kernels_nodes ;;
     decode-kernels) kernels kernels_decode ;;
-    tree) kernels kernels_tree --layers 6 --threads 16 ;;
     figures=*) run 580 python3 -m benchmarks.figures "${name#figures=}" --out "$out/decode.jsonl" --host-bytes "$host" --commit "$commit" ;;
     icecache) # its ways to search, eager
       searches=icecache-digest,icecache-digest:query_beam=32,icecache-digest:transfer=bulk,icecache-digest:reuse=3

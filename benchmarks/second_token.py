@@ -94,11 +94,8 @@ def measure(bench: Bench, one: DecodeSetting, chunk: int, *, runs: int, steps: i
                 spent.clear()
                 taken = take(model, cache, tokens, steps, 0, capture=True)
                 parts = {name: 1e3 * seconds / steps for name, seconds in spent.items()}
-                say(
-                    "decode",
-                    one.to_dict(),
-                    {**bench.taken(one, cache, taken), "ttft_s": None, "fill_s": None, "host_ms": parts},
-                )
+                until = {"fill_s": None, "ttft_s": found["seconds"], "tt2t_s": found["tt2t_s"]}
+                say("decode", one.to_dict(), {**until, **bench.taken(one, cache, taken), "host_ms": parts})
             del updaters
         del handle
     free()
