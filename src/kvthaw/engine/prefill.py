@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.engine.hf import Cache, PreTrainedModel
-from kvthaw.engine.hf.chunks import CHUNK, even_chunk, spans
+from kvthaw.engine.hf.chunks import CHUNK, spans
 from kvthaw.engine.hf.prefill_progress import PrefillProgress, Tell
 
 DENSE_CHUNK = 2048
@@ -38,7 +38,7 @@ def prefill(
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     logits = torch.empty(0)
     with cache.prompt(total):
-        for start, stop in spans(total, even_chunk(total, size)):
+        for start, stop in spans(total, max(1, size)):
             with told.part(stop - start):
                 logits = model(input_ids=tokens[:, start:stop], past_key_values=cache, use_cache=True, **keep).logits[0, -1]
     return logits

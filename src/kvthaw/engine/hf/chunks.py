@@ -27,18 +27,9 @@ _AS_THEY_ARE = {"past_key_values", "use_cache", "return_dict"}
 
 
 def spans(tokens: int, chunk: int) -> list[tuple[int, int]]:
-    """Split a prompt into chunks of one size, the last one possibly shorter, so that few shapes occur."""
-    return [(at, min(at + chunk, tokens)) for at in range(0, tokens, chunk)]
-
-
-def even_chunk(tokens: int, chunk: int) -> int:
-    """Return the smallest size, in whole tiles of 128 tokens, that splits a prompt into no more chunks than `chunk` does; `chunk`
-    for one that it holds whole.
-
-    Indexes on the host are built beside the last chunk; a short one would hide little of that."""
-    if tokens <= chunk:
-        return max(1, chunk)
-    return min(chunk, 128 * -(-tokens // (128 * -(-tokens // chunk))))
+    """Split a prompt into chunks of one size, so that few shapes occur, but for the first, which may be shorter: indexes on the
+    host are built beside the last one, and a short one would hide little of that."""
+    return [(max(0, stop - chunk), stop) for stop in reversed(range(tokens, 0, -chunk))]
 
 
 def in_chunks(
@@ -98,7 +89,7 @@ def in_chunks(
             prompt = 0
         if prompt:
             # What is dropped cannot be attended to again.
-            size = prompt if cache.settings.method.evicts else even_chunk(prompt, chunk)
+            size = prompt if cache.settings.method.evicts else chunk
             with cache.prompt(prompt) if prompt > size else nullcontext():
                 out = run(spans(prompt, size))
         if prompt < tokens:
