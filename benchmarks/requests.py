@@ -89,6 +89,7 @@ def held_bytes(model: PreTrainedModel) -> tuple[int, int]:
         return 0, 0
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
+    torch._C._host_emptyCache()  # which first takes back what was freed before a copy of it had ended
     return torch.cuda.memory_allocated(), torch.cuda.host_memory_stats()["active_bytes.current"]
 
 
