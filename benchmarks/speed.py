@@ -194,13 +194,14 @@ def lengths(lines: list[Record]) -> Iterable[str]:
 def _lengths(device: str, filled: list[Record]) -> Iterable[str]:
     columns = [n for n in LENGTHS if best(filled, length=n)]
     rows, used = list[list[str]](), list[Record]()
-    fastest = {n: min(line["tpot_s"] for line in filled if asked(line)["length"] == n) for n in columns}
+    times = {n: [line["tpot_s"] for line in filled if asked(line)["length"] == n] for n in columns}
+    fastest = {n: min(of) for n, of in times.items() if len(of) > 1}
     for words, wanted in ROWS:
         asking: Record = {"prompt": "filled", **wanted}
         found = {n: line for n in columns if (line := best(filled, length=n, **asking))}
         used += found.values()
         cells = {n: ms(line) + marked(line) for n, line in found.items()}
-        cells = {n: f"**{text}**" if found[n]["tpot_s"] == fastest[n] else text for n, text in cells.items()}
+        cells = {n: f"**{text}**" if found[n]["tpot_s"] == fastest.get(n) else text for n, text in cells.items()}
         shares = [line["share_with_dense"] or 1.0 for line in found.values()]
         if found:
             if asking["prompt"] == "text":

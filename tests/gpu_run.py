@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 SLOWEST = (
-    "compil", "tests/bench/", "tests/benchmarks/", "tests/reproduce/", "tests/engine/test_replay", "tests/engine/",
-    "tests/evaluate/", "tests/cli/", "tests/test_", "tests/inspected/", "tests/index/", "tests/cache/", "tests/methods/",
+    "tests/evaluate/", "compil", "tests/bench/", "tests/benchmarks/", "tests/reproduce/", "tests/engine/test_replay",
+    "tests/engine/", "tests/cli/", "tests/test_", "tests/inspected/", "tests/index/", "tests/cache/", "tests/methods/",
     "tests/kernels/",
 )  # fmt: skip
 """Parts of tests' names, slowest first."""

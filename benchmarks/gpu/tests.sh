@@ -10,7 +10,7 @@ run() { # SECONDS FILE PYTEST'S OPTIONS
   timeout -k 3 -s INT "$seconds" python3 -m pytest -c pyproject.toml --rootdir . -m gpu -p no:benchmark -p gpu_run --told="$told" -rfE --no-header --timeout-method thread --dist load "$@"
 }
 : > "$out/told.jsonl"
-run $((most > 90 ? most - 45 : most - 10)) "$out/told.jsonl" -n "$n" --maxschedchunk 2 --timeout 120 --tb short --durations 25 --junitxml="$out/junit.xml" > "$out/pytest.log" 2>&1
+run $((most > 90 ? most - 45 : most - 10)) "$out/told.jsonl" -n "$n" --maxschedchunk 2 --timeout 200 --tb short --durations 25 --junitxml="$out/junit.xml" > "$out/pytest.log" 2>&1
 echo "exit status $? after $SECONDS s"; tail -n 1 "$out/pytest.log"
 python3 - "$out" << 'P'
 import collections, json, pathlib, sys

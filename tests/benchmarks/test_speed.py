@@ -76,7 +76,7 @@ def test_another_gpu_has_a_table_of_its_own(speed: Any, tmp_path: Path, monkeypa
     other = next(
         line for line in lines if speed.matches(line, {"method": "pariskv-plus", "length": 131072, "steps": "compiled"})
     )
-    other = {**other, "tpot_s": 0.00123, "setting": {**other["setting"], "device": "NVIDIA H100 80GB HBM3"}}
+    other = {**other, "tpot_s": 0.00123, "setting": {**other["setting"], "device": "NVIDIA A100"}}
     (tmp_path / "results").mkdir()
     for path in (ROOT / "benchmarks" / "results").iterdir():
         (tmp_path / "results" / path.name).write_bytes(path.read_bytes())
@@ -84,8 +84,8 @@ def test_another_gpu_has_a_table_of_its_own(speed: Any, tmp_path: Path, monkeypa
     monkeypatch.setattr(speed, "HERE", tmp_path)
     median, high = (f"{1e3 * other[name]:.1f}" for name in ("itl_p50_s", "itl_p95_s"))
     own = speed.part()
-    table = own[own.index("NVIDIA H100 80GB HBM3, mean (median, 95th percentile) milliseconds a token") :]
-    assert f"| pariskv-plus, 100 retrieved | **1.2 ({median}, {high})** |" in table
+    table = own[own.index("NVIDIA A100, mean (median, 95th percentile) milliseconds a token") :]
+    assert f"| pariskv-plus, 100 retrieved | 1.2 ({median}, {high}) |" in table, "alone in its column, so not the fastest"
     assert [part for part in own.split("\n\n") if part not in before.split("\n\n")] == table.split("\n\n")[:2]
 
 
