@@ -47,7 +47,7 @@ elif HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.gpu import PRECISION
-    from kvthaw.kernels.in_place import addresses
+    from kvthaw.kernels.in_place import addresses, picks
     from kvthaw.kernels.row_format import load_codes
     from kvthaw.kernels.split import LOG2E, merge_splits, own_range
 
@@ -130,14 +130,18 @@ elif HAS_TRITON:
             ahead = tl.load(visible + (near - behind).to(tl.int64) * m_row, mask=(near >= behind) & (near < end), other=0)
         if picked is not None:  # so are the addresses of the rows
             picked += pair.to(tl.int64) * (n - behind)
-            if slots is not None:
+            POOLED: tl.constexpr = slots is not None
+            if POOLED:
                 slots += pair.to(tl.int64) * (n - behind)
             table += b * t_seq
             head_bytes = block_size * stored_bytes
             if PHASES == 1:
+                pick, slot = picks(picked, slots, begin + offset, end, behind)
                 lie, apart = addresses(
-                    keys, picked, slots, table, begin + offset, end, behind, h, row_bytes, stored_bytes, block_size, head_bytes
+                    keys, pick, slot, table, begin + offset, behind, h, row_bytes, stored_bytes, block_size, head_bytes, POOLED
                 )
+                if not ONE:  # loaded two blocks ahead, so that looking for an address waits for nothing
+                    pick, slot = picks(picked, slots, begin + BLOCK_N + offset, end, behind)
             if totals is not None:
                 chosen = tl.load(counts + pair, mask=split == 0, other=0).to(tl.int64)
                 tl.atomic_add(totals, chosen, mask=split == 0, sem="relaxed")
@@ -198,9 +202,11 @@ elif HAS_TRITON:
             # In phase 0 some rows lie in the slab; in the last phase, if there are picked ones, where `addresses` says.
             if phase == 1:
                 begin, end = own_range(behind, n, split, splits, BLOCK_N)
+                pick, slot = picks(picked, slots, begin + offset, end, behind)
                 lie, apart = addresses(
-                    keys, picked, slots, table, begin + offset, end, behind, h, row_bytes, stored_bytes, block_size, head_bytes
+                    keys, pick, slot, table, begin + offset, behind, h, row_bytes, stored_bytes, block_size, head_bytes, POOLED
                 )
+                pick, slot = picks(picked, slots, begin + BLOCK_N + offset, end, behind)
             for at in range(begin, end, BLOCK_N):
                 place = at + offset
                 inside = place < end
@@ -227,9 +233,10 @@ elif HAS_TRITON:
                     seen = (place >= behind) & (lie != 0)
                     if not ONE:
                         lie, apart = addresses(
-                            keys, picked, slots, table, place + BLOCK_N, end, behind, h, row_bytes, stored_bytes, block_size,
-                            head_bytes,
+                            keys, pick, slot, table, place + BLOCK_N, behind, h, row_bytes, stored_bytes, block_size, head_bytes,
+                            POOLED,
                         )  # fmt: skip
+                        pick, slot = picks(picked, slots, place + 2 * BLOCK_N, end, behind)
                 if visible is not None:  # masks the rows after they are loaded, so that their loads need not wait
                     seen = ahead != 0
                     if not ONE:
@@ -349,7 +356,7 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         more = Partial(*merge([p.out for p in step.partials], [p.lse for p in step.partials]))
     more_out, more_lse = (None, None) if more is None else (more.out.float().contiguous(), more.lse.float().contiguous())
 
-    split = split_for(batch * heads, n, dim, keys.dtype.itemsize, multiprocessors(query.device))
+    split = split_for(batch * heads, n, dim, keys.dtype.itemsize, multiprocessors(query.device), selected is not None)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     acc = torch.empty((batch, q_heads, split.splits, dim), dtype=torch.float32, device=query.device)
     parts = torch.empty((batch, q_heads, split.splits), dtype=torch.float32, device=query.device)

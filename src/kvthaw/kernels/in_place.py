@@ -88,18 +88,25 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
-    def addresses(
-        keys, rows, slots, table, place, end, held, h, row_bytes, stored_bytes, block_size, head_bytes,
-    ):  # fmt: skip
-        # Return the byte addresses of the keys in these columns of a step, int64, and which lie in blocks: those below `held` lie
-        # in the slab, the others are selected rows. 0: there is no row.
-        base = keys.to(tl.int64)
-        address = tl.where(place < held, base + place.to(tl.int64) * row_bytes, 0)
+    def picks(rows, slots, place, end, held):
+        # Load the selected rows in these columns of a step, -1 for none, and their slots, or the rows again where none has one.
         behind = (place >= held) & (place < end)
         row = tl.load(rows + (place - held), mask=behind, other=-1)
-        lies = row >= 0
+        slot = row
         if slots is not None:
             slot = tl.load(slots + (place - held), mask=behind, other=-1)
+        return row, slot
+
+    @triton.jit
+    def addresses(
+        keys, row, slot, table, place, held, h, row_bytes, stored_bytes, block_size, head_bytes, POOLED: tl.constexpr,
+    ):  # fmt: skip
+        # Return the byte addresses of the keys in these columns of a step, int64, and which lie in blocks: those below `held` lie
+        # in the slab, the others are the rows chosen there, some of which have slots if POOLED. 0: there is no row.
+        base = keys.to(tl.int64)
+        address = tl.where(place < held, base + place.to(tl.int64) * row_bytes, 0)
+        lies = row >= 0
+        if POOLED:
             address = tl.where(slot >= 0, base + (held + slot).to(tl.int64) * row_bytes, address)
             lies = lies & (slot < 0)
         number = row // block_size

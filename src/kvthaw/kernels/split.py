@@ -24,8 +24,8 @@ class Split:
     stages: int
 
 
-def split_for(pairs: int, n: int, dim: int, itemsize: int, multiprocessors: int) -> Split:
-    """Choose the split for `pairs` (sequence, KV head) pairs of n keys each.
+def split_for(pairs: int, n: int, dim: int, itemsize: int, multiprocessors: int, scattered: bool = False) -> Split:
+    """Choose the split for `pairs` (sequence, KV head) pairs of n keys each; scattered: many of them lie where a table says.
 
     A step reads pairs * n * 2 * dim * itemsize bytes once: 4 MiB for 8 heads of 1k keys of 128 in bf16, 1 us at 4.3 TB/s; 512
     MiB for 128k, 125 us. The small case is bound by latency, so all loads should be in flight at once: blocks shrink until
@@ -33,13 +33,17 @@ def split_for(pairs: int, n: int, dim: int, itemsize: int, multiprocessors: int)
     program issues all its loads before it waits for any, and so does the merge (10.9 -> 8.4 us for 1k keys). The large case is
     bound by memory bandwidth: a block is 32 KiB of K and V, with three stages in shared memory and two programs per
     multiprocessor in a single wave. A split writes and reads 4 * dim bytes per query head: 0.5 MiB for 33 splits of 32 heads,
-    which stay in the L2 cache.
+    which stay in the L2 cache. Scattered rows are read by programs of few registers and no shared memory for stages, of which four
+    share a multiprocessor and wait for each other's rows: two waves of them, of two blocks at least.
     """
     row = 2 * triton_block(dim) * itemsize
     block = min(128, max(16, 32768 // row))
     while block > 16 and pairs * -(-n // block) < 100:
         block //= 2
     splits = max(1, min(2 * multiprocessors // pairs, -(-n // block)))
+    if scattered and splits * block < n:
+        block = min(64, max(16, 16384 // row))
+        return Split(block, max(1, min(-(-8 * multiprocessors // pairs), n // (2 * block))), warps=4, stages=1)
     return Split(block, splits, warps=2 if block * dim * itemsize <= 4096 else 4, stages=1 if splits * block >= n else 3)
 
 
