@@ -90,7 +90,8 @@ def held_bytes(model: PreTrainedModel) -> tuple[int, int]:
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     torch._C._host_emptyCache()  # which first takes back what was freed before a copy of it had ended
-    return torch.cuda.memory_allocated(), torch.cuda.host_memory_stats()["active_bytes.current"]
+    # active_bytes is wrong before torch 2.13: what a copy still read when it was freed is never subtracted
+    return torch.cuda.memory_allocated(), torch.cuda.host_memory_stats()["allocated_bytes.current"]
 
 
 def run(model: PreTrainedModel, method: str, count: int, seed: int, *, kinds: int = 24, rate: float = 0.004) -> dict[str, Any]:
