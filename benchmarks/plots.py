@@ -136,8 +136,9 @@ def overview(*, dark: bool = False) -> Figure:
             name, length = setting["method"].removesuffix(":iterations=4"), setting["length"]
             wanted = names[method][length > far] if method in names else method
             steps = "eager" if method == "hf-offloaded" else "compiled"
-            asked = setting["shape"], name, setting["batch"], setting["steps"]
-            if asked == ("llama-3.1-8b", wanted, 1, steps) and setting["hits"] != 0.0:
+            asked = setting["shape"], setting["device"], name, setting["batch"], setting["steps"]
+            usual = setting["hits"] != 0.0 and setting["dense_layers"] != 0
+            if asked == ("llama-3.1-8b", "NVIDIA H200", wanted, 1, steps) and usual:
                 held = sum(line[part] for part in ("kv_device_bytes", "index_device_bytes", "kv_dense_bytes"))
                 if (
                     method != "hf-offloaded" or line["tpot_s"] < mine.get(length, (math.inf,))[0] / 1e3

@@ -344,6 +344,7 @@ def draw() -> None:
     filled = [one for one in usual if one["prompt"] == "filled"]
     filled = [one for one in filled if one["device"] == max(other["device"] for other in filled)]
     alone = [one for one in filled if one["batch"] == 1 and one["steps"] == "compiled" and one["hits"] != 0]
+    alone = list({(one["method"], one["length"], one["budget"], one["retrieved"]): one for one in alone}.values())
     rows = [one for one in filled if one["steps"] == "captured" and one["length"] == 128 * K]
     for name, drawn, of in (("length", plot.by_length, alone), ("throughput", plot.by_batch, rows)):
         figure = plot.new(7.0, 4.2)
