@@ -3,7 +3,7 @@
 # usage: benchmarks/gpu/eval.sh OUT COMMIT SECONDS [PROCESSES]    4 processes; 340 s of an H100 that other parts share
 # In order of worth; what stands in OUT is not run again:
 #   table   ClusterKV with its paper's 256 and 1,024 tokens of clusters (goals: 95.3 and 98.6 % of full attention) and MagicPIG's own draw, on
-#           the samples of benchmarks/results/compare.jsonl. Publish: python3 -m benchmarks.compared benchmarks/results/compare.jsonl OUT/table
+#           the samples of benchmarks/results/compare.jsonl. Publish: python3 -m benchmarks.compared OUT/table benchmarks/results/compare.jsonl (full attention stays the published)
 #   pairs   claims of a point on seeds that compare.jsonl does not have: prkv's single needles and icecache's pass keys (goal: as full
 #           attention, 224 pairs each), icecache and others at 256 tokens (goal: 99 %, 448 pairs, icecache 1,568)
 #   TEXT    other haystacks: each .gpu/eval/TEXT.txt, 100 kB of a text that models/train.py has not seen, such as RULER's PaulGrahamEssays.json.
