@@ -337,8 +337,10 @@ class _Reads(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: dict[int, Tensor] = {}
+        self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
         self.seen |= {_memory(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         return func(*args, **(kwargs or {}))
 
@@ -366,7 +368,7 @@ def _names_what_it_reads(layer: Layer, sequences: list[int], when: str) -> None:
     for name in calls:
         delattr(index, name)
     vars(index).update(own)
-    need(bool(reads.seen), "select() read no tensor")
+    need(reads.operations > 0, "select() was not called, or calls no operation of torch")
     told = {_memory(tensor) for tensor in index.tensors()}
     held = {path: tensor for path, tensor in _reachable(index, type(index).__name__, set()) if tensor.numel()}
     missing = [path for path, tensor in held.items() if _memory(tensor) in reads.seen.keys() - told]
