@@ -8,8 +8,8 @@ commit=$2 processes=${3:-7} size=${4:-full}
 cd "$(dirname "$0")/.." || exit 1
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 
-given="--length 8192 --new-tokens 8192 --probe 64"
-[ "$size" = tiny ] && given="--length 1024 --new-tokens 32 --probe 4"
+given="--length 8192 --steps 8192 --probe 64"
+[ "$size" = tiny ] && given="--length 1024 --steps 32 --probe 4"
 learned=pariskv,pariskv-plus,pariskv:centroids=learned,icecache,pqcache,magicpig budgeted=icecache-digest,pariskv,pariskv-plus,clusterkv,clusterkv-plus,prkv,quest
 
 # A line a process: its name, then what kvthaw eval is given. The slowest come first.

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -38,6 +38,16 @@ from kvthaw.engine.library import Library
 from kvthaw.formatting import read_bytes
 
 Result = TypeVar("Result")
+
+
+class Asked(NamedTuple):
+    """A question that was answered. cached: tokens of its prompt that were kept; block_bytes: of device blocks, behind its
+    first token."""
+
+    tokens: list[int]
+    seconds: float
+    cached: int
+    block_bytes: int
 
 
 def timed(work: Callable[[], Result]) -> tuple[Result, float]:
@@ -101,13 +111,14 @@ def measure(
             made.step()
         return made
 
-    def ask(batch: Batch, ids: torch.Tensor, new: int = 4, **given: Any) -> tuple[list[int], float, int]:
+    def ask(batch: Batch, ids: torch.Tensor, new: int = 4, **given: Any) -> Asked:
         request = batch.request(ids, max_new_tokens=new, stop=(), **given)
         batch.join(request)
         _, seconds = timed(lambda: batch.prefill(request, request.prompt) or batch.start(timeout=None))
+        block_bytes = batch.stats().device_block_bytes
         while batch.requests:
             batch.step()
-        return request.tokens, seconds, request.cached_tokens
+        return Asked(request.tokens, seconds, request.cached_tokens, block_bytes)
 
     batch = batch_of(None)
     fresh = [ask(batch, ids) for ids in prompts[1:][:fresh_questions]]
@@ -115,17 +126,17 @@ def measure(
     gc.collect()
     prefix = PrefixCache(host_bytes=1 << 50)
     batch = batch_of(prefix)
-    _, document_s, _ = ask(batch, prompts[0])
+    first = ask(batch, prompts[0])
     reused = [ask(batch, ids) for ids in prompts[1:]]
     found = {
-        "document_s": document_s,
-        "fresh_s": min((seconds for _, seconds, _ in fresh), default=None),
-        "reuse_s": min(seconds for _, seconds, _ in reused),
-        "first_reuse_s": reused[0][1],
-        "cached_tokens": [cached for _, _, cached in reused],
-        "same_tokens": all(one[0] == other[0] for one, other in zip(fresh, reused, strict=False)) if fresh else None,
+        "document_s": first.seconds,
+        "fresh_s": min((one.seconds for one in fresh), default=None),
+        "reuse_s": min(one.seconds for one in reused),
+        "first_reuse_s": reused[0].seconds,
+        "cached_tokens": [one.cached for one in reused],
+        "same_tokens": all(one.tokens == other.tokens for one, other in zip(fresh, reused, strict=False)) if fresh else None,
         "kept_bytes": prefix.kept_bytes,
-        "device_block_bytes": batch.stats().device_block_bytes,
+        "device_block_bytes": max(one.block_bytes for one in reused),
     }
     if folder is None:
         return found
@@ -135,7 +146,7 @@ def measure(
     del batch, prefix
     gc.collect()
 
-    def restore(*, cold: bool = False, again: bool = False, **other: Any) -> tuple[float, list[tuple[list[int], float, int]]]:
+    def restore(*, cold: bool = False, again: bool = False, **other: Any) -> tuple[float, list[Asked]]:
         prefix = PrefixCache(host_bytes=1 << 50)
         batch = batch_of(prefix, **other)
         if again:
@@ -154,14 +165,14 @@ def measure(
     return found | {
         "save_s": save_s,
         "restore_s": restore_s,
-        "restored_s": min(seconds for _, seconds, _ in restored),
-        "restored_first_s": restored[0][1],
-        "rebuilt_first_s": rebuilt[0][1],
+        "restored_s": min(one.seconds for one in restored),
+        "restored_first_s": restored[0].seconds,
+        "rebuilt_first_s": rebuilt[0].seconds,
         "new_restore_s": new_s,
         "disk_restore_s": disk_s,
         "disk_read_s": read_s,
         "kv_bytes": kv_bytes,
-        "same_tokens": found["same_tokens"] is not False and [one for one, _, _ in reused] == [one for one, _, _ in restored],
+        "same_tokens": found["same_tokens"] is not False and [one.tokens for one in reused] == [one.tokens for one in restored],
     }
 
 

@@ -24,7 +24,7 @@ else
   recall_length=32768 recall_budgets=256,512,1024,2048 recall_seeds=(0 1 2 3 4 5 6 7) steps=16
   prompt=8192 after=2048 probe=32 rows=(256 1024) drift_seeds=(0 1) share_lengths=4096,16384,32768 share_rows=256,512,1024,2048
 fi
-drift="drift --length $prompt --new-tokens $after --probe $probe"
+drift="drift --length $prompt --steps $after --probe $probe"
 
 # A line a process: its name, then what kvthaw eval is given. The longest come first.
 jobs() {

@@ -34,7 +34,7 @@ jobs() {
   for n in "${after[@]}"; do
     for seed in "${places[@]}"; do
       for method in ${drift//,/ }; do
-        echo "drift-$n-$seed-${method//[:=]/_} drift --method $method --length $prompt --new-tokens $n --probe $probe --seed $seed"
+        echo "drift-$n-$seed-${method//[:=]/_} drift --method $method --length $prompt --steps $n --probe $probe --seed $seed"
       done
     done
   done
@@ -55,7 +55,7 @@ jobs() {
 together() {
   local n length
   for n in "${after[@]}"; do
-    echo "all-drift-$n drift --method $drift --length $prompt --new-tokens $n --probe $probe --samples ${#places[@]} --plot $out/drift_$n.png"
+    echo "all-drift-$n drift --method $drift --length $prompt --steps $n --probe $probe --samples ${#places[@]} --plot $out/drift_$n.png"
   done
   for length in "${recall_lengths[@]}"; do
     echo "all-recall-$length recall --method $recall --retrieved 100 --length $length --steps $steps --probe 4 --samples ${#seeds[@]}"

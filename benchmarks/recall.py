@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = {"model": "shipped", "method": "pariskv", "budget": None, "retrieved": None, "prompt": "text,needle"}
     for name, default in (words | {"dense-layers": "auto", "length": None, "follow": "text"}).items():
         parser.add_argument(f"--{name}", default=default)
-    for name, value in {"samples": 1, "steps": 32, "probe": None, "seed": 0, "new-tokens": 4096}.items():
+    for name, value in {"samples": 1, "steps": None, "probe": None, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--temperature", type=float, default=1.0)
     for name in ("text", "out", "plot"):
@@ -274,8 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     how: dict[str, Any] = {"samples": given.samples, "seed": given.seed, "text": text, "kinds": tuple(given.prompt.split(","))}
     if drift:
         how |= {"kinds": ("text",), "follow": given.follow, "temperature": given.temperature}
-    steps, probe = (given.new_tokens, given.probe or 16) if drift else (given.steps, given.probe or 1)
-    studies = [Study(length, steps, probe=probe, **how) for length in lengths]
+    steps, probe = (4096, 16) if drift else (32, 1)
+    studies = [Study(length, given.steps or steps, probe=given.probe or probe, **how) for length in lengths]
     loaded, known = load(given.model), ResultsFile(given.out)
     summaries = [one for study in studies for one in run(*loaded, known, study, variants, given.model)]
     for one in summaries:

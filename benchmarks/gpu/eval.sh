@@ -36,7 +36,7 @@ compare() { every "$1, $2" compare --out "$out/$1" --task "$2" --samples "$3" --
 for seed in 1 2; do # one process beside the others: a run takes a minute or more
   for method in icecache:retrieved=100 magicpig:retrieved=0.5 pqcache:retrieved=100; do
     ((end - SECONDS > 40)) || continue
-    timeout -k 3 $((end - SECONDS)) python3 -m benchmarks.recall drift --method $method --length 8192 --new-tokens 4096 --probe 32 --seed $seed \
+    timeout -k 3 $((end - SECONDS)) python3 -m benchmarks.recall drift --method $method --length 8192 --steps 4096 --probe 32 --seed $seed \
       >> "$out/drift.jsonl" || echo "no drift of $method at $seed"
   done
 done &

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from benchmarks import prefix
+from kvthaw.engine.hf.model import load
 
 
 def test_a_question_about_a_document_that_is_kept_is_timed(
@@ -21,3 +22,10 @@ def test_a_question_about_a_document_that_is_kept_is_timed(
     assert line["same_tokens"] is True
     assert 0 < line["reuse_s"] < line["fresh_s"] + line["document_s"]
     assert "restore_s" not in line
+
+
+def test_blocks_on_the_device_are_counted_while_the_question_is_answered(model: str) -> None:
+    """Once a request has ended, it holds none."""
+    settings = {"budget": 64, "device_memory": 1 << 24}
+    found = prefix.measure(load(model)[0], "oracle", 300, 140, 1, settings, None)
+    assert found["device_block_bytes"] > 0

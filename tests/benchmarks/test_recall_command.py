@@ -40,17 +40,17 @@ def test_recall_prints_one_object_a_run(model: str, tmp_path: Path, capsys: pyte
 
 def test_drift_shows_first_and_last_quarter(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "out.jsonl", tmp_path / "plot.png"
-    asked = ["drift", "--model", model, "--length", "300", "--new-tokens", "16", "--probe", "2", "--retrieved", "8"]
+    asked = ["drift", "--model", model, "--length", "300", "--steps", "16", "--probe", "2", "--retrieved", "8"]
     records = told(capsys, *asked, "--method", f"{PARIS},{PARIS}:centroids=learned", "--out", str(out), "--plot", str(plot))
     assert len(records) == len(out.read_text().splitlines()) == 2
     for record in records:
         assert (len(record["quarters"]), len(record["bins"])) == (4, 8)
         assert all(0 < part["recall_at_8"] <= 1 for part in record["quarters"])
-        assert (record["eval"], record["follow"]) == ("drift", "text")
+        assert (record["eval"], record["follow"], record["steps"]) == ("drift", "text", 16)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_drift_says_whose_tokens_were_sent(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["drift", "--model", model, "--length", "99", "--new-tokens", "4", "--probe", "2", "--method", "quest"]
+    asked = ["drift", "--model", model, "--length", "99", "--steps", "4", "--probe", "2", "--method", "quest"]
     (record,) = told(capsys, *asked, "--follow", "full")
     assert (record["follow"], record["temperature"], record["retrieved"]) == ("full", 1.0, 100)

@@ -45,11 +45,11 @@ def make(method: str, memory: int | None = None, kv_dtype: KvDtype | None = None
 
 
 def walk(cache: KVCache, how: AttentionParams, room: int | None = None) -> list[Tensor]:
-    """A prompt, single tokens, and two at once; one of them again as another layer would ask that shares the keys. room: bytes of
+    """A prompt, single tokens, and five at once; some of them again as another layer would ask that shares the keys. room: bytes of
     device memory from the prompt on."""
     torch.manual_seed(1)
     of = cache.layers[0]
-    q, (k, v) = SHAPE.query(PROMPT + STEPS + 2), (SHAPE.keys(PROMPT + STEPS + 2) for _ in range(2))
+    q, (k, v) = SHAPE.query(PROMPT + STEPS + 5), (SHAPE.keys(PROMPT + STEPS + 5) for _ in range(2))
     cache.attend(of, q[:, :, :PROMPT], k[:, :, :PROMPT], v[:, :, :PROMPT], how, PADS)
     if isinstance(of, OffloadedLayer) and of.retriever is not None and sparse_attention.sparse_decode is flash_decode:
         of.sparse.transfer = UvaGather()
@@ -61,8 +61,32 @@ def walk(cache: KVCache, how: AttentionParams, room: int | None = None) -> list[
         outs.append(cache.attend(of, *step, how))
         if at == PROMPT + 1 and isinstance(of, DenseLayer | WindowLayer):
             assert torch.equal(cache.attend_again(of, *step, how), outs[-1])
-    outs.append(cache.attend(of, *(x[:, :, PROMPT + STEPS :] for x in (q, k, v)), how))
+    several = tuple(x[:, :, PROMPT + STEPS :] for x in (q, k, v))
+    outs.append(cache.attend(of, *several, how))
+    if isinstance(of, DenseLayer | WindowLayer):
+        assert torch.equal(cache.attend_again(of, *several, how), outs[-1])
     return outs
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 12])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_tokens_of_a_window_that_fail_behind_it_are_taken_again(window: str, tokens: int) -> None:
+    """A second layer fails; the ring goes round, and others come."""
+    torch.manual_seed(2)
+    both, total = {0: WINDOWS[window], 1: WINDOWS[window]}, PROMPT + tokens + 1
+    cache, plain = (KVCache(Settings(resolve("full")), [], 2, dict(both)) for _ in range(2))
+    q, (k, v) = SHAPE.query(total), (SHAPE.keys(total) for _ in range(2))
+
+    def take(of: KVCache, start: int, stop: int) -> Tensor:
+        some = tuple(x[:, :, start:stop] for x in (q, k, v))
+        return torch.stack([of.attend(layer, *some, HOW, PADS if not start else None) for layer in of.layers])
+
+    for of in (cache, plain):
+        take(of, 0, PROMPT)
+    others = tuple(torch.randn_like(x[:, :, :tokens]) for x in (q, k, v))
+    cache.attend(cache.layers[0], *others, HOW)
+    for start, stop in ((PROMPT, PROMPT + tokens), (PROMPT + tokens, total)):
+        close(take(cache, start, stop), take(plain, start, stop))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import weakref
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from kvthaw.engine.hf.model import load
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate import runner as run_of
 from kvthaw.evaluate.answers import Answers
 from kvthaw.evaluate.evaluator import Piece
 from kvthaw.evaluate.job import EVEN_DEPTHS, Job, Progress
@@ -69,6 +71,19 @@ def test_room_for_everything_equals_full(loaded: tuple[Any, Any], question: Any)
     found = runner(loaded).run(Job("passkey", 400, 2, question=question), [wide])
     assert [line["output"] for line in found[wide]] == [line["output"] for line in found[FULL]]
     assert all(line["attention_mass"] == pytest.approx(1, abs=1e-5) for line in found[wide])
+
+
+@pytest.mark.parametrize(("question", "first"), [("dense", 1.0), ("sparse", 2.0)])
+def test_a_question_after_the_prefill_waits_for_the_index(
+    loaded: tuple[Any, Any], question: Any, first: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the clock is a second later: one to index, one to each token."""
+    clock = itertools.count()
+    monkeypatch.setattr(run_of, "now", lambda _: float(next(clock)))
+    line = runner(loaded).run(Job("passkey", 300, 1, question=question, probe=0), [ORACLE])[ORACLE][0]
+    assert line["index_s"] == 1
+    assert line["ttft_s"] - line["prefill_s"] == pytest.approx(first)
+    assert line["tt2t_s"] - line["prefill_s"] == pytest.approx(3.0)
 
 
 def test_one_prefill_serves_all_and_sparse_layers_ran(loaded: tuple[Any, Any]) -> None:

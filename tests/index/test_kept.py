@@ -87,6 +87,29 @@ def test_truncate_reorder_and_clone(make: type[KeptIndex]) -> None:
     assert after == [before[2], [{row for row in head if row < 60} for head in before[0]], [set()] * 2, [set()] * 2]
 
 
+def test_a_query_that_was_taken_back_pays_nothing() -> None:
+    """Nothing to the tokens that are kept, and what came into the ring with it starts over."""
+
+    def near(context: IndexContext) -> IndexContext:
+        slab = Slab(1, 2, 64, context.regions, 40, dtype=context.dtype, device=context.device)
+        slab.data.normal_()
+        clock = Sequences()
+        clock.on_device.lengths = torch.tensor([420], dtype=torch.int32)
+        return replace(context, rows=40, slab=slab, sequences=clock)
+
+    seqs = Seqs(lambda context: HeavyIndex(near(context)), [0])
+    prompt(seqs, 0, 400)
+    kept = rows(seqs, 40)
+    scores = seqs.index.tables["scores"].clone()
+    seqs.index.truncate(0, FIRST + 400)
+    assert not seqs.index.tables["near"].any()
+    seqs.index.add()
+    assert torch.equal(seqs.index.tables["scores"], scores)
+    assert rows(seqs, 40) == kept
+    seqs.index.add()
+    assert (seqs.index.tables["scores"] > scores).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [SnapIndex, HeavyIndex, partial(FreshSnapIndex, interval=20)])
 def test_selecting_from_a_captured_graph(make: type[KeptIndex], device: torch.device) -> None:

@@ -22,7 +22,7 @@ class HeavyIndex(KeptIndex, Remembers):
 
     Each step's softmax over sink, ring and kept tokens adds to their scores as soon as its own key is in the ring: with the next
     step, or before tokens leave. A prompt's scores begin with the attention of its last `queries` queries, or of all that are
-    known.
+    known. What a token paid before a crop dropped it stays paid.
     Sink and ring count as recent; what half the budget leaves beside them goes to the latest of the kept tokens.
     """
 
