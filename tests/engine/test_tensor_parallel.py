@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,26 @@ import numpy as np
 import pytest
 import split_program
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import kvthaw
 from kvthaw.cache import host_memory
+from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.hf.layer import TAG
+from kvthaw.engine.hf.model import load_shipped
 from kvthaw.engine.hf.tensor_parallel import build_part, ranks, split
 from kvthaw.engine.lockstep import Lockstep
 from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import CacheError, HostMemoryError, UnsupportedModelError
+from kvthaw.evaluate.tasks.base import read_asset
+from kvthaw.methods import METHODS
 from ranks import run
-from zoo import DISTINCT, VOCAB, build
+from zoo import VOCAB, build
 
 OPTIONS = (
     "arkvale:policy=mean",
@@ -37,6 +45,7 @@ OPTIONS = (
     "shadowkv:rank=24",
     "magicpig:bits=3:tables=20",
 )
+FUSED = "icecache-digest", "arkvale"  # on a model whose queries, keys and values are one product
 PROMPT, NEW = torch.randint(1, VOCAB, (1, 120), generator=torch.Generator().manual_seed(7)), 3
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="transformers splits a model over the GPUs where there are some")
@@ -49,32 +58,92 @@ def small(size: int = 1, name: str = "llama") -> PreTrainedModel:
     return make() if size == 1 else split(size, make)
 
 
-def logits(model: PreTrainedModel, methods: list[str]) -> dict[str, Any]:
+def logits(model: PreTrainedModel, methods: Iterable[str], prompt: Tensor = PROMPT) -> dict[str, Any]:
     """The logits behind a prompt and the tokens that each method generates, [NEW, V]; as arrays, which go between processes."""
     found, how = {}, {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     for method in methods:
         with kvthaw.attach(model, method, budget=48, seed=5):
-            found[method] = torch.cat(model.generate(PROMPT, **how).logits).numpy()
+            found[method] = torch.cat(model.generate(prompt, **how).logits).numpy()
     return found
 
 
+def compare(split: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert split.keys() == alone.keys()
+    for method, expected in alone.items():
+        np.testing.assert_allclose(split[method], expected, atol=1e-4, rtol=1e-4, err_msg=method)
+        assert (split[method].argmax(1) == expected.argmax(1)).all(), method
+
+
 @on_cpu
-@pytest.mark.parametrize(
-    ("name", "size", "methods"),
-    [
-        ("llama", 2, [*DISTINCT, *OPTIONS]),
-        ("llama", 4, ["icecache-digest", "arkvale"]),
-        ("gpt_neox", 2, ["icecache-digest", "arkvale"]),  # queries, keys and values are one product
-    ],
-)
-def test_a_method_chooses_in_several_processes_what_it_does_in_one(
-    name: str, size: int, methods: list[str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "methods"), [("llama", OPTIONS), ("gpt_neox", FUSED)])
+def test_a_method_chooses_in_two_processes_what_it_does_in_one(name: str, methods: tuple[str, ...], tmp_path: Path) -> None:
     alone = logits(small(name=name), methods)
-    for one in run(size, lambda rank: logits(small(size, name), methods), tmp_path / "meeting"):
-        for method in methods:
-            np.testing.assert_allclose(one[method], alone[method], atol=1e-4, rtol=1e-4, err_msg=method)
-            assert (one[method].argmax(1) == alone[method].argmax(1)).all()
+    for one in run(2, lambda rank: logits(small(2, name), methods), tmp_path / "meeting"):
+        compare(one, alone)
+
+
+class Rows(DynamicLayer):
+    """A layer of several caches: all of them get the prompt, which is one row, and each gets a row of what comes after it."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__()
+        self.layers, self.given = layers, list[tuple[Tensor, Tensor]]()
+
+    def get_seq_length(self) -> int:
+        return int(self.layers[0].get_seq_length())
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        key, value = key_states.view_as(key_states), value_states.view_as(value_states)
+        self.given = list(zip(self._rows(key), self._rows(value), strict=True))
+        setattr(key, TAG, self)
+        setattr(value, TAG, self)
+        return key, value
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, attention: AttentionParams) -> Tensor:
+        found = [
+            layer.attend(module, q, *layer.update(*kv), mask, attention)
+            for layer, q, kv in zip(self.layers, self._rows(query), self.given, strict=True)
+        ]
+        return torch.cat(found[: len(query)])
+
+    def _rows(self, x: Tensor) -> list[Tensor]:
+        return list(x.expand(len(self.layers), -1, -1, -1).split(1))
+
+
+@torch.no_grad()
+def all_logits(model: PreTrainedModel, prompt: Tensor) -> dict[str, Any]:
+    """As logits() for all methods, in forwards that they share: those of a split model mostly wait for the other processes."""
+    caches = {name: kvthaw.Cache(model, name, budget=48, seed=5) for name in METHODS}
+    apart = [
+        name for name, cache in caches.items() if cache.settings.method.prefetches
+    ]  # which ask the model beside its forward
+    for name in apart:
+        del caches[name]
+    cache, ids, found = DynamicCache(), prompt, list[Tensor]()
+    cache.layers = [Rows(layers) for layers in zip(*(one.layers for one in caches.values()), strict=True)]
+    for _ in range(NEW):
+        found.append(model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1].expand(len(caches), -1))
+        ids = found[-1].argmax(1, keepdim=True)
+    kvthaw.detach(model)
+    return dict(zip(caches, torch.stack(found, 1).numpy(), strict=True)) | logits(model, apart, prompt)
+
+
+@on_cpu
+def test_all_methods_choose_in_two_and_four_processes_what_they_do_in_one(tmp_path: Path) -> None:
+    model, tokenizer = load_shipped()
+    prompt = tokenizer(read_asset("book.txt")[:600], return_tensors="pt").input_ids[:, :120]
+    alone = all_logits(model, prompt)
+    compare(alone | logits(model, ["pariskv"], prompt), alone)
+    for size in (2, 4):
+
+        def work(rank: int, size: int = size) -> dict[str, Any]:
+            return all_logits(split(size, lambda: model), prompt)
+
+        for one in run(size, work, tmp_path / f"meeting of {size}"):
+            compare(one, alone)
 
 
 def scheduled(model: PreTrainedModel) -> list[list[int]]:
