@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kvthaw.engine.cores import bound, cores_near, divide
 from kvthaw.errors import ConfigError, KvthawError
 
 _log = logging.getLogger(__name__)
@@ -40,8 +41,8 @@ def processes(size: int) -> Iterator[int]:
 
 @contextmanager
 def spawned(size: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
-    """Be the first of `size` processes of one group, each with its share of the cores; the others run work(*args), which returns
-    once this process ends. They ignore SIGINT and SIGTERM.
+    """Be the first of `size` processes of one group, each with its share of the cores next to its GPU; the others run work(*args),
+    which returns once this process ends. They ignore SIGINT and SIGTERM.
 
     Where one of them fails, this process ends with exit code 1: it may be waiting in a collective, which nothing else ends."""
     if size == 1:
@@ -52,7 +53,8 @@ def spawned(size: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
     if torch.cuda.is_available() and torch.cuda.device_count() < size:
         raise ConfigError(f"tp is {size}; there are {torch.cuda.device_count()} GPUs")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    cores, context, ending = _shares(size), multiprocessing.get_context("spawn"), threading.Event()
+    cores = divide([cores_near(rank) for rank in range(size)])
+    context, ending = multiprocessing.get_context("spawn"), threading.Event()
     others = [
         context.Process(target=_run, args=(rank, size, store.port, cores[rank], work, args), daemon=True)
         for rank in range(1, size)
@@ -61,8 +63,7 @@ def spawned(size: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
         for other in others:
             other.start()
         threading.Thread(target=_watch, args=(others, ending), daemon=True).start()
-        _take(cores[0])
-        with _member(0, store=store, rank=0, world_size=size):
+        with bound(cores[0]), _member(0, store=store, rank=0, world_size=size):
             yield
         for other in others:
             other.join(_PATIENCE)
@@ -96,26 +97,13 @@ def _local_rank(number: int) -> Iterator[None]:
         os.environ.pop("LOCAL_RANK") if before is None else os.environ.update(LOCAL_RANK=before)
 
 
-def _shares(size: int) -> list[Sequence[int]]:
-    """Return the cores of each process; none where there are fewer cores than processes, or the system does not tell."""
-    every = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-    return [every[len(every) * i // size : len(every) * (i + 1) // size] if len(every) >= size else [] for i in range(size)]
-
-
-def _take(cores: Sequence[int]) -> None:
-    if cores and sys.platform == "linux":
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
-
-
 def _run(rank: int, size: int, port: int, cores: Sequence[int], work: Callable[..., None], args: Sequence[Any]) -> None:
     """Be one of the others."""
     for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a service manager: the first process decides
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_outlive, daemon=True).start()
-    _take(cores)
     try:
-        with _member(rank, store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size):
+        with bound(cores), _member(rank, store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size):
             work(*args)
     except KvthawError as error:
         _log.error("process %d: %s", rank, error)
