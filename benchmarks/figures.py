@@ -1,7 +1,7 @@
 """Measure and draw the figures of the papers and of the README (`benchmarks.plans`).
 
 usage: python3 -m benchmarks.figures [NAME,NAME... [--methods METHOD,...] [--shape SHAPE] [--shrink N] [--out FILE] [--plot FOLDER]
-[--draw]]
+[--draw] [--profile]]
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from kvthaw.evaluate.results import Record, ResultsFile
 class Options:
     """names: of FIGURES, all unless given. methods: the runs of these alone. shape, steps: other than the figure's own. shrink:
     divides lengths, tokens and budgets, to try a figure on a small machine. out: the file of records; what is there is not
-    measured again. plot: the folder to draw NAME.png into. draw: only draw, from the file."""
+    measured again. plot: the folder to draw NAME.png into. draw: only draw, from the file. profile: break captured steps of one run
+    down by kernels; nothing is timed after it in the same process."""
 
     names: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
@@ -36,6 +37,7 @@ class Options:
     out: Path | None = None
     plot: Path | None = None
     draw: bool = False
+    profile: bool = False
     host_bytes: int | None = None
     seed: int = 0
     commit: str | None = None
@@ -66,7 +68,7 @@ def main(options: Options, **how: Any) -> dict[str, list[Record]]:
             raise ConfigError(f"out is {str(options.out)!r}, which holds no line of {', '.join(names)}")
     else:
         bench = FilledBench(known, commit=options.commit, host_bytes=options.host_bytes, **how)
-        found = {}
+        bench.profile, found = options.profile, {}
         for name in names:
             settings = [next((way for way in ways(one) if bench.fits(way)), None) for one in grid(name, options, where()[1])]
             fitting = [one for one in settings if one is not None]
@@ -134,7 +136,8 @@ def options_of(arguments: Sequence[str] | None = None) -> Options:
         parser.add_argument(f"--{name}", type=Path)
     for name, default in (("shrink", 1), ("host-bytes", None), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--draw", action="store_true")
+    for name in ("draw", "profile"):
+        parser.add_argument(f"--{name}", action="store_true")
     given = vars(parser.parse_args(arguments))
     listed = {name: tuple(filter(None, (given[name] or "").split(","))) for name in ("names", "methods", "steps")}
     return Options(**{**given, **listed})

@@ -1,16 +1,21 @@
 """What indexing costs beside the model: its share of a prefill (ClusterKV, section V-C) and for PRKV of a decode step (figure
-23)."""
+23).
+
+`python -m benchmarks.indexing --out indexing.jsonl`: a JSON line a method.
+"""
 
 from __future__ import annotations
 
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.script import Report, options, run_as_script
 from kvthaw.bench.card import where
 from kvthaw.bench.shapes import build
 from kvthaw.engine.graph_runner import GraphRunner, capturable
@@ -136,3 +141,17 @@ def _timed(on: Tensor, call: Callable[[], object]) -> float:
     begin = now(on.device)
     call()
     return now(on.device) - begin
+
+
+def main() -> None:
+    """Measure methods at one length."""
+    given = options(
+        __doc__, shape="llama-3.1-8b", length=32768, method="clusterkv,clusterkv-plus,prkv", budget=1024, out=Path, commit=str
+    )
+    report = Report(given.out, given.commit, bench="indexing")
+    for line in lines(given.shape, given.length, given.method.split(","), budget=given.budget):
+        report(line)
+
+
+if __name__ == "__main__":
+    run_as_script(main)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -9,6 +11,17 @@ from benchmarks import indexing
 from kvthaw.bench.shapes import build
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError
+
+
+def test_the_command_writes_a_line_a_method(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--shape=tiny", "--length=200", "--budget=64", "--method=clusterkv:tokens_per_cluster=20,quest"]
+    monkeypatch.setattr("sys.argv", ["indexing", *asked])
+    indexing.main()
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["method"], line["bench"]) for line in found] == [
+        ("clusterkv:tokens_per_cluster=20", "indexing"),
+        ("quest", "indexing"),
+    ]
 
 
 def test_shares_are_of_the_times_measured() -> None:

@@ -30,6 +30,7 @@ def test_jobs_are_done_in_order_while_there_is_time(
     assert all(
         timing > 0 for timing in (lines["decode"][0]["tpot_s"], lines["rivals"][0]["ms"], lines["prefill"][0]["indexed_s"])
     )
+    assert lines["prefill"][0]["over_floor"] > 1
     noted = capsys.readouterr().err
     assert "Traceback" not in noted
     assert noted.splitlines()[-1].endswith("rival full, 128, 64 is left out")

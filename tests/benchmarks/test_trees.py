@@ -1,18 +1,12 @@
-"""Scripts that a GPU machine runs, on a small model: what they write."""
+"""Trees on the host: searches, and prompts behind attach(), on a small model."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from benchmarks import kernels_tree, measure, second_token, tree_search
-from benchmarks.filled import FilledChecks
-
-
-def lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from benchmarks import kernels_tree, second_token, tree_search
 
 
 def test_the_tree_is_timed_beside_a_flat_scan() -> None:
@@ -44,14 +38,3 @@ def test_trees_are_searched_for_the_exact_best_keys() -> None:
     assert 0 < found["products_share"] <= 1
     spared = tree_search.search(0, queries[:2], keys[:2], 90, {"query_retrieve_share": 0.5, "retrieve_batch": 1})
     assert spared["products"] < found["products"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small")
-def test_decoding_is_measured_into_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "SHAPE", "tiny")
-    monkeypatch.setattr(FilledChecks, "__call__", lambda *_: None)  # tested elsewhere
-    measure.breakdown(tmp_path / "breakdown.jsonl", "abc", 1 << 34, "quest", 200, "eager")
-    assert [line["setting"]["method"] for line in lines(tmp_path / "breakdown.jsonl")] == ["quest"]  # type: ignore[index]
-    with pytest.raises(SystemExit, match="no part nonsense"):
-        measure.main([str(tmp_path), "abc", "1", "nonsense"])
