@@ -7,8 +7,8 @@ JSON line a method, with seconds to a first token, indexing included:
   where the document is kept; the least of `--repeats` questions.
 - save_s, restore_s: the document to a folder and back, out of the page cache, with SHA-256. restored_s: a question after that.
   restored_first_s: the first one, for which a saved tree is restored; rebuilt_first_s: for which the index is rebuilt.
-- new_restore_s: as in a new process, which has no page-locked memory yet; restore_s takes what was page-locked for the prompts.
-  disk_restore_s, disk_read_s: the same where the page cache has nothing of the files, and reading them alone.
+- disk_restore_s, disk_read_s: the same where the page cache has nothing of the files, and reading them alone. Both restores take
+  memory that was page-locked for the prompts; `benchmarks.restored` has a new process, which has none.
 
 `--folder`: where the document is saved. `--unsaved`: it is not. `--fresh`: questions that are asked fresh, all unless given. Tokens
 of what was asked are compared. Times of few layers are no model's; the KV of a layer is.
@@ -69,15 +69,6 @@ def forget(folder: Path) -> None:
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def unlock() -> None:
-    """Give back the host memory that torch keeps page-locked, of which a new process has none."""
-    names = ("_accelerator_emptyHostCache", "_host_emptyCache")
-    for name in names if torch.cuda.is_available() else ():
-        if hasattr(torch._C, name):
-            getattr(torch._C, name)()
-            return
 
 
 def read(folder: Path) -> None:
@@ -146,11 +137,9 @@ def measure(
     del batch, prefix
     gc.collect()
 
-    def restore(*, cold: bool = False, again: bool = False, **other: Any) -> tuple[float, list[Asked]]:
+    def restore(*, cold: bool = False, **other: Any) -> tuple[float, list[Asked]]:
         prefix = PrefixCache(host_bytes=1 << 50)
         batch = batch_of(prefix, **other)
-        if again:
-            unlock()
         if cold:
             forget(folder / "document")
         _, seconds = timed(Library(batch.cache, prefix, folder).restore)
@@ -160,15 +149,13 @@ def measure(
     _, rebuilt = restore(seed=1)  # no tree that was saved is of this seed
     forget(folder / "document")
     _, read_s = timed(lambda: read(folder / "document"))
-    new_s, _ = restore(again=True)
-    disk_s, _ = restore(cold=True, again=True)
+    disk_s, _ = restore(cold=True)
     return found | {
         "save_s": save_s,
         "restore_s": restore_s,
         "restored_s": min(one.seconds for one in restored),
         "restored_first_s": restored[0].seconds,
         "rebuilt_first_s": rebuilt[0].seconds,
-        "new_restore_s": new_s,
         "disk_restore_s": disk_s,
         "disk_read_s": read_s,
         "kv_bytes": kv_bytes,

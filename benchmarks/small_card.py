@@ -9,10 +9,10 @@ card:
 - prefill_s: to the first token, offloading and indexing included. ms: the median of a token's. peak_bytes: what torch took at most.
   error: instead of these, where memory was short.
 
-With `--filled` kvthaw's cache begins with drawn keys and values instead of a prefill; they are drawn and indexed with the whole
-card, of which the small one takes the steps. 512k tokens take a minute and a half then instead of some three. Of the methods that
-search on the device only clusterkv-plus has an index that fits 24 GiB there beside the weights, without dense layers:
-`--filled --cards small --contenders kvthaw --lengths 524288 --method clusterkv-plus --dense-layers 0`.
+The caches named by `--filled` begin with drawn keys and values instead of a prefill. Those of kvthaw are drawn and indexed with the
+whole card, of which the small one takes the steps: 512k tokens take a minute and a half then instead of some three. Of the methods
+that search on the device only clusterkv-plus has an index that fits 24 GiB there beside the weights, without dense layers:
+`--filled kvthaw --cards small --contenders kvthaw --lengths 524288 --method clusterkv-plus --dense-layers 0`.
 
 In the end a line with the longest prompt that each served on the small card, and whether kvthaw's greedy tokens are the same on
 both, and how many times the whole card's ms its ms are. Exits with 1 where the tokens differ.
@@ -49,18 +49,17 @@ PIECE = 4096
 def run(
     model: PreTrainedModel, contender: str, length: int, steps: int, *, filled: bool = False, **sizes: Any
 ) -> dict[str, Any]:
-    """Serve one prompt and some greedy tokens. Returns the times, or the error. filled: begin kvthaw's cache with drawn tokens."""
+    """Serve one prompt and some greedy tokens. Returns the times, or the error. filled: begin with drawn tokens."""
     ids = torch.randint(0, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     try:
         begin, cache = now(model.device), make(model, contender, **sizes)
-        if isinstance(cache, Cache) and filled:
-            cache.kv.streams.device.resolve(model.device)  # what "auto" is on this card
-            with whole_card():
-                fill(cache, lambda layer: drawn(model, layer, length, 0), coming=steps + 1)
+        if filled:
             logits = torch.zeros((1, model.config.vocab_size), device=model.device)
+            with prepared(model, cache):
+                fill(cache, lambda layer: drawn(model, layer, length, 0), coming=steps + 1)
         elif isinstance(cache, Cache):
             logits = prefill(model, cache, ids)[None]
             cache.wait()
@@ -88,9 +87,11 @@ def run(
 
 
 @contextmanager
-def whole_card() -> Iterator[None]:
-    """Let torch take all of the device within it, and of what it took keep what is in use."""
-    if not torch.cuda.is_available():
+def prepared(model: PreTrainedModel, cache: DynamicCache) -> Iterator[None]:
+    """Let torch take all of the device within it for a cache of kvthaw, and of what it took keep what is in use."""
+    if isinstance(cache, Cache):
+        cache.kv.streams.device.resolve(model.device)  # what "auto" is on this card
+    if not (isinstance(cache, Cache) and torch.cuda.is_available()):
         yield
         return
     share = torch.cuda.get_per_process_memory_fraction()
@@ -121,7 +122,8 @@ def measure(model: PreTrainedModel, given: argparse.Namespace, lengths: list[int
                 if contender == "offloaded" and length > given.offloaded:
                     continue
                 sizes = {"method": given.method, "dense_layers": given.dense_layers, "budget": given.budget, "host_bytes": host}
-                found = run(model, contender, length, given.steps, filled=given.filled, **sizes)
+                filled = contender in given.filled.split(",")
+                found = run(model, contender, length, given.steps, filled=filled, **sizes)
                 gc.collect()
                 if total:
                     torch.cuda.empty_cache()
@@ -130,7 +132,7 @@ def measure(model: PreTrainedModel, given: argparse.Namespace, lengths: list[int
                     "gib": given.gib,
                     "contender": contender,
                     "length": length,
-                    "filled": given.filled,
+                    "filled": filled,
                     **found,
                 }
                 if "error" in found:
@@ -161,7 +163,7 @@ def main() -> None:
     given = options(
         __doc__, shape="llama-3.1-8b", layers=int, lengths="32768,131072,524288", contenders="kvthaw,dynamic,offloaded",
         offloaded=131072, gib=24.0, budget=1024, host_memory=str, cards="small,whole", steps=32, method="auto",
-        dense_layers=int, filled=False, commit=str, out=Path,
+        dense_layers=int, filled="", commit=str, out=Path,
     )  # fmt: skip
     device, name = where()
     model, lines = build(given.shape, device, layers=given.layers), list[dict[str, Any]]()

@@ -24,23 +24,15 @@ def test_every_contender_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_a_cache_may_be_filled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [
-        "--shape",
-        "tiny",
-        "--layers",
-        "1",
-        "--lengths",
-        "256",
-        "--steps",
-        "6",
-        "--budget",
-        "128",
-        "--contenders",
-        "kvthaw",
-    ]
-    monkeypatch.setattr(sys, "argv", ["small_card", *given, "--filled", "--method", "quest", "--dense-layers", "0"])
-    small_card.main()
-    *lines, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(line["method"], line["filled"], len(line["tokens"])) for line in lines] == [("quest", True, 7)] * 2
-    assert all(line["fill_s"] > 0 and line["kv_host_bytes"] for line in lines)
-    assert last["same_tokens"]
+    given = ["--shape", "tiny", "--layers", "1", "--lengths", "256", "--steps", "6", "--budget", "128", "--method", "quest"]
+    given += ["--contenders", "kvthaw,dynamic", "--dense-layers", "0", "--cards", "small"]
+    for filled in ("kvthaw,dynamic", "dynamic"):
+        monkeypatch.setattr(sys, "argv", ["small_card", *given, "--filled", filled])
+        small_card.main()
+        ours, theirs, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert (ours["method"], ours["filled"], theirs["filled"]) == ("quest", "kvthaw" in filled, True)
+        assert ("fill_s" in ours) == ours["filled"]
+        assert ours["kv_host_bytes"]
+        assert theirs["fill_s"] > 0
+        assert len(ours["tokens"]) == len(theirs["tokens"]) == 7
+        assert last["same_tokens"]

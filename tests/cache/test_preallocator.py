@@ -273,10 +273,10 @@ def test_in_a_capture_nothing_is_taken_and_no_turn_is_lost(monkeypatch: pytest.M
         def __call__(self, *step: object) -> None:
             pass
 
-    def locked(*args: Any, pinned: bool) -> torch.Tensor:
+    def locked(*args: Any, pinned: bool, **kwargs: Any) -> torch.Tensor:
         assert pinned
         assert not within[0]
-        return give(*args, pinned=False)
+        return give(*args, pinned=False, **kwargs)
 
     captured_by(monkeypatch, Capture)
     monkeypatch.setattr(host_memory, "host_tensor", locked)

@@ -28,9 +28,9 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(autouse=True)
 def page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where torch page-locks powers of two."""
+    """As on a GPU, where what is page-locked is more than a small block."""
     for module in (host_memory, admission):
-        monkeypatch.setattr(module, "held_bytes", lambda size, *, pinned: host_memory.pinned_bytes(size))
+        monkeypatch.setattr(module, "held_bytes", lambda size, *, pinned: host_memory.locked_bytes(size))
 
 
 def serve(model: PreTrainedModel, asked: list[tuple[int, int]], prefix: PrefixCache | None, **sizes: Any) -> tuple[int, int]:

@@ -6,11 +6,14 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.device_memory import DeviceBlocks
+from kvthaw.cache.page_locked import HUGE, PageLocked, locked_bytes
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import HostMemoryError
 
@@ -27,32 +30,57 @@ def check_host_memory(need: int, limit: int | None) -> None:
 
 def available_host_memory(ranks: Ranks = ALONE) -> int | None:
     """Return this process's share of the bytes that the system has free, None where it does not tell."""
+    free = _system_free()
+    return None if free is None else free // ranks.size + _page_locked.spare_bytes
+
+
+def _system_free() -> int | None:
+    found = [free for free in (_machine_free(), container_free(Path("/sys/fs/cgroup"))) if free is not None]
+    return min(found, default=None)
+
+
+def _machine_free() -> int | None:
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
                 if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024 // ranks.size
+                    return int(line.split()[1]) * 1024
     except OSError:
         pass
     return None
 
 
-def pinned_bytes(size: int) -> int:
-    """Return the bytes that torch page-locks for a tensor of so many: the next power of two."""
-    return 1 << (size - 1).bit_length()
+def container_free(group: Path) -> int | None:
+    """Return the bytes that a container may still take before it is ended, whose control group (version 2) has this folder; None
+    where it has no limit."""
+    try:
+        limit, current = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, limit - current + int(stat["active_file"]) + int(stat["inactive_file"]))  # files' pages make room
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+_page_locked = PageLocked(_system_free)
+"""What caches of this process have page-locked, used or not, as torch keeps its own."""
 
 
 def held_bytes(size: int, *, pinned: bool) -> int:
     """Return the bytes of host memory that a tensor of so many takes."""
-    return pinned_bytes(size) if pinned else size
+    return locked_bytes(size) if pinned else size
 
 
-def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Return an uninitialised tensor in host memory, page-locked if pinned. Raises HostMemoryError where the system gives none."""
+def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, streams: Sequence[torch.cuda.Stream] = ()) -> Tensor:
+    """Return an uninitialised tensor in host memory, page-locked if pinned. streams: those that may read it beside the current one.
+    Raises HostMemoryError where the system gives none."""
+    size = math.prod(shape) * dtype.itemsize
+    if pinned and size > HUGE // 2:
+        with suppress(OSError):  # what the system has against it, torch's way meets too, and says
+            return _page_locked.tensor(shape, dtype, streams)
     try:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
     except RuntimeError as error:
-        size, kind = math.prod(shape) * dtype.itemsize, "pinned " if pinned else ""
+        kind = "pinned " if pinned else ""
         raise HostMemoryError(
             f"{size:,} more bytes of {kind}host memory cannot be had ({str(error).splitlines()[0]}); shorten the prompt, use fewer "
             f"rows{', or raise the limits on locked memory (ulimit -l, the container)' if pinned else ''}"
@@ -80,6 +108,8 @@ class HostMemory:
     def __init__(self, limit: int | None = None, ranks: Ranks = ALONE) -> None:
         self.limit, self.ranks, self._used = limit, ranks, _Used()
         self.reclaim: Callable[[], bool] = lambda: False
+        self.streams: Sequence[torch.cuda.Stream] = ()
+        """Those that may read blocks, beside the model's."""
         self.allocators: weakref.WeakSet[BlockAllocator] = weakref.WeakSet()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
@@ -98,6 +128,13 @@ class HostMemory:
         if self.limit is not None:
             weakref.finalize(data, self._used.release, size).atexit = False
         return data
+
+    def prepare(self, count: int, size: int, *, pinned: bool) -> None:
+        """Page-lock memory for so many blocks of so many bytes, which allocate() then gives, on several threads."""
+        if self.limit is not None:
+            count = min(count, (self.limit - self.used) // held_bytes(size, pinned=pinned))
+        if pinned and count > 1 and size > HUGE // 2:
+            _page_locked.prepare(size, count)
 
     @property
     def used(self) -> int:
@@ -125,7 +162,7 @@ class HostMemory:
 
     def _allocate(self, size: int, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
         if self.limit is None:
-            return host_tensor(shape, dtype, pinned=pinned)
+            return host_tensor(shape, dtype, pinned=pinned, streams=self.streams)
         with self._used.lock:
             free = self.limit - self.used
             if size > free:
@@ -135,7 +172,7 @@ class HostMemory:
                 )
             self._used.bytes += size
         try:
-            return host_tensor(shape, dtype, pinned=pinned)
+            return host_tensor(shape, dtype, pinned=pinned, streams=self.streams)
         except HostMemoryError:
             self._used.release(size)
             raise
@@ -206,6 +243,11 @@ class BlockAllocator:
         """Allocate the next block of a sequence ahead. Raises HostMemoryError, with nothing changed."""
         if seq not in self.ahead:
             self.ahead[seq] = self.new()
+
+    def prepare(self, count: int) -> None:
+        """Have memory at hand for so many new blocks, which is faster than to take them one by one."""
+        near = 0 if self.device is None else max(0, self.device.room) // self.size
+        self.memory.prepare(count - near, self.size, pinned=self.pinned)
 
     def nbytes(self, *, on_device: bool = False) -> int:
         """Return the bytes of host or device memory of the blocks allocated ahead."""

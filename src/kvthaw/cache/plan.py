@@ -12,7 +12,7 @@ import torch
 from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import HostMemory, pinned_bytes
+from kvthaw.cache.host_memory import HostMemory, held_bytes
 from kvthaw.cache.index_api import Attends, Index, IndexContext, Method
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import ConfigError, at_least, one_of
@@ -23,11 +23,11 @@ from kvthaw.typecheck import check_type
 
 
 def default_block_size(token_bytes: int) -> int:
-    """Return how many tokens a block has unless a cache is told: 512 to 1,024, as many as fill best what torch page-locks for them.
+    """Return how many tokens a block has unless a cache is told: 512 to 1,024, as many as fill best what is page-locked for them.
     token_bytes: of a token in one layer. Of rows of 8 bits with their scales 1,024 would take as much as of rows of 16."""
 
     def filled(tokens: int) -> tuple[float, int]:
-        return tokens * token_bytes / pinned_bytes(tokens * token_bytes), tokens
+        return tokens * token_bytes / held_bytes(tokens * token_bytes, pinned=True), tokens
 
     return max(range(512, 1025, 64), key=filled)
 
@@ -81,7 +81,7 @@ class Settings:
     sparse_queries: continuations of at most this many tokens are decoded one by one through the index, longer ones are dense;
     the last chunk of a prompt given in chunks is a continuation too. block_size: tokens in a block of host memory; see
     default_block_size().
-    host_bytes: the most host memory that blocks of KV may take, each rounded up to a power of two where it is page-locked, those
+    host_bytes: the most host memory that blocks of KV may take, each in whole pages of 2 MiB where it is page-locked, those
     allocated ahead included; None: as much as the system has. A prompt, or a token, that needs more raises HostMemoryError and
     changes nothing: it can be given again when something was freed.
     device_memory: device memory that the cache may fill: bytes, text such as "8GiB", or "auto", what is free at the first prompt

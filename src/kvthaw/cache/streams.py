@@ -46,6 +46,7 @@ class Streams:
 
     def __init__(self, layers: int = 1, memory: HostMemory | None = None, device: DeviceMemory | None = None) -> None:
         self.layers, self.memory, self.device = layers, memory or HostMemory(), device or DeviceMemory()
+        self.memory.streams = self.device.streams
         self.prefetcher, self.aux = KVPrefetcher(self.device.streams), AuxStream(self.device.streams)
         self.deferred = DeferredBatch()
         self.graph: SegmentedGraph | None = None

@@ -117,18 +117,15 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
 
 
 def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torch.device) -> Generator[tuple[int, SavedLayer]]:
-    """Yield the layers of a cache, by number, as a folder has them. Raises CacheError where one is not what was saved.
+    """Yield the layers of a cache, by number, as a folder has them. Raises CacheError where one is not what was saved."""
 
-    Page-locking a layer's blocks takes about as long as reading it and cannot be divided: a thread of its own does that beside."""
-    with ThreadPoolExecutor(1) as allocating:
+    def read(number: int) -> SavedLayer:
+        try:
+            return SavedLayer.read(path, header, number, kv, device)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CacheError(f"{path} is damaged: {_name(number)} has {error!r}") from error
 
-        def read(number: int) -> SavedLayer:
-            try:
-                return SavedLayer.read(path, header, number, kv, device, allocating)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                raise CacheError(f"{path} is damaged: {_name(number)} has {error!r}") from error
-
-        yield from _some_at_once([layer.number for layer in kv.layers], read, max(_AT_ONCE, min(32, os.cpu_count() or 1)))
+    yield from _some_at_once([layer.number for layer in kv.layers], read, max(_AT_ONCE, min(32, os.cpu_count() or 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +138,8 @@ class SavedLayer:
     kept: Mapping[int, Snapshot]
 
     @classmethod
-    def read(
-        cls,
-        path: Path,
-        header: Mapping[str, Any],
-        number: int,
-        kv: KVCache,
-        device: torch.device,
-        allocating: ThreadPoolExecutor,
-    ) -> SavedLayer:
-        """Read a layer into blocks on the host, which `allocating` allocates. Raises CacheError for a file that is not what was
-        saved."""
+    def read(cls, path: Path, header: Mapping[str, Any], number: int, kv: KVCache, device: torch.device) -> SavedLayer:
+        """Read a layer into blocks on the host. Raises CacheError for a file that is not what was saved."""
         file, scale = _file(path, header, number), header["files"][_name(number)]["scale"]
         tensors = file.tensors
         seqs = range(len(header["left_pad"]))
@@ -168,9 +156,8 @@ class SavedLayer:
         def allocate(part: Tensor) -> Block:
             return Block(memory.allocate((len(part), size, *format.tail), format.stored, pinned=pinned))
 
-        room = allocating.submit(lambda: {seq: [allocate(part) for part in own] for seq, own in parts.items()})
         file.check(header["files"][_name(number)]["sha256"])
-        blocks = room.result()
+        blocks = {seq: [allocate(part) for part in own] for seq, own in parts.items()}
         for seq in seqs:
             for block, part in zip(blocks[seq], parts[seq], strict=True):
                 block.data[:, : part.shape[1]] = format.convert(part)

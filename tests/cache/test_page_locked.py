@@ -1,0 +1,200 @@
+"""Page-locked memory: used again, given back, and never while the device may read it."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvthaw.cache import host_memory
+from kvthaw.cache.host_memory import HostMemory, container_free, host_tensor
+from kvthaw.cache.page_locked import HUGE, PageLocked, locked_bytes
+
+SHAPE = 2, HUGE // 8, 2
+"""Of a block of bfloat16 that takes as much as a huge page."""
+
+
+class Runtime:
+    """CUDA's calls: what is page-locked now, and how many bytes may be."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+        self.limit, self.locked = 1 << 40, 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        assert address % HUGE == 0
+        if sum(self.held.values()) + size > self.limit:
+            return 2
+        self.held[address] = size
+        self.locked += 1
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.held[address]
+        return 0
+
+
+class Stream:
+    """A stream whose work is done when it is told."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def record_event(self) -> Stream:
+        return self
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = True
+
+
+@pytest.fixture
+def runtime() -> Runtime:
+    return Runtime()
+
+
+def made(runtime: Runtime, free: int | None = None) -> PageLocked:
+    return PageLocked(lambda: free, lambda: runtime)
+
+
+def test_blocks_have_the_bytes_they_take(runtime: Runtime) -> None:
+    memory = made(runtime)
+    blocks = [memory.tensor(SHAPE, torch.bfloat16).fill_(i) for i in range(3)]
+    assert [block.shape for block in blocks] == [SHAPE] * 3
+    assert sorted(runtime.held) == sorted(block.data_ptr() for block in blocks)
+    assert set(runtime.held.values()) == {HUGE}
+    assert [float(block.sum()) for block in blocks] == [i * blocks[0].numel() for i in range(3)]
+    assert [locked_bytes(n) for n in (1, 3 << 10, HUGE // 2 + 1, HUGE, HUGE + 1)] == [1, 4 << 10, HUGE, HUGE, 2 * HUGE]
+
+
+def test_what_is_freed_is_used_again_once_nothing_may_read_it(runtime: Runtime) -> None:
+    memory, stream = made(runtime), Stream()
+    first = memory.tensor(SHAPE, torch.bfloat16, [stream])  # type: ignore[list-item]
+    address = first.data_ptr()
+    del first
+    gc.collect()
+    assert memory.spare_bytes == HUGE
+    other = memory.tensor(SHAPE, torch.bfloat16)
+    assert other.data_ptr() != address
+    stream.done = True
+    assert memory.tensor((HUGE // 4,), torch.float32).data_ptr() == address
+    assert runtime.locked == 2
+
+
+def test_what_is_too_much_is_given_back_when_the_device_is_done(runtime: Runtime) -> None:
+    free, stream = 16 * HUGE, Stream()
+    memory = made(runtime, free)
+    blocks = [memory.tensor(SHAPE, torch.bfloat16, [stream]) for _ in range(9)]  # type: ignore[list-item]
+    blocks.clear()
+    gc.collect()
+    held = memory.tensor(SHAPE, torch.bfloat16)
+    assert len(runtime.held) < 9
+    assert memory.spare_bytes * 4 <= free + 9 * HUGE
+    assert stream.done
+    assert held.data_ptr() in runtime.held
+
+
+def test_a_view_keeps_its_memory(runtime: Runtime) -> None:
+    memory = made(runtime, 1 << 40)
+    view = memory.tensor(SHAPE, torch.bfloat16).fill_(3)[:1]
+    del memory
+    gc.collect()
+    assert len(runtime.held) == 1
+    assert bool((view == 3).all())
+    del view
+    gc.collect()
+    assert not runtime.held
+
+
+def test_many_are_prepared_at_once(runtime: Runtime) -> None:
+    memory = made(runtime)
+    memory.prepare(2 * SHAPE[0] * SHAPE[1] * SHAPE[2], 5)
+    assert runtime.locked == 5
+    blocks = [memory.tensor(SHAPE, torch.bfloat16) for _ in range(5)]
+    assert len({block.data_ptr() for block in blocks}) == runtime.locked == 5
+    runtime.limit = 6 * HUGE
+    memory.prepare(HUGE, 4)  # as far as there is some
+    assert len(runtime.held) == 6
+
+
+def test_other_sizes_make_room(runtime: Runtime) -> None:
+    """Memory that is unused and of another size goes back before there is said to be none."""
+    free = [4 * HUGE]
+    memory = PageLocked(lambda: free[0], lambda: runtime)
+    held = memory.tensor(SHAPE, torch.bfloat16)
+    del held
+    gc.collect()
+    free[0] = HUGE
+    unregister = runtime.cudaHostUnregister
+
+    def given_back(address: int) -> int:
+        free[0] += HUGE
+        return unregister(address)
+
+    runtime.cudaHostUnregister = given_back  # type: ignore[method-assign]
+    large = memory.tensor((HUGE,), torch.bfloat16)
+    assert runtime.held == {large.data_ptr(): 2 * HUGE}
+    free[0] = 0
+    with pytest.raises(OSError, match="0 bytes are free"):
+        memory.tensor(SHAPE, torch.bfloat16)
+
+
+def test_what_cannot_be_page_locked_is_asked_of_torch(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    empty = torch.empty
+
+    def torch_empty(shape: Any, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        asked.append(pin_memory)
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(host_memory, "_page_locked", made(runtime))
+    monkeypatch.setattr(torch, "empty", torch_empty)
+    memory = HostMemory(5 * HUGE)
+    memory.prepare(9, HUGE, pinned=True)
+    assert runtime.locked == 5
+    block = memory.allocate(SHAPE, torch.bfloat16, pinned=True)
+    assert (memory.used, asked) == (HUGE, [])
+    runtime.limit = 0
+    assert host_tensor((HUGE,), torch.bfloat16, pinned=True).numel() == HUGE
+    assert asked == [True]
+    del block
+    assert memory.used == 0
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+    assert container_free(tmp_path) is None
+    for name, text in (
+        ("memory.current", "900"),
+        ("memory.stat", "anon 600\nactive_file 50\ninactive_file 25"),
+        ("memory.max", "max"),
+    ):
+        (tmp_path / name).write_text(text + "\n")
+    assert container_free(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert container_free(tmp_path) == 175
+    (tmp_path / "memory.max").write_text("500\n")
+    assert container_free(tmp_path) == 0
+
+
+@pytest.mark.gpu
+def test_the_device_reads_and_writes_it() -> None:
+    block = host_tensor((3, HUGE // 4), torch.float32, pinned=True)
+    assert block.is_pinned()
+    assert block.data_ptr() % HUGE == 0
+    there = torch.randn(block.shape, device="cuda")
+    block.copy_(there, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(block, there.cpu())
+    assert torch.equal(block.to("cuda", non_blocking=True), there)
+    address = block.data_ptr()
+    del block
+    again = []
+    for _ in range(3):  # the event behind which it is free is recorded by the first
+        again.append(host_tensor((3, HUGE // 4), torch.float32, pinned=True))
+        torch.cuda.synchronize()
+    assert address in [each.data_ptr() for each in again]
