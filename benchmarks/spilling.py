@@ -6,7 +6,8 @@ any time some sequence needs its next block and an old one has to spill. Half wa
 the others come back into their room. A line is one method and device memory:
 
 - spilling, returning: of the steps before and after that, but for the first WARM of each: median_ms, p95_ms, max_ms, over_median
-  (the longest step in medians; the goal is 1.3), moved_blocks, host_blocks (more or fewer at the end than at the beginning).
+  (the longest step in medians; the goal is 1.3), longest (the longest steps, see `benchmarks.spikes.Events`), moved_blocks,
+  host_blocks (more or fewer at the end than at the beginning).
 - leaving_ms: the step after which four sequences end.
 - moved: whether blocks spilled in the one and came back in the other. It must be true unless device_memory is "auto", where nothing
   has to move: what its longest steps are longer by is not due to blocks. Exits with 1 otherwise.
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.placement import SIZES, WARM
 from benchmarks.script import Report, options
+from benchmarks.spikes import Events
 from kvthaw import Batch
 from kvthaw.bench.card import noted, where
 from kvthaw.bench.shapes import build
@@ -43,14 +45,17 @@ def measure(
         batch.prefill(request, request.prompt)
     batch.start(timeout=None)
     found: dict[str, Any] = {}
+    events = Events()
     for name, count in (("spilling", half - 2), ("leaving", 1), ("returning", steps - half)):
         gaps, begin = list[float](), state(batch)
-        for step in range(count):
-            if step == min(WARM, count // 4):
-                gaps, begin = [], state(batch)
-            at = time.perf_counter()
-            batch.step()
-            gaps.append(1e3 * (time.perf_counter() - at))
+        with events:
+            for step in range(count):
+                if step == min(WARM, count // 4):
+                    gaps, begin = [], state(batch)
+                events.next()
+                at = time.perf_counter()
+                batch.step()
+                gaps.append(1e3 * (time.perf_counter() - at))
         moved, host, captures = (now - then for now, then in zip(state(batch), begin, strict=True))
         timed = sorted(gaps)
         found[name] = {
@@ -58,6 +63,7 @@ def measure(
             "p95_ms": timed[int(0.95 * len(timed))],
             "max_ms": timed[-1],
             "over_median": timed[-1] / statistics.median(timed),
+            "longest": events.longest(gaps),
             "moved_blocks": moved,
             "host_blocks": host,
             "captures": captures,

@@ -2,8 +2,9 @@
 
 `python -m benchmarks.timings --out FOLDER --seconds 270` on a GPU on which the tests have run, since nothing is compared with
 transformers here but the rivals' first step. JOBS are done in order, the most telling first, and those that the seconds left do not
-suffice for are left out. Lines go into decode, rivals, prefill and kernels_*.jsonl of the folder, each as it is measured;
-`python -m benchmarks.speed FOLDER` brings them to benchmarks/results and docs/results.md.
+suffice for are left out; `--jobs "steps full 36 128,rival full 128 512"`: these instead. Lines go into decode, rivals, prefill and
+kernels_*.jsonl of the folder, each as it is measured; `python -m benchmarks.speed FOLDER` brings them to benchmarks/results and
+docs/results.md.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ JOBS: tuple[tuple[int, str, tuple[Any, ...]], ...] = (
     (7, "prompt", ("hf-dynamic", 128, 128, 8)),
     (7, "prompt", ("clusterkv-plus", 128, 128, 8)),
     (7, "prompt", ("clusterkv-plus", 128, 16, 8)),
+    *((20 if n > 512 else 12, "steps", (f"pariskv-plus:{FEW}:kv_dtype=fp8", n, 512)) for n in (128, 512, 1024)),
+    *((20 if n > 512 else 12, "rival", ("pariskv-plus-fp8", n, 512)) for n in (128, 512, 1024)),
     (20, "steps", (f"pariskv-plus:{FEW}", 1024, 512)),
     (20, "steps", (f"pariskv-plus:{FEW}:dense_layers=0", 1024, 512)),
     (7, "prompt", ("prkv-plus", 128, 128, 8)),
@@ -157,12 +160,18 @@ class Timings:
                     yield "kernels_pariskv", about | line
 
 
+def job(text: str) -> tuple[int, str, tuple[Any, ...]]:
+    """Read a job as --jobs has it: what is done, and with what."""
+    what, *of = text.split()
+    return 12, what, tuple(int(each) if each.isdigit() else each for each in of)
+
+
 def main() -> None:
     """Do what there is time for."""
     begin = time.perf_counter()
-    given = options(__doc__, out=Path, commit=str, seconds=270, shape="llama-3.1-8b", shrink=1)
+    given = options(__doc__, out=Path, commit=str, seconds=270, shape="llama-3.1-8b", shrink=1, jobs="")
     timings = Timings(given.out, given.commit, given.shape, given.shrink)
-    for needed, what, of in JOBS:
+    for needed, what, of in map(job, given.jobs.split(",")) if given.jobs else JOBS:
         left = given.seconds - (time.perf_counter() - begin)
         noted(f"{left:.0f} s left: {what} {', '.join(map(str, of))}{' is left out' if left < needed else ''}")
         if left >= needed:
