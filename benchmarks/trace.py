@@ -80,7 +80,17 @@ def replay(scheduler: Scheduler, coming: list[Arrival]) -> dict[str, Any]:
     vocabulary = scheduler.batch.cache.model.config.vocab_size
     prompts = [random_prompt(vocabulary, one.prompt, seed) for seed, one in enumerate(coming)]
     served: dict[Request, Served] = {}
-    begin, asked, waiting, steps, full = time.perf_counter(), 0, 0, 0, 0
+    begin, asked, waiting, full = time.perf_counter(), 0, 0, 0
+    launched, steps = (
+        0.0,
+        list[tuple[bool, float, float]](),
+    )  # whether a prompt took part; time, and until the device had the tokens
+
+    def note() -> None:
+        nonlocal launched
+        launched = time.perf_counter()
+
+    scheduler.batch.launched = note
     while asked < len(coming) or scheduler.busy:
         now = time.perf_counter() - begin
         while asked < len(coming) and coming[asked].at <= now:
@@ -91,11 +101,12 @@ def replay(scheduler: Scheduler, coming: list[Arrival]) -> dict[str, Any]:
         if not scheduler.busy:
             time.sleep(max(0.0, coming[asked].at - now))
             continue
+        start, prompts_left = time.perf_counter(), bool(scheduler.prefilling or (scheduler.waiting and scheduler.batch.free))
         for request in scheduler.step():
             if request.error is not None:
                 raise request.error
             served[request].tokens.append(time.perf_counter() - begin)
-        steps += 1
+        steps.append((prompts_left, time.perf_counter() - start, max(0.0, launched - start)))
         full += not scheduler.batch.cache.kv.offloaded
     whole = time.perf_counter() - begin
     return {
@@ -103,9 +114,19 @@ def replay(scheduler: Scheduler, coming: list[Arrival]) -> dict[str, Any]:
         "most_waiting": waiting,
         "preemptions": scheduler.preemptions,
         "captures": scheduler.batch.stats().captures,
-        "steps": steps,
+        "steps": len(steps),
         "full_steps": full,
+        **parted(steps),
     }
+
+
+def parted(steps: list[tuple[bool, float, float]]) -> dict[str, Any]:
+    """Return the times of steps with a prompt and without, in all and of the median, and how long until the latter are launched."""
+    found: dict[str, Any] = {}
+    for name, own in (("prompt", [one for one in steps if one[0]]), ("plain", [one for one in steps if not one[0]])):
+        times = [took for _, took, _ in own]
+        found |= {f"{name}_steps": len(own), f"{name}_steps_s": sum(times), f"{name}_step_p50_s": rank(times, 50)}
+    return found | {"plain_launched_p50_s": rank([launched for prompt, _, launched in steps if not prompt], 50)}
 
 
 def told(coming: list[Arrival], served: list[Served], whole: float) -> dict[str, Any]:
@@ -125,7 +146,7 @@ def told(coming: list[Arrival], served: list[Served], whole: float) -> dict[str,
 
 
 def rank(times: list[float], percent: int) -> float:
-    """Return the time that so many percent do not exceed."""
+    """Return the time that so many percent do not exceed, 0 where there are none."""
     return sorted(times)[min(len(times) - 1, len(times) * percent // 100)] if times else 0.0
 
 

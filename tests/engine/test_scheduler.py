@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, QueueFullError, Request, Sampling, Scheduler
@@ -547,3 +548,26 @@ def test_earlier_rows_cross_the_bus_from_the_host_alone(memory: str | None, stre
     request = batch.join(prompt(1, 300)[0], max_new_tokens=2, stop=())
     batch.prefill(request)
     assert batch.streams_back(request) == streams
+
+
+@pytest.mark.parametrize("method", ["full", "pariskv-plus", "clusterkv-plus", "prkv"])
+def test_a_request_that_leaves_costs_few_launches_a_layer(method: str) -> None:
+    """The others wait for it. There were eight a layer and more."""
+
+    class Count(TorchDispatchMode):
+        launches = 0
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.launches += not op.is_view
+            return op(*args, **(kwargs or {}))
+
+    deep = build("llama", num_hidden_layers=8)
+    batch = Batch(
+        deep, method, max_seqs=2, capacity=200, **({} if method == "full" else {"budget": 48, "device_memory": "1GiB"})
+    )
+    requests = [batch.join(prompt(1, 120)[0], max_new_tokens=20, stop=()) for _ in range(2)]
+    while not requests[1].tokens:
+        batch.step()
+    with Count() as count:
+        batch.leave(requests[0])
+    assert count.launches <= 8 * 5

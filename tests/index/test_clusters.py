@@ -63,6 +63,7 @@ def test_the_prompts_clusters_are_kmeans_of_its_keys() -> None:
     index = seqs.index
     assert isinstance(index, ClusterIndex)
     assert index.order is not None
+    index.join()
     keys = seqs.keys[0][:, FIRST : FIRST + 120]
     start = covering(keys, sample_positions(FIRST + torch.arange(120), 6, seed=7, layer=3, heads=2), 12)
     means, order, stops = kmeans(keys, start, distance="cosine", iterations=8)
@@ -110,6 +111,8 @@ def test_layers_batches_are_clustered_at_once_time_after_time(at_once: int, monk
     keys = seqs.keys[0]
     for index in (*layers, *apart):
         index.build(0, FIRST, keys[:, FIRST : FIRST + 50], keys[:, FIRST : FIRST + 50], seqs.queries[0][:, :0])
+    deferred.flush()
+    assert calls == [3]  # short prompts, too
     calls.clear()
     for begin in range(FIRST + 50, FIRST + 210, 40):
         some = keys[None, :, begin : begin + 40]
@@ -162,6 +165,7 @@ def test_a_cropped_prompts_clusters_keep_the_tokens_that_are_left() -> None:
 
     def members() -> list[list[set[int]]]:
         assert index.order is not None
+        index.join()
         stops, order = index.stops[0, :, : index.seqs[0].units + 1].tolist(), index.order[0].tolist()
         return [[set(own[a:b]) for a, b in itertools.pairwise(ends)] for ends, own in zip(stops, order, strict=True)]
 
@@ -279,6 +283,7 @@ def test_as_many_clusters_as_tokens_or_one(clusters: int) -> None:
     index = seqs.index
     assert isinstance(index, ClusterIndex)
     assert index.order is not None
+    index.join()
     assert index.order[0, :, :60].sort(dim=1).values.tolist() == [list(range(FIRST, FIRST + 60))] * 2
     sizes = index.stops[0, :, : min(clusters, 60) + 1].diff(dim=1)
     assert sizes.sum(dim=1).tolist() == [60, 60]

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ from kvthaw.methods import resolve
 from kvthaw.methods.auto import AUTO
 
 _WARM = 8  # steps that do not count: two eager ones, the capture, and the first replays
+
+
+class _Step(NamedTuple):
+    """A step: seconds, requests that it gave a token, whether one had joined before it, and whether one ended with it."""
+
+    took: float
+    live: int
+    joined: bool
+    ended: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +105,13 @@ def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, An
     settings = _settings(method, asked.budget, asked.device_memory)
     batch = Batch(model, method, max_seqs=seqs, capacity=length + new_tokens, compile=asked.compile, **settings)
     warm(batch)
-    steps: list[tuple[float, int]] = []
+    steps: list[_Step] = []
     joins: list[float] = []
     begin = time.perf_counter()
     _serve(batch, prompts, new_tokens, steps, joins)
     whole = time.perf_counter() - begin
-    times, stats = sorted(1000 * took for took, live in steps[_WARM:] if live == seqs), batch.stats()
+    full, stats = [one for one in steps[_WARM:] if one.live == seqs], batch.stats()
+    times = sorted(1000 * one.took for one in full)
     if not times:
         raise ConfigError(
             f"requests is {requests} and new_tokens {new_tokens}; after {_WARM} steps none had all {seqs} places busy: serve more"
@@ -112,6 +122,8 @@ def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, An
         "step_ms_mean": statistics.fmean(times),
         "step_ms_p95": times[int(0.95 * len(times))],
         "step_ms_max": times[-1],
+        "step_ms_after_join": 1000 * statistics.median([one.took for one in full if one.joined] or [0.0]),
+        "step_ms_with_end": 1000 * statistics.median([one.took for one in full if one.ended] or [0.0]),
         "join_s_p50": statistics.median(joins),
         "tokens_per_s": requests * new_tokens / whole,
         "captures": stats.captures,
@@ -122,19 +134,20 @@ def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, An
     }
 
 
-def _serve(batch: Batch, prompts: list[Tensor], new: int, steps: list[tuple[float, int]], joins: list[float]) -> list[Request]:
+def _serve(batch: Batch, prompts: list[Tensor], new: int, steps: list[_Step], joins: list[float]) -> list[Request]:
     """All prompts, the next joining new / sequences steps after the last one, or as soon as a sequence is free."""
     waiting, served, apart = list(prompts), list[Request](), max(1, new // batch.max_seqs)
     while waiting or batch.requests:
-        if waiting and batch.free and (not batch.requests or len(steps) % apart == 0):
+        joined = bool(waiting and batch.free and (not batch.requests or len(steps) % apart == 0))
+        if joined:
             begin = time.perf_counter()
             served.append(batch.join(waiting.pop(0), max_new_tokens=new, stop=()))
             batch.prefill(served[-1], served[-1].prompt)
             batch.start(timeout=None)
             joins.append(time.perf_counter() - begin)
         begin = time.perf_counter()
-        live = len(batch.step())  # its tokens come back to the host, so it is over then
-        steps.append((time.perf_counter() - begin, live))
+        told = batch.step()  # its tokens come back to the host, so it is over then
+        steps.append(_Step(time.perf_counter() - begin, len(told), joined, any(one.finished for one in told)))
     return served
 
 

@@ -205,7 +205,6 @@ class DenseLayer(DeviceLayer):
     def clear(self, seq: int) -> None:
         self.recent_queries.pop(seq, None)
         self._offloaded = None
-        self._tickets.zero_()
 
     def reorder(self, sequences: Sequence[int]) -> None:
         self._offloaded = None

@@ -105,9 +105,10 @@ class BlockArena:
         return block
 
     def note_freed(self) -> None:
-        """Note, for blocks freed since the last call, the work under way that may read them."""
-        while self._freed:
-            self._ready.append((*self._freed.popleft(), self.readers()))
+        """Note, for blocks freed since the last call, often hundreds, the work under way that may read them."""
+        if count := len(self._freed):
+            readers = self.readers()
+            self._ready.extend((*self._freed.popleft(), readers) for _ in range(count))
 
     def readers(self) -> list[torch.cuda.Event]:
         """Record events that pass when all work enqueued so far that may read blocks is done."""

@@ -69,9 +69,11 @@ class FiniteCheck:
             if check is not None:
                 check.wait()
 
-    def forget(self, seq: int) -> None:
-        """Forget the prompt of a sequence."""
+    def forget(self, seq: int, layers: Sequence[Flagged]) -> None:
+        """Forget the prompt of a sequence, and lower the flags of all layers at once: they may be this sequence's."""
         self._prompts.pop(seq, None)
+        if flags := [flag for layer in layers if (flag := layer.nonfinite()) is not None]:
+            torch._foreach_zero_(flags)
 
     def check(self) -> None:
         """Raise CacheError for the first layer whose flag is known to be set. Does nothing while a step is captured."""

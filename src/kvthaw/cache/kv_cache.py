@@ -313,7 +313,7 @@ class KVCache:
         for layer in self.layers:
             layer.clear(seq)
         self.sequences.clear(seq)
-        self.finite.forget(seq)
+        self.finite.forget(seq, self.layers)
         if not self.sequences.padded_length and self.chooser.returns:
             self.streams.device.reset()
             self.sequences.regions = None

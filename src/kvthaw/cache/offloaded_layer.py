@@ -361,7 +361,6 @@ class OffloadedLayer(LayerKV):
             return
         self.drop_search()
         self.extremes = []
-        self.slab.tickets.zero_()
         self.storage.clear(seq)
         self._prompts.pop(seq, None)
         self.recent_queries.pop(seq, None)

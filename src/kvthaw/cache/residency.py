@@ -89,6 +89,11 @@ class Residency:
 
     def clear(self, seq: int, length: int = 0) -> None:
         """Forget the rows >= length of a sequence."""
+        if length == 0:
+            for table in (self.slot_row, self.row_slot, self.latest):
+                table[seq].fill_(-1)
+            self.used[seq].zero_()
+            return
         gone = self.slot_row[seq] >= length
         self.slot_row[seq].masked_fill_(gone, -1)
         self.used[seq].masked_fill_(gone, 0)

@@ -345,7 +345,8 @@ class Retriever:
         """Remove positions >= length of a sequence."""
         self.wait()
         self.index.truncate(seq, length)
-        self.residency.clear(seq, length)
+        if not self.in_place:  # else no row was ever admitted
+            self.residency.clear(seq, length)
 
     def undo(self, seq: int, length: int) -> None:
         """Remove positions >= length of a sequence, which were appended last; exactly if the index can."""

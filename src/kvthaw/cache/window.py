@@ -161,7 +161,6 @@ class WindowLayer(DeviceLayer):
         """See LayerKV. What stood there may not have been finite."""
         if self.slab is not None:
             self.slab.data[seq].zero_()
-            self.slab.tickets.zero_()
             self._before[1].pop(seq, None)
 
     def reorder(self, sequences: Sequence[int]) -> None:

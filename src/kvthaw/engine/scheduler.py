@@ -131,12 +131,12 @@ class Scheduler:
         exception in `error`.
 
         What a decode step raises comes up, but for a lack of memory, and the next call takes it again."""
-        self._place()
         give, told = self._launch(), list[Request]()
-        request = self._next_prompt()
         try:
+            self._place()  # what the host does from here on it does while the device decodes
+            request = self._next_prompt()
             told += self.batch.start(POLL if request is None and not self.batch.decoding else 0.0)
-            if request is not None:  # the host launches its chunk while the device decodes
+            if request is not None:
                 told += self._prefill(request, len(self.batch.decoding))
         finally:
             told = give() + told

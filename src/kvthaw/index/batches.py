@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.unit_select import Policy
 
 AT_ONCE = 1 << 28
-"""Bytes of generated tokens' keys that are clustered at once, of one layer at least: many sequences' need much memory."""
+"""Bytes of keys that are clustered at once, of one layer at least: many sequences' need much memory."""
+_SHORT = 1 << 23
+"""Bytes of a layer's keys up to which a prompt waits for those of other layers: few keys keep no GPU busy, and launches take the
+host longer than the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class BatchGroup:
 class BatchedIndex(UnitIndex):
     """An index whose tokens are made into units batch by batch: `per_batch` units of a batch, as many as count of a prompt.
 
-    A batch waits for those of other layers, which have theirs at the same step, and all are formed at once.
+    A batch waits for those of other layers, which have theirs at the same step, and all are formed at once; so does a short prompt.
     """
 
     mapped = True
@@ -106,6 +110,18 @@ class BatchedIndex(UnitIndex):
         """Make `count` units of each of some batches of sequences, keys [R, H, n, T, D], of which the first is given."""
         form([Batches(self, first, keys)], count)
 
+    def build_prompt(self, seq: int, first: int, keys: Tensor, count: int) -> None:
+        """Begin a sequence with a prompt, keys [H, T, D], of which `count` units are made: with those of other layers where it is
+        short, else beside the current stream."""
+        tokens, given = keys.shape[1], Batches(self, (Full(seq, 0, 0),), keys[None, :, None])
+        if not 0 < keys.nbytes <= _SHORT:
+            self.build_beside(seq, first, tokens, count, partial(form, [given], count), keys)
+            return
+        self.clear(seq, first)
+        self.reserve(0, count + 1, tokens)
+        self.defer((self.kind(), "prompt", tokens, count), partial(form, count=count), given)
+        self._set(seq, Seq(tokens, count, 0, [(0, 0), (tokens, count)]))
+
     def build_beside(self, seq: int, first: int, tokens: int, count: int, job: Callable[[], None], *used: Tensor) -> None:
         """Begin a sequence with a prompt of so many tokens, of which a job makes `count` units, a batch of its own, beside the
         current stream. used: tensors of others that it reads."""
@@ -125,7 +141,8 @@ class BatchedIndex(UnitIndex):
 def form(every: Sequence[Batches], count: int) -> None:
     """Make `count` units of each batch and write them into the tables, as many batches at once as have AT_ONCE bytes of keys. All
     have as many tokens and batches, and their indexes differ in nothing but the layer."""
-    some = max(1, AT_ONCE // (len(every[0].first) * every[0].index.recent[0].nbytes))
+    first = every[0]
+    some = max(1, AT_ONCE // (first.index.recent[0].nbytes * len(first.first) if first.given is None else first.given.nbytes))
     for at in range(0, len(every), some):
         group = BatchGroup(every[at : at + some])
         group.write(*group.every[0].index.form(group, count))

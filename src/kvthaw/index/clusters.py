@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -115,8 +114,7 @@ class ClusterIndex(BatchedIndex):
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         tokens = keys.shape[1]
         count = min(tokens, self.clusters or max(1, tokens // self.tokens_per_cluster))
-        job = partial(self.form_now, [Full(seq, 0, 0)], keys[None, :, None], count)
-        self.build_beside(seq, first, tokens, count, job, keys)
+        self.build_prompt(seq, first, keys, count)
 
     def most_units(self, tokens: int) -> int:
         return super().most_units(tokens) + max(self.clusters or 0, tokens // self.tokens_per_cluster)

@@ -13,6 +13,7 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.index_api import Attends, Index, IndexContext, Reversible, Selection
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.joined import joined
@@ -107,6 +108,7 @@ class CodesIndex(Index, Reversible, Attends):
         self._learn = centroids == "learned"
         self.grows = not (self._learn or centre)
         self._first, self._k = context.regions.sink, 1
+        self._deferred = context.deferred or DeferredBatch()
         self.counts: list[int] = []
         heads, dim, subs = context.kv_heads, context.head_dim, self._subs
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -321,10 +323,11 @@ class CodesIndex(Index, Reversible, Attends):
         self._bind()
 
     def _update(self) -> None:
-        """Lengths, candidates wanted and tier limits on the device follow the counts, in place."""
+        """Lengths, candidates wanted and tier limits on the device follow the counts, in place; sent there once for all layers."""
         dense = [n < self.dense_below for n in self.counts]
         wanted = [0 if d else self.ratios.wanted(n, self._k) for n, d in zip(self.counts, dense, strict=True)]
         limits = [self.ratios.limits(n) for n in self.counts]
-        for name, values in (("lengths", self.counts), ("wanted", wanted), ("limits", limits)):
-            given = torch.tensor(values, dtype=torch.int32).reshape(self.tables[name].shape)
-            self.tables[name].copy_(given, non_blocking=True)
+        rows = [(n, want, *most) for n, want, most in zip(self.counts, wanted, limits, strict=True)]
+        sent = self._deferred.numbers(rows, self.context.device) if rows else torch.empty(0, 8)
+        for name, given in (("lengths", sent[:, 0]), ("wanted", sent[:, 1]), ("limits", sent[:, 2:])):
+            self.tables[name].copy_(given)

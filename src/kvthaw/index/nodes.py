@@ -87,10 +87,7 @@ class NodeIndex(BatchedIndex):
     # Index
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        tokens = keys.shape[1]
-        count = -(-tokens // self.size)
-        job = partial(self.form_now, [Full(seq, 0, 0)], keys[None, :, None], count)
-        self.build_beside(seq, first, tokens, count, job, keys)
+        self.build_prompt(seq, first, keys, -(-keys.shape[1] // self.size))
 
     def select(self, query: Tensor, budget: int) -> Selection:
         batch, config = query.shape[0], self.config

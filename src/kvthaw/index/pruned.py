@@ -74,7 +74,7 @@ class PrunedIndex(Index, Reversible, Remembers, WorksBeside):
                 f"base is a method that makes keys of its own, {type(self.inner).__name__}; its rows cannot be pruned"
             )
         self.graph_safe, self.grows, self.on_host = self.inner.graph_safe, self.inner.grows, self.inner.on_host
-        here = replace(context, device=torch.device("cpu")) if self.on_host else context
+        here = replace(context, device=torch.device("cpu"), deferred=None) if self.on_host else context
         self.keys = QuantisedKeys(here, stored=self.on_host)
 
     @property

@@ -188,7 +188,8 @@ class TokenIndex(Index, Reversible):
         """Copy the counts to the device."""
         if len(self.known) != len(self.counts):
             self.known = torch.empty(len(self.counts), dtype=torch.int64, device=self.context.device)
-        self.known.copy_(torch.tensor(self.counts, dtype=torch.int64), non_blocking=True)
+        if self.counts:
+            self.known.copy_(self._deferred.numbers([tuple(self.counts)], self.known.device)[0])
 
     def reserve(self, seqs: int, tokens: int) -> None:
         """Room for so many sequences and tokens; what is there stays. Addresses change only where room was lacking."""
