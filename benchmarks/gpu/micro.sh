@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The launches of a layer's retrieval before and after a change of kernels, then compiled steps after it.
 # usage: micro.sh FOLDER COMMIT SECONDS; an H200, alone on it, 150 s: what there is no time left for is left out.
-# Needs .gpu/micro/after.tar.xz, which has src/kvthaw and tests/kernels as they are after the change: git archive AFTER src/kvthaw tests pyproject.toml | xz
+# Needs .gpu/micro/after.tar.xz, kvthaw and its tests after the change:
+#   git archive AFTER src/kvthaw tests pyproject.toml | tar --delete src/kvthaw/assets | xz > after.tar.xz
 # What it must show: chain.after less than chain.before for every method and length, choice.us_at_once less than us_in_chunks, eight_bits
 # below 83 us at 128k; steps below 5.79 / 6.58 / 8.88 / 11.55 ms (pariskv-plus), 7.07 / 7.20 (clusterkv-plus), 7.34 / 7.53 (prkv).
 set -u
