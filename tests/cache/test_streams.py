@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -37,10 +39,11 @@ def test_jobs_run_in_order_on_one_thread(count: int) -> None:
     assert "kvthaw-index" in threads.pop()
 
 
-def test_jobs_of_two_groups_run_side_by_side() -> None:
+@pytest.mark.parametrize("how", [Streams.submit, Streams.build])
+def test_jobs_of_two_groups_run_side_by_side(how: Callable[..., Future[None]]) -> None:
     line, begun = Streams(), threading.Event()
-    waiting = line.submit(None, lambda: assert_set(begun), group=4)
-    line.submit(None, begun.set, group=5).result()
+    waiting = how(line, None, lambda: assert_set(begun), group=4)
+    how(line, None, begun.set, group=5).result()
     waiting.result()
 
 

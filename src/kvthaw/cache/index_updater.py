@@ -301,7 +301,8 @@ class IndexUpdater:
         """Return the index of a sequence that is built beside the steps of others. The sequence is stale until it is taken."""
         self.stale.add(seq)
         if seq not in self._sides:
-            self._sides[seq] = SideIndex(self.retriever.fresh_index(), seq, self.store, self.retriever.streams)
+            own = self.retriever
+            self._sides[seq] = SideIndex(own.fresh_index(), seq, self.store, own.streams, own.group)
         return self._sides[seq]
 
     def _drop_side(self, seq: int) -> None:

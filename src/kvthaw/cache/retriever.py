@@ -77,7 +77,7 @@ class Retriever:
         self._place(seqs)
         self.choices: list[Choice] = []
         self.meter = Meter(self.residency, context)
-        self.streams, self._group = streams, next(streams.groups)
+        self.streams, self.group = streams, next(streams.groups)
         self._jobs: list[tuple[Future[None], Callable[[], None]]] = []
         self._searching: Future[Selection] | None = None  # the last that began
         self._failure: BaseException | None = None  # of a job
@@ -115,7 +115,7 @@ class Retriever:
         on the thread raised."""
         if self.index.on_host:
             self._wait_for_search()
-            self._jobs.append((self.streams.submit(after, job, self._group), failed))
+            self._jobs.append((self.streams.submit(after, job, self.group), failed))
         else:  # what of it reads the store waits for the rows that are on their way there, see HostStore.read_keys
             job()
 

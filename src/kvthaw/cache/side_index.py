@@ -15,12 +15,12 @@ class SideIndex:
     """An index on the host that holds one sequence of a layer, until the index that steps search takes it over.
 
     It changes on a thread that neither searches nor updates of other sequences wait for, in the order of the calls. end: the
-    position up to which it is given tokens. index: an Index with Snapshots.
+    position up to which it is given tokens. index: an Index with Snapshots. group: of the layer, as for Streams.build.
     """
 
-    def __init__(self, index: Any, seq: int, store: HostStore, streams: Streams) -> None:
+    def __init__(self, index: Any, seq: int, store: HostStore, streams: Streams, group: int) -> None:
         self.end, self._wanted = 0, True
-        self.index, self._seq, self._store, self._streams = index, seq, store, streams
+        self.index, self._seq, self._store, self._streams, self._group = index, seq, store, streams, group
         self._changes: list[Future[None]] = []
 
     def change(self, end: int, change: Callable[..., None], *given: Any) -> None:
@@ -32,7 +32,7 @@ class SideIndex:
                 change(*given)
             blocks.clear()  # they must not go meanwhile
 
-        self._changes.append(self._streams.build(self._store.arriving, run))
+        self._changes.append(self._streams.build(self._store.arriving, run, self._group))
         self.end = end
 
     def wait(self, timeout: float | None) -> bool:

@@ -1,8 +1,8 @@
 """Offloading, indexing and searching beside the device's work (IceCache, figure 5b).
 
 While the device computes the next layers, keys and values of a finished one leave it on a stream of their own, and a thread
-indexes them as soon as they have arrived, another those of the layer behind it. Another searches with predicted queries, one more
-builds indexes of sequences that join others.
+indexes them as soon as they have arrived, another those of the layer behind it. Another searches with predicted queries, two more
+build indexes of prompts, and of sequences that join others.
 """
 
 from __future__ import annotations
@@ -98,9 +98,10 @@ class Streams:
         and of odd groups side by side, since an append keeps no more cores busy than a layer has KV heads."""
         return self._on(f"kvthaw-index-{group % 2}", after, job)
 
-    def build(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> Future[None]:
-        """As submit(), on a thread for jobs that no step waits for."""
-        return self._on("kvthaw-build", after, job)
+    def build(self, after: torch.cuda.Event | None, job: Callable[[], None], group: int = 0) -> Future[None]:
+        """As submit(), on two threads for jobs that no step waits for: between the levels of a layer's trees, too, no more cores are
+        busy than it has KV heads."""
+        return self._on(f"kvthaw-build-{group % 2}", after, job)
 
     def search(
         self, after: torch.cuda.Event | None, changes: Sequence[Future[None]], search: Callable[[], _Found]
