@@ -18,7 +18,7 @@ from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods.icecache import PRESETS
 from kvthaw.methods.icecache_digest import SETTINGS
-from kvthaw.native import cores
+from kvthaw.native import Forest, cores
 from kvthaw.regions import Regions
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -28,6 +28,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 APPENDED = 16
 """Keys of an append."""
+ROUNDS = 10
+"""Queries a layer, the first half of them one after the other."""
 LEFT = 5 * APPENDED
 """Keys that building leaves for them."""
 
@@ -56,7 +58,9 @@ def filled(length: int, layers: int) -> list[HostStore]:
 
 
 def measure(stores: list[HostStore], budget: int, threads: int, config: TreeConfig) -> dict[str, float]:
-    """Medians over layers with keys and queries of their own, so that no cache keeps them: milliseconds a layer."""
+    """Medians over layers with keys of their own and queries that come once, so that no cache keeps them: milliseconds a layer.
+    rested_ms: of searches before which the caller waits, as a step does for the device; head_ms, longest_ms: the mean of a query
+    head and of the longest one of a layer."""
     length, layers = stores[0].length(0), len(stores)
     indices, build = [], []
     for layer, store in enumerate(stores):
@@ -66,62 +70,67 @@ def measure(stores: list[HostStore], budget: int, threads: int, config: TreeConf
         index.build(0, 32, torch.empty(HEADS, length - 32 - LEFT, 0))
         build.append(time.perf_counter() - begin)
         indices.append(index)
-    query = torch.randn(layers, 1, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(1)) * 2
+    query = torch.randn(ROUNDS, layers, 1, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(1)) * 2
     scanned = [store.read(0, 32, length)[:, :, 0].float().contiguous() for store in stores]
 
-    def flat(i: int) -> Tensor:
-        scores = query[i].view(HEADS, GROUP, DIM) @ scanned[i].mT
+    def flat(turn: int, i: int) -> Tensor:
+        scores = query[turn, i].view(HEADS, GROUP, DIM) @ scanned[i].mT
         return 32 + torch.topk(scores, budget).indices
 
-    def tree(i: int) -> Tensor:
-        return indices[i].select(query[i], budget).rows
+    def tree(turn: int, i: int) -> Tensor:
+        return indices[i].select(query[turn, i], budget).rows
 
-    def append(i: int) -> Tensor:
+    def rested(turn: int, i: int) -> Tensor:
+        return tree(-1 - turn, i)  # other queries than those just asked
+
+    def append(turn: int, i: int) -> Tensor:
         more = torch.empty(1, HEADS, APPENDED, 0)
         indices[i].append([0], more)
         return more
 
-    return {
-        "build_ms": 1e3 * statistics.median(build),
-        "tree_ms": _median(tree, layers),
-        "rested_ms": _median(tree, layers, rest=2e-4),
-        "flat_ms": _median(flat, layers),
-        "append_ms": _median(append, layers, rounds=LEFT // APPENDED),
-    }
+    found = {"build_ms": 1e3 * statistics.median(build), "tree_ms": _median(tree, layers)}
+    if hasattr(Forest, "search_ns"):  # which a native module of an earlier commit lacks
+        each = [
+            sum(of) * 1e-6 / (ROUNDS // 2 * layers) for of in zip(*(index.forest.search_ns() for index in indices), strict=True)
+        ]
+        found |= {"head_ms": each[0] / (HEADS * GROUP), "longest_ms": each[1]}
+    found["rested_ms"] = _median(rested, layers, rest=2e-4)
+    return found | {"flat_ms": _median(flat, layers), "append_ms": _median(append, layers, rounds=LEFT // APPENDED)}
 
 
-def _median(call: Callable[[int], Tensor], layers: int, rounds: int = 5, rest: float = 0.0) -> float:
-    """rest: seconds before each call in which the caller waits, as a step does for the device."""
+def _median(call: Callable[[int, int], Tensor], layers: int, rounds: int = ROUNDS // 2, rest: float = 0.0) -> float:
+    """rest: seconds before each call in which the caller waits."""
     times = []
-    for _ in range(rounds):
+    for turn in range(rounds):
         for i in range(layers):
             awake = time.perf_counter() + rest
             while time.perf_counter() < awake:
                 pass
             begin = time.perf_counter()
-            call(i)
+            call(turn, i)
             times.append(time.perf_counter() - begin)
     return 1e3 * statistics.median(times)
 
 
-def lines(*, quick: bool, length: int, budget: int, threads: int, layers: int, method: str = "") -> Iterator[dict[str, Any]]:
+def lines(*, quick: bool, length: int, budget: int, threads: str, layers: int, method: str = "") -> Iterator[dict[str, Any]]:
     """Build, search and append; a line a setting. quick: at most 4096 keys and two layers. length: keys a KV head; budget: rows a
-    KV head; threads: 0 for one a core; layers: with keys of their own; method: one of METHODS, all unless given."""
+    KV head; threads: numbers separated by commas, the fewest first, since idle ones take from those that work; 0 for one a core;
+    layers: with keys of their own; method: one of METHODS, all unless given."""
     if quick:
         length, layers = min(length, 4096), min(layers, 2)
-    before, threads = torch.get_num_threads(), threads or cores()
-    torch.set_num_threads(threads)
+    before, stores = torch.get_num_threads(), filled(length, layers)
     try:
-        stores = filled(length, layers)
-        for name, settings in METHODS.items():
-            if method and name != method:
-                continue
-            times = measure(stores, budget, threads, TreeConfig(**settings))
-            sizes = {"length": length, "budget": budget, "threads": threads}
-            yield {**sizes, "method": name, **times, "speedup": times["flat_ms"] / times["tree_ms"]}
+        for count in (int(one) or cores() for one in threads.split(",")):
+            torch.set_num_threads(count)
+            for name, settings in METHODS.items():
+                if method and name != method:
+                    continue
+                times = measure(stores, budget, count, TreeConfig(**settings))
+                sizes = {"length": length, "budget": budget, "threads": count}
+                yield {**sizes, "method": name, **times, "speedup": times["flat_ms"] / times["tree_ms"]}
     finally:
         torch.set_num_threads(before)
 
 
 if __name__ == "__main__":
-    run_kernels(__doc__, lines, {"bench": "tree"}, gpu=False, length=36864, budget=176, threads=0, layers=8, method="")
+    run_kernels(__doc__, lines, {"bench": "tree"}, gpu=False, length=36864, budget=176, threads="0", layers=8, method="")

@@ -1,11 +1,15 @@
-"""IceCache behind `attach`: a prompt in chunks until its second token, then captured steps on the cache that it leaves.
+"""IceCache behind `attach`: a prompt in chunks until its second token, then steps on the cache that it leaves.
 
-usage: python3 -m benchmarks.second_token [--prompts [RUNSx]METHOD/LENGTH[@STEPS],...] [--out FILE] [--commit HASH]
+usage: python3 -m benchmarks.second_token [--prompts [RUNSx]METHOD/LENGTH[/LAYERS][@STEPS[eager]],...] [--out FILE] [--commit HASH]
 
-A line a run of a prompt (bench prefill, with the fields of `kvthaw bench prefill`); the first takes host memory from the system,
-and where there are more, the last builds its trees once more with nothing beside. One for the steps behind it (bench decode).
-host_ms: of a step what the host waits for a query of the device, what it takes to choose rows for it, of that the search, and what
-launching what follows.
+A line a run of a prompt (bench prefill, with the fields of `kvthaw bench prefill`). The first takes host memory from the system.
+All but the last wait until every tree is built before they ask for the second token (indexed_s). The last asks at once as users
+do, and its first layers attend while the last layers' trees are built; if not the first it then builds its trees once more with
+nothing beside. 0x: no prompt; the cache is filled with drawn keys and values, each layer's own (fill_s, of bench decode).
+One line for the steps behind it (bench decode), captured where the method can be; eager: eager ones before these as well.
+host_ms: of a step what the host waits for a query of the device, what it takes to choose rows for it, of that the search (heads: of
+single query heads, all threads together; longest: of each layer the longest head), and what launching what follows takes.
+huge_bytes: how much of this process's memory lies in huge pages.
 """
 
 from __future__ import annotations
@@ -15,30 +19,34 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.fill import drawn, fill
 from benchmarks.script import Report, options, run_as_script
-from kvthaw.bench.card import where
+from kvthaw.bench.card import noted, where
 from kvthaw.bench.decode import Bench, free
 from kvthaw.bench.prefill import PrefillSetting, build_alone
-from kvthaw.bench.settings import DecodeSetting, setting
+from kvthaw.bench.settings import DecodeSetting, possible, setting
+from kvthaw.bench.shapes import build
 from kvthaw.bench.steps import WARM, random_ids, random_tokens, take
 from kvthaw.cache.layers import indexed_layers
 from kvthaw.cache.segmented_graph import SegmentedGraph
-from kvthaw.engine.hf import attach
-from kvthaw.errors import ConfigError
+from kvthaw.engine.hf import Cache, DynamicCache, Handle, PreTrainedModel, attach
+from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.results import ResultsFile
 from kvthaw.native import Forest
 
+ASKED = re.compile(r"(?:(\d+)x)?([^/]+)/(\d+)(?:/(\d+))?(?:@(\d+)(eager)?)?")
+
 
 @contextmanager
 def host_times(spent: defaultdict[str, float]) -> Iterator[None]:
-    """Within it, replays with searches on the host add the seconds of their parts."""
+    """Within it, steps with searches on the host add the seconds of their parts."""
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
@@ -58,70 +66,143 @@ def host_times(spent: defaultdict[str, float]) -> Iterator[None]:
             timed("choose", call)()
         timed("launch", self._graphs[-1].replay)()
 
-    before = SegmentedGraph.replay, Forest.select
-    SegmentedGraph.replay, Forest.select = replay, timed("search", Forest.select)  # type: ignore[method-assign]
+    def search(self: Forest, *given: Any) -> None:
+        earlier = tells(self)
+        timed("search", select)(self, *given)
+        for name, since, until in zip(("heads", "longest"), earlier, tells(self), strict=True):
+            spent[name] += 1e-9 * (until - since)
+
+    tells = getattr(Forest, "search_ns", lambda forest: (0, 0))  # which a native module of an earlier commit lacks
+    before = SegmentedGraph.replay, (select := Forest.select)
+    SegmentedGraph.replay, Forest.select = replay, search  # type: ignore[method-assign]
     try:
         yield
     finally:
         SegmentedGraph.replay, Forest.select = before  # type: ignore[method-assign]
 
 
-@torch.no_grad()
-def measure(bench: Bench, one: DecodeSetting, chunk: int, *, runs: int, steps: int, say: Callable[..., None]) -> None:
-    """Take a prompt in `runs` times, and `steps` tokens behind the last."""
-    model, ids, spent = bench.model, random_ids(bench.model, 1, one.length, seed=one.length), defaultdict[str, float](float)
-    sizes: dict[str, Any] = {} if one.dense else {"budget": one.budget, "dense_layers": one.dense_layers}
-    asked = PrefillSetting(
-        shape=one.shape, method=one.method, length=one.length, chunk=chunk, budget=sizes.get("budget"), retrieved=None,
-        dense_layers=sizes.get("dense_layers"), device=one.device,
-    )  # fmt: skip
-    for run in range(runs):
-        free()
-        with host_times(spent), attach(model, one.method, prefill_chunk=chunk, **sizes) as handle:
-            begin, last = now(model.device), run == runs - 1
-            model(ids, logits_to_keep=1)
-            found: dict[str, Any] = {"seconds": now(model.device) - begin}
+class Prompts:
+    """Prompts and steps of one shape. chunk: tokens of a prompt at once. say: is given each line's kind, setting and the rest."""
+
+    def __init__(self, shape: str, chunk: int, bench: Bench, say: Callable[..., None]) -> None:
+        self.shape, self.chunk, self.bench, self.say = shape, chunk, bench, say
+        self.model: PreTrainedModel
+        self.layers = -1
+
+    def prepare(self, layers: int) -> None:
+        """Have the model, or so many of its layers; 0: all."""
+        if layers != self.layers:
+            if self.layers >= 0:
+                del self.model, self.bench.model
+                free()
+            self.model = self.bench.model = build(self.shape, self.bench.device, layers=layers or None)
+            self.layers = layers
+
+    @torch.no_grad()
+    def measure(self, one: DecodeSetting, runs: int, steps: int, *, eager: bool) -> None:
+        """Take a prompt in so many times, or draw keys, and tokens behind the last."""
+        sizes: dict[str, Any] = {} if one.dense else {"budget": one.budget, "dense_layers": one.dense_layers}
+        spent: defaultdict[str, float] = defaultdict(float)
+        with host_times(spent):
+            for run in range(runs):
+                with attach(self.model, one.method, prefill_chunk=self.chunk, **sizes) as handle:
+                    found = self.prompt(handle, one, run, last=run == runs - 1)
+                    if run == runs - 1:
+                        until = {"fill_s": None, "ttft_s": found["seconds"], "tt2t_s": found["tt2t_s"]}
+                        self.decode(handle.cache, one, until, steps, spent, eager=eager)
+                del handle
+                free()
+            if not runs:
+                cache, begin = self.bench.cache(one), time.perf_counter()
+                fill(cache, lambda number: drawn(self.model, number, one.length, one.seed), coming=2 * (steps + WARM))
+                until = {"fill_s": time.perf_counter() - begin, "ttft_s": None, "tt2t_s": None}
+                self.decode(cache, one, until, steps, spent, eager=eager)
+                del cache
+                free()
+
+    def prompt(self, handle: Handle, one: DecodeSetting, run: int, *, last: bool) -> dict[str, Any]:
+        """Take a prompt and one token behind it."""
+        ids = random_ids(self.model, 1, one.length, seed=one.length)
+        begin = now(self.model.device)
+        self.model(ids, logits_to_keep=1)
+        found: dict[str, Any] = {"seconds": now(self.model.device) - begin, "indexed_s": None}
+        if not last:
             handle.cache.wait()
-            found["indexed_s"] = now(model.device) - begin
-            updaters = [updater for _, updater in indexed_layers(handle.cache.kv.layers)]
-            model(ids[:, -1:], past_key_values=handle.cache)
-            found["tt2t_s"] = now(model.device) - begin
-            found["index_alone_s"] = build_alone(updaters) if 0 < run == runs - 1 else None
-            say("prefill", asdict(asked), {**found, "runs_before": run})
-            if last and steps:
-                cache, tokens = handle.cache, random_tokens(model, 1, one.seed)
-                take(model, cache, tokens, 1, WARM, capture=True)
-                spent.clear()
-                taken = take(model, cache, tokens, steps, 0, capture=True)
-                parts = {name: 1e3 * seconds / steps for name, seconds in spent.items()}
-                until = {"fill_s": None, "ttft_s": found["seconds"], "tt2t_s": found["tt2t_s"]}
-                say("decode", one.to_dict(), {**until, **bench.taken(one, cache, taken), "host_ms": parts})
-            del updaters
-        del handle
-    free()
+            found["indexed_s"] = now(self.model.device) - begin
+        updaters = [updater for _, updater in indexed_layers(handle.cache.kv.layers)]
+        self.model(ids[:, -1:], past_key_values=handle.cache)
+        found["tt2t_s"] = now(self.model.device) - begin
+        found["index_alone_s"] = build_alone(updaters) if run and last else None
+        sizes: dict[str, Any] = {"budget": one.budget, "retrieved": one.retrieved}
+        asked = PrefillSetting(
+            shape=self.shape, method=one.method, length=one.length, chunk=self.chunk, **sizes,
+            dense_layers=one.dense_layers, device=one.device, layers=self.layers or None,
+        )  # fmt: skip
+        self.say("prefill", asdict(asked), {**found, "runs_before": run})
+        return found
+
+    def decode(
+        self,
+        cache: DynamicCache,
+        one: DecodeSetting,
+        until: dict[str, Any],
+        steps: int,
+        spent: defaultdict[str, float],
+        *,
+        eager: bool,
+    ) -> None:
+        """Take steps on a cache that has its tokens."""
+        tokens, captured = random_tokens(self.model, 1, one.seed), possible(replace(one, steps="captured"), one.device != "cpu")
+        while isinstance(cache, Cache) and any(
+            kv.store.pages is not None and kv.store.pages.writing for kv in cache.kv.offloaded
+        ):
+            time.sleep(0.01)
+        for way in ("eager",) * (eager or not captured) + ("captured",) * captured if steps else ():
+            take(self.model, cache, tokens, 1, WARM, capture=way == "captured")
+            spent.clear()
+            taken = take(self.model, cache, tokens, steps, 0, capture=way == "captured")
+            parts = {"host_ms": {name: 1e3 * seconds / steps for name, seconds in spent.items()}, "huge_bytes": huge_bytes()}
+            setting = replace(one, steps=way).to_dict() | ({"layers": self.layers} if self.layers else {})
+            self.say("decode", setting, {**until, **self.bench.taken(one, cache, taken), **parts})
+
+
+def huge_bytes() -> int | None:
+    """Return how much of this process's memory lies in huge pages; None where the system does not tell."""
+    try:
+        found = re.search(r"AnonHugePages:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
+    except OSError:
+        return None
+    return 1024 * int(found[1]) if found else None
 
 
 def main() -> None:
     """See the module."""
     given = options(
-        __doc__, shape="llama-3.1-8b", prompts="2xfull/36864,2xicecache/36864,2xicecache-digest/36864@64", chunk=16384, budget=256,
+        __doc__, shape="llama-3.1-8b", prompts="2xfull/36864,3xicecache/36864,2xicecache-digest/36864@64", chunk=16384, budget=256,
         dense_layers=2, out=Path, commit=str,
     )  # fmt: skip
-    report, bench = Report(given.out, given.commit), Bench(ResultsFile(None), commit=given.commit)
-    bench.prepare(given.shape)
+    report = Report(given.out, given.commit)
 
     def say(kind: str, setting: dict[str, Any], found: dict[str, Any]) -> None:
         report.record(setting, {"bench": kind, **found})
 
+    prompts = Prompts(given.shape, given.chunk, Bench(ResultsFile(None), commit=given.commit), say)
     for prompt in given.prompts.split(","):
-        asked = re.fullmatch(r"(?:(\d+)x)?(.+)/(\d+)(?:@(\d+))?", prompt)
+        asked = ASKED.fullmatch(prompt)
         if asked is None:
-            raise ConfigError(f"prompts has {prompt!r}; it must be [RUNSx]METHOD/LENGTH[@STEPS]")
-        method, (runs, length, steps) = asked[2], (int(asked[i] or 0) for i in (1, 3, 4))
-        device, ways = where()[1], "captured" if torch.cuda.is_available() else "eager"
+            raise ConfigError(f"prompts has {prompt!r}; it must be [RUNSx]METHOD/LENGTH[/LAYERS][@STEPS[eager]]")
+        runs, (length, layers, steps) = int(asked[1] or 1), (int(asked[i] or 0) for i in (3, 4, 5))
+        prompts.prepare(layers)
         sizes = {"budget": given.budget, "retrieved": None, "dense_layers": given.dense_layers, "new_tokens": steps or 2}
-        one = setting(method, shape=given.shape, steps=ways, length=length, batch=1, seed=0, device=device, **sizes)
-        measure(bench, one, given.chunk, runs=max(1, runs), steps=steps, say=say)
+        device, start = where()[1], {} if runs else {"prompt": "filled"}
+        one = setting(
+            asked[2], shape=given.shape, steps="eager", length=length, batch=1, seed=0, device=device, **sizes, **start
+        )
+        try:
+            prompts.measure(one, runs, steps, eager=bool(asked[6]))
+        except (RuntimeError, KvthawError) as error:  # the others' times are not lost for it
+            noted(f"failed: {prompt}: {type(error).__name__}: {error}")
+            free()
 
 
 if __name__ == "__main__":

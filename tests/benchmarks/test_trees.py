@@ -10,25 +10,31 @@ from benchmarks import kernels_tree, second_token, tree_search
 
 
 def test_the_tree_is_timed_beside_a_flat_scan() -> None:
-    for line in kernels_tree.lines(quick=True, length=300, budget=32, threads=0, layers=1):
+    for line in kernels_tree.lines(quick=True, length=300, budget=32, threads="1,0", layers=1):
         assert line["speedup"] == line["flat_ms"] / line["tree_ms"] > 0
         assert set(line) >= {"method", "length", "budget", "threads", "build_ms", "rested_ms"}
         assert line["append_ms"] > 0
+        assert line["longest_ms"] >= line["head_ms"] > 0
 
 
 def test_a_prompt_behind_attach_is_timed_to_its_second_token_and_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["--shape=tiny", "--chunk=200", "--prompts=full/600,2xicecache-digest:reuse=2/600@2"]
-    monkeypatch.setattr("sys.argv", ["second_token", *asked])
+    prompts = "full/600,2xicecache-digest:reuse=2/600@2,0xicecache:layout=page/600/3@2,0xhf-dynamic/600/3@2"
+    monkeypatch.setattr("sys.argv", ["second_token", "--shape=tiny", "--chunk=200", f"--prompts={prompts}"])
     monkeypatch.setattr(second_token, "WARM", 0)
     second_token.main()
-    full, cold, prompt, steps = map(json.loads, capsys.readouterr().out.splitlines())
+    full, cold, prompt, steps, drawn, theirs = map(json.loads, capsys.readouterr().out.splitlines())
     assert full["tt2t_s"] > full["seconds"] > 0
     assert cold["index_alone_s"] is None
+    assert cold["tt2t_s"] > cold["indexed_s"] > cold["seconds"]
     assert prompt["index_alone_s"] > 0
-    assert steps["setting"]["method"] == "icecache-digest:reuse=2"
-    assert steps["host_ms"]["search"] > 0
+    assert prompt["indexed_s"] is None, "nobody waited"
+    assert (steps["setting"]["method"], steps["setting"]["steps"]) == ("icecache-digest:reuse=2", "eager")
+    assert steps["host_ms"]["heads"] > steps["host_ms"]["longest"] > 0
+    assert drawn["fill_s"] > 0
+    assert (drawn["setting"]["layers"], drawn["dense_layers"]) == (3, 2)
+    assert theirs["tpot_s"] > 0
 
 
 def test_trees_are_searched_for_the_exact_best_keys() -> None:

@@ -72,6 +72,11 @@ class PageCopy:
         """Return how many rows of a head are in a sequence's copy, or will be once it is written."""
         return self._tokens.get(seq, 0)
 
+    @property
+    def writing(self) -> bool:
+        """Whether a copy is still to be written."""
+        return any(not coming.done() for coming in self._coming.values())
+
     def rewrite(self, seq: int, order: Tensor, gather: Callable[[Tensor, Tensor], object]) -> None:
         """Begin to copy a sequence's rows in an order, [H, T] int32 positions on the CPU. gather(rows [1, H, T], out [H T, *tail])
         brings them together."""

@@ -99,8 +99,8 @@ class Streams:
         return self._on(f"kvthaw-index-{group % 2}", after, job)
 
     def build(self, after: torch.cuda.Event | None, job: Callable[[], None], group: int = 0) -> Future[None]:
-        """As submit(), on two threads for jobs that no step waits for: between the levels of a layer's trees, too, no more cores are
-        busy than it has KV heads."""
+        """As submit(), on two threads for jobs that no step waits for: between the levels of its trees a layer, too, keeps no more
+        cores busy than it has KV heads."""
         return self._on(f"kvthaw-build-{group % 2}", after, job)
 
     def search(

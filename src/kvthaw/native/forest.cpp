@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cmath>
 #include <mutex>
 #include <stdexcept>
@@ -242,7 +243,10 @@ void Forest::select(int batch, int group, const float* query, int budget, const 
     if (seen.size() < searched.size() * group) seen.resize(searched.size() * group);
     std::vector<std::atomic<int>> left(searched.size());
     for (auto& count : left) count.store(group, std::memory_order_relaxed);
+    using Clock = std::chrono::steady_clock;
+    std::atomic<uint64_t> longest{0};
     Pool::instance().run(searched.size() * group, threads, [&](size_t item) {
+        const auto begin = Clock::now();
         const size_t s = item / group, t = searched[s], seq = t / heads_;
         const Tree& tree = *trees_[seq][t % heads_];
         tree.search_query(rows(bases + seq * blocks, static_cast<int>(t % heads_)),
@@ -250,7 +254,12 @@ void Forest::select(int batch, int group, const float* query, int budget, const 
         products_.fetch_add(seen[item].points.size(), std::memory_order_relaxed);
         if (left[s].fetch_sub(1, std::memory_order_acq_rel) == 1)
             counts[t] = tree.choose(&seen[s * group], group, budget, out + t * budget);
+        const uint64_t took = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
+        search_ns_.fetch_add(took, std::memory_order_relaxed);
+        for (uint64_t most = longest.load(); most < took && !longest.compare_exchange_weak(most, took);) {
+        }
     });
+    longest_ns_.fetch_add(longest, std::memory_order_relaxed);
 }
 
 void Forest::truncate(int seq, int length, const int64_t* bases) {

@@ -1,6 +1,7 @@
 // The trees of one layer: sequences x KV heads, in parallel. Sequences share trees until one changes.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -45,6 +46,8 @@ public:
     std::string check(const int64_t* bases, int blocks) const;
     size_t nbytes() const;
     uint64_t products() const { return products_.load(std::memory_order_relaxed); }  // of queries with keys, so far
+    // What searches took so far, one query head at a time: all of them, and the longest of each call.
+    std::array<uint64_t, 2> search_ns() const { return {search_ns_.load(), longest_ns_.load()}; }
 
 private:
     [[noreturn]] void refuse(int head, int position) const;
@@ -55,7 +58,7 @@ private:
     std::shared_ptr<const Settings> settings_;
     int heads_, block_size_;
     std::vector<std::vector<std::shared_ptr<Tree>>> trees_;  // [seq][head]; null: nothing was ever built
-    mutable std::atomic<uint64_t> products_{0};
+    mutable std::atomic<uint64_t> products_{0}, search_ns_{0}, longest_ns_{0};
     mutable std::shared_mutex mutex_;
 };
 

@@ -1,5 +1,6 @@
 // The extension's face to Python: tensors come as addresses, which __init__.py has checked. No call holds the GIL while it works.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -103,6 +104,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("heads", &Forest::heads)
         .def("nbytes", &Forest::nbytes)
         .def("products", &Forest::products)
+        .def("search_ns", &Forest::search_ns)
         .def(
             "check", [](const Forest& self, uintptr_t bases, int blocks) { return self.check(at<const int64_t>(bases), blocks); },
             kFree)
