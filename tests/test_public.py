@@ -13,7 +13,7 @@ SOURCE = Path(kvthaw.__file__).parents[1]
 ROOT = Path(__file__).parents[1]
 SCRIPTS = (
     "figures",
-    "measure",
+    "second_token",
     "kernels_decode",
     "kernels_nodes",
     "kernels_pages",
