@@ -54,6 +54,14 @@ class Hides(ExactIndex):
         return []
 
 
+class Guesses(ExactIndex):
+    """Selects the same positions whatever it is asked, and reads nothing for it."""
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        rows = torch.full((len(query), self.context.kv_heads, budget), -1, dtype=torch.int32)
+        return Selection(rows, torch.zeros(rows.shape[:2], dtype=torch.int32))
+
+
 @pytest.mark.parametrize(
     ("index", "words"),
     [
@@ -73,6 +81,11 @@ def test_the_first_broken_rule_is_named(index: Any, words: str) -> None:
     [
         (Draws, "chooses_alike_alone", r"step 0, sequence 0, alone .*KV head \d: the rows are \[\d+, .*, not \["),
         (Keeps, "copies_independently", r"clone_from\(\) shares tensors"),
+        (
+            Guesses,
+            "names_its_tensors",
+            r"after the prompt, select\(\) was not called or reads no tensor, though on_host is False",
+        ),
         (Hides, "names_its_tensors", r"after the prompt, select\(\) reads Hides\.\w.*, which tensors\(\) does not name"),
     ],
 )

@@ -337,10 +337,8 @@ class _Reads(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: dict[int, Tensor] = {}
-        self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations += 1
         self.seen |= {_memory(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         return func(*args, **(kwargs or {}))
 
@@ -350,7 +348,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _names_what_it_reads(layer: Layer, sequences: list[int], when: str) -> None:
-    """Demand that a step reads no tensor of the index but those that tensors() names."""
+    """Demand that a step reads no tensor of the index but those that tensors() names; of an index on the device, at least one."""
     reads, index = _Reads(), layer.retriever.index
     calls = {name: getattr(index, name) for name in ("select", "rebuild") if hasattr(index, name)}
     own = {name: call for name, call in vars(index).items() if name in calls}
@@ -368,7 +366,7 @@ def _names_what_it_reads(layer: Layer, sequences: list[int], when: str) -> None:
     for name in calls:
         delattr(index, name)
     vars(index).update(own)
-    need(reads.operations > 0, "select() was not called, or calls no operation of torch")
+    need(index.on_host or bool(reads.seen), f"{when}, select() was not called or reads no tensor, though on_host is False")
     told = {_memory(tensor) for tensor in index.tensors()}
     held = {path: tensor for path, tensor in _reachable(index, type(index).__name__, set()) if tensor.numel()}
     missing = [path for path, tensor in held.items() if _memory(tensor) in reads.seen.keys() - told]
