@@ -89,10 +89,9 @@ class PageLocked:
         count = math.prod(shape)
         size = locked_bytes(count * dtype.itemsize)
         mapping = self._unused(size) or self._new(size)
-        offset = mapping.address - torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
-        tensor = torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(tuple(shape))
-        weakref.finalize(tensor, self._freed.append, (mapping, size, streams)).atexit = False
-        return tensor
+        memory = (ctypes.c_char * size).from_address(mapping.address)  # what the tensor's storage holds, and all its views
+        weakref.finalize(memory, self._freed.append, (mapping, size, streams)).atexit = False
+        return torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
 
     def prepare(self, size: int, count: int) -> None:
         """Have memory for so many tensors of so many bytes each, as far as there is some."""
