@@ -22,9 +22,10 @@ from benchmarks.kernels import DIM, GROUP, HEADS, SHAPE, agree, demand, differin
 from benchmarks.kernels_pages import ROWS, Tables, tables, window
 from benchmarks.script import run_kernels
 from kvthaw.kernels import flash_decode as flash
-from kvthaw.kernels import unit_select
+from kvthaw.kernels import in_place, unit_select
 from kvthaw.kernels.admit import admit
 from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.in_place import Selected
 from kvthaw.kernels.row_format import E4M3
 from kvthaw.kernels.split import Split, split_for
 from kvthaw.kernels.unit_scores import RecentQueries
@@ -195,6 +196,39 @@ def eight_bits(tokens: int) -> Iterator[dict[str, Any]]:
             line["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         yield line
     setattr(flash, "split_for", usual)  # noqa: B010
+    yield stored_rows(tokens)
+
+
+def stored_rows(tokens: int, device: str = "cuda") -> dict[str, Any]:
+    """Attention over rows of 8 bits with their scales, all of them, as it reads them in blocks on the device."""
+    format = E4M3(DIM, torch.bfloat16)
+    slab = torch.randn(1, HEADS, REGIONS.held, 2, DIM, device=device).bfloat16()
+    rows = torch.randn(tokens // BLOCK, HEADS, BLOCK, 2, DIM, device=device).bfloat16()
+    blocks = format.encode(rows)
+    table = torch.tensor([[block.data_ptr() for block in blocks]], device=device)
+    query, new = (
+        torch.randn(1, HEADS * GROUP, DIM, device=device).bfloat16(),
+        torch.randn(2, 1, HEADS, DIM, device=device).bfloat16(),
+    )
+    every = torch.arange(tokens, dtype=torch.int32, device=device).expand(1, HEADS, -1).contiguous()
+    lengths, starts = (
+        torch.full((1,), 1 << 20, dtype=torch.int32, device=device) - n for n in (0, REGIONS.held - REGIONS.sink)
+    )
+    how: dict[str, Any] = {
+        "scale": DIM**-0.5,
+        "newest": (new[0], new[1]),
+        "lengths": lengths,
+        "starts": starts,
+        "regions": REGIONS,
+    }
+    selected = Selected(every, None, table, BLOCK, None, format)
+    step = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], selected=selected, **how)
+    found = flash.flash_decode(step)
+    keys, values = in_place.definition(selected, [list(blocks)], step.keys, step.values, REGIONS.held)
+    seen = torch.ones(1, HEADS, tokens, dtype=torch.bool, device=device)
+    agree(found, flash.definition(DecodeStep(query, keys, values, visible=seen, **how)).out, "attention over stored rows", 2e-2)
+    us = {"us": micros(replay_time([partial(flash.flash_decode, step)] * 4))} if device == "cuda" else {}
+    return {"op": "stored_rows", "tokens": tokens, **us}
 
 
 if __name__ == "__main__":
