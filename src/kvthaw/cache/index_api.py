@@ -154,6 +154,15 @@ class Reversible(Protocol):
 
 
 @runtime_checkable
+class Prepared(Protocol):
+    """An index that prepares changes beside the steps, which take effect whole between two of them."""
+
+    def take_effect(self, seqs: Sequence[int]) -> None:
+        """Have what was prepared take effect in sequences of which tokens leave the ring with the next step, before these are
+        appended, if not before. Nothing takes it back."""
+
+
+@runtime_checkable
 class Remembers(Protocol):
     """An index whose select() changes what it selects later."""
 

@@ -214,6 +214,11 @@ class IndexUpdater:
                 rows = torch.stack([rows[i] for i in known])
             self._append([spans[i][0] for i in known], rows.shape[2], rows[:, :, :, 0], rows[:, :, :, 1], None)
 
+    def take_effect(self, seqs: Sequence[int]) -> None:
+        """Have what the index prepared beside the steps take effect; see Prepared."""
+        if self.retriever.prepared is not None:
+            self.retriever.prepared.take_effect(seqs)
+
     def built(self, seq: int, timeout: float | None = 0.0) -> bool:
         """Return whether take_built() need not wait, after waiting at most `timeout` seconds; None: as long as it takes."""
         return seq not in self._sides or self._sides[seq].wait(timeout)

@@ -14,7 +14,7 @@ from kvthaw.cache.chooser import Chooser
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
-from kvthaw.cache.layer_storage import flush, flush_early
+from kvthaw.cache.layer_storage import flush, flush_early, take_effect
 from kvthaw.cache.layers import built, host_need, indexed_layers, make_layers, offloaded_numbers
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
@@ -229,15 +229,18 @@ class KVCache:
             self._run_ahead([layer for layer in self.offloaded if certain or layer.can_run_ahead])
 
     def _continue_host_work(self) -> None:
-        """Let indexes on the host work beside what the model does next, once the step is certain."""
+        """Once the step is certain, let indexes on the host work beside what the model does next, and others have take effect what
+        they prepared."""
         if self._in_forward or self.sequences.step is not None or not (self._prefilled or self.sequences.full()):
             return
         with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive the caller's mode
             for layer in self.offloaded if self._prefilled else ():
                 layer.commit()
             self._prefilled = False
-            if self._checkpoints.candidates is None and self.streams.graph is None and self.sequences.full():
-                self._run_ahead([layer for layer in self.offloaded if layer.on_host and layer.can_run_ahead])
+            if self._checkpoints.candidates is None and self.sequences.full():
+                take_effect(self.offloaded, self.sequences.leaving())
+                on_host = [layer for layer in self.offloaded if layer.on_host and self.streams.graph is None]
+                self._run_ahead([layer for layer in on_host if layer.can_run_ahead])
 
     def _run_ahead(self, layers: Sequence[OffloadedLayer]) -> None:
         done = flush_early(layers, self.sequences.leaving())

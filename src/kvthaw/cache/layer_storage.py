@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -237,6 +238,15 @@ def flush(layers: Sequence[Ringed], leaving: Sequence[Leaving]) -> bool:
             if len(some) > most:
                 group[0].storage.streams.deferred.flush()  # which holds the rows
     return not any(layer.storage.stale(seq) for layer in ringed for seq, _, _ in leaving)
+
+
+def take_effect(layers: Sequence[Ringed], leaving: Sequence[Leaving]) -> None:
+    """Have what indexes prepared beside the steps take effect before tokens leave rings, so that they can take these back. What
+    cannot be done now is left to flush()."""
+    with suppress(Exception):
+        for layer in layers:
+            if layer.plan is not None and layer.storage.updater is not None:
+                layer.storage.updater.take_effect([seq for seq, _, _ in leaving])
 
 
 def flush_early(layers: Sequence[Ringed], leaving: Sequence[Leaving]) -> bool:

@@ -17,6 +17,7 @@ from kvthaw.cache.index_api import (
     Index,
     IndexContext,
     Method,
+    Prepared,
     Prepares,
     Rebuilds,
     Remembers,
@@ -96,6 +97,7 @@ class Retriever:
         self._beside = index if isinstance(index, WorksBeside) else None
         self.rebuilds = index if isinstance(index, Rebuilds) else None
         self.reverses = index if isinstance(index, Reversible) else None
+        self.prepared = index if isinstance(index, Prepared) else None
         self.remembers = isinstance(index, Remembers) and index.remembers
 
     def _place(self, seqs: int) -> None:

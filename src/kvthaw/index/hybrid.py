@@ -126,8 +126,9 @@ class HybridIndex(ObservedIndex):
     share: of the rows that select() may bring, how many are static; "auto" chooses it at the prompt, or at the first refresh that
     has more tokens than rows to choose among, with 0.25 until then. Every `interval` tokens the last queries that select() was
     given choose the static set again and pages and digests are rebuilt around it: in the map of this index, no row moves. The work
-    starts in one append and is put in place, whole, by the next. It reads all keys from the host, 16 MB at a time, and the steps
-    between do about as much of it each; on a GPU on the cache's side stream, beside the model.
+    starts in one append and takes effect, whole, before the next: behind the last step that comes before it. It reads all keys from
+    the host, 16 MB at a time, and the steps between do about as much of it each; on a GPU on the cache's side stream, beside the
+    model.
 
     A sequence that was built before the number of rows was known begins as pages only; the first select() makes its static set,
     from the keys in the store.
@@ -167,9 +168,12 @@ class HybridIndex(ObservedIndex):
         if self.rows and keys.shape[1]:
             self._place({seq: self.plan([seq], keys[None], *self.window_queries([seq]))[0]})
 
-    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+    def take_effect(self, seqs: Sequence[int]) -> None:
         self.reserve(max(seqs) + 1)
         self._place({seq: pending.take() for seq in seqs if (pending := self.statics[seq].pending) is not None})
+
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        self.take_effect(seqs)
         super().append(seqs, keys, values, queries)
         self._refresh(seqs, keys)
 
