@@ -128,10 +128,8 @@ std::shared_ptr<Pool::Job> Pool::take() {
                 const auto lock = lock_soon(mutex_);
                 if (auto job = join_one()) return job;
             }
-            if (idle < kSpin)
-                for (int i = 0; i < 16; ++i) pause_briefly();
-            else
-                sched_yield();
+            for (int i = 0; i < 16; ++i) pause_briefly();  // the core may have another thread that works
+            if (idle >= kSpin) sched_yield();
         }
         auto lock = lock_soon(mutex_);
         ++sleeping_;

@@ -33,6 +33,7 @@ struct Effort {
     int batch;
 
     int retrieved(int members) const {
+        if (retrieve >= 1) return members;
         const int64_t least = static_cast<int64_t>(std::ceil(retrieve * members)), batches = (least + batch - 1) / batch;
         return static_cast<int>(std::min<int64_t>(members, batches * batch));
     }
@@ -248,8 +249,9 @@ private:
         for (; span < seen.spans.size(); ++span) {
             const Span& own = seen.spans[span];
             const int32_t* tokens = slots(own.page);
+            const bool whole = own.end - own.begin == page_at(own.page).count;
             for (int at = own.begin, slot = 0; at < own.end; ++at, ++slot) {
-                while (tokens[slot] != seen.points[at]) ++slot;  // both are in the node's order
+                while (!whole && tokens[slot] != seen.points[at]) ++slot;  // both are in the node's order
                 visit(at, own.page, slot);
             }
         }

@@ -157,8 +157,12 @@ void Tree::search_query(const Rows& rows, const float* query, int budget, Seen& 
     seen.clear();
     search(rows, probe, 1, seen);
     for (Span& span : seen.spans) {
-        span.best = *std::max_element(seen.scores.begin() + span.begin, seen.scores.begin() + span.end);
-        span.tie = *std::min_element(seen.points.begin() + span.begin, seen.points.begin() + span.end);
+        span.best = seen.scores[span.begin];
+        span.tie = seen.points[span.begin];
+        for (int at = span.begin + 1; at < span.end; ++at) {
+            span.best = std::max(span.best, seen.scores[at]);
+            span.tie = std::min(span.tie, seen.points[at]);
+        }
     }
     if (set.merge == Merge::join) seen.lse = set.kernels->log_sum_exp(seen.scores.data(), seen.scores.size(), set.scale);
     if (set.unit == Unit::token) {
