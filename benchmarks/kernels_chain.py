@@ -228,6 +228,13 @@ def stored_rows(tokens: int, device: str = "cuda") -> dict[str, Any]:
     seen = torch.ones(1, HEADS, tokens, dtype=torch.bool, device=device)
     agree(found, flash.definition(DecodeStep(query, keys, values, visible=seen, **how)).out, "attention over stored rows", 2e-2)
     us = {"us": micros(replay_time([partial(flash.flash_decode, step)] * 4))} if device == "cuda" else {}
+    if hasattr(DecodeStep, "format"):  # the same without a table
+        kept = blocks.transpose(0, 1).flatten(1, 2)[None].contiguous()
+        how = {"scale": DIM**-0.5, "newest": (new[0], new[1]), "lengths": lengths.clamp(max=tokens), "format": format}
+        step = DecodeStep(query, kept, kept, **how)
+        found = flash.flash_decode(step)
+        agree(found, flash.definition(step).out, "attention over rows of 8 bits", 2e-2)
+        us |= {"dense_us": micros(replay_time([partial(flash.flash_decode, step)] * 4))} if device == "cuda" else {}
     return {"op": "stored_rows", "tokens": tokens, **us}
 
 

@@ -13,11 +13,11 @@ tar -C "$after" -xJf .gpu/micro/after.tar.xz
 cp src/kvthaw/native/_native.*.so "$after/src/kvthaw/native/"
 then_() { PYTHONPATH=$after/src:$PWD:$after/tests:$PYTHONPATH timeout -k 3 "$@"; }  # SECONDS COMMAND: with the change
 left() { echo $((end - SECONDS < $1 ? end - SECONDS : $1)); }
-(cd "$after" && then_ "$(left 40)" python3 -m pytest -q -p no:cacheprovider tests/kernels/test_flash_decode.py -k "beside or captured") 2>&1 | tail -n 5
+(cd "$after" && then_ "$(left 40)" python3 -m pytest -q -p no:cacheprovider tests/kernels/test_flash_decode.py -k "gpu and (beside or captured or scales) or scales") 2>&1 | tail -n 5
 timeout -k 3 "$(left 45)" python3 -m benchmarks.kernels_chain --out "$folder/chain.before.jsonl" --commit "$commit"
 then_ "$(left 60)" python3 -m benchmarks.kernels_chain --out "$folder/chain.after.jsonl" --commit "$commit with the change"
 most=$(left 600) clusters=clusterkv-plus:budget=1024:hits=0.7 pages=prkv:budget=1024:hits=0.7 paris=pariskv-plus:retrieved=100
 then_ "$most" python3 -m benchmarks.timings --out "$folder" --commit "$commit with the change" --seconds $((most - 3)) --jobs \
-  "steps $paris 128 512,steps $clusters 128 320,steps $paris 36 512,steps $paris 1024 512,rival pariskv-plus-fp8 128 512,\
-rival pariskv-plus-fp8 1024 512,rival pariskv-plus-fp8 512 512,steps $clusters 36 320,steps $pages 128 512,steps $paris 512 512,\
-steps $paris:kv_dtype=fp8 128 512,steps $paris:kv_dtype=fp8 512 512,steps $paris:kv_dtype=fp8 1024 512"
+  "steps $paris 128 512,steps $clusters 128 320,steps $paris 36 512,steps $paris 1024 512,steps $paris:kv_dtype=fp8 1024 512,\
+steps $paris:kv_dtype=fp8 512 512,steps $paris:kv_dtype=fp8 128 512,steps $clusters 36 320,steps $pages 128 512,steps $pages 36 512,\
+steps $paris 512 512,steps $paris:kv_dtype=fp8 36 512,steps clusterkv-plus:iterations=4:budget=1024:hits=0.7 512 320"
