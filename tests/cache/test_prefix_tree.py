@@ -51,10 +51,10 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     tree.touch(tree.match(torch.tensor([1] * 8), "")[0][-1])
     tree.pin(tree.match(torch.tensor([1] * 4), "")[0][-1], 1)
     for left in ([1] * 8, [1] * 4):
-        tree.remove(tree.oldest())  # type: ignore[arg-type]
+        tree.remove(next(tree.unpinned()))
         assert matched(tree, [1] * 8) == len(left)
     assert matched(tree, [1] * 4 + [2] * 4) == 4
-    assert tree.oldest() is None
+    assert not list(tree.unpinned())
     assert tree.pinned == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -83,10 +84,13 @@ class Requests(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.model = shared_model()
-        self.prefix = PrefixCache(host_bytes=40 * BLOCK)
+        self.prefix = self.kept()
         self.batch = batch_of(self.model, "oracle", self.prefix, host_bytes=120 * BLOCK, device_memory=DEVICE)
         self.scheduler = Scheduler(self.batch, step_tokens=70)
         self.given: list[tuple[Request, torch.Tensor]] = []
+
+    def kept(self) -> PrefixCache:
+        return PrefixCache(host_bytes=40 * BLOCK)
 
     @rule(
         document=st.integers(0, 1),
@@ -139,6 +143,17 @@ class Requests(RuleBasedStateMachine):
 
 Requests.TestCase.settings = settings(max_examples=6, stateful_step_count=8)
 TestRequests = Requests.TestCase
+
+
+class FiledRequests(Requests):
+    """The same, with a file that has room for some of what memory has not."""
+
+    def kept(self) -> PrefixCache:
+        return PrefixCache(host_bytes=10 * BLOCK, kv_dir=tempfile.gettempdir(), disk_bytes=20 * BLOCK)
+
+
+FiledRequests.TestCase.settings = settings(max_examples=6, stateful_step_count=8)
+TestFiledRequests = FiledRequests.TestCase
 
 
 def test_blocks_go_to_the_host_and_are_dropped_where_others_need_their_memory(model: PreTrainedModel) -> None:

@@ -14,7 +14,7 @@ from openai import BadRequestError, NotFoundError
 from servers import TEMPLATE, Served, serving
 from transformers import PreTrainedModel
 
-from kvthaw.cache.prefix import PrefixStats
+from kvthaw.cache.prefix_kept import PrefixStats
 from kvthaw.serve.metrics import Metrics
 
 METHOD = "quest"

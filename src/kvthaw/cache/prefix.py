@@ -4,75 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from kvthaw.cache.block_file import FULL, BlockFile
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host_memory import Block, available_host_memory
 from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.index_updater import Snapshot
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.prefix_kept import Entry, Indexes, PrefixBlocks, PrefixStats
 from kvthaw.cache.prefix_tree import Node, PrefixTree, common
 from kvthaw.cache.resume import LayerShape, copied, resume
 from kvthaw.cache.step import Step
 from kvthaw.cache.window import WindowLayer
-from kvthaw.errors import CacheError, HostMemoryError, at_least
+from kvthaw.errors import CacheError, ConfigError, HostMemoryError, at_least
 from kvthaw.formatting import read_bytes
 from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
 _SHARE = 4  # the part of free host memory that is taken where no limit is given
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixStats:
-    """queries, hits: tokens of the prompts that were looked up, and those of them that did not go through the model again.
-    kept_tokens, kept_bytes: what is kept now. evicted_tokens: dropped so far. names: entries that stay. refused: why prompts are
-    prefilled whole, None where they need not be."""
-
-    queries: int = 0
-    hits: int = 0
-    kept_tokens: int = 0
-    kept_bytes: int = 0
-    evicted_tokens: int = 0
-    names: Sequence[str] = ()
-    refused: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A prompt that is kept under a name: its tokens [T], its last node, its salt."""
-
-    ids: Tensor
-    node: Node
-    salt: str
-
-
-@dataclass(frozen=True, slots=True)
-class Indexes:
-    """What indexes of the layers held of a prompt [T], by number; kind: of which caches."""
-
-    ids: Tensor
-    salt: str
-    kind: tuple[object, ...]
-    layers: Mapping[int, Snapshot]
-
-    def upto(self, tokens: int) -> dict[int, Snapshot]:
-        """Return what of them holds for a prompt that begins with so many of the tokens."""
-        return {number: replace(one, end=min(one.end, tokens)) for number, one in self.layers.items()}
-
-    @property
-    def saved(self) -> bool:
-        """Whether they are tensors that were read from somewhere, of which every sequence makes its own."""
-        return any(isinstance(one.index, Mapping) for one in self.layers.values())
-
-    def nbytes(self) -> int:
-        """Bytes of host memory, those shared with a sequence included."""
-        return sum(one.nbytes() for one in self.layers.values())
 
 
 class PrefixCache:
@@ -88,22 +43,39 @@ class PrefixCache:
     salts share nothing.
 
     host_bytes: most bytes of blocks, wherever they lie, and of trees, or text such as "8GiB"; None: a quarter of the free host
-    memory. The least recently used blocks are dropped first, and earlier where a cache has no other memory for a request. Entries
+    memory. The least recently used blocks leave memory first, and earlier where a cache has no other memory for a request. Entries
     with a name stay.
+
+    kv_dir: a folder with a file for blocks that leave memory, which come back for a prompt that begins with them; None: they are
+    dropped. The file has no name and goes with the process. disk_bytes: the most that it takes, a number or text; None: what the
+    disk has. Beyond that the least recently used of its blocks are dropped. Blocks that cannot be written or read are dropped too,
+    with a warning that says why, and their prompts are prefilled again. Raises ConfigError where no file can be made.
     """
 
-    def __init__(self, *, host_bytes: int | str | None = None) -> None:
-        check_type(int | str | None, host_bytes=host_bytes)
+    def __init__(
+        self,
+        *,
+        host_bytes: int | str | None = None,
+        kv_dir: str | Path | None = None,
+        disk_bytes: int | str | None = None,
+    ) -> None:
+        check_type(int | str | None, host_bytes=host_bytes, disk_bytes=disk_bytes)
+        check_type(str | Path | None, kv_dir=kv_dir)
         self.host_bytes = None if host_bytes is None else read_bytes(host_bytes, "host_bytes")
-        at_least(0, host_bytes=self.host_bytes)
+        limit = None if disk_bytes is None else read_bytes(disk_bytes, "disk_bytes")
+        at_least(0, host_bytes=self.host_bytes, disk_bytes=limit)
+        if kv_dir is None and limit is not None:
+            raise ConfigError(f"disk_bytes is {limit:,} and kv_dir None; kv_dir names the folder that has the file")
+        try:
+            file = None if kv_dir is None else BlockFile(Path(kv_dir), limit)
+        except OSError as error:
+            raise ConfigError(f"kv_dir is {str(kv_dir)!r}; no file can be made there: {error.strerror}") from error
+        self._kept, self._writes = PrefixBlocks(file), file is not None
         self.refused: str | None = None
         self._tree: PrefixTree | None = None
         self._entries: dict[str, Entry] = {}
-        self._blocks: dict[int, dict[Node, Block]] = {}  # by layer
-        self._shapes: dict[int, LayerShape] = {}
         self._indexes: list[Indexes] = []  # the least recently used first
         self._kind: tuple[object, ...] = ()
-        self._node_bytes = 0
         self._queries = self._hits = self._evicted = 0
 
     def fill(self, kv: KVCache, ids: Tensor, *, seq: int | None = None, salt: str = "") -> int:
@@ -115,26 +87,41 @@ class PrefixCache:
         if self.refused is not None or self._tree is None:
             return 0
         self._check(kv)
-        path, tokens = self._tree.match(ids, salt)
-        tokens = kv.settings.ranks.least(min(tokens, len(ids) - RECENT_QUERIES))  # processes evict each for itself
+        path, tokens = self._usable(ids, salt)
+        path, size = self._in_memory(kv, path), self._tree.block_size
+        tokens = kv.settings.ranks.least(min(tokens, len(path) * size))  # processes evict each for itself
         if tokens <= 0:
             return 0
-        path = path[: -(-tokens // self._tree.block_size)]
-        self._tree.touch(path[-1])
-        rows = {number: [blocks[node] for node in path] for number, blocks in self._blocks.items()}
+        path = path[: -(-tokens // size)]
+        rows = {number: [blocks[node] for node in path] for number, blocks in self._kept.layers.items()}
         best = self._index(kv, ids, salt)
         known = {} if best is None else best.upto(common(best.ids, ids))
 
         def take(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
             number = layer.number
             kept = {seq or 0: known[number]} if number in known else {}
-            resume(layer, step, self._shapes[number], {seq or 0: rows[number]}, kept=kept)
+            resume(layer, step, self._kept.shapes[number], {seq or 0: rows[number]}, kept=kept)
 
         with kv.sequences.prompt(len(ids), seq):
             kv.append_stored_prompt(tokens, None, take)
         kv.sequences.cached_tokens += tokens
         self._hits += tokens
+        self._trim()
         return tokens
+
+    def fetch(self, kv: KVCache, ids: Tensor, tokens: int, *, salt: str = "") -> bool:
+        """Bring up to so many tokens, one block at least, of what fill() would take from the file to memory, so that it need not
+        wait for all of them. Returns whether more of them are there."""
+        if _refusal(kv) is not None:
+            return False
+        self._check(kv)
+        path, _ = self._usable(ids.cpu(), salt)
+        absent = [node for node in path if not self._kept.holds(node)]
+        some = max(1, tokens // kv.settings.block_size)
+        if len(absent) <= some:
+            return False
+        wanted = path.index(absent[some])
+        return len(self._in_memory(kv, path[:wanted])) == wanted
 
     def keep(self, kv: KVCache, ids: Tensor, *, seq: int = 0, salt: str = "", name: str | None = None) -> None:
         """Keep the first tokens of a sequence, ids [T], all of them of its prompt. name: keep them until forget(name).
@@ -146,7 +133,7 @@ class PrefixCache:
             tree = self._open(kv, {layer.number: LayerShape.of(layer, seq, kv.settings.kv_dtype) for layer in layers})
             try:
                 for number, (each, new) in enumerate(tree.insert(ids, salt)):
-                    if new:
+                    if new or not self._kept.holds(each):
                         self._share(kv, seq, number, each)
                     node = each
             except HostMemoryError as error:
@@ -168,6 +155,7 @@ class PrefixCache:
         """Let a prompt [T] that is kept stay until forget(name). Raises CacheError where not all of it is kept, or host_bytes does
         not allow it."""
         path, tokens = ([], 0) if self._tree is None else self._tree.match(ids, salt)
+        tokens = min(tokens, sum(len(node.tokens) for node in path if self._kept.holds(node)))
         if self._tree is None or tokens < len(ids):
             raise CacheError(f"{name!r} cannot be kept: {self.refused or f'{tokens} of its {len(ids)} tokens are in memory'}")
         self._tree.pin(path[-1], 1)
@@ -194,10 +182,10 @@ class PrefixCache:
         entry = self.entry(name)
         assert self._tree is not None
         path, tokens = self._tree.match(entry.ids, entry.salt)
-        for number, blocks in self._blocks.items():
+        for number, blocks in self._kept.layers.items():
             yield (
                 number,
-                self._shapes[number],
+                self._kept.shapes[number],
                 torch.cat([blocks[node].data.cpu() for node in path], dim=1)[:, :tokens].contiguous(),
             )
 
@@ -223,9 +211,10 @@ class PrefixCache:
         if self.refused is None:
             tree = self._open(kv, {number: shape for number, (shape, _) in layers.items()})
             for at, (node, new) in enumerate(tree.insert(ids, salt)):
-                for number, (_, blocks) in layers.items() if new else ():
-                    self._blocks[number][node] = blocks[at]
-                    blocks[at].owners += 1
+                if new or not self._kept.holds(node):
+                    self._kept.hold(node, {number: blocks[at] for number, (_, blocks) in layers.items()})
+                    for _, blocks in layers.values():
+                        blocks[at].owners += 1
             self._indexes += [Indexes(ids, salt, _index_kind(kv), indexes)] if indexes else []
         self._trim()
         self.name(name, ids, salt)
@@ -242,32 +231,35 @@ class PrefixCache:
         for name in list(self._entries):
             self.forget(name)
         self._indexes.clear()
-        while self.drop_oldest():
-            pass
+        while self._tree is not None and self._tree.nodes:
+            self._drop(next(iter(self._tree.nodes)))
 
     def drop_oldest(self) -> bool:
-        """Drop the least recently used block of tokens in every layer. Returns whether there was one."""
-        node = None if self._tree is None else self._tree.oldest()
+        """Take the least recently used block of tokens out of memory in every layer: to the file, if there is one with room.
+        Returns whether there was one."""
+        unpinned = () if self._tree is None else self._tree.unpinned()
+        node = next(filter(self._kept.holds, unpinned), None)
         if node is None:
             return False
-        self._evicted += len(node.tokens)
-        self._drop(node)
+        if self._written(node):
+            self._kept.release(node)
+        else:
+            self._evicted += self._drop(node)
         return True
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of all blocks and indexes that are kept."""
-        nodes = 0 if self._tree is None else len(self._tree.nodes)
-        return nodes * self._node_bytes + sum(one.nbytes() for one in self._indexes)
+        """Bytes of memory of all blocks and indexes that are kept."""
+        return self._kept.held * self._kept.node_bytes + sum(one.nbytes() for one in self._indexes)
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes of blocks that entries with a name hold."""
-        return 0 if self._tree is None else self._node_bytes * self._tree.pinned
+        return 0 if self._tree is None else self._kept.node_bytes * self._tree.pinned
 
     def pinned_blocks(self) -> tuple[int, dict[int, int]]:
         """Return how many blocks of a layer entries with a name hold, and their bytes by layer."""
-        sizes = {number: shape.block_bytes(self._tree.block_size) for number, shape in self._shapes.items() if self._tree}
+        sizes = {number: shape.block_bytes(self._kept.size) for number, shape in self._kept.shapes.items()}
         return 0 if self._tree is None else self._tree.pinned, sizes
 
     def stats(self) -> PrefixStats:
@@ -278,6 +270,7 @@ class PrefixCache:
             hits=self._hits,
             kept_tokens=sum(len(node.tokens) for node in nodes),
             kept_bytes=self.kept_bytes,
+            disk_bytes=len(self._kept.slots) * self._kept.node_bytes,
             evicted_tokens=self._evicted,
             names=sorted(self._entries),
             refused=self.refused,
@@ -295,15 +288,13 @@ class PrefixCache:
         self._check(kv)
         if self._tree is None:
             self._kind, self._tree = _kind(kv), PrefixTree(kv.settings.block_size)
-            for number, shape in shapes.items():
-                self._shapes[number], self._blocks[number] = shape, {}
-                self._node_bytes += shape.block_bytes(kv.settings.block_size)
+            self._kept.open(shapes, kv.settings.block_size)
             if self.host_bytes is None:
                 ranks = kv.settings.ranks
                 self.host_bytes = ranks.least(available_host_memory(ranks) or 1 << 62) // _SHARE
         for layer in kv.offloaded:
             if layer.plan is not None:
-                layer.store.kept = self._blocks[layer.number]
+                layer.store.kept = self._kept.layers[layer.number]
         kv.streams.memory.reclaim = self.drop_oldest
         return self._tree
 
@@ -312,19 +303,63 @@ class PrefixCache:
         size, memory = kv.settings.block_size, kv.streams.memory
         start, stop = number * size, number * size + len(node.tokens)
         copies = {
-            layer.number: copied(layer, seq, start, stop, size, memory, self._shapes[layer.number].format)
+            layer.number: copied(layer, seq, start, stop, size, memory, self._kept.shapes[layer.number].format)
             for layer in kv.layers
             if isinstance(layer, DenseLayer)
         }
         shared = {layer.number: layer.store.hold(seq, number) for layer in kv.offloaded}
-        for layer, block in (copies | shared).items():
-            self._blocks[layer][node] = block
+        self._kept.hold(node, copies | shared)
 
-    def _drop(self, node: Node) -> None:
+    def _drop(self, node: Node) -> int:
+        """Drop a block of tokens wherever it is, and those behind it. Returns how many tokens they were."""
         assert self._tree is not None
+        dropped = len(node.tokens) + sum(self._drop(child) for child in list(node.children.values()))
         self._tree.remove(node)
-        for blocks in self._blocks.values():
-            blocks.pop(node).owners -= 1
+        if self._kept.holds(node):
+            self._kept.release(node)
+        if node in self._kept.slots:
+            self._kept.erase(node)
+        return dropped
+
+    def _written(self, node: Node) -> bool:
+        """Have a block of tokens in the file, in the place of others where there is no room. Returns whether it is."""
+        assert self._tree is not None
+        while self._writes and node not in self._kept.slots:
+            try:
+                self._kept.write(node)
+            except OSError as error:
+                oldest = next((other for other in self._tree.unpinned() if other in self._kept.slots), None)
+                if error.errno not in FULL or oldest is None:
+                    _log.warning("KV that memory has no room for is dropped, since it cannot be written: %s", error)
+                    self._writes = False
+                elif self._kept.holds(oldest):
+                    self._kept.erase(oldest)
+                else:
+                    self._evicted += self._drop(oldest)
+        return node in self._kept.slots
+
+    def _usable(self, ids: Tensor, salt: str) -> tuple[list[Node], int]:
+        """Return the nodes that a prompt may begin with, and how many of its tokens."""
+        if self._tree is None:
+            return [], 0
+        path, tokens = self._tree.match(ids, salt)
+        tokens = min(tokens, len(ids) - RECENT_QUERIES)
+        return path[: max(0, -(-tokens // self._tree.block_size))], tokens
+
+    def _in_memory(self, kv: KVCache, path: list[Node]) -> list[Node]:
+        """Bring what of a path is in the file to memory, as if used now. Returns the path, as far as it could be had."""
+        if not path or self._tree is None:
+            return path
+        self._tree.touch(path[-1])
+        absent = [node for node in path if not self._kept.holds(node)]
+        self._tree.pin(path[-1], 1)  # nothing on the way is dropped meanwhile
+        read, error = self._kept.read(absent, kv.streams.memory)
+        self._tree.pin(path[-1], -1)
+        if error is not None:
+            _log.warning("a prompt is prefilled in part: %s", error)
+            if isinstance(error, CacheError) and not absent[read].pins:
+                self._evicted += self._drop(absent[read])
+        return path[: path.index(absent[read])] if read < len(absent) else path
 
     def _trim(self) -> None:
         """Drop what host_bytes does not allow."""

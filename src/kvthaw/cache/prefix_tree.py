@@ -92,9 +92,9 @@ class PrefixTree:
             self.pinned += (node.pins > 0) - (before > 0)
             node = node.parent
 
-    def oldest(self) -> Node | None:
-        """Return the least recently used node without pins."""
-        return next((node for node in self.nodes if not node.pins), None)
+    def unpinned(self) -> Iterator[Node]:
+        """Yield the nodes without pins, the least recently used first."""
+        return (node for node in self.nodes if not node.pins)
 
     def remove(self, node: Node) -> None:
         """Take a node without children out."""

@@ -54,6 +54,9 @@ def serve(
             help='Memory for prompts that others may begin with, such as "16GiB". Default: a quarter of what is free.'
         ),
     ] = None,
+    prefix_disk: Annotated[
+        str | None, typer.Option(help="Disk in the folder of --kv-dir for what --prefix-memory has no room for. Default: none.")
+    ] = None,
     kv_dir: Annotated[
         Path | None, typer.Option(help="Keep named documents in this folder, for the next start.", file_okay=False)
     ] = None,
@@ -103,6 +106,8 @@ def serve(
         raise ConfigError(f"--tp is {tp} and --kv-dir {str(kv_dir)!r}; a split model's documents are not saved")
     if tp > 1 and find_spec("accelerate") is None:
         raise ConfigError(f"--tp is {tp}; transformers splits a model with accelerate: pip install kvthaw[tp]")
+    if prefix_disk is not None and kv_dir is None:
+        raise ConfigError(f"--prefix-disk is {prefix_disk}; it needs --kv-dir, the folder that has the file")
     count = _least_and_most(replicas or "1")
     if on_ray and tp > 1:
         raise ConfigError(f"--tp is {tp}; with --ray a replica has one GPU")
@@ -129,6 +134,7 @@ def serve(
         "max_len": max_len,
         "max_waiting": max_waiting,
         "prefix_memory": prefix_memory,
+        "prefix_disk": prefix_disk,
         "kv_dir": None if kv_dir is None else kv_dir.absolute(),
         "contexts": {path.stem: prompt_text(None, path) for path in context or ()},
         "name": name,

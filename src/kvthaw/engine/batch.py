@@ -208,7 +208,8 @@ class Batch:
         sequences, first = self.cache.kv.sequences, request.prefilled == 0
         try:
             if first:
-                request.cached_tokens = request.prefilled = self._reuse(request)
+                if not self._reuse(request, tokens):
+                    return False
                 sequences.pause(request.seq)
             start = request.prefilled
             stop = request.prompt if self.cache.prefills_whole else min(request.prompt, start + (tokens or self.prefill_chunk))
@@ -368,11 +369,17 @@ class Batch:
             cache.replay = GraphRunner(forward, cache, compiled=compiled, capture=captured)
         return cache.replay
 
-    def _reuse(self, request: Request) -> int:
-        """Begin a prompt with what the prefix cache has of it. The logits of all its tokens are to be had from the model only."""
-        if self.prefix_cache is None or request.sampling.prompt_logprobs is not None or request.embeddings is not None:
-            return 0
-        return self.prefix_cache.fill(self.cache.kv, request.ids, seq=request.seq, salt=request.salt)
+    def _reuse(self, request: Request, tokens: int | None) -> bool:
+        """Begin a prompt with what the prefix cache has of it, once that is in memory: so many tokens of it come from disk now.
+        Returns whether that was all. prompt_logprobs are to be had from the model only."""
+        prefixes, kv = self.prefix_cache, self.cache.kv
+        if prefixes is None or request.sampling.prompt_logprobs is not None or request.embeddings is not None:
+            return True
+        request.fetched += tokens or request.prompt  # which ends it, however short memory is
+        if request.fetched < request.prompt and prefixes.fetch(kv, request.ids, tokens or 0, salt=request.salt):
+            return False
+        request.cached_tokens = request.prefilled = prefixes.fill(kv, request.ids, seq=request.seq, salt=request.salt)
+        return True
 
     def _keep(self, request: Request, tokens: int, name: str | None = None) -> None:
         if self.prefix_cache is not None and request.embeddings is None:

@@ -74,6 +74,7 @@ class Request:
     decoded: Detokenizer | None = field(default=None, repr=False)
     scored: list[Tensor] = field(default_factory=list, repr=False)
     matcher: Matcher | None = field(init=False, repr=False)
+    fetched: int = field(default=0, init=False, repr=False)  # tokens asked of the prefix cache's file
     _read: int = field(default=0, init=False, repr=False)  # tokens that were decoded
     _piece: str = field(default="", init=False, repr=False)
 
@@ -120,7 +121,7 @@ class Request:
 
     def rewind(self) -> None:
         """Let its prompt, and its tokens, go through the model again; it keeps them."""
-        self.prefilled, self.cached_tokens, self.fed, self.scored = 0, 0, 0, []
+        self.prefilled, self.cached_tokens, self.fetched, self.fed, self.scored = 0, 0, 0, 0, []
         if self.matcher is not None:
             self.matcher.reset()
 

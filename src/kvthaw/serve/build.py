@@ -28,6 +28,7 @@ def build(
     max_len: int | None = None,
     max_waiting: int = 64,
     prefix_memory: int | str | None = None,
+    prefix_disk: int | str | None = None,
     kv_dir: Path | None = None,
     contexts: Mapping[str, str] = MappingProxyType({}),
     name: str | None = None,
@@ -41,14 +42,16 @@ def build(
     """Load a model and allocate all that a step needs, so that what does not fit fails here.
 
     model, tp, device, dtype: see `load`; all processes of a model that is split build the same at the same time. prefix_memory: see
-    `PrefixCache`. kv_dir: documents with a name stay in this folder. contexts: texts that are prefilled and kept, by name. name:
+    `PrefixCache`. kv_dir: documents with a name stay in this folder; of others as many bytes as prefix_disk
+    says go to a file there. contexts: texts that are prefilled and kept, by name. name:
     what clients call the model; None: model. progress: wraps what takes long. settings: of `Batch`.
     """
     silence()
     with progress(f"loading {model}"):
         llm, tokenizer = load(model, device=device, dtype=dtype, tp=tp)
     with progress("allocating"):
-        prefix = PrefixCache(host_bytes=prefix_memory)
+        folder = None if prefix_disk is None else kv_dir
+        prefix = PrefixCache(host_bytes=prefix_memory, kv_dir=folder, disk_bytes=prefix_disk)
         length = max_len or min(LENGTH, positions(llm) or LENGTH)
         batch = Batch(llm, method, max_seqs=max_seqs, capacity=length, prefix_cache=prefix, **settings)
         warm(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvthaw.cache.prefix import PrefixStats
+from kvthaw.cache.prefix_kept import PrefixStats
 from kvthaw.engine.hf import Stats
 from kvthaw.engine.scheduler import Scheduler
 
@@ -64,6 +64,7 @@ class Metrics:
             self._looked_up[field] = getattr(prefix, field)
         if prefix is not None:
             self._bytes.labels(**self._labels, place="prefix").set(prefix.kept_bytes)
+            self._bytes.labels(**self._labels, place="prefix_disk").set(prefix.disk_bytes)
         for field, gauge in self._cache.items():
             gauge.set(getattr(stats, field) or 0)
         self._bytes.labels(**self._labels, place="device").set(stats.kv_device_bytes + stats.kv_dense_bytes)

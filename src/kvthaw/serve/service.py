@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 
-from kvthaw.cache.prefix import Entry
+from kvthaw.cache.prefix_kept import Entry
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.grammar import Grammar, Grammars
 from kvthaw.engine.library import Library

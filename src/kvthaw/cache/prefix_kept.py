@@ -1,0 +1,154 @@
+"""What a prefix cache keeps: blocks of KV by node of its tree, in memory, in a file or in both; indexes; entries with a name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.block_file import BlockFile, Slot
+from kvthaw.cache.host_memory import Block, HostMemory
+from kvthaw.cache.index_updater import Snapshot
+from kvthaw.cache.prefix_tree import Node
+from kvthaw.cache.resume import LayerShape
+from kvthaw.errors import CacheError, HostMemoryError
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """queries, hits: tokens of the prompts that were looked up, and those of them that did not go through the model again.
+    kept_tokens: what is kept now; kept_bytes: of it in memory, disk_bytes: in the file, some of it in both. evicted_tokens: dropped
+    so far. names: entries that stay. refused: why prompts are prefilled whole, None where they need not be."""
+
+    queries: int = 0
+    hits: int = 0
+    kept_tokens: int = 0
+    kept_bytes: int = 0
+    disk_bytes: int = 0
+    evicted_tokens: int = 0
+    names: Sequence[str] = ()
+    refused: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A prompt that is kept under a name: its tokens [T], its last node, its salt."""
+
+    ids: Tensor
+    node: Node
+    salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Indexes:
+    """What indexes of the layers held of a prompt [T], by number; kind: of which caches."""
+
+    ids: Tensor
+    salt: str
+    kind: tuple[object, ...]
+    layers: Mapping[int, Snapshot]
+
+    def upto(self, tokens: int) -> dict[int, Snapshot]:
+        """Return what of them holds for a prompt that begins with so many of the tokens."""
+        return {number: replace(one, end=min(one.end, tokens)) for number, one in self.layers.items()}
+
+    @property
+    def saved(self) -> bool:
+        """Whether they are tensors that were read from somewhere, of which every sequence makes its own."""
+        return any(isinstance(one.index, Mapping) for one in self.layers.values())
+
+    def nbytes(self) -> int:
+        """Bytes of host memory, those shared with a sequence included."""
+        return sum(one.nbytes() for one in self.layers.values())
+
+
+class PrefixBlocks:
+    """Blocks by layer and node. A node's are in memory in all layers or in none. file: None, there is none. slots: of the nodes in
+    the file; what is written stays there while it is in memory, too, so that it need not be written again."""
+
+    def __init__(self, file: BlockFile | None) -> None:
+        self.file, self.slots = file, dict[Node, Slot]()
+        self.layers: dict[int, dict[Node, Block]] = {}
+        self.shapes: dict[int, LayerShape] = {}
+        self.size = 0
+        """Tokens of a block."""
+
+    def open(self, shapes: Mapping[int, LayerShape], block_size: int) -> None:
+        """Say what layers there are."""
+        self.size, self.shapes = block_size, dict(shapes)
+        self.layers = {number: {} for number in shapes}
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes of a node's blocks."""
+        return sum(shape.block_bytes(self.size) for shape in self.shapes.values())
+
+    @property
+    def held(self) -> int:
+        """How many nodes are in memory."""
+        return len(next(iter(self.layers.values()), ()))
+
+    def holds(self, node: Node) -> bool:
+        """Return whether a node is in memory."""
+        return any(node in blocks for blocks in self.layers.values())
+
+    def hold(self, node: Node, blocks: Mapping[int, Block]) -> None:
+        """Have a node's blocks, by layer, which are the cache's from now on."""
+        for number, block in blocks.items():
+            self.layers[number][node] = block
+
+    def release(self, node: Node) -> None:
+        """Let go of a node in memory."""
+        for blocks in self.layers.values():
+            blocks.pop(node).owners -= 1
+
+    def erase(self, node: Node) -> None:
+        """Let go of a node in the file."""
+        assert self.file is not None
+        self.file.free(self.slots.pop(node))
+
+    def write(self, node: Node) -> None:
+        """Have a node in the file. Raises OSError."""
+        if node not in self.slots and self.file is not None:
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()  # copies to blocks may only be enqueued
+            self.slots[node] = self.file.write([blocks[node].data for blocks in self.layers.values()])
+
+    def read(self, nodes: Sequence[Node], memory: HostMemory) -> tuple[int, Exception | None]:
+        """Bring nodes from the file to memory. Returns how many of them, the first ones, and why no more."""
+        coming, error = list[tuple[Node, dict[int, Block], Future[None]]](), None
+        with ThreadPoolExecutor(2) as threads:  # beside page-locking
+            try:
+                for node in nodes:
+                    assert self.file is not None
+                    blocks = self._blocks(memory)
+                    coming.append(
+                        (
+                            node,
+                            blocks,
+                            threads.submit(self.file.read, self.slots[node], [each.data for each in blocks.values()]),
+                        )
+                    )
+            except HostMemoryError as lack:
+                error = lack
+        for done, (node, blocks, read) in enumerate(coming):
+            try:
+                read.result()
+            except CacheError as lost:
+                return done, lost
+            self.hold(node, blocks)
+        return len(coming), error
+
+    def _blocks(self, memory: HostMemory) -> dict[int, Block]:
+        pinned = any(shape.keys.is_cuda for shape in self.shapes.values())
+        for size, count in Counter(shape.block_bytes(self.size) for shape in self.shapes.values()).items():
+            memory.prepare(count, size, pinned=pinned)
+        made = {}
+        for number, shape in self.shapes.items():
+            form = shape.keys.shape[1], self.size, *shape.format.tail
+            made[number] = Block(memory.allocate(form, shape.format.stored, pinned=pinned))
+        return made
