@@ -20,7 +20,8 @@ LONG = 131072
 """Earlier keys that fewer than BLOCK new tokens attend to at once: launches, not operations, are what more parts would cost."""
 _PLANNED = (8192, 4096, 2048)  # fewer keys than BLOCK that are worth a plan of cuDNN's
 _SCORES = 1 << 24  # float32 scores that the fallback path holds at once
-_QUERIES = 512  # queries that go under one mask at once
+QUERIES = 512
+"""Queries that go under one mask at once."""
 
 
 def definition(
@@ -128,15 +129,15 @@ def masked_attention(
     """Attend by any bool mask [B, 1, T, n]. Returns [B, Hq, T, D] in the dtype of query, 0 where a query sees nothing.
 
     Queries go in blocks, each with the keys between the first and the last that it sees, so memory does not grow with T * n."""
-    if query.shape[2] > _QUERIES:
-        masks = mask.split(_QUERIES, dim=2)
+    if query.shape[2] > QUERIES:
+        masks = mask.split(QUERIES, dim=2)
         seen = torch.stack([block.any(dim=2).any(dim=0)[0] for block in masks]).int()  # [blocks, n]
         bounds = torch.stack((seen.argmax(1), mask.shape[3] - seen.flip(1).argmax(1)), dim=1).tolist()  # the one wait
         outs = [
             masked_attention(
                 part, keys[:, :, a:b], values[:, :, a:b], block[..., a:b], scale=scale, softcap=softcap, sinks=sinks
             )
-            for part, block, (a, b) in zip(query.split(_QUERIES, dim=2), masks, bounds, strict=True)
+            for part, block, (a, b) in zip(query.split(QUERIES, dim=2), masks, bounds, strict=True)
         ]
         return torch.cat(outs, dim=2)
     group = query.shape[1] // keys.shape[1]

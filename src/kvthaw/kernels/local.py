@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvthaw.kernels.dense import causal_attention, masked_attention
-
-_BLOCK = 512
-"""Queries that go under one mask."""
+from kvthaw.kernels.dense import QUERIES, causal_attention, masked_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +48,8 @@ def local_attention(
     if span.first(end - 1) <= start:
         return causal_attention(query, keys, values, scale=scale, softcap=softcap, sinks=sinks)
     outs = []
-    for a in range(begin, end, _BLOCK):
-        b = min(a + _BLOCK, end)
+    for a in range(begin, end, QUERIES):
+        b = min(a + QUERIES, end)
         first = max(start, span.first(a))
         at = torch.arange(a, b, device=device)[:, None]
         of = torch.arange(first, b, device=device)

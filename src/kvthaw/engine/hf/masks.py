@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,7 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvthaw.cache.layer_base import AttentionParams
-from kvthaw.kernels.dense import masked_attention
+from kvthaw.errors import UnsupportedModelError
+from kvthaw.kernels.dense import QUERIES, masked_attention
 
 
 def is_padding(mask: Tensor) -> bool:
@@ -31,12 +34,64 @@ def attention_by_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, p
     return masked_attention(query, key, value, mask, scale=params.scale, softcap=params.softcap, sinks=params.sinks)
 
 
-def padding_mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | None:
-    """Plain causal layers get the padding mask as [B, 1, 1, n]: no sync, no [q, n] tensor. Others get sdpa's [B, 1, q, n]."""
+@dataclass(frozen=True)
+class LocalMask:
+    """The mask of queries that attend to few tokens each, in the place of a tensor [B, 1, T, n] on its way through the model: it is
+    made for a block of queries and the tokens that they may attend to, so time and memory are linear in the prompt.
+
+    make: transformers' function that makes masks, with what all blocks share; queries: their positions; start: the position of the
+    first key; size: how far back the first token of a query may lie, itself counted.
+    """
+
+    make: Callable[..., Tensor]
+    queries: range
+    start: int
+    size: int
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, Tensor]]:
+        """For each block of queries where its keys begin and its mask; the layers of a forward share them."""
+        ends = [(a, min(a + QUERIES, self.queries.stop)) for a in self.queries[::QUERIES]]
+        return [self.between(max(self.start, a - self.size + 1), a, b) for a, b in ends]
+
+    def between(self, first: int, a: int, b: int) -> tuple[int, Tensor]:
+        """Return the mask, of keys from position `first` on, of the queries from position a to b, and where these keys begin."""
+        mask = self.make(q_length=b - a, q_offset=a, kv_length=b - first, kv_offset=first, allow_is_causal_skip=False)
+        return first - self.start, mask
+
+    def __getitem__(self, at: tuple[slice, ...]) -> LocalMask:
+        """Return the mask of some queries: Gemma 4 drops those whose logits nobody asks for."""
+        return replace(self, queries=self.queries[at[2]])
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+        """Return [B, Hq, T, D], 0 where a query sees nothing."""
+        if (have := keys.shape[2]) != (told := self.queries.stop - self.start):
+            raise UnsupportedModelError(
+                f"a layer attends to {have} tokens by a mask of {told}: the model changes keys after caching"
+            )
+        parts = []
+        for q, (first, mask) in zip(query.split(QUERIES, dim=2), self.blocks, strict=True):
+            k, v = (x[:, :, first : first + mask.shape[3]] for x in (keys, values))
+            parts.append(attention_by_mask(q, k, v, mask, params))
+        return torch.cat(parts, dim=2)
+
+
+def padding_mask(*, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | LocalMask | None:
+    """Plain causal layers get the padding mask as [B, 1, 1, n]: no sync, no [q, n] tensor. Layers that attend to recent tokens
+    alone get a LocalMask where they leave any out, others sdpa's [B, 1, q, n]."""
     if mask_function is causal_mask_function:
         mask: Tensor | None = kwargs.get("attention_mask")
         return None if mask is None else mask[:, None, None]
-    full: Tensor | None = sdpa_mask(*args, mask_function=mask_function, **kwargs)
+    size = (
+        kwargs.get("local_size") if kwargs.get("allow_is_causal_skip") else None
+    )  # else images or packed texts change the mask
+    if size is not None and kwargs["q_length"] > 1 and kwargs["kv_length"] > size:
+        first, start = kwargs["q_offset"], kwargs["kv_offset"]
+        queries = range(first, first + kwargs["q_length"])
+        if queries.stop == start + kwargs["kv_length"]:
+            shared = {name: kwargs[name] for name in ("batch_size", "attention_mask", "device")}
+            return LocalMask(partial(sdpa_mask, mask_function=mask_function, **shared), queries, start, size)
+    full: Tensor | None = sdpa_mask(mask_function=mask_function, **kwargs)
     return full
 
 
@@ -45,12 +100,16 @@ def dense_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Tensor | LocalMask | None,
     params: AttentionParams,
     dropout: float,
     causal: bool | None,
 ) -> Tensor:
     """Attend to the keys and values of another cache, or of none. Returns [B, T, Hq, D]."""
+    if isinstance(mask, LocalMask):
+        if not dropout:
+            return mask.attend(query, key, value, params).transpose(1, 2).contiguous()
+        _, mask = mask.between(mask.start, mask.queries.start, mask.queries.stop)
     if mask is not None and is_padding(mask):
         mask = causal_mask(mask[..., -key.shape[2] :], query.shape[2])
     continued = 1 < query.shape[2] < key.shape[2] and (getattr(module, "is_causal", True) if causal is None else causal)
