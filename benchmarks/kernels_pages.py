@@ -29,7 +29,8 @@ from benchmarks.script import run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.index.clusters import first_keys
-from kvthaw.index.hybrid import HybridIndex, choose_static
+from kvthaw.index.hybrid import HybridIndex
+from kvthaw.index.reordering import choose_static
 from kvthaw.kernels import kmeans, observe, page_bounds, unit_scores, unit_select
 from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy

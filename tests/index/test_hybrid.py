@@ -12,10 +12,13 @@ import torch
 from seqs import FIRST, Seqs
 from torch import Tensor
 
+from kvthaw.cache.host import HostStore
 from kvthaw.errors import ConfigError
 from kvthaw.index import hybrid as module
+from kvthaw.index import reordering
 from kvthaw.index.bounds import BoundIndex
-from kvthaw.index.hybrid import HybridIndex, choose_static, overlap_share
+from kvthaw.index.hybrid import HybridIndex, overlap_share
+from kvthaw.index.reordering import choose_static
 from kvthaw.kernels import observe, page_bounds
 from kvthaw.regions import Regions
 
@@ -101,8 +104,9 @@ def test_all_static_does_not_look_at_the_query() -> None:
 
 
 def test_every_step_sees_the_old_set_or_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys are read in pieces, some with each step."""
+    """The keys are read in pieces, and observed in larger ones, some with each step."""
     monkeypatch.setattr(module, "_PIECE", 30 * 2 * 64 * 4)
+    monkeypatch.setattr(reordering, "_OBSERVED", 50 * 2 * 64 * 4)
     seqs = Seqs(partial(SMALL, share=0.5), [200, 70])
     seqs.select(40, 64)
     index, changes = hybrid(seqs), 0
@@ -149,6 +153,7 @@ def test_layers_take_turns() -> None:
 def test_a_refresh_uses_the_last_queries_before_it_began(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much of it the steps between have done, and whatever they asked."""
     monkeypatch.setattr(module, "_PIECE", 30 * 2 * 64 * 4)
+    monkeypatch.setattr(reordering, "_OBSERVED", 50 * 2 * 64 * 4)
     for pieces in (0, 3, 20):
         seqs = Seqs(partial(SMALL, share=0.5), [200], device=device)
         seqs.select(40, 100)
@@ -169,15 +174,19 @@ def test_a_refresh_uses_the_last_queries_before_it_began(device: torch.device, m
         assert torch.equal(index.order[0, :, :20].sort(dim=1).values, static.int().sort(dim=1).values)
 
 
-@pytest.mark.parametrize("share", [0.25, "auto"])
+@pytest.mark.parametrize(
+    ("share", "observed", "piece"), [(0.25, 500, 400), ("auto", 500, 30), (0.25, 70, 400), ("auto", 70, 30)]
+)
 def test_sequences_that_stand_alike_are_planned_at_once_and_as_alone(
-    share: float | str, monkeypatch: pytest.MonkeyPatch
+    share: float | str, observed: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as have so many bytes of keys; the third of these has other tokens than the others."""
     calls: list[int] = []
-    real = HybridIndex.plan
-    monkeypatch.setattr(HybridIndex, "plan", lambda self, seqs, *given: (calls.append(len(seqs)), real(self, seqs, *given))[1])
+    real = HybridIndex._jobs
+    monkeypatch.setattr(HybridIndex, "_jobs", lambda self, seqs, *given: (calls.append(len(seqs)), real(self, seqs, *given))[1])
     monkeypatch.setattr(module, "_KEYS", 2 * 240 * 2 * 64 * 4)
+    monkeypatch.setattr(module, "_PIECE", piece * 2 * 64 * 4)
+    monkeypatch.setattr(reordering, "_OBSERVED", observed * 2 * 64 * 4)
     make, prompts = partial(SMALL, share=share), [150, 150, 90, 150, 150]  # type: ignore[arg-type]
     deferred = Seqs(make, prompts)
     alone = [Seqs(make, [prompt], seeds=[seed]) for seed, prompt in enumerate(prompts)]
@@ -347,3 +356,25 @@ def test_an_undone_append_leaves_the_map_as_it_was() -> None:
     assert torch.equal(seqs.index.order[:, :, :123], before)
     seqs.length[0] = start
     seqs.select(40)
+
+
+def test_short_sequences_are_read_and_observed_in_few_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One costs the host more than 2 MB of keys cost the bus. A sequence that goes meanwhile is not read."""
+    reads: list[list[int]] = []
+    real = HostStore.copy_keys
+    monkeypatch.setattr(
+        HostStore, "copy_keys", lambda self, seqs, *given: (reads.append(list(seqs)), real(self, seqs, *given))[1]
+    )
+    monkeypatch.setattr(module, "_PIECE", 400 * 2 * 64 * 4)
+    for gone, found in ((False, [[0, 1], [2, 3], [4]]), (True, [[0], [2, 3], [4]])):
+        seqs = Seqs(partial(SMALL, share=0.5), [150] * 5)
+        seqs.select(40)
+        reads.clear()
+        seqs.append(20)
+        assert seqs.context.aux is not None
+        (work,) = seqs.context.aux._waiting
+        assert len(work.jobs) == 3 + 1
+        if gone:
+            seqs.store.truncate(1, 0)
+        run_all(seqs)
+        assert reads == found

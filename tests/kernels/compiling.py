@@ -123,7 +123,7 @@ def moves(dtype: torch.dtype, dim: int) -> None:
     keys = empty(HEADS, 700, dim, dtype=dtype)
     cover.launch(far, keys, which)
     for format in (None, eight):
-        stream_keys.stream_keys(empty(2, dtype=torch.int64), 64, 3, empty(HEADS, 20, dim, dtype=dtype), format)
+        stream_keys.stream_keys(empty(1, 2, dtype=torch.int64), 64, 3, empty(1, HEADS, 20, dim, dtype=dtype), format)
     stream_keys.stream_rows(empty(2, dtype=torch.int64), 64, 3, empty(HEADS, 20, 2, dim, dtype=dtype))
 
 

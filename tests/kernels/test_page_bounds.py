@@ -94,11 +94,32 @@ def test_keys_stream_from_any_blocks(
         out = torch.zeros(3, stop - start + 4, dim, dtype=dtype, device=device)
         part = out[:, : stop - start]
         if path == "store":
-            store.read_keys(1, start, stop, device, part)
+            store.copy_keys([1], start, part[None])
         else:
-            stream_keys.stream_keys(store.addresses(1).to(device), 16, start, part)
+            stream_keys.stream_keys(store.addresses(1)[None].to(device), 16, start, part[None])
         assert torch.equal(part.cpu(), rows[:, start:stop, 0])
         assert not out[:, stop - start :].any()
+
+
+@pytest.mark.parametrize("path", ["store", pytest.param("few programs", marks=triton)])
+def test_keys_of_several_sequences_are_copied_at_once(path: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HostStore(4, 2, 64, torch.bfloat16, block_size=16, pinned=device.type == "cuda")
+    rows = [torch.randn(2, 70 + 20 * seq, 2, 64).bfloat16() for seq in range(4)]
+    for seq, own in enumerate(rows):
+        store.append(seq, own)
+    monkeypatch.setattr(stream_keys, "_IN_FLIGHT", 1)
+    whole = torch.zeros(3, 2, 80, 64, dtype=torch.bfloat16, device=device)
+    which, out = [3, 0, 2], whole[:, :, 4:69]
+    if path == "store":
+        store.copy_keys(which, 5, out)
+        with pytest.raises(IndexError, match=r"rows 6..71 of sequence 0, which holds 70"):
+            store.copy_keys(which, 6, out)
+    else:
+        stream_keys.stream_keys(store.table()[which].to(device), 16, 5, out)
+    for own, seq in zip(out, which, strict=True):
+        assert torch.equal(own.cpu(), rows[seq][:, 5:70, 0])
+    assert not whole[:, :, :4].any()
+    assert not whole[:, :, 69:].any()
 
 
 @triton

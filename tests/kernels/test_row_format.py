@@ -120,7 +120,7 @@ def test_fetched_and_streamed(dim: int, dtype: torch.dtype, device: torch.device
     assert found.isnan().any(), "what was not asked for is left as it was"
 
     keys = poisoned(HEADS, 20, dim, dtype=dtype).to(device)
-    stream_keys(eight.addresses(0).to(device), 16, 11, keys, eight.format)
+    stream_keys(eight.addresses(0)[None].to(device), 16, 11, keys[None], eight.format)
     assert torch.equal(keys.cpu(), full.read(0, 11, 31)[:, :, 0])
 
 

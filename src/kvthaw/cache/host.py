@@ -207,23 +207,30 @@ class HostStore:
         self.order(device)
         return partial(stream_rows, self.table_on(device)[seq], self.block_size)
 
-    def read_keys(self, seq: int, start: int, stop: int, device: torch.device, out: Tensor | None = None) -> Tensor:
-        """Copy the keys of rows start .. stop of a sequence to out [H, stop - start, D] on `device`, each head contiguous; allocate
-        out if None. Waits for rows that are still being copied to the host: a kernel on the current stream, else this thread."""
-        if not 0 <= start <= stop <= self._length[seq]:
-            raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
-        if out is None:
-            out = torch.empty((self.kv_heads, stop - start, self.head_dim), dtype=self.dtype, device=device)
-        if HAS_TRITON and device.type == "cuda" and self.pinned:
+    def read_keys(self, seq: int, start: int, stop: int, device: torch.device) -> Tensor:
+        """Return the keys [H, stop - start, D] of rows start .. stop of a sequence on `device`; see copy_keys."""
+        out = torch.empty((1, self.kv_heads, stop - start, self.head_dim), dtype=self.dtype, device=device)
+        self.copy_keys([seq], start, out)
+        return out[0]
+
+    def copy_keys(self, seqs: Sequence[int], start: int, out: Tensor) -> None:
+        """Copy the keys of rows start .. start + n of some sequences to out [R, H, n, D], each head contiguous. Waits for rows that
+        are still being copied to the host: a kernel on the current stream, else this thread."""
+        stop = start + out.shape[2]
+        for seq in seqs:
+            if not 0 <= start <= stop <= self._length[seq]:
+                raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
+        if HAS_TRITON and out.is_cuda and self.pinned:
             if self.arriving is not None:
-                torch.cuda.current_stream(device).wait_event(self.arriving)
-            table = self.addresses(seq).pin_memory().to(device, non_blocking=True)
-            stream_keys(table, self.block_size, start, out, self.format)
+                torch.cuda.current_stream(out.device).wait_event(self.arriving)
+            blocks = -(-stop // self.block_size)
+            table = self.table()[list(seqs), :blocks]
+            stream_keys(table.pin_memory().to(out.device, non_blocking=True), self.block_size, start, out, self.format)
         else:
             if self.arriving is not None:
                 self.arriving.synchronize()
-            stream_definition([block.data for block in self._blocks[seq]], start, out, self.format)
-        return out
+            for seq, keys in zip(seqs, out, strict=True):
+                stream_definition([block.data for block in self._blocks[seq]], start, keys, self.format)
 
     def gather(self, rows: Tensor, out: Tensor) -> tuple[int, Tensor]:
         """As `kvthaw.native.gather_rows`: rows [B, H, M] int32 of the first B sequences, as they are stored."""

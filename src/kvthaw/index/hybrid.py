@@ -11,15 +11,14 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from kvthaw.cache.aux_stream import AuxStream, SpreadWork
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import ConfigError
 from kvthaw.index.observed import ObservedIndex
+from kvthaw.index.reordering import PendingReordering, Reordering, StaticChoice
 from kvthaw.index.unit_counts import Seq
 from kvthaw.index.units import UnitIndex
-from kvthaw.kernels.observe import observe
-from kvthaw.kernels.page_bounds import Spread, page_bounds
+from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 
 _KEYS = 1 << 28
@@ -31,80 +30,11 @@ _UNKNOWN = 0.25  # the automatic share as long as it cannot be chosen: the paper
 
 
 @dataclass(slots=True)
-class Reordering:
-    """A new order of a sequence's tokens, ready to be put in place whole.
-
-    order [H, T] int32: positions, first the static ones, best first, then the others as in the text. static: how many.
-    digests of the others' pages [H, P, 2 D]; stops [H, P + 1] int32: where these begin in the order. tail: the keys of a last page
-    that more tokens may enter. done: passes when these are there.
-    """
-
-    order: Tensor
-    static: int
-    digests: Tensor
-    stops: Tensor
-    tail: Tensor
-    done: torch.cuda.Event | None = None
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.order, self.digests, self.stops, self.tail
-
-    def wait(self) -> None:
-        """Have the current stream wait for the tensors; the host does not."""
-        if self.done is not None:
-            stream = torch.cuda.current_stream(self.order.device)
-            stream.wait_event(self.done)
-            for tensor in self.tensors():
-                tensor.record_stream(stream)
-
-    def copy(self) -> Reordering:
-        """Return a copy, made on the current stream."""
-        self.wait()
-        order, *rest = (tensor.clone() for tensor in self.tensors())
-        return Reordering(order, self.static, rest[0], rest[1], rest[2])
-
-
-@dataclass(frozen=True, slots=True)
-class PendingReordering:
-    """A reordering that the next append puts in place. made: those of all sequences that are planned at once, by the numbers that
-    they had then, once the work is done."""
-
-    seq: int
-    made: dict[int, Reordering]
-    aux: AuxStream
-    work: SpreadWork
-
-    def take(self) -> Reordering:
-        """Return the reordering; run what is left of the work."""
-        self.aux.finish(self.work)
-        made = self.made[self.seq]
-        made.done = self.work.done
-        return made
-
-    def copy(self) -> PendingReordering:
-        """Return a copy, made on the current stream."""
-        return PendingReordering(0, {0: self.take().copy()}, self.aux, SpreadWork(self.work.device))
-
-
-@dataclass(slots=True)
 class Static:
     """Of a sequence: the share of its rows that is static, and the reordering that the next append puts in place."""
 
     share: float | None = None
     pending: PendingReordering | None = None
-
-
-def choose_static(mass: Tensor, count: int, first: int) -> Tensor:
-    """Order of T tokens by PRKV's algorithm 1, lines 9-11: [H, T] int32 positions from `first` on. mass [H, T]: the `count`
-    tokens of most mass come first, by mass; the others follow in text order. No host sync."""
-    heads, tokens = mass.shape
-    top = torch.topk(mass, count, dim=1).indices
-    static = torch.zeros((heads, tokens), dtype=torch.bool, device=mass.device).scatter_(1, top, True)
-    place = torch.where(static, tokens, count + torch.cumsum(~static, dim=1) - 1)
-    order = torch.empty((heads, tokens + 1), dtype=torch.int32, device=mass.device)
-    order.scatter_(1, place, (first + torch.arange(tokens, dtype=torch.int32, device=mass.device)).expand(heads, -1))
-    order[:, :count] = first + top.int()
-    return order[:, :tokens].contiguous()
 
 
 def overlap_share(queries: Tensor, keys: Tensor, rows: int, page: int, ranks: Ranks = ALONE) -> float:
@@ -236,19 +166,38 @@ class HybridIndex(ObservedIndex):
     ) -> list[Reordering]:
         """The static sets that windows' queries choose from keys [R, H, T, D] of sequences whose sets are of one size, and the
         pages of the others."""
-        (rows, heads, tokens, dim), count = keys.shape, self._count(seqs[0], keys[0], ends)
-        flat = keys.flatten(0, 1)
-        mass = observe(queries.flatten(0, 1), flat, weights.repeat_interleave(heads, dim=0), scale=self.context.scale)
-        order = choose_static(mass, count, self.first)
-        rest = (order[:, count:] - self.first).long()
-        assert self.spread is not None
-        digests = page_bounds(flat, self.size, spread=self.spread, order=rest.contiguous())
-        kept = (tokens - count - 1) % self.size + 1 if tokens > count else 0
-        ends = torch.arange(digests.shape[1] + 1, device=flat.device) * self.size
-        stops = (count + ends.clamp(max=tokens - count)).expand(len(flat), -1)
-        tail = flat.gather(1, rest[:, rest.shape[1] - kept :, None].expand(-1, -1, dim))
-        of_seqs = (tensor.unflatten(0, (rows, heads)).unbind() for tensor in (order, digests, stops.int(), tail))
-        return [Reordering(own, count, *of_pages) for own, *of_pages in zip(*of_seqs, strict=True)]
+        made: dict[int, Reordering] = {}
+        for job in self._jobs(seqs, keys.shape[2], lambda: keys, (queries, weights, ends), made):
+            job()
+        return [made[seq] for seq in seqs]
+
+    def _jobs(
+        self,
+        seqs: Sequence[int],
+        tokens: int,
+        keys: Callable[[], Tensor],
+        windows: tuple[Tensor, Tensor, Tensor | None],
+        made: dict[int, Reordering],
+    ) -> list[Callable[[], None]]:
+        """Return plan() of sequences of so many tokens in pieces, for when all of their keys are there; the last fills made."""
+        context, choices = self.context, list[StaticChoice]()
+        spans = StaticChoice.spans(context.kv_heads, tokens, context.head_dim * context.dtype.itemsize)
+
+        def begin() -> None:
+            (queries, weights, ends), all_keys = windows, keys()
+            count, flat = self._count(seqs[0], all_keys[0], ends), all_keys.flatten(0, 1)
+            assert self.spread is not None
+            asked = queries.flatten(0, 1), weights.repeat_interleave(context.kv_heads, dim=0)
+            choices[:] = [StaticChoice(flat, *asked, context.scale, count, self.first, self.size, self.spread, len(seqs))]
+
+        def end() -> None:
+            choices[0].finish()
+            made.update(zip(seqs, choices[0].made, strict=True))
+            choices.clear()
+
+        jobs = [begin, *(lambda span=span: choices[0].observe(span) for span in spans)]
+        jobs += [*(lambda span=span: choices[0].weigh(span) for span in spans), lambda: choices[0].choose(), end]
+        return jobs if len(spans) > 1 else [partial(_all, jobs)]
 
     def _count(self, seq: int, keys: Tensor, ends: Tensor | None) -> int:
         """Of how many tokens a sequence's static set is, keys [H, T, D]. The automatic share stays unknown where it would say
@@ -281,24 +230,34 @@ class HybridIndex(ObservedIndex):
     def _begin(self, seqs: tuple[int, ...], new: tuple[Tensor, ...]) -> None:
         """Begin the plans of sequences that have as many tokens; new [H, n, D] each, the last of them."""
         last, windows = torch.stack(new), self.window_queries(seqs)
-        old, piece = self.seqs[seqs[0]].tokens - last.shape[2], max(1, _PIECE // last[0, :, 0].nbytes)
+        old, most = self.seqs[seqs[0]].tokens - last.shape[2], max(1, _PIECE // last[0, :, 0].nbytes)
         keys: list[Tensor] = []
         made: dict[int, Reordering] = {}
 
-        def start() -> None:
-            keys.append(self._keys(len(seqs), old + last.shape[2]))
-            keys[0][:, :, old:] = last
+        def held() -> Tensor:
+            if not keys:
+                keys.append(self._keys(len(seqs), old + last.shape[2]))
+                keys[0][:, :, old:] = last
+            return keys[0]
 
-        def read(i: int, at: int) -> None:
-            if self.stored(seqs[i], old):  # else nobody asks for the plan any more
-                self._read(seqs[i], at, keys[0][i, :, at : min(at + piece, old)])
+        def read(own: slice, at: int) -> None:
+            there = [
+                i for i in range(len(seqs))[own] if self.stored(seqs[i], old)
+            ]  # of others nobody asks for the plan any more
+            whole = len(there) == len(seqs[own])
+            for some in [own] if whole else [slice(i, i + 1) for i in there]:
+                self._read(seqs[some], at, held()[some, :, at : min(at + most, old)])
 
-        def finish() -> None:
-            made.update(zip(seqs, self.plan(seqs, keys[0], *windows), strict=True))
+        def finish(last_job: Callable[[], None]) -> None:
+            last_job()
             keys.clear()
 
-        jobs: list[Callable[[], None]] = [partial(read, i, at) for i in range(len(seqs)) for at in range(0, old, piece)]
-        work = self._side.spread(last.device, [start, *jobs, finish], last, *(x for x in windows if x is not None))
+        at_once = max(1, most // max(1, old))  # sequences
+        owns = [slice(i, i + at_once) for i in range(0, len(seqs), at_once)]
+        *jobs, end = self._jobs(seqs, old + last.shape[2], held, windows, made)
+        reads = [partial(read, own, at) for own in owns for at in range(0, old, most)]
+        used = last, *(x for x in windows if x is not None)
+        work = self._side.spread(last.device, [*reads, *jobs, partial(finish, end)], *used)
         for seq in seqs:
             self.statics[seq].pending = PendingReordering(seq, made, self._side, work)
 
@@ -354,10 +313,14 @@ class HybridIndex(ObservedIndex):
     def read(self, seq: int, tokens: int) -> Tensor:
         """Return the keys [1, H, T, D] of the first `tokens` tokens of a sequence, from the store."""
         keys = self._keys(1, tokens)
-        self._read(seq, 0, keys[0])
+        self._read([seq], 0, keys)
         return keys
 
-    def _read(self, seq: int, at: int, out: Tensor) -> None:
-        """Copy a sequence's keys from token `at` on to out [H, n, D]."""
-        begin = self.first + at
-        self.context.store.read_keys(seq, begin, begin + out.shape[1], self.context.device, out)
+    def _read(self, seqs: Sequence[int], at: int, out: Tensor) -> None:
+        """Copy the keys of sequences from token `at` on to out [R, H, n, D]."""
+        self.context.store.copy_keys(seqs, self.first + at, out)
+
+
+def _all(jobs: Sequence[Callable[[], None]]) -> None:
+    for job in jobs:
+        job()

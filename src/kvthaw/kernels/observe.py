@@ -7,12 +7,16 @@ TFLOP/s), plus 2 x 268M exponentials. The full score matrix is never stored.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.gpu import by_device
 
+_LN2 = math.log(2)
 _SCORES = 1 << 19  # float32 scores per problem that the definition holds at once
 
 
@@ -22,17 +26,31 @@ def definition(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) 
     queries [N, W, D]; keys [N, T, D]; weights [N, W] or [W] float32, not negative. A query of weight 0 may hold any finite
     values.
     """
-    q, tokens = queries.float() * scale, keys.shape[1]
-    weights = weights.expand(q.shape[:2])
-    block = max(1, _SCORES // max(1, q.shape[1]))  # independent of N, and so is the result of a problem
+    return mass_definition(queries, keys, log_sums_definition(queries, keys, scale=scale), weights, scale=scale)
+
+
+def log_sums_definition(queries: Tensor, keys: Tensor, *, scale: float) -> Tensor:
+    """Compute log sum_t exp(scale q_w.k_t), [N, W] float32, in blocks of keys; arguments as of `definition`."""
+    q = queries.float() * scale
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
-    for at in range(0, tokens, block):
-        lse = torch.logaddexp(lse, torch.logsumexp(q @ keys[:, at : at + block].float().transpose(1, 2), dim=2))
-    out = torch.empty((q.shape[0], tokens), device=q.device)
-    for at in range(0, tokens, block):
-        part = torch.exp(q @ keys[:, at : at + block].float().transpose(1, 2) - lse[..., None])
-        out[:, at : at + block] = torch.einsum("nwt,nw->nt", part, weights)
+    for at in _blocks(q, keys):
+        lse = torch.logaddexp(lse, torch.logsumexp(q @ keys[:, at].float().transpose(1, 2), dim=2))
+    return lse
+
+
+def mass_definition(queries: Tensor, keys: Tensor, lse: Tensor, weights: Tensor, *, scale: float) -> Tensor:
+    """Compute `definition` of some of the keys, with the log_sums [N, W] of all."""
+    q = queries.float() * scale
+    out = torch.empty((q.shape[0], keys.shape[1]), device=q.device)
+    for at in _blocks(q, keys):
+        part = torch.exp(q @ keys[:, at].float().transpose(1, 2) - lse[..., None])
+        out[:, at] = torch.einsum("nwt,nw->nt", part, weights.expand(q.shape[:2]))
     return out
+
+
+def _blocks(q: Tensor, keys: Tensor) -> list[slice]:
+    block = max(1, _SCORES // max(1, q.shape[1]))  # independent of N, and so is the result of a problem
+    return [slice(at, at + block) for at in range(0, keys.shape[1], block)]
 
 
 if HAS_TRITON:
@@ -87,33 +105,54 @@ if HAS_TRITON:
         tl.store(out + n * tokens + t, mass, mask=t < tokens)
 
 
-def launch(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
-    """Launch the Triton kernels; arguments and result as in `definition`. The channels of a key are contiguous."""
-    heads, width, dim = queries.shape
-    tokens = keys.shape[1]
-    queries = queries.contiguous()
-    assert keys.stride(2) == 1, "the channels of a key must be contiguous"
+def launch_log_sums(queries: Tensor, keys: Tensor, *, scale: float) -> Tensor:
+    """Launch the Triton kernel; arguments and result as in `log_sums_definition`. The channels of a key are contiguous."""
+    heads, width, _ = queries.shape
+    queries, sizes, around = _shape(queries, keys, scale)
+    tokens, tile = keys.shape[1], sizes["TB"]
+    span = max(tile, triton.cdiv(triton.cdiv(tokens, 32), tile) * tile)
+    spans = max(1, triton.cdiv(tokens, span))
+    if not tokens:
+        return queries.new_full((heads, width), float("-inf"), dtype=torch.float32)
+    parts = queries.new_empty((heads, spans, width, 2), dtype=torch.float32)
+    _denominators[(spans, heads, triton.cdiv(width, sizes["WB"]))](queries, keys, parts, *around, span, **sizes)
+    top = parts[..., 0].amax(dim=1)
+    return _LN2 * (top + torch.log2((parts[..., 1] * torch.exp2(parts[..., 0] - top[:, None])).sum(dim=1)))
+
+
+def launch_mass(queries: Tensor, keys: Tensor, lse: Tensor, weights: Tensor, *, scale: float) -> Tensor:
+    """Launch the Triton kernel; arguments and result as in `mass_definition`. The channels of a key are contiguous."""
+    heads, width, _ = queries.shape
+    queries, sizes, around = _shape(queries, keys, scale)
     weights = weights.expand(heads, width)
     assert weights.dtype == torch.float32, f"weights are {weights.dtype}"
     assert weights.stride(1) == 1 or width == 1, "a problem's weights must be contiguous"
-    assert keys.dtype == queries.dtype, f"queries are {queries.dtype}, keys {keys.dtype}"
-    padded = triton.next_power_of_2(dim)
-    tile = 64 if padded * keys.dtype.itemsize <= 512 else 16
-    block = max(16, min(tile, triton.next_power_of_2(width)))
-    span = max(tile, triton.cdiv(triton.cdiv(tokens, 32), tile) * tile)
-    spans, around = max(1, triton.cdiv(tokens, span)), (width, tokens, dim, keys.stride(0), keys.stride(1), scale)
-    parts = queries.new_empty((heads, spans, width, 2), dtype=torch.float32)
-    out = queries.new_empty((heads, tokens), dtype=torch.float32)
-    if tokens:
-        sizes = {"WB": block, "TB": tile, "DP": padded, "num_warps": 4}
-        upcast = queries.device.type == "cpu" or queries.dtype == torch.float32
-        _denominators[(spans, heads, triton.cdiv(width, block))](queries, keys, parts, *around, span, **sizes, UPCAST=upcast)
-        top = parts[..., 0].amax(dim=1)
-        lse = top + torch.log2((parts[..., 1] * torch.exp2(parts[..., 0] - top[:, None])).sum(dim=1))
-        _mass[(triton.cdiv(tokens, tile), heads)](
-            queries, keys, lse, weights, out, *around, weights.stride(0), **sizes, UPCAST=upcast
+    out = queries.new_empty((heads, keys.shape[1]), dtype=torch.float32)
+    if keys.shape[1]:
+        _mass[(triton.cdiv(keys.shape[1], sizes["TB"]), heads)](
+            queries, keys, lse / _LN2, weights, out, *around, weights.stride(0), **sizes
         )
     return out
 
 
+def _shape(queries: Tensor, keys: Tensor, scale: float) -> tuple[Tensor, dict[str, Any], tuple[Any, ...]]:
+    """Return contiguous queries, tiles and the arguments that both kernels take."""
+    _, width, dim = queries.shape
+    assert keys.stride(2) == 1, "the channels of a key must be contiguous"
+    assert keys.dtype == queries.dtype, f"queries are {queries.dtype}, keys {keys.dtype}"
+    padded = triton.next_power_of_2(dim)
+    tile = 64 if padded * keys.dtype.itemsize <= 512 else 16
+    block = max(16, min(tile, triton.next_power_of_2(width)))
+    upcast = queries.device.type == "cpu" or queries.dtype == torch.float32
+    sizes = {"WB": block, "TB": tile, "DP": padded, "UPCAST": upcast, "num_warps": 4}
+    return queries.contiguous(), sizes, (width, keys.shape[1], dim, keys.stride(0), keys.stride(1), scale)
+
+
+def launch(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
+    """Launch the Triton kernels; arguments and result as in `definition`. The channels of a key are contiguous."""
+    return launch_mass(queries, keys, launch_log_sums(queries, keys, scale=scale), weights, scale=scale)
+
+
 observe = by_device(launch, definition)
+log_sums = by_device(launch_log_sums, log_sums_definition)
+mass = by_device(launch_mass, mass_definition)

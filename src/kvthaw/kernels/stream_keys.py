@@ -42,21 +42,21 @@ if HAS_TRITON:
 
     from kvthaw.kernels.row_format import load_part
 
-    @triton.jit(do_not_specialize=["start", "count"])
+    @triton.jit(do_not_specialize=["seqs", "blocks", "start", "count"])
     def _stream_keys(
-        table, out, start, count, block_size, width, row, out_head, ROWS: tl.constexpr, WP: tl.constexpr, ALIGN: tl.constexpr,
-        DIM: tl.constexpr,
+        table, out, seqs, blocks, start, count, block_size, width, row, out_seq, out_head,
+        ROWS: tl.constexpr, WP: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr,
     ):  # fmt: skip
-        # Program (p, head) copies every num_programs-th tile of ROWS rows: the first `width` 32-bit words of the `row` that each
-        # has, or keys from e4m3 if DIM is given. A tile may span two blocks.
-        h, word = tl.program_id(1).to(tl.int64), tl.arange(0, WP)
-        for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
-            i = tile * ROWS + tl.arange(0, ROWS)
-            known, at = i < count, start + i
-            block = tl.load(table + at // block_size, mask=known, other=0)
+        # Program (p, head) copies every num_programs-th tile of ROWS rows of all sequences: the first `width` 32-bit words of the
+        # `row` that each has, or keys from e4m3 if DIM is given. A tile may span two blocks.
+        h, word, tiles = tl.program_id(1).to(tl.int64), tl.arange(0, WP), tl.cdiv(count, ROWS)
+        for tile in range(tl.program_id(0), seqs * tiles, tl.num_programs(0)):
+            seq, i = (tile // tiles).to(tl.int64), tile % tiles * ROWS + tl.arange(0, ROWS)
+            known, at, head = i < count, start + i, out + seq * out_seq + h * out_head
+            block = tl.load(table + seq * blocks + at // block_size, mask=known, other=0)
             if DIM is not None:
                 keys = load_part(block + (h * block_size + at % block_size) * row, known, word, 0, DIM)
-                target = out + h * out_head + i[:, None] * DIM + word[None, :]
+                target = head + i[:, None] * DIM + word[None, :]
                 tl.store(target, keys.to(out.dtype.element_ty), mask=known[:, None] & (word < DIM)[None, :])
             else:
                 # The compiler cannot infer the alignment of an address that it loads.
@@ -64,17 +64,17 @@ if HAS_TRITON:
                 source = tl.multiple_of(base + (h * block_size + at % block_size) * row, ALIGN)
                 inside = known[:, None] & (word < width)[None, :]
                 words = tl.load(source[:, None] + word[None, :], mask=inside, other=0)
-                tl.store(out + h * out_head + i[:, None] * width + word[None, :], words, mask=inside)
+                tl.store(head + i[:, None] * width + word[None, :], words, mask=inside)
 
 
 def stream_keys(table: Tensor, block_size: int, start: int, out: Tensor, format: RowFormat | None = None) -> None:
-    """Launch the kernel: as `definition`, on the current stream of out, without a sync.
+    """Launch the kernel: as `definition` for each of R sequences, out [R, H, n, D], on the current stream of out, without a sync.
 
-    table [blocks] int64: addresses of the blocks [H, block_size, *tail], on the device; pinned memory where out is on a GPU. The
+    table [R, blocks] int64: addresses of the blocks [H, block_size, *tail], on the device; pinned memory where out is on a GPU. The
     caller keeps the blocks alive until the kernel ends. Each head of out is contiguous.
     """
-    heads, _, dim = out.shape
-    assert out.stride()[1:] == (dim, 1), f"the rows of a head must be contiguous, not {out.stride()}"
+    _, heads, _, dim = out.shape
+    assert out.stride()[2:] == (dim, 1), f"the rows of a head must be contiguous, not {out.stride()}"
     key_bytes = dim * out.element_size()
     programs = max(1, _IN_FLIGHT // (heads * _ROWS * key_bytes))
     if format is not None and format.fp8:
@@ -90,19 +90,17 @@ def stream_rows(table: Tensor, block_size: int, start: int, out: Tensor) -> None
     assert out[:1].is_contiguous(), f"the rows of a head must be contiguous, not {out.stride()}"
     assert out.shape[3] * out.element_size() % 2 == 0, "rows are copied in 32-bit words"
     words = out.view(torch.int32).flatten(2)
-    _launch(table, block_size, start, words, words.shape[2], words.shape[2], triton.cdiv(out.shape[1], _ROWS))
+    _launch(table[None], block_size, start, words[None], words.shape[2], words.shape[2], triton.cdiv(out.shape[1], _ROWS))
 
 
 def _launch(
     table: Tensor, block_size: int, start: int, out: Tensor, width: int, row: int, programs: int, dim: int | None = None
 ) -> None:
-    heads, count = out.shape[:2]
-    assert table.dtype == torch.int64 and table.is_contiguous()
-    assert 0 <= start <= len(table) * block_size - count, (
-        f"rows {start}..{start + count} of {len(table)} blocks of {block_size}"
-    )
+    (seqs, heads, count), blocks = out.shape[:3], table.shape[1]
+    assert table.dtype == torch.int64 and table.is_contiguous() and len(table) == seqs
+    assert 0 <= start <= blocks * block_size - count, f"rows {start}..{start + count} of {blocks} blocks of {block_size}"
     if count:
-        _stream_keys[(min(programs, triton.cdiv(count, _ROWS)), heads)](
-            table, out, start, count, block_size, width, row, out.stride(0), ROWS=_ROWS, WP=triton.next_power_of_2(width),
-            ALIGN=16 if width % 4 == 0 else 4, DIM=dim,
+        _stream_keys[(min(programs, seqs * triton.cdiv(count, _ROWS)), heads)](
+            table, out, seqs, blocks, start, count, block_size, width, row, *out.stride()[:2], ROWS=_ROWS,
+            WP=triton.next_power_of_2(width), ALIGN=16 if width % 4 == 0 else 4, DIM=dim,
         )  # fmt: skip

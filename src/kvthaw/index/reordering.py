@@ -1,0 +1,141 @@
+"""New orders of sequences' tokens, static ones first (PRKV): chosen in pieces beside the steps, put in place whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.aux_stream import AuxStream, SpreadWork
+from kvthaw.kernels.observe import log_sums, mass
+from kvthaw.kernels.page_bounds import Spread, page_bounds
+
+_OBSERVED = 1 << 27
+"""Bytes of a sequence's keys that the window's queries are multiplied with at once."""
+
+
+@dataclass(slots=True)
+class Reordering:
+    """A new order of a sequence's tokens, ready to be put in place whole.
+
+    order [H, T] int32: positions, first the static ones, best first, then the others as in the text. static: how many.
+    digests of the others' pages [H, P, 2 D]; stops [H, P + 1] int32: where these begin in the order. tail: the keys of a last page
+    that more tokens may enter. done: passes when these are there.
+    """
+
+    order: Tensor
+    static: int
+    digests: Tensor
+    stops: Tensor
+    tail: Tensor
+    done: torch.cuda.Event | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.order, self.digests, self.stops, self.tail
+
+    def wait(self) -> None:
+        """Have the current stream wait for the tensors; the host does not."""
+        if self.done is not None:
+            stream = torch.cuda.current_stream(self.order.device)
+            stream.wait_event(self.done)
+            for tensor in self.tensors():
+                tensor.record_stream(stream)
+
+    def copy(self) -> Reordering:
+        """Return a copy, made on the current stream."""
+        self.wait()
+        order, *rest = (tensor.clone() for tensor in self.tensors())
+        return Reordering(order, self.static, rest[0], rest[1], rest[2])
+
+
+@dataclass(frozen=True, slots=True)
+class PendingReordering:
+    """A reordering that the next append puts in place. made: those of all sequences that are planned at once, by the numbers that
+    they had then, once the work is done."""
+
+    seq: int
+    made: dict[int, Reordering]
+    aux: AuxStream
+    work: SpreadWork
+
+    def take(self) -> Reordering:
+        """Return the reordering; run what is left of the work."""
+        self.aux.finish(self.work)
+        made = self.made[self.seq]
+        made.done = self.work.done
+        return made
+
+    def copy(self) -> PendingReordering:
+        """Return a copy, made on the current stream."""
+        return PendingReordering(0, {0: self.take().copy()}, self.aux, SpreadWork(self.work.device))
+
+
+def choose_static(mass: Tensor, count: int, first: int) -> Tensor:
+    """Order of T tokens by PRKV's algorithm 1, lines 9-11: [H, T] int32 positions from `first` on. mass [H, T]: the `count`
+    tokens of most mass come first, by mass; the others follow in text order. No host sync."""
+    heads, tokens = mass.shape
+    top = torch.topk(mass, count, dim=1).indices
+    static = torch.zeros((heads, tokens), dtype=torch.bool, device=mass.device).scatter_(1, top, True)
+    place = torch.where(static, tokens, count + torch.cumsum(~static, dim=1) - 1)
+    order = torch.empty((heads, tokens + 1), dtype=torch.int32, device=mass.device)
+    order.scatter_(1, place, (first + torch.arange(tokens, dtype=torch.int32, device=mass.device)).expand(heads, -1))
+    order[:, :count] = first + top.int()
+    return order[:, :tokens].contiguous()
+
+
+@dataclass(slots=True)
+class StaticChoice:
+    """The choice of the static tokens of R sequences, and the pages of their other tokens, in pieces that take about as long.
+
+    keys [R H, T, D]; queries [R H, W, D] and their weights [R H, W]; count: how many tokens are static; first: the position of the
+    first one. made, once all jobs are done in order: of each sequence its Reordering. A job that failed may be done again.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    weights: Tensor
+    scale: float
+    count: int
+    first: int
+    page: int
+    spread: Spread
+    seqs: int
+    made: list[Reordering] = field(default_factory=list)
+    _sums: dict[int, Tensor] = field(default_factory=dict)
+    _mass: dict[int, Tensor] = field(default_factory=dict)
+    _order: list[Tensor] = field(default_factory=list)
+
+    @staticmethod
+    def spans(heads: int, tokens: int, key_bytes: int) -> list[slice]:
+        """Return the tokens of a sequence that are observed at once; how many sequences there are does not matter."""
+        most = max(1, _OBSERVED // (heads * key_bytes))
+        return [slice(at, min(at + most, tokens)) for at in range(0, tokens, most)]
+
+    def observe(self, span: slice) -> None:
+        """Add some tokens to the denominators of the queries' softmax."""
+        self._sums[span.start] = log_sums(self.queries, self.keys[:, span], scale=self.scale)
+
+    def weigh(self, span: slice) -> None:
+        """Compute the attention mass of some tokens, all of which have been observed."""
+        sums = list(self._sums.values())
+        total = sums[0] if len(sums) == 1 else torch.stack(sums).logsumexp(dim=0)
+        self._mass[span.start] = mass(self.queries, self.keys[:, span], total, self.weights, scale=self.scale)
+
+    def choose(self) -> None:
+        """Choose the static tokens, all of which have been weighed."""
+        weighed = list(self._mass.values())
+        self._order = [choose_static(weighed[0] if len(weighed) == 1 else torch.cat(weighed, dim=1), self.count, self.first)]
+
+    def finish(self) -> None:
+        """Make the pages of the others."""
+        (order,), tokens = self._order, self.keys.shape[1]
+        others = tokens - self.count
+        rest = (order[:, self.count :] - self.first).long()
+        digests = page_bounds(self.keys, self.page, spread=self.spread, order=rest.contiguous())
+        ends = torch.arange(digests.shape[1] + 1, device=order.device) * self.page
+        stops = (self.count + ends.clamp(max=others)).expand(len(order), -1)
+        kept = (others - 1) % self.page + 1 if others else 0
+        tail = self.keys.gather(1, rest[:, others - kept :, None].expand(-1, -1, self.keys.shape[2]))
+        of_seqs = (tensor.unflatten(0, (self.seqs, -1)).unbind() for tensor in (order, digests, stops.int(), tail))
+        self.made = [Reordering(own, self.count, *pages) for own, *pages in zip(*of_seqs, strict=True)]
