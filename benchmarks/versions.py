@@ -1,9 +1,10 @@
 """Time captured decode steps of two versions of kvthaw in turns, through the public API alone.
 
 `python -m benchmarks.versions BEFORE AFTER OUT [RUN ...]`: BEFORE and AFTER are folders that hold a version's package `kvthaw`.
-Each version runs in a process of its own. For every method both take the same prompt of random tokens, then the same random tokens
-in turns of `new_tokens` steps, so that what else changes on the machine meets both. A step is timed from its call until the device
-is done, `host_median_ms` until it returns. A JSON line for each method and version; turns_ms: the medians of its turns.
+Each version runs in a process of its own. No layer is dense, whatever number a version gives a method. For every method both take
+the same prompt of random tokens, then the same random tokens in turns of `new_tokens` steps, so that what else changes on the
+machine meets both. A step is timed from its call until the device is done, `host_median_ms` until it returns. A JSON line for each
+method and version; turns_ms: the medians of its turns.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ class Answers:
         name = method if method in kvthaw.METHODS else _BEFORE[method]
         rng = torch.Generator(self.device).manual_seed(1)
         prompt, self.tokens = (torch.randint(0, 1024, (batch, n), device=self.device, generator=rng) for n in (length, 4096))
-        self.handle = self.attached.enter_context(kvthaw.attach(self.model, name, **SIZES.get(method, {"budget": 256})))
+        sizes = SIZES[method] if method == "full" else {**SIZES.get(method, {"budget": 256}), "dense_layers": 0}
+        self.handle = self.attached.enter_context(kvthaw.attach(self.model, name, **sizes))
         self.model(prompt, logits_to_keep=1)
         self.at, self.length = 0, length
         self.steps(WARM)

@@ -8,7 +8,7 @@
 #           icecache at 256 tokens (goal: 99 % of it, 672 pairs, 1,344 at the end)
 #   TEXT    other haystacks: each .gpu/eval/TEXT.txt, 100 kB of a text that models/train.py has not seen, such as RULER's PaulGrahamEssays.json;
 #           needles first, which compare_essay.jsonl lacks at 16k, the baselines last. Print: python3 -m benchmarks.claims OUT/*/
-#   drift   magicpig, pqcache and icecache over 4,096 tokens at two more places of the book; append OUT/drift.jsonl to benchmarks/results/
+#   drift   pqcache, magicpig and icecache over 4,096 tokens at two more places of the book; append OUT/drift.jsonl to benchmarks/results/
 # Publish: add the cells of OUT/pairs to benchmarks/results/compare_seeds.jsonl and those of a text to compare_TEXT.jsonl (`benchmarks.cells`), then
 # python3 -m benchmarks.compared benchmarks/results/compare.jsonl, whose claims count the further seeds.
 set -uo pipefail
@@ -34,12 +34,10 @@ compare() { # FOLDER TASKS SAMPLES SEED METHODS [OPTIONS]: its shards side by si
   echo "$what: $((SECONDS - begin)) s"
 }
 
-for seed in 1 2; do # one process beside the others: a run takes a minute or more
-  for method in magicpig:retrieved=0.5 pqcache:retrieved=100 icecache:retrieved=100; do
-    ((end - SECONDS > 40)) || continue
-    timeout -k 3 $((end - SECONDS)) python3 -m benchmarks.recall drift --method $method --length 8192 --steps 4096 --probe 32 --seed $seed \
-      >> "$out/drift.jsonl" || echo "no drift of $method at $seed"
-  done
+for one in pqcache:retrieved=100/1 pqcache:retrieved=100/2 magicpig:retrieved=0.5/1 icecache:retrieved=100/2 magicpig:retrieved=0.5/2; do
+  ((end - SECONDS > 40)) || continue # one process beside the others: a run takes minutes
+  timeout -k 3 $((end - SECONDS)) python3 -m benchmarks.recall drift --method "${one%/*}" --length 8192 --steps 4096 --probe 32 --seed "${one#*/}" \
+    >> "$out/drift.jsonl" || echo "no drift of $one"
 done &
 
 dense=2 compare dense $seven 16 1000 clusterkv:retrieved=256,clusterkv:retrieved=1024,icecache:budget=64,icecache:budget=256
