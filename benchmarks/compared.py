@@ -1,5 +1,5 @@
 """Publish a comparison: copy its cells to benchmarks/results/compare.jsonl, write the summary tables of docs/results.md, and take
-docs/compare.png from the report (where Chromium is installed).
+docs/compare.png from the report (where Chromium is installed). Claims count those of compare_seeds.jsonl, too.
 
 usage: python3 -m benchmarks.compared OUT... [REPORT.html]    OUT: a folder of kvthaw compare or eval, or a file of cells
 
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.cells import Cell, read_cells, read_stretches, records_of, write_cells, write_stretches
@@ -29,10 +30,12 @@ BEGIN = "<!-- written by benchmarks/compared.py -->"
 FRESH = 1000
 """Samples from here on were not looked at when methods were designed."""
 RESULTS = HERE / "benchmarks" / "results" / "compare.jsonl"
+SEEDS = RESULTS.with_name("compare_seeds.jsonl")
+"""More samples of some of the cells, for claims that the published ones leave undecided."""
 
 
-def summary(cells: Sequence[Cell]) -> str:
-    """Claims, mean accuracies with and without the exact-string tasks, and accuracy by task at 256 tokens."""
+def summary(cells: Sequence[Cell], more: Sequence[Cell] = ()) -> str:
+    """Claims, over further seeds too, mean accuracies with and without the exact-string tasks, accuracy by task at 256 tokens."""
     (samples,) = {cell.n for cell in cells}
     seeds = sorted({seed for seed, _ in cells[0].scores})
     tasks, lengths = {cell.task for cell in cells}, sorted({cell.length for cell in cells})
@@ -41,8 +44,8 @@ def summary(cells: Sequence[Cell]) -> str:
         (
             f"{machines(cells)}, bfloat16; seeds {seeds[0]} to {seeds[-1]}, which no method was designed on; {len(tasks)} tasks at "
             f"{' and '.join(f'{length // 1024}k' for length in lengths)}, every method on the same {samples} samples of each.",
-            "**Claims**",
-            verdicts(cells).markdown(),
+            "**Claims**" + (", some over further seeds" if more else ""),
+            verdicts(pooled(cells, more)).markdown(),
             "**Mean of all tasks and lengths**",
             by_budget(cells).markdown(),
             f"**Without the exact strings** ({exact}), which none of the four papers asks for",
@@ -61,6 +64,12 @@ def machines(cells: Sequence[Cell]) -> str:
         rows.setdefault(cell.about[3], set()).add(str(Asked(cell.method, cell.budget, cell.retrieved)))
     first, *others = sorted(rows, key=lambda name: -len(rows[name]))
     return first + "".join(f" ({', '.join(sorted(rows[name]))}: {name})" for name in others)
+
+
+def pooled(cells: Sequence[Cell], more: Sequence[Cell]) -> list[Cell]:
+    """The cells, each with the further samples that were asked the same."""
+    further = {cell.asked: cell.scores for cell in more}
+    return [replace(cell, scores={**further.get(cell.asked, {}), **cell.scores}) for cell in cells]
 
 
 def newest(paths: Sequence[Path]) -> list[Cell]:
@@ -104,7 +113,7 @@ def main(arguments: list[str]) -> None:
     if stretches:
         write_stretches(stretches, RESULTS)
     for page, text in PAGES.items():
-        put(HERE / page, text(cells), BEGIN)
+        put(HERE / page, text(cells, read_cells(SEEDS)), BEGIN)
     most = Counter(cell.about for cell in cells).most_common(1)[0][0]  # a report is of one machine
     photograph(
         overview(*summaries(records_of(cell for cell in cells if cell.about == most))).html(), HERE / "docs" / "compare.png"

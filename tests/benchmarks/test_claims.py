@@ -24,7 +24,7 @@ from benchmarks.claims import (
     main,
     verdicts,
 )
-from benchmarks.compared import newest, summary
+from benchmarks.compared import newest, pooled, summary
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.compare import summaries
 from kvthaw.evaluate.results import Record
@@ -205,6 +205,18 @@ def test_rows_of_another_machine_are_added_and_named(tmp_path: Path) -> None:
     assert summary(cells).startswith("cpu (full, quest, 100 retrieved: H100), bfloat16; ")
     (found,) = judge(cells, Claim("somebody", Asked("quest", retrieved=100)))
     assert found.paired.n == 10
+
+
+def test_claims_count_further_seeds_of_the_same_cells() -> None:
+    """Of other machines too; samples that both have count once, and what was not published stays out."""
+    cells = [cell("full", None, [1.0] * 10), cell("icecache", 64, [1.0] * 10)]
+    about, places = (*ABOUT[:3], "H100", *ABOUT[4:]), [(seed, 0.0) for seed in range(20)]
+    more = [replace(one, about=about, scores=dict.fromkeys(places, one.full * 1.0)) for one in cells]
+    more.append(cell("quest", 64, [1.0]))
+    (found,) = judge(pooled(cells, more), Claim("somebody", Asked("icecache", 64)))
+    assert (found.paired.n, found.verdict) == (25, "not met")
+    assert found.paired.mine == 10 / 25
+    assert ", some over further seeds" in summary(cells, more)
 
 
 def test_claims_of_any_results_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
