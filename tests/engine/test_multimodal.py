@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import kvthaw
-from kvthaw import CacheError
+from kvthaw import CacheError, ConfigError
 from zoo import prompt, settings_of, sharpen
 
 IMAGE, BEGIN, END = 5, 6, 7
@@ -136,6 +136,19 @@ def test_an_image_in_a_running_batch() -> None:
         batch.step()
     assert [request.tokens for request in requests] == expected
     assert expected[0] != expected[1]
+
+
+@pytest.mark.parametrize(("make", "kinds"), [(gemma3, "token_type_ids"), (qwen3_vl, "mm_token_type_ids")])
+def test_a_running_batch_refuses_images_that_attend_both_ways_or_count_positions_otherwise(make: Any, kinds: str) -> None:
+    model, _ = ready(make)
+    batch = kvthaw.Batch(model, "oracle", max_seqs=1, capacity=120, budget=512)
+    seen = model.get_input_embeddings()(WITH_IMAGE)[0]
+    with pytest.raises(ConfigError, match=rf"embeddings are given; {type(model).__name__} .*{kinds}\): .* attach"):
+        batch.join(WITH_IMAGE, embeddings=seen)
+    text = batch.join(IDS, max_new_tokens=2, stop=())
+    while batch.requests:
+        batch.step()
+    assert text.tokens == logits(model, IDS).argmax(dim=-1)[0, :2].tolist()
 
 
 def test_an_image_and_padding() -> None:

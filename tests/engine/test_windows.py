@@ -95,3 +95,14 @@ def test_a_mask_of_other_keys_is_refused() -> None:
         mask = create(config=model.config, inputs_embeds=x[:, 0], attention_mask=None, past_key_values=None)
         with pytest.raises(UnsupportedModelError, match="attends to 49 tokens by a mask of 50"):
             attention(nn.Identity(), x, x[:, :, 1:], x[:, :, 1:], mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama4"])
+def test_gpu_prompts_have_the_logits_of_transformers(name: str) -> None:
+    rows = {key: one.cuda() for key, one in ragged([1300, 700]).items()}
+    real = rows["attention_mask"].bool()
+    expected = logits(build(name, attention="eager", max_position_embeddings=2048).cuda(), **rows)[real]
+    with kvthaw.attach(model := build(name, max_position_embeddings=2048).cuda(), "full"):
+        for parts in (1, 3):
+            torch.testing.assert_close(logits(model, parts, **rows)[real], expected, atol=1e-3, rtol=1e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch import Tensor
@@ -174,5 +175,13 @@ def check_embeddings(embeddings: Tensor, tokens: int, model: PreTrainedModel, na
         )
     if getattr(text, "hidden_size_per_layer_input", None):
         raise ConfigError(f"embeddings are given; {type(model).__name__} also needs the tokens' own inputs of each layer")
+    asks = [
+        one for one in signature(type(model).forward).parameters if one.endswith("token_type_ids") or one == "image_grid_thw"
+    ]
+    if asks and text is not model.config:
+        raise ConfigError(
+            f"embeddings are given; {type(model).__name__} asks which tokens are an image's ({', '.join(asks)}): they attend both "
+            "ways or have positions of their own, which a running batch does not serve; attach() and generate() do"
+        )
     if name is not None:
         raise ConfigError(f"name is {name!r} and embeddings are given; prompts are kept by their token ids")
