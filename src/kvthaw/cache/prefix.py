@@ -19,7 +19,7 @@ from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.prefix_kept import Entry, Indexes, PrefixBlocks, PrefixStats
 from kvthaw.cache.prefix_tree import Node, PrefixTree, common
-from kvthaw.cache.resume import LayerShape, copied, resume
+from kvthaw.cache.resume import LayerShape, copy_rows, resume
 from kvthaw.cache.step import Step
 from kvthaw.cache.window import WindowLayer
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError, at_least
@@ -300,13 +300,12 @@ class PrefixCache:
 
     def _share(self, kv: KVCache, seq: int, number: int, node: Node) -> None:
         """Hold block `number` of a sequence in every layer. Raises HostMemoryError, with nothing changed."""
-        size, memory = kv.settings.block_size, kv.streams.memory
+        size = kv.settings.block_size
         start, stop = number * size, number * size + len(node.tokens)
-        copies = {
-            layer.number: copied(layer, seq, start, stop, size, memory, self._kept.shapes[layer.number].format)
-            for layer in kv.layers
-            if isinstance(layer, DenseLayer)
-        }
+        dense = {layer.number: layer for layer in kv.layers if isinstance(layer, DenseLayer)}
+        copies = self._kept.new(kv.streams.memory, dense)
+        for layer, block in copies.items():
+            copy_rows(dense[layer], seq, start, stop, block, self._kept.shapes[layer].format)
         shared = {layer.number: layer.store.hold(seq, number) for layer in kv.offloaded}
         self._kept.hold(node, copies | shared)
 

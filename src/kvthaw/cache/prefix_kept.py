@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -125,7 +125,7 @@ class PrefixBlocks:
             try:
                 for node in nodes:
                     assert self.file is not None
-                    blocks = self._blocks(memory)
+                    blocks = self.new(memory, self.shapes)
                     coming.append(
                         (
                             node,
@@ -143,12 +143,13 @@ class PrefixBlocks:
             self.hold(node, blocks)
         return len(coming), error
 
-    def _blocks(self, memory: HostMemory) -> dict[int, Block]:
-        pinned = any(shape.keys.is_cuda for shape in self.shapes.values())
-        for size, count in Counter(shape.block_bytes(self.size) for shape in self.shapes.values()).items():
+    def new(self, memory: HostMemory, layers: Iterable[int]) -> dict[int, Block]:
+        """Return uninitialised blocks on the host for layers. Raises HostMemoryError."""
+        shapes, made = {number: self.shapes[number] for number in layers}, dict[int, Block]()
+        pinned = any(shape.keys.is_cuda for shape in shapes.values())
+        for size, count in Counter(shape.block_bytes(self.size) for shape in shapes.values()).items():
             memory.prepare(count, size, pinned=pinned)
-        made = {}
-        for number, shape in self.shapes.items():
+        for number, shape in shapes.items():
             form = shape.keys.shape[1], self.size, *shape.format.tail
             made[number] = Block(memory.allocate(form, shape.format.stored, pinned=pinned))
         return made

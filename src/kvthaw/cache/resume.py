@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.host_memory import Block, HostMemory
+from kvthaw.cache.host_memory import Block
 from kvthaw.cache.index_updater import Snapshot
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.step import Step
@@ -40,13 +40,9 @@ class LayerShape:
         return self.keys.shape[1] * block_size * self.format.row_bytes
 
 
-def copied(layer: DenseLayer, seq: int, start: int, stop: int, size: int, memory: HostMemory, format: RowFormat) -> Block:
-    """Return a block of `size` tokens on the host that begins with rows start .. stop of a sequence; from a GPU they are only
-    enqueued on the current stream. Raises HostMemoryError."""
-    rows = format.encode(layer.read(seq, start, stop))
-    block = Block(memory.allocate((rows.shape[0], size, *rows.shape[2:]), rows.dtype, pinned=rows.is_cuda))
-    block.data[:, : stop - start].copy_(rows, non_blocking=True)
-    return block
+def copy_rows(layer: DenseLayer, seq: int, start: int, stop: int, block: Block, format: RowFormat) -> None:
+    """Have a block begin with rows start .. stop of a sequence; from a GPU they are only enqueued on the current stream."""
+    block.data[:, : stop - start].copy_(format.encode(layer.read(seq, start, stop)), non_blocking=True)
 
 
 def resume(
