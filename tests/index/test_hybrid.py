@@ -378,3 +378,22 @@ def test_short_sequences_are_read_and_observed_in_few_jobs(monkeypatch: pytest.M
             seqs.store.truncate(1, 0)
         run_all(seqs)
         assert reads == found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("observed", [500, 70])
+def test_a_gpu_reads_and_observes_several_sequences_in_pieces(observed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", 400 * 2 * 64 * 4)
+    monkeypatch.setattr(reordering, "_OBSERVED", observed * 2 * 64 * 4)
+    both = [Seqs(partial(SMALL, share=0.5), [150] * 5, device=torch.device(where)) for where in ("cuda", "cpu")]
+    for step in range(4):
+        for seqs in both:
+            seqs.select(40, 100 + step)
+            seqs.append(20)
+            run_all(seqs)
+            index = hybrid(seqs)
+            index.take_effect(range(5))
+            index.join()
+        orders = [hybrid(seqs).order[:, :, :20].sort(dim=2).values.cpu() for seqs in both]  # type: ignore[index]
+        assert (orders[0] == orders[1]).float().mean() > 0.97
+        torch.cuda.synchronize()

@@ -102,7 +102,7 @@ class ClusterIndex(BatchedIndex):
         self.start: Start = start
         self.iterations = iterations
         super().__init__(context, batch=batch, per_batch=clusters_per_batch, width=context.head_dim, policy=policy)
-        fits = cluster_last.fits(batch, clusters_per_batch, context.head_dim)
+        fits = cluster_last.fits(batch, clusters_per_batch, context.head_dim * context.dtype.itemsize)
         self._in_one_launch = HAS_TRITON and context.device.type == "cuda" and fits
         if self._in_one_launch:  # compiled now, which takes seconds: no step should wait for that
             self._cluster_last([self], ())

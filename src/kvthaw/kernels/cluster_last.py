@@ -16,7 +16,7 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.kmeans import Distance
 
-_TOKENS, _CLUSTERS, _DIM = 512, 64, 256  # that a program has room for
+_TOKENS, _CLUSTERS, _BYTES = 512, 16, 512  # that a program has room for: with 64 clusters registers spill by kilobytes
 
 
 class Clustered(NamedTuple):
@@ -31,9 +31,9 @@ class Clustered(NamedTuple):
     stream: int
 
 
-def fits(tokens: int, clusters: int, dim: int) -> bool:
-    """Return whether a program has room for so many tokens, clusters and channels."""
-    return tokens <= _TOKENS and clusters <= _CLUSTERS and dim <= _DIM
+def fits(tokens: int, clusters: int, key_bytes: int) -> bool:
+    """Return whether a program has room for so many tokens, clusters and bytes of a key."""
+    return tokens <= _TOKENS and clusters <= _CLUSTERS and key_bytes <= _BYTES
 
 
 if HAS_TRITON:
