@@ -1,10 +1,11 @@
 """Serve many random requests, disturb them at random, and compare every token with that of the request alone.
 
 `python -m benchmarks.requests --requests 10000`: tiny models, a method after the other. Requests come in bursts, with and without
-seeds and penalties; some are cancelled while they wait, prefill or decode; forwards fail between layers; memory is short in the
-middle of a step. A request that ends by itself has the tokens that it has alone, one that was cancelled or failed the first of
-them; nothing waits for ever; architectures (--architecture, by commas) take turns at the methods; in the end no KV stays on the
-host, and a GPU (--device cuda) has as much memory allocated as before. Exits with 1 where that does not hold. A line is a method.
+seeds and penalties; some are cancelled while they wait, prefill or decode; forwards fail between layers; memory of the host or of
+the device is short in the middle of a step; urgent ones take the places of others, which go on later. A request that ends by itself
+has the tokens that it has alone, one that was cancelled or failed the first of them; nothing waits for ever; architectures
+(--architecture, by commas) take turns at the methods; in the end no KV stays on the host, and a GPU (--device cuda) has as much
+memory allocated as before. Exits with 1 where that does not hold. A line is a method.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class InjectedError(RuntimeError):
     """What a forward raises that is made to fail."""
 
 
+ERRORS = InjectedError, HostMemoryError, torch.OutOfMemoryError
+
+
 class Disturbance:
     """Lets a model's forwards fail, or lack memory, in one of its layers, as often as `rate` says."""
 
@@ -45,7 +49,7 @@ class Disturbance:
 
     def _fail(self, *_: Any) -> None:
         if self.active and self.rng.random() < self.rate:
-            error: Exception = self.rng.choice((InjectedError("injected"), HostMemoryError("injected")))
+            error = self.rng.choice(ERRORS)("injected")
             self.count[type(error).__name__] += 1
             raise error
 
@@ -68,7 +72,7 @@ def kinds_of(model: PreTrainedModel, rng: random.Random, count: int) -> list[tup
 
 def batch_of(model: PreTrainedModel, method: str, seqs: int) -> Batch:
     """A batch of small budget and blocks, so that rings fill and blocks are many."""
-    sizes: dict[str, Any] = {} if resolve(method).dense else {"budget": 32}
+    sizes: dict[str, Any] = {} if resolve(method).dense else {"budget": 32, "device_memory": "256KiB"}
     return Batch(model, method, max_seqs=seqs, capacity=CAPACITY, prefill_chunk=48, block_size=16, **sizes)
 
 
@@ -140,14 +144,15 @@ def serve(
             own, name = alone[which], str(request.finished)
             assert request.tokens == own[: len(request.tokens)], f"{method}: {request.tokens}, alone {own}"
             assert name in ("left", "error") or len(request.tokens) == len(own)
-            assert name != "error" or isinstance(request.error, InjectedError | HostMemoryError), repr(request.error)
+            assert name != "error" or isinstance(request.error, ERRORS), repr(request.error)
             ended[name] += 1
     disturbance.active = False
     for hook in disturbance.hooks:
         hook.remove()
     kept = scheduler.batch.stats().kv_host_bytes
     assert kept == 0, f"{method}: {kept} bytes of KV stay on the host"
-    return {"steps": steps, "ended": dict(ended), "failures": dict(disturbance.count), "preemptions": scheduler.preemptions}
+    told = {name: getattr(scheduler, name) for name in ("preemptions", "resumed", "recomputed")}
+    return {"steps": steps, "ended": dict(ended), "failures": dict(disturbance.count), **told}
 
 
 def tiny(architecture: str, device: str = "cpu") -> PreTrainedModel:

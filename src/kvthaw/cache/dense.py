@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,12 +11,16 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, attend_rows, last_queries, reordered
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
+from kvthaw.cache.swapped import SwappedLayer, to_blocks
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.sparse_decode import sparse_decode
+
+_BLOCK = 1024  # tokens of a block in host memory
 
 
 class DenseLayer(DeviceLayer):
@@ -205,6 +210,24 @@ class DenseLayer(DeviceLayer):
     def clear(self, seq: int) -> None:
         self.recent_queries.pop(seq, None)
         self._offloaded = None
+
+    @property
+    def home(self) -> Tensor | None:
+        return self._data
+
+    def swap_out(self, seq: int, memory: HostMemory) -> SwappedLayer:
+        assert self._data is not None
+        rows, queries = self.read(seq, 0, self.sequences.length(seq)), self.recent_queries.get(seq)
+        blocks = to_blocks(rows, _BLOCK, memory)
+        return SwappedLayer(weakref.ref(self._data), blocks, rows.shape[1], queries=None if queries is None else queries.cpu())
+
+    def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
+        assert self._data is not None
+        for i, block in enumerate(swapped.blocks):
+            rows = block.data
+            self._data[seq, :, i * _BLOCK : i * _BLOCK + rows.shape[1]].copy_(rows, non_blocking=True)
+        if swapped.queries is not None:
+            self.recent_queries[seq] = swapped.queries.to(self._data.device)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         self._offloaded = None

@@ -321,6 +321,18 @@ class HostStore:
         self._blocks[seq], self._length[seq] = list(blocks), length
         self.version += 1
 
+    def swapped_out(self, seq: int) -> list[Block]:
+        """Return the rows of a sequence in blocks on the host: copies of those on the device, only enqueued there, and the others,
+        which the caller shares from now on. Raises HostMemoryError, with nothing changed."""
+        held = [Block(self.allocator.on_host()) if block.on_device else block for block in self._blocks[seq]]
+        for block, there in zip(held, self._blocks[seq], strict=True):
+            if block is there:
+                block.owners += 1
+            else:
+                block.data.copy_(there.data, non_blocking=True)
+                block.recalls = there.recalls
+        return held
+
     def reorder(self, seqs: Sequence[int]) -> None:
         """Sequence i becomes what sequence seqs[i] was, but for its block ahead. No row is copied: sequences share blocks until one
         writes."""

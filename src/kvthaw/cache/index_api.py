@@ -187,6 +187,17 @@ class Snapshots(Protocol):
 
 
 @runtime_checkable
+class Swaps(Protocol):
+    """An index whose sequences can wait in host memory while others take their places."""
+
+    def swap_out(self, seq: int) -> Any:
+        """Return all that the index holds of a sequence, in host memory; the next change of the sequence leaves it as it is."""
+
+    def swap_in(self, seq: int, held: Any) -> None:
+        """Have an empty sequence hold what swap_out() returned, of this index and any sequence: it goes on as that would have."""
+
+
+@runtime_checkable
 class WorksBeside(Protocol):
     """An index that does some of its work on another stream."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.index_api import Index, Snapshots
+from kvthaw.cache.index_api import Index, Snapshots, Swaps
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.side_index import SideIndex, can_build_beside
@@ -273,6 +273,24 @@ class IndexUpdater:
         self._last.pop(seq, None)
         if end <= self.first:
             self.stale.discard(seq)
+
+    def swap_out(self, seq: int) -> tuple[Any, int, bool]:
+        """Return what the index holds of a sequence, in host memory, up to where, and whether it is to be built again. Raises
+        CacheError where the index cannot."""
+        index = self.retriever.index
+        if not isinstance(index, Swaps):
+            raise CacheError(f"{type(index).__name__} has no swap_out()")
+        return index.swap_out(seq), self.indexed[seq], seq in self.stale
+
+    def swap_in(self, seq: int, held: Any, end: int, *, stale: bool) -> None:
+        """Have an empty sequence be indexed as swap_out() said of one."""
+        index = self.retriever.index
+        assert isinstance(index, Swaps)
+        self.retriever.wait()
+        index.swap_in(seq, held)
+        self.indexed[seq] = end
+        if stale:
+            self.stale.add(seq)
 
     def branch(self) -> Indexed:
         """Apply updates to a copy of the index until rejoin()."""

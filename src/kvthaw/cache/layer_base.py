@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
+from kvthaw.cache.swapped import SwappedLayer
 from kvthaw.kernels.dense import causal_attention
 
 
@@ -77,6 +79,16 @@ class LayerKV(Protocol):
 
     def clear(self, seq: int) -> None:
         """Forget a sequence; no tensor moves."""
+
+    @property
+    def home(self) -> Any:
+        """What holds its sequences, an object of its own for as long as none is allocated anew; None before the first prompt."""
+
+    def swap_out(self, seq: int, memory: HostMemory) -> SwappedLayer:
+        """Copy what the layer holds of a sequence to host memory. Raises HostMemoryError and CacheError; see kvthaw.cache.swap."""
+
+    def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
+        """Have an empty sequence hold what swap_out() returned of any."""
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Sequence i becomes what sequence sequences[i] was."""

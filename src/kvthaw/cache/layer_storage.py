@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from kvthaw.cache.pool import Slab
 from kvthaw.cache.preallocator import BlockPreallocator
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
+from kvthaw.cache.swapped import SwappedLayer
 from kvthaw.kernels.freeze import Span
 from kvthaw.kernels.row_format import row_format
 
@@ -207,6 +209,27 @@ class LayerStorage:
         if self.updater is not None:
             self.updater.clear(seq)
         self.offloader.truncate(seq, 0)
+
+    def swap_out(self, seq: int, queries: Tensor | None) -> SwappedLayer:
+        """Copy a sequence to host memory, its prompt's last queries too. Raises HostMemoryError, and CacheError for an index that
+        cannot."""
+        self.wait()
+        held = self.slab.data[seq, :, : self.slab.pool_start].to("cpu", copy=True)
+        queries = None if queries is None else queries.cpu()
+        indexed = (None, 0, False) if self.updater is None else self.updater.swap_out(seq)
+        blocks = self.store.swapped_out(seq)
+        if self.placement is not None:
+            self.placement.moved_bytes += sum(block.data.nbytes for block in self.store.blocks(seq) if block.on_device)
+        return SwappedLayer(weakref.ref(self), blocks, self.store.length(seq), held, queries, *indexed)
+
+    def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
+        """Have an empty sequence hold what swap_out() returned; its blocks lie on the device as far as there is room."""
+        assert swapped.held is not None
+        blocks = [block if self.placement is None else self.placement.brought(block) for block in swapped.blocks]
+        self.store.adopt(seq, blocks, swapped.stored)
+        self.slab.data[seq, :, : self.slab.pool_start].copy_(swapped.held)
+        if self.updater is not None:
+            self.updater.swap_in(seq, swapped.index, swapped.indexed, stale=swapped.stale)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Sequence i becomes what sequence sequences[i] was."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvthaw.cache.finite import PromptCheck
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import Block
+from kvthaw.cache.host_memory import Block, HostMemory
 from kvthaw.cache.index_api import IndexContext, Transfer
 from kvthaw.cache.index_updater import IndexUpdater, Snapshot
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, attend_rows, last_queries, reordered
@@ -31,6 +31,7 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.sparse_attention import SparseAttention
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
+from kvthaw.cache.swapped import SwappedLayer
 from kvthaw.cache.transfer import BulkCopy, PagedCopy, UvaGather
 from kvthaw.errors import CacheError
 from kvthaw.kernels.dense import continued
@@ -364,6 +365,18 @@ class OffloadedLayer(LayerKV):
         self.storage.clear(seq)
         self._prompts.pop(seq, None)
         self.recent_queries.pop(seq, None)
+
+    @property
+    def home(self) -> LayerStorage | None:
+        return self.storage if self.plan else None
+
+    def swap_out(self, seq: int, memory: HostMemory) -> SwappedLayer:
+        return self.storage.swap_out(seq, self.recent_queries.get(seq))
+
+    def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
+        self.storage.swap_in(seq, swapped)
+        if swapped.queries is not None:
+            self.recent_queries[seq] = swapped.queries.to(self.slab.data.device)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         if self.plan is None:

@@ -72,6 +72,17 @@ class Placement:
             self._sample_recalls(recalled)
         return self.finish() or changed
 
+    def brought(self, block: Block) -> Block:
+        """Return a block on the device with the rows of one on the host that nobody else has; that one where there is no room."""
+        data = self.device.take() if block.owners == 1 and not block.on_device else None
+        if data is None:
+            return block
+        data.copy_(block.data, non_blocking=True)
+        self.moved_bytes += data.nbytes
+        new = Block(data, on_device=True)
+        new.owners, new.recalls = 0, block.recalls
+        return new
+
     def finish(self) -> bool:
         """Point sequences at the blocks whose copies are complete. Returns whether addresses have changed."""
         while self._leaving and all(event.query() for event in self._leaving[0][0]):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, attend_rows
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
+from kvthaw.cache.swapped import SwappedLayer
 from kvthaw.errors import CacheError
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.local import Span, local_attention
@@ -162,6 +165,19 @@ class WindowLayer(DeviceLayer):
         if self.slab is not None:
             self.slab.data[seq].zero_()
             self._before[1].pop(seq, None)
+
+    @property
+    def home(self) -> Slab | None:
+        return self.slab
+
+    def swap_out(self, seq: int, memory: HostMemory) -> SwappedLayer:
+        assert self.slab is not None
+        return SwappedLayer(weakref.ref(self.slab), held=self.slab.data[seq].to("cpu", copy=True))
+
+    def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
+        assert self.slab is not None
+        assert swapped.held is not None
+        self.slab.data[seq].copy_(swapped.held)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         if self.slab is not None:

@@ -33,15 +33,17 @@ class Admission:
         limit = self.kv.settings.host_bytes
         return 0 if limit is None or self.kv.chooser.full else max(0, self._on_host(requests) - limit)
 
-    def fits(self, request: Request, placed: Sequence[Request]) -> bool:
-        """Return whether a request finds all memory that it may need beside those that have places."""
+    def fits(self, request: Request, placed: Sequence[Request], away: Sequence[Request] = ()) -> bool:
+        """Return whether a request finds all memory that it may need beside those that have places, and what others hold in host
+        memory until they have places again (away)."""
         every, kv = [request, *placed], self.kv
         if not placed or self._stays_full(every):
             return True
         if kv.offloaded and kv.sequences.regions is None:
             return False  # the first prompt tells the sizes
         if kv.settings.host_bytes is not None:
-            return self._on_host(every) <= kv.settings.host_bytes
+            held = sum(one.swapped.host_bytes() for one in away if one.swapped is not None and one is not request)
+            return self._on_host(every) + held <= kv.settings.host_bytes
         free, new = kv.streams.memory.free(), sum(max(0, self._blocks(one) - self._has(one)) for one in every)
         if free is None or kv.chooser.full:
             return free is None or self._on_host(every) <= free

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.prefix import PrefixCache
+from kvthaw.cache.swapped import Swapped
 from kvthaw.engine.admission import Admission
 from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
 from kvthaw.engine.hf import PreTrainedModel, Stats
@@ -20,9 +21,9 @@ from kvthaw.engine.hf.batch_cache import BatchCache, check_positions
 from kvthaw.engine.hf.chunks import CHUNK, spans
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.logprobs import TokenLogprobs, logprobs, score
-from kvthaw.engine.request import Request, RequestOptions, check_embeddings
-from kvthaw.engine.sampling import GREEDY, Sampler, Sampling
-from kvthaw.errors import CacheError, ConfigError, at_least
+from kvthaw.engine.request import Request, RequestOptions, new_request
+from kvthaw.engine.sampling import Sampler
+from kvthaw.errors import CacheError, ConfigError, HostMemoryError, at_least
 from kvthaw.methods.auto import AUTO
 from kvthaw.typecheck import check_type
 
@@ -153,6 +154,8 @@ class Batch:
         request.place(seq, self.model)
         self._seqs[seq] = request
         self._joined.append(request)
+        if request.swapped is not None:
+            self._swap_in(request, request.swapped)
         return request
 
     def request(self, prompt: Tensor | Sequence[int] | Request, **how: Unpack[RequestOptions]) -> Request:
@@ -165,37 +168,8 @@ class Batch:
             if how:
                 raise ConfigError(f"{next(iter(how))} is given beside a request, which has its own")
             return prompt
-        max_new_tokens, sampling, tokenizer = how.get("max_new_tokens"), how.get("sampling", GREEDY), how.get("tokenizer")
-        if isinstance(prompt, str):
-            raise ConfigError(f"the prompt is text, {prompt[:20]!r}; it must be token ids, as a tokenizer makes them")
-        ids = torch.as_tensor(prompt, dtype=torch.int64).reshape(-1)
-        tokens = ids.shape[0]
-        if max_new_tokens is not None and sampling.max_tokens is not None:
-            raise ConfigError(
-                f"max_new_tokens is {max_new_tokens} and max_tokens of sampling {sampling.max_tokens}; give one of them"
-            )
-        wanted = sampling.max_tokens if max_new_tokens is None else max_new_tokens
-        limit = self.capacity - tokens if wanted is None else wanted
-        if tokens < 1:
-            raise ConfigError("the prompt is empty")
-        if limit < 1 or tokens + limit > self.capacity:
-            raise ConfigError(
-                f"the prompt has {tokens} tokens and max_new_tokens is {wanted}; a sequence has room for {self.capacity} in all"
-            )
-        if sampling.min_tokens > limit:
-            raise ConfigError(f"min_tokens is {sampling.min_tokens}; it must be at most {limit}, the tokens that may come")
-        if sampling.stop and tokenizer is None:
-            raise ConfigError(f"stop is {sampling.stop!r}; stop strings need a tokenizer")
-        least, most = int(ids.min()), int(ids.max())
-        if least < 0 or most >= self.vocabulary:  # on a GPU the whole batch would be lost
-            raise ConfigError(f"the prompt has token ids from {least} to {most}; the model's are 0 to {self.vocabulary - 1}")
-        stops, salt = self._stops(how.get("stop"), sampling), how.get("cache_salt", "")
-        if (embeddings := how.get("embeddings")) is not None:
-            check_embeddings(embeddings, tokens, self.model, how.get("name"))
-        request = Request(ids, limit, stops, sampling, salt, how.get("name"), embeddings)
-        self._sampler.check(sampling, request.stop)
-        if tokenizer is not None:
-            request.decode(tokenizer)
+        request = new_request(prompt, self.model, self.capacity, self.vocabulary, **how)
+        self._sampler.check(request.sampling, request.stop)
         return request
 
     def prefill(self, request: Request, tokens: int | None = None) -> bool:
@@ -221,7 +195,7 @@ class Batch:
                 if self.cache.kv.built(request.seq):
                     return self._start(request)
         except BaseException:
-            self.preempt(request)
+            self.preempt(request)  # to begin again: its prompt is not whole
             raise
         return False
 
@@ -296,12 +270,38 @@ class Batch:
         request.finished = "left"
         self._release(request)
 
-    def preempt(self, request: Request) -> None:
-        """Take away a request's sequence and what it holds there. It may join again: prompt and tokens then go through the model
-        once more, and its next tokens are those that would have come."""
+    def preempt(self, request: Request, *, keep: bool = True) -> bool:
+        """Take away a request's sequence. It may join again, and its next tokens are those that would have come.
+
+        keep: of a request that decodes, move what the sequence holds to host memory, whence it comes back. Where this is False or
+        cannot be (the index cannot, host memory is short), prompt and tokens go through the model once more. Returns which."""
+        swapped = None
+        if keep and self._decoding[request.seq] is request:
+            try:
+                swapped = self.cache.swap_out(request.seq)
+            except (CacheError, HostMemoryError, torch.OutOfMemoryError) as error:
+                _log.info("a request that is preempted begins again: %s", error)
+            else:
+                self._decoding[request.seq] = None
         self._release(request)
         request.seq = -1
-        request.rewind()
+        if swapped is None:
+            request.rewind()
+        request.swapped = swapped
+        return swapped is not None
+
+    def _swap_in(self, request: Request, swapped: Swapped) -> None:
+        """Let a request that was preempted decode on, or begin again where what it held cannot come back."""
+        request.swapped = None
+        try:
+            self.cache.swap_in(request.seq, swapped)
+        except (CacheError, HostMemoryError, torch.OutOfMemoryError) as error:
+            _log.info("a request that was preempted begins again: %s", error)
+            request.rewind()
+            return
+        how = request.sampling, request.ids, request.stop, request.matcher, request.tokens
+        self._sampler.join(request.seq, *how)
+        self._decoding[request.seq] = request
 
     def _give(self, requests: Sequence[Request | None], tokens: list[int], scores: list[TokenLogprobs] | None) -> list[Request]:
         """Hand their tokens to those that lack them, and return these."""
@@ -395,9 +395,3 @@ class Batch:
         self._joined.remove(request)
         self._indexing.pop(request, None)
         self._empty(request.seq)
-
-    def _stops(self, stop: int | Sequence[int] | None, sampling: Sampling) -> frozenset[int]:
-        if stop is None and not sampling.ignore_eos:
-            stop = getattr(self.model.generation_config, "eos_token_id", None)
-        own = () if stop is None else [stop] if isinstance(stop, int) else stop
-        return frozenset([*own, *sampling.stop_token_ids])

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+import torch
 from torch import Tensor
 
+from kvthaw.cache.swapped import Swapped
 from kvthaw.engine.grammar import Matcher
 from kvthaw.engine.logprobs import TokenLogprobs
-from kvthaw.engine.sampling import Sampling
+from kvthaw.engine.sampling import GREEDY, Sampling
 from kvthaw.engine.text import Detokenizer
 from kvthaw.errors import ConfigError
 from kvthaw.typecheck import check_type
@@ -76,6 +78,7 @@ class Request:
     scored: list[Tensor] = field(default_factory=list, repr=False)
     matcher: Matcher | None = field(init=False, repr=False)
     fetched: int = field(default=0, init=False, repr=False)  # tokens asked of the prefix cache's file
+    swapped: Swapped | None = field(default=None, init=False, repr=False)  # its sequence, where it waits in host memory
     _read: int = field(default=0, init=False, repr=False)  # tokens that were decoded
     _piece: str = field(default="", init=False, repr=False)
 
@@ -119,9 +122,17 @@ class Request:
     def fail(self, error: Exception) -> None:
         """End it with an error."""
         self.finished, self.error = "error", error
+        self.drop_swapped()
+
+    def drop_swapped(self) -> None:
+        """Free the host memory that its sequence takes while it waits."""
+        if self.swapped is not None:
+            self.swapped.release()
+            self.swapped = None
 
     def rewind(self) -> None:
         """Let its prompt, and its tokens, go through the model again; it keeps them."""
+        self.drop_swapped()
         self.prefilled, self.cached_tokens, self.fetched, self.fed, self.scored = 0, 0, 0, 0, []
         if self.matcher is not None:
             self.matcher.reset()
@@ -185,3 +196,43 @@ def check_embeddings(embeddings: Tensor, tokens: int, model: PreTrainedModel, na
         )
     if name is not None:
         raise ConfigError(f"name is {name!r} and embeddings are given; prompts are kept by their token ids")
+
+
+def new_request(
+    prompt: Tensor | Sequence[int], model: PreTrainedModel, capacity: int, vocabulary: int, **how: Unpack[RequestOptions]
+) -> Request:
+    """Make a request of a model's batch with room for `capacity` tokens a sequence; see `Batch.request`."""
+    max_new_tokens, sampling, tokenizer = how.get("max_new_tokens"), how.get("sampling", GREEDY), how.get("tokenizer")
+    if isinstance(prompt, str):
+        raise ConfigError(f"the prompt is text, {prompt[:20]!r}; it must be token ids, as a tokenizer makes them")
+    ids = torch.as_tensor(prompt, dtype=torch.int64).reshape(-1)
+    tokens = ids.shape[0]
+    if max_new_tokens is not None and sampling.max_tokens is not None:
+        raise ConfigError(
+            f"max_new_tokens is {max_new_tokens} and max_tokens of sampling {sampling.max_tokens}; give one of them"
+        )
+    wanted = sampling.max_tokens if max_new_tokens is None else max_new_tokens
+    limit = capacity - tokens if wanted is None else wanted
+    if tokens < 1:
+        raise ConfigError("the prompt is empty")
+    if limit < 1 or tokens + limit > capacity:
+        raise ConfigError(
+            f"the prompt has {tokens} tokens and max_new_tokens is {wanted}; a sequence has room for {capacity} in all"
+        )
+    if sampling.min_tokens > limit:
+        raise ConfigError(f"min_tokens is {sampling.min_tokens}; it must be at most {limit}, the tokens that may come")
+    if sampling.stop and tokenizer is None:
+        raise ConfigError(f"stop is {sampling.stop!r}; stop strings need a tokenizer")
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or most >= vocabulary:  # on a GPU the whole batch would be lost
+        raise ConfigError(f"the prompt has token ids from {least} to {most}; the model's are 0 to {vocabulary - 1}")
+    stop, salt = how.get("stop"), how.get("cache_salt", "")
+    if stop is None and not sampling.ignore_eos:
+        stop = getattr(model.generation_config, "eos_token_id", None)
+    own = () if stop is None else [stop] if isinstance(stop, int) else stop
+    if (embeddings := how.get("embeddings")) is not None:
+        check_embeddings(embeddings, tokens, model, how.get("name"))
+    request = Request(ids, limit, frozenset([*own, *sampling.stop_token_ids]), sampling, salt, how.get("name"), embeddings)
+    if tokenizer is not None:
+        request.decode(tokenizer)
+    return request

@@ -167,9 +167,10 @@ class Sampler:
         prompt: Tensor | Sequence[int] = (),
         stops: Iterable[int] = (),
         matcher: Matcher | None = None,
+        output: Sequence[int] = (),
     ) -> None:
         """Give a sequence its settings and forget what was there. prompt: token ids; stops: tokens that min_tokens keeps back;
-        matcher: of its grammar.
+        matcher: of its grammar; output: the tokens that it has already.
 
         Raises ConfigError, before anything has changed, for tokens that are not the model's and for more logprobs than it has."""
         stops = sorted(stops)
@@ -182,6 +183,9 @@ class Sampler:
             self._counts = self._cleared(self._counts, seq, torch.int32)
             self._prompt = self._cleared(self._prompt, seq, torch.bool)
             self._prompt[seq].index_fill_(0, prompt, True)
+            self._counts[seq] += torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=self.vocabulary).to(
+                self.device
+            )
         if sampling.logit_bias:
             self._bias = self._cleared(self._bias, seq, torch.float32)
             tokens, bias = zip(*sampling.logit_bias.items(), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Sequence
 from typing import Unpack
 
@@ -37,8 +38,11 @@ class Scheduler:
 
     - Requests get places by priority, the lowest number first, then in the order in which they came, once host and device
       memory suffice for all that they may need beside those that have places.
-    - Where host or device memory is short all the same, the request that comes last in this order gives its place back
-      (preemption). It goes on once another has ended: its prompt and the tokens that it has go through the model again.
+    - Where no place is free, a request takes that of the last one of a higher number that decodes, which goes on later.
+    - Where host or device memory is short all the same, the request that comes last in this order gives its place back, and goes on
+      once another has ended.
+    - What a request that gives its place back (preemption) holds moves to host memory and back, without the model. Where host
+      memory is what is short, and where its prompt is not whole, its prompt and its tokens go through the model again.
     - Of the prompts that have places the one that came first and the one that is shortest take turns.
     - A method that evicts cannot take a prompt in chunks; its prompts go through the model whole.
     - Where a model is split over processes every process makes the same calls (see `kvthaw.engine.lockstep`). Only what all of
@@ -46,6 +50,9 @@ class Scheduler:
 
     batch: has no requests of its own. step_tokens: about the tokens of a step, at the beginning of a prompt. max_waiting: how
     many requests may wait for a place; None: any number.
+
+    preemptions: how often a request gave its place back; resumed: how often one went on with what it had held; recomputed: how
+    often one that had been preempted began again.
 
     Example::
 
@@ -65,7 +72,8 @@ class Scheduler:
         if batch.requests:
             raise CacheError(f"the batch has {len(batch.requests)} requests of its own; a scheduler takes one that has none")
         self.batch, self.step_tokens, self.max_waiting = batch, step_tokens, max_waiting
-        self.preemptions, self.split = 0, batch.cache.kv.settings.ranks.size > 1
+        self.preemptions = self.resumed = self.recomputed = 0
+        self.split = batch.cache.kv.settings.ranks.size > 1
         self._rank: dict[Request, tuple[int, int]] = {}  # of those that have not ended: priority, number of arrival
         self._waiting: list[Request] = []
         self._arrived = 0
@@ -75,7 +83,7 @@ class Scheduler:
     @property
     def waiting(self) -> list[Request]:
         """Requests without a place, in the order in which they will get one."""
-        return sorted(self._waiting, key=self._rank.__getitem__)
+        return list(self._waiting)
 
     @property
     def prefilling(self) -> list[Request]:
@@ -111,9 +119,9 @@ class Scheduler:
             raise HostMemoryError(
                 f"the request may need {need:,} bytes for its KV; host_bytes and device_memory leave {need - lacks:,} for it"
             )
-        self._waiting.append(request)
         self._rank[request] = priority, self._arrived
         self._arrived += 1
+        self._wait(request)
         return request
 
     def cancel(self, request: Request) -> None:
@@ -122,6 +130,7 @@ class Scheduler:
         if request in self._waiting:
             self._waiting.remove(request)
             request.finished = "left"
+            request.drop_swapped()
         else:
             self.batch.leave(request)
         del self._rank[request]
@@ -131,6 +140,7 @@ class Scheduler:
         exception in `error`.
 
         What a decode step raises comes up, but for a lack of memory, and the next call takes it again."""
+        self._make_way()
         give, told = self._launch(), list[Request]()
         try:
             self._place()  # what the host does from here on it does while the device decodes
@@ -160,7 +170,7 @@ class Scheduler:
             if self.split and not isinstance(error, HostMemoryError):
                 del self._rank[request]  # it has no place any longer, and nobody is told
                 raise
-            if isinstance(error, MEMORY_ERRORS) and self.batch.requests:
+            if isinstance(error, MEMORY_ERRORS) and (self.batch.requests or self._drop_swapped(error)):
                 self._wait_again(request)
                 return []
             request.fail(error)
@@ -172,8 +182,10 @@ class Scheduler:
         except MEMORY_ERRORS as error:
             if self.split and not isinstance(error, HostMemoryError):
                 raise
+            if self._drop_swapped(error):
+                return list
             last = max(self.batch.requests, key=self._rank.__getitem__)
-            self.batch.preempt(last)
+            self.batch.preempt(last, keep=not isinstance(error, HostMemoryError) and not self.split)
             if self.batch.requests:
                 self._wait_again(last)
                 return list
@@ -185,11 +197,38 @@ class Scheduler:
         if len(self.batch.requests) >= self._short:
             return
         self._short = self.batch.max_seqs
-        for request in self.waiting[: self.batch.free]:
-            if not self.batch.admission.fits(request, self.batch.requests):
+        while self._waiting and self.batch.free:
+            request = self._waiting[0]
+            if not self.batch.admission.fits(request, self.batch.requests, self._waiting):
                 return
-            self._waiting.remove(request)
+            del self._waiting[0]
+            preempted = request.swapped is not None
             self.batch.join(request)
+            self.resumed += preempted and request in self.batch.decoding
+            self.recomputed += preempted and request not in self.batch.decoding
+
+    def _make_way(self) -> None:
+        """Have the last of those that decode give its place back if one of a lower number waits for it."""
+        repeats = self.batch.cache.kv.sequences.step is not None  # a step that failed, with all who took part
+        if not self._waiting or self.batch.free or self.split or repeats or not self.batch.decoding:
+            return
+        first, last = self._waiting[0], max(self.batch.decoding, key=self._rank.__getitem__)
+        fits = self._rank[first][0] < self._rank[last][0] and self.batch.admission.fits(
+            first, self.batch.requests, self._waiting
+        )
+        if fits:
+            self.batch.preempt(last)
+            self._preempted(last)
+
+    def _drop_swapped(self, error: Exception) -> bool:
+        """Where host memory is short, let the last of those begin again that wait with what they hold there. Returns whether there
+        was one."""
+        away = [one for one in self.waiting if one.swapped is not None]
+        if not away or not isinstance(error, HostMemoryError):
+            return False
+        away[-1].rewind()
+        self.recomputed += 1
+        return True
 
     def _next_prompt(self) -> Request | None:
         """The prompt that goes on: the one that came first and the one with the fewest tokens left, by turns."""
@@ -199,11 +238,18 @@ class Scheduler:
         shortest, self._shortest = self._shortest, not self._shortest
         return min(prompts, key=lambda one: one.prompt - one.prefilled) if shortest else prompts[0]
 
+    def _wait(self, request: Request) -> None:
+        insort(self._waiting, request, key=self._rank.__getitem__)
+
+    def _preempted(self, request: Request) -> None:
+        self.preemptions += 1
+        self.recomputed += request.swapped is None
+        self._wait(request)
+
     def _wait_again(self, request: Request) -> None:
         """Let a request that lost its place to a lack of memory wait until another one has ended."""
-        self.preemptions += 1
-        self._waiting.append(request)
-        self._short = len(self.batch.requests)
+        self._preempted(request)
+        self._short = max(1, len(self.batch.requests))
 
 
 def chunk_tokens(step_tokens: int, depth: int, decoded: int = 0) -> int:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
-from kvthaw.cache.index_api import Attends, Index, IndexContext, Reversible, Selection
+from kvthaw.cache.index_api import Attends, Index, IndexContext, Reversible, Selection, Swaps
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.joined import joined
 from kvthaw.index.learned import assign, learn, subspaces
 from kvthaw.index.ratios import Ratios
-from kvthaw.index.tables import grown
+from kvthaw.index.tables import grown, row_from_host, row_to_host
 from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.collide import BINS, CHUNK, collide, shift
 from kvthaw.kernels.decode_step import DecodeStep
@@ -47,7 +47,7 @@ def once(rows: Tensor) -> Tensor:
     return ordered.masked_fill(again, -1).sort(dim=2, descending=True).values
 
 
-class CodesIndex(Index, Reversible, Attends):
+class CodesIndex(Index, Reversible, Swaps, Attends):
     """Collisions choose candidates, 4-bit codes rank them.
 
     policy: how the G query heads of a KV head agree. max, mean: votes and softmax weights are computed for each head and the
@@ -196,6 +196,21 @@ class CodesIndex(Index, Reversible, Attends):
                 self.tables[name] = moved
         self.counts = [self.counts[seq] for seq in seqs]
         self._bind()
+        self._update()
+
+    def swap_out(self, seq: int) -> tuple[dict[str, Tensor], int]:
+        self._reserve(seq + 1, 0)
+        n = self.counts[seq]
+        cut = {"ids": (3, 0, n), "codes": (2, 0, n), "weights": (2, 0, n)}
+        tables = {name: table.narrow(*cut[name]) if name in cut else table for name, table in self.tables.items()}
+        return {name: row_to_host(table, seq) for name, table in tables.items()}, n
+
+    def swap_in(self, seq: int, held: tuple[dict[str, Tensor], int]) -> None:
+        rows, n = held
+        self._reserve(seq + 1, n)
+        for name, row in rows.items():
+            row_from_host(self.tables[name], seq, row)
+        self.counts[seq] = n
         self._update()
 
     # Queries

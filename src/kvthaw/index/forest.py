@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import Index, IndexContext, Selection, Snapshots
+from kvthaw.cache.index_api import Index, IndexContext, Selection, Snapshots, Swaps
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.index.tree_config import CHOICES, TreeConfig, directions
 from kvthaw.native import ELEMENTS, Forest, Isa, isa_code
@@ -23,7 +23,7 @@ _STATE = {
 """Tensors of saved trees, in the order in which the extension takes them."""
 
 
-class TreeIndex(Index, Snapshots):
+class TreeIndex(Index, Snapshots, Swaps):
     """The DCI-trees of a layer, behind the Index protocol.
 
     Keys are read from the layer's host store, by position, and never copied: rows must be in the store, and readable, before
@@ -156,6 +156,15 @@ class TreeIndex(Index, Snapshots):
         forest = self.forest.copy()
         forest.reorder([seq])
         return forest
+
+    def swap_out(self, seq: int) -> Forest | None:
+        """See Swaps. Trees are shared, as by a snapshot; they stand in host memory anyway."""
+        return self.snapshot(seq) if self.forest.has(seq) else None
+
+    def swap_in(self, seq: int, held: Forest | None) -> None:
+        if held is not None:
+            self.forest.share(seq, held, 0)
+            self._copy_pages([seq])
 
     def state(self, snapshot: Forest | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See Snapshots: of each head's tree its radius and its pages, a page being a node and the keys in it. What else a tree has

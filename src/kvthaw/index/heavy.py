@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -88,6 +88,10 @@ class HeavyIndex(KeptIndex, Remembers):
             self.tables["near"][seq].zero_()
             self.tables["length"][seq].zero_()
             self.tables["ends"][seq].fill_(self.first + self.tokens[seq])
+
+    def swap_out(self, seq: int) -> Any:
+        self.add()
+        return super().swap_out(seq)
 
     def add(self) -> None:
         """Add what the last queries paid to each token, and forget them. Device work of fixed shape."""

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
+from kvthaw.cache.aux_stream import SpreadWork
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import ConfigError
@@ -145,6 +146,18 @@ class HybridIndex(ObservedIndex):
     def clone_from(self, other: Self) -> None:
         super().clone_from(other)
         self.statics = [replace(static, pending=static.pending and static.pending.copy()) for static in other.statics]
+
+    def swap_out(self, seq: int) -> Any:
+        """See Swaps: with the plan that the next append would put in place."""
+        held, static = super().swap_out(seq), self.statics[seq]
+        return held, static.share, None if static.pending is None else static.pending.take().to(torch.device("cpu"))
+
+    def swap_in(self, seq: int, held: Any) -> None:
+        pages, share, plan = held
+        super().swap_in(seq, pages)
+        device = self.steps.device
+        again = plan and PendingReordering(seq, {seq: plan.to(device)}, self._side, SpreadWork(device))
+        self.statics[seq] = Static(share, again)
 
     def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
         super().reserve(seqs, units, tokens)

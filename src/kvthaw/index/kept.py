@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import Index, IndexContext, Selection
+from kvthaw.cache.index_api import Index, IndexContext, Selection, Swaps
 from kvthaw.errors import one_of
-from kvthaw.index.tables import grown
+from kvthaw.index.tables import grown, row_from_host, row_to_host
 
 Agree = Literal["mean", "max"]
 """How the query heads of a group agree on a token: the mean or the largest of the attention that each pays to it."""
@@ -36,7 +36,7 @@ def observed(queries: Tensor, keys: Tensor, *, scale: float, agree: Agree) -> Te
     return total.mean(dim=1) if agree == "mean" else total.amax(dim=1)
 
 
-class KeptIndex(Index):
+class KeptIndex(Index, Swaps):
     """At most as many rows as select() may bring, each with a score; of those that come, the best stay.
 
     kept [B, H, M] int32: positions, -1 padded; scores [B, H, M] float32; keys [B, H, M, D] where with_keys. What is not kept is not
@@ -114,6 +114,17 @@ class KeptIndex(Index):
         which = torch.tensor(seqs, device=self.context.device)
         self.tables = {name: table.index_select(0, which) for name, table in self.tables.items()}
         self.tokens = [self.tokens[seq] for seq in seqs]
+
+    def swap_out(self, seq: int) -> Any:
+        self.reserve(seq + 1)
+        return {name: row_to_host(table, seq) for name, table in self.tables.items()}, self.tokens[seq]
+
+    def swap_in(self, seq: int, held: Any) -> None:
+        self.reserve(seq + 1)
+        self.tables["kept"][seq] = -1
+        rows, self.tokens[seq] = held
+        for name, row in rows.items():
+            row_from_host(self.tables[name], seq, row)
 
     def tensors(self) -> list[Tensor]:
         return list(self.tables.values())

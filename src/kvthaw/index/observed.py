@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -85,6 +85,24 @@ class ObservedIndex(BoundIndex, Remembers):
     def reorder(self, seqs: Sequence[int]) -> None:
         super().reorder(seqs)
         self.turns = [replace(self.turns[seq]) for seq in seqs]
+
+    def swap_out(self, seq: int) -> Any:
+        """See Swaps: the window from the oldest query on, since steps are counted on meanwhile."""
+        held, order = super().swap_out(seq), self._oldest_first()
+        window = self.queries[seq].index_select(1, order).cpu(), self.seen[seq].index_select(0, order).cpu()
+        return held, window, replace(self.turns[seq])
+
+    def swap_in(self, seq: int, held: Any) -> None:
+        units, (queries, seen), turn = held
+        super().swap_in(seq, units)
+        order, device = self._oldest_first(), self.steps.device
+        self.queries[seq].index_copy_(1, order, queries.to(device))
+        self.seen[seq].index_copy_(0, order, seen.to(device))
+        self.turns[seq] = replace(turn)
+
+    def _oldest_first(self) -> Tensor:
+        """Where the window's queries stand, from the oldest on."""
+        return (self.steps + torch.arange(self.window, device=self.steps.device)) % self.window
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), self.steps]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.index_api import Index, IndexContext, Rebuilds, Remembers, Reversible, Selection, WorksBeside
-from kvthaw.errors import ConfigError, at_least, proportion
+from kvthaw.cache.index_api import Index, IndexContext, Rebuilds, Remembers, Reversible, Selection, Swaps, WorksBeside
+from kvthaw.errors import CacheError, ConfigError, at_least, proportion
 from kvthaw.index.tokens import TokenIndex, log_shares
 
 
@@ -56,7 +56,7 @@ class QuantisedKeys(TokenIndex):
         return grids[..., 0] * query.sum(dim=3, keepdim=True) + grids[..., 1] * (query @ whole.float().transpose(2, 3))
 
 
-class PrunedIndex(Index, Reversible, Remembers, WorksBeside):
+class PrunedIndex(Index, Reversible, Remembers, Swaps, WorksBeside):
     """Of the rows that another index proposes, the fewest that have at least p of their estimated softmax weight.
 
     The other index proposes `spare` times the rows that may be selected. Every query head keeps its own top-p of them, by 4-bit
@@ -135,6 +135,18 @@ class PrunedIndex(Index, Reversible, Remembers, WorksBeside):
     def reorder(self, seqs: Sequence[int]) -> None:
         self.inner.reorder(seqs)
         self.keys.reorder(seqs)
+
+    def swap_out(self, seq: int) -> Any:
+        """See Swaps. Raises CacheError where the other index cannot."""
+        if not isinstance(self.inner, Swaps):
+            raise CacheError(f"{type(self.inner).__name__} has no swap_out()")
+        return self.inner.swap_out(seq), self.keys.swap_out(seq)
+
+    def swap_in(self, seq: int, held: Any) -> None:
+        assert isinstance(self.inner, Swaps)
+        inner, keys = held
+        self.inner.swap_in(seq, inner)
+        self.keys.swap_in(seq, keys)
 
     def tensors(self) -> list[Tensor]:
         return [*self.inner.tensors(), *self.keys.tensors()]

@@ -42,10 +42,10 @@ class Reordering:
             for tensor in self.tensors():
                 tensor.record_stream(stream)
 
-    def copy(self) -> Reordering:
-        """Return a copy, made on the current stream."""
+    def to(self, device: torch.device) -> Reordering:
+        """Return a copy on a device, made on the current stream."""
         self.wait()
-        order, *rest = (tensor.clone() for tensor in self.tensors())
+        order, *rest = (tensor.to(device, copy=True) for tensor in self.tensors())
         return Reordering(order, self.static, rest[0], rest[1], rest[2])
 
 
@@ -68,7 +68,7 @@ class PendingReordering:
 
     def copy(self) -> PendingReordering:
         """Return a copy, made on the current stream."""
-        return PendingReordering(0, {0: self.take().copy()}, self.aux, SpreadWork(self.work.device))
+        return PendingReordering(0, {0: self.take().to(self.work.device)}, self.aux, SpreadWork(self.work.device))
 
 
 def choose_static(mass: Tensor, count: int, first: int) -> Tensor:

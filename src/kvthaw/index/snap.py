@@ -86,8 +86,7 @@ class FreshSnapIndex(SnapIndex, Remembers):
             if queries is None and self.since[seq] >= self.interval and slab is not None:
                 stop = self.first + self.tokens[seq]
                 behind = slab.read(seq, stop, stop - n + self.context.regions.ring)[:, :, 0]  # the ring is full
-                order = (self.cursor + torch.arange(self.width, device=self.cursor.device)) % self.width
-                self.choose_again(seq, self.tables["recent"][seq].index_select(1, order), behind)
+                self.choose_again(seq, self.tables["recent"][seq].index_select(1, self._oldest_first()), behind)
 
     def reserve(self, seqs: int) -> None:
         super().reserve(seqs)
@@ -102,6 +101,20 @@ class FreshSnapIndex(SnapIndex, Remembers):
     def reorder(self, seqs: Sequence[int]) -> None:
         super().reorder(seqs)
         self.since = [self.since[seq] for seq in seqs]
+
+    def swap_out(self, seq: int) -> Any:
+        """See Swaps: the last queries from the oldest on, since steps are counted on meanwhile."""
+        held, last = super().swap_out(seq), self.tables["recent"][seq].index_select(1, self._oldest_first())
+        return held, last.cpu(), self.since[seq]
+
+    def swap_in(self, seq: int, held: Any) -> None:
+        kept, last, self.since[seq] = held
+        super().swap_in(seq, kept)
+        self.tables["recent"][seq].index_copy_(1, self._oldest_first(), last.to(self.cursor.device))
+
+    def _oldest_first(self) -> Tensor:
+        """Where the last queries stand, from the oldest on."""
+        return (self.cursor + torch.arange(self.width, device=self.cursor.device)) % self.width
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), self.cursor]

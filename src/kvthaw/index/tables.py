@@ -1,4 +1,4 @@
-"""Tables on the device that grow."""
+"""Tables on the device, a row for each sequence, that grow."""
 
 from __future__ import annotations
 
@@ -13,3 +13,13 @@ def grown(table: Tensor, *least: int) -> Tensor:
     larger = table.new_zeros(shape)
     larger[tuple(slice(0, n) for n in table.shape)] = table
     return larger
+
+
+def row_to_host(table: Tensor, seq: int) -> Tensor:
+    """A sequence's row of a table, in host memory."""
+    return table[seq].to("cpu", copy=True)
+
+
+def row_from_host(table: Tensor, seq: int, row: Tensor) -> None:
+    """Copy such a row, or the beginning of one, to a sequence's."""
+    table[seq][tuple(slice(0, n) for n in row.shape)].copy_(row)

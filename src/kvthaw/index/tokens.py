@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
-from kvthaw.cache.index_api import Index, IndexContext, Reversible, Selection
+from kvthaw.cache.index_api import Index, IndexContext, Reversible, Selection, Swaps
 from kvthaw.errors import one_of
-from kvthaw.index.tables import grown
+from kvthaw.index.tables import grown, row_from_host, row_to_host
 from kvthaw.index.target import Full, Target
 
 Policy = Literal["max", "mean", "mean_query"]
@@ -28,7 +28,7 @@ def log_shares(logits: Tensor) -> Tensor:
     return logits - torch.where(total == -torch.inf, 0.0, total)
 
 
-class TokenIndex(Index, Reversible):
+class TokenIndex(Index, Reversible, Swaps):
     """Tables with a place for every token, and selection by a score for each.
 
     columns: what is kept of a token, name -> (shape, dtype); a table is [B, H, capacity, *shape]. learned: what is kept of a
@@ -119,6 +119,20 @@ class TokenIndex(Index, Reversible):
             for name, table in tables.items():
                 tables[name] = table.index_select(0, which)
         self.counts = [self.counts[seq] for seq in seqs]
+        self.sync_counts()
+
+    def swap_out(self, seq: int) -> tuple[dict[str, Tensor], int]:
+        self.reserve(seq + 1, 0)
+        n = self.counts[seq]
+        held = {name: row_to_host(table[:, :, :n], seq) for name, table in self.tables.items()}
+        return held | {name: row_to_host(table, seq) for name, table in self.learned.items()}, n
+
+    def swap_in(self, seq: int, held: tuple[dict[str, Tensor], int]) -> None:
+        rows, n = held
+        self.reserve(seq + 1, n)
+        for name, table in (self.tables | self.learned).items():
+            row_from_host(table, seq, rows[name])
+        self.counts[seq] = n
         self.sync_counts()
 
     def tensors(self) -> list[Tensor]:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvthaw.cache.aux_stream import AuxStream
 from kvthaw.cache.deferred_batch import DeferredBatch
-from kvthaw.cache.index_api import Index, IndexContext, Reversible, Selection, WorksBeside
+from kvthaw.cache.index_api import Index, IndexContext, Reversible, Selection, Swaps, WorksBeside
 from kvthaw.errors import one_of
-from kvthaw.index.tables import grown
+from kvthaw.index.tables import grown, row_from_host, row_to_host
 from kvthaw.index.target import Full, Target
 from kvthaw.index.unit_counts import Before, Seq
 from kvthaw.kernels.extend import Added, Destination, Tables, extend, means
@@ -27,7 +27,7 @@ from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy, unit_select
 
 
-class UnitIndex(Index, Reversible, WorksBeside):
+class UnitIndex(Index, Reversible, Swaps, WorksBeside):
     """Tables of units, and selection by digest. Subclasses say how a batch becomes units.
 
     digests [B, H, U, E], stops [B, H, U + 1] int32, counts [B] int32, order [B, H, T] int32 or None (text order), recent
@@ -191,6 +191,24 @@ class UnitIndex(Index, Reversible, WorksBeside):
             setattr(self, name, getattr(self, name).index_select(0, which))
         self.seqs = [self.seqs[seq].copy() for seq in seqs]
         self._before = {i: self._before[seq].copy() for i, seq in enumerate(seqs) if seq in self._before}
+
+    def swap_out(self, seq: int) -> Any:
+        self.join()
+        self.reserve(seq + 1)
+        host, held = self.seqs[seq].copy(), dict[str, Tensor]()
+        lengths = {"units": host.units, "ends": host.units + 1, "tokens": host.tokens}
+        for name in self._tables():
+            table, counted = getattr(self, name), self.tables[name]
+            held[name] = row_to_host(table if counted is None else table[:, :, : lengths[counted]], seq)
+        return held, host
+
+    def swap_in(self, seq: int, held: Any) -> None:
+        rows, host = held
+        self.clear(seq, self.first)
+        self.reserve(0, host.units, host.tokens)
+        for name, row in rows.items():
+            row_from_host(getattr(self, name), seq, row)
+        self._set(seq, host.copy())
 
     def tensors(self) -> list[Tensor]:
         return [getattr(self, name) for name in self._tables()]

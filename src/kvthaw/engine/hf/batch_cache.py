@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvthaw.cache.index_api import Method
+from kvthaw.cache.swap import swap_in, swap_out
+from kvthaw.cache.swapped import Swapped
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, Layers
@@ -41,6 +44,16 @@ class BatchCache(Cache):
                 )
         self.states = States(self.layers, max_seqs)
         self.kv.open(max_seqs, capacity)
+
+    def swap_out(self, seq: int) -> Swapped:
+        """Move a sequence that is decoded to host memory; see kvthaw.cache.swap."""
+        states = self.states.swapped_out(seq)
+        return replace(swap_out(self.kv, seq), states=states)
+
+    def swap_in(self, seq: int, swapped: Swapped) -> None:
+        """Have an empty sequence go on where one ended that was swapped out; see kvthaw.cache.swap."""
+        swap_in(self.kv, seq, swapped)
+        self.states.swap_in(seq, swapped.states)
 
     def _windows(self, config: Any) -> dict[int, Span]:
         kinds = getattr(config, "layer_types", None)
@@ -95,6 +108,16 @@ class States:
                         getattr(self._whole[i], name)[key] = rows
             for at, rows in _tensors(self._whole[i]).items():
                 rows[seq].copy_(own[at][0])
+
+    def swapped_out(self, seq: int) -> dict[Any, Tensor]:
+        """Return the states of a sequence that is decoded, in host memory."""
+        layers = self._whole.items()
+        return {(i, at): rows[seq].to("cpu", copy=True) for i, layer in layers for at, rows in _tensors(layer).items()}
+
+    def swap_in(self, seq: int, states: dict[Any, Tensor]) -> None:
+        """Have a sequence go on from such states."""
+        for (i, at), state in states.items():
+            _tensors(self._whole[i])[at][seq].copy_(state)
 
     def clear(self, seq: int) -> None:
         """Forget a sequence."""

@@ -1,0 +1,56 @@
+"""Sequences of a running batch that leave for host memory while others have their places, and go on in any place."""
+
+from __future__ import annotations
+
+import torch
+
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.swapped import Swapped, SwappedLayer
+from kvthaw.errors import CacheError
+
+
+@torch.inference_mode(False)  # what is made here outlives the caller's mode
+@torch.no_grad()
+def swap_out(kv: KVCache, seq: int) -> Swapped:
+    """Move a sequence that is decoded to host memory; its place is empty then. Waits for the device. Raises HostMemoryError, or
+    CacheError where the method's index cannot, with nothing changed."""
+    if kv.sequences.step is not None and any(
+        layer.retriever is not None and layer.retriever.remembers for layer in kv.offloaded
+    ):
+        raise CacheError(f"{kv.settings.method.name} remembers the query of a step that failed")
+    kv.rollback_failed_step(ahead=True)
+    layers: list[SwappedLayer] = []
+    try:
+        for layer in kv.layers:
+            layers.append(layer.swap_out(seq, kv.streams.memory))
+    except BaseException:
+        for one in layers:
+            one.release()
+        raise
+    found = Swapped(kv.sequences.length(seq), kv.sequences.ring_start[seq], layers)
+    for device in {tensor.device for layer in kv.layers for tensor in layer.tensors()[:1]}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+    kv.clear(seq)
+    return found
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def swap_in(kv: KVCache, seq: int, swapped: Swapped) -> None:
+    """Have an empty sequence go on where one ended that was swapped out; nothing waits on the host any longer. Raises CacheError
+    where the cache was reset since, or other layers are in force, and torch.OutOfMemoryError; the sequence is empty then."""
+    try:
+        if any(
+            layer.home is None or own.home() is not layer.home for layer, own in zip(kv.layers, swapped.layers, strict=True)
+        ):
+            raise CacheError("the cache has changed its layers since the sequence left it")
+        for layer, own in zip(kv.layers, swapped.layers, strict=True):
+            layer.swap_in(seq, own)
+        kv.sequences.set_length(seq, swapped.length)
+        kv.sequences.ring_start[seq] = swapped.ring_start
+    except BaseException:
+        kv.clear(seq)
+        raise
+    finally:
+        swapped.release()
