@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from kvthaw import ConfigError
 from kvthaw.bench import steps
 from kvthaw.bench.settings import setting
 from kvthaw.bench.shapes import SHAPES
+from kvthaw.cli.reproduce import tables
 from kvthaw.engine.hf.model import load
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.variant import read_variant
@@ -59,7 +62,12 @@ def test_every_name_runs_quick(name: str, lab: Lab) -> None:
     told = [] if one.plan.needs == "nothing" else [(cell.on, cell.value) for cell in outcome.cells.values()]
     assert len(told) == len(set(told)), "one measurement stands in several places"
     if name in DRAWN.values():
-        assert one.title in picture(outcome).get_suptitle()
+        drawn = picture(outcome)
+        assert one.title in drawn.get_suptitle()
+        assert not any(axes.get_legend() for axes in drawn.axes), "it stands below, where it hides nothing"
+    shown = StringIO()
+    Console(file=shown, width=80).print(tables(outcome)[1])
+    assert len(shown.getvalue().splitlines()) < 8 + 6 * len(outcome.said.rows), "a column of single words"
 
 
 @pytest.mark.gpu

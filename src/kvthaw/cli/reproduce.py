@@ -87,7 +87,7 @@ def reproduce(
     print_results(
         [line for each in outcomes for line in each.lines()],
         as_json,
-        lambda: [one for each in outcomes for one in _tables(each)],
+        lambda: [one for each in outcomes for one in tables(each)],
     )
     for outcome in outcomes:
         if outcome.experiment.note and not as_json:
@@ -118,7 +118,7 @@ def _list(every: list[Experiment]) -> Table:
     return lay_out(title, columns, rows, words=columns[:-1], folded=columns[1:-1])
 
 
-def _tables(outcome: Outcome) -> tuple[Table, Table]:
+def tables(outcome: Outcome) -> tuple[Table, Table]:
     """Return the paper's numbers above ours, and what each row of ours was measured on."""
     from kvthaw.evaluate.report import lay_out
     from kvthaw.reproduce.draw import shown
@@ -129,6 +129,7 @@ def _tables(outcome: Outcome) -> tuple[Table, Table]:
         rows.append([row, "paper", *(shown(said[column]) for column in columns)])
         rows.append(["", "ours", *(shown(ours.get(column)) for column in columns)])
     title = f"{one.name}: {one.title}; {one.source}; {one.unit}; the paper on {outcome.model}"
-    measured = [(row, outcome.on(row)) for row in outcome.said.rows]
-    on = lay_out(None, ("", "ours on"), measured, words=("", "ours on"), folded=("ours on",))
-    return lay_out(title, ("", "", *columns), rows), on
+    measured = [(f"{row}: {outcome.on(row)}",) for row in outcome.said.rows]
+    return lay_out(title, ("", "", *columns), rows), lay_out(
+        None, ("ours on",), measured, words=("ours on",), folded=("ours on",)
+    )

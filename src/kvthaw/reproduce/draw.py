@@ -29,6 +29,11 @@ def picture(outcome: Outcome) -> Any:
             else:
                 axes.text(0.5, 0.5, "no numbers in the text", ha="center", va="center", fontsize=9)
                 axes.axis("off")
+        handles = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        if handles:
+            named = [row for row in rows if row in handles]
+            across = max(1, int(figure.get_size_inches()[0] / (0.6 + 0.065 * max(map(len, named)))))
+            figure.legend([handles[row] for row in named], named, loc="outside lower center", ncols=across, fontsize=6)
     row = next(iter(outcome.cells))[0]
     figure.suptitle(f"{one.source}: {one.title}, {one.unit}\nours: {outcome.on(row)}", fontsize=9)
     return figure
@@ -65,7 +70,6 @@ def _bars(axes: Any, numbers: Numbers, outcome: Outcome) -> None:
                 axes.text(0, at, f" {value}", va="center", fontsize=5)
     axes.set_yticks(range(len(columns)), columns, fontsize=7)
     axes.invert_yaxis()
-    axes.legend(fontsize=6)
 
 
 def _lines(axes: Any, numbers: Numbers, outcome: Outcome) -> None:
@@ -79,7 +83,6 @@ def _lines(axes: Any, numbers: Numbers, outcome: Outcome) -> None:
     axes.set_xticks(range(len(columns)), columns, fontsize=7, rotation=30)
     axes.set_xlim(-0.3, len(columns) - 0.7)
     axes.set_ylabel(outcome.experiment.unit, fontsize=8)
-    axes.legend(fontsize=6)
 
 
 def _points(axes: Any, numbers: Numbers, outcome: Outcome) -> None:
@@ -93,7 +96,8 @@ def _points(axes: Any, numbers: Numbers, outcome: Outcome) -> None:
             axes.axhline(y, color=_colour(number), linewidth=0.8, label=row)
     most = max((y for of in numbers.values() if isinstance(y := of.get(up), float | int)), default=1)
     axes.set(xlabel=across, ylabel=up, ylim=(0, 1.1 * most))
-    axes.legend(fontsize=6)
+    if not any(isinstance(of.get(across), float | int) for of in numbers.values()):
+        axes.set_xticks([])
 
 
 def _heat(axes: Any, numbers: Numbers, outcome: Outcome) -> None:
