@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache import host_memory
+from kvthaw.cache import placement as module
 from kvthaw.cache.device_memory import BlockArena, DeviceMemory
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
-from kvthaw.cache.placement import full_blocks
+from kvthaw.cache.placement import count_by_block, full_blocks
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.transfer import UvaGather
 from kvthaw.engine.graph_runner import GraphRunner
@@ -362,3 +363,18 @@ def test_sizes_are_bytes_or_text(given: Any, expected: Any) -> None:
 def test_other_sizes_are_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="device_memory is"):
         Settings(resolve("oracle"), device_memory=given)
+
+
+def test_recalled_rows_are_counted_by_block() -> None:
+    rows = torch.tensor([[[0, 7, 8, -1], [16, 9, -1, -1]], [[23, 23, -1, 80], [1, 2, 3, 4]]], dtype=torch.int32)
+    assert count_by_block(rows, 8, 3).tolist() == [[2, 2, 1, 3], [4, 0, 2, 2]]
+
+
+def test_what_counts_them_is_loaded_before_a_block_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(module, "count_by_block", lambda *of: (calls.append(1), count_by_block(*of))[1])
+    for room, loaded in (("1GiB", 0), (LAYERS * 3 * SIZE, 1)):
+        module._load_kernels.cache_clear()
+        cache = make(device_memory=room)
+        take(cache, Tokens().draw(1, 60))
+        assert len(calls) == loaded

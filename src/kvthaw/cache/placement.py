@@ -12,6 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from itertools import chain, zip_longest
 
 import torch
@@ -51,6 +52,8 @@ class Placement:
         device, blocks = self.device, self.store.seqs * -(-tokens // self.store.block_size)
         room = device.memory.share(device.layer) + device.memory.fixed.get(device.layer, 0) - fixed
         device.memory.spills |= blocks * device.size > room
+        if device.memory.spills:
+            _load_kernels(device.device)
 
     def balance(self, needed: int, recalled: Tensor | None) -> bool:
         """Have room on the device for `needed` more blocks, or use what room there is: finish the copies that are complete, and
@@ -116,10 +119,7 @@ class Placement:
 
     def _sample_recalls(self, recalled: Tensor) -> None:
         """Count the rows by block, [B, blocks] int32; on a GPU behind the steps under way."""
-        blocks, rows = self.store.table().shape[1], recalled.flatten(1).long()
-        number = torch.where(rows >= 0, rows // self.store.block_size, blocks).clamp_(max=blocks)
-        counts = torch.zeros((len(rows), blocks + 1), dtype=torch.int32, device=rows.device)
-        counts.scatter_add_(1, number, torch.ones_like(number, dtype=torch.int32))
+        counts = count_by_block(recalled, self.store.block_size, self.store.table().shape[1])
         if not counts.is_cuda:
             self._recalls = counts, None
             return
@@ -183,6 +183,20 @@ class Placement:
     def __deepcopy__(self, memo: dict[int, object]) -> Placement:
         store, device, streams = copy.deepcopy((self.store, self.device, self.streams), memo)
         return Placement(store, device, streams)
+
+
+def count_by_block(rows: Tensor, block_size: int, blocks: int) -> Tensor:
+    """Count the rows [B, H, C] int32, -1 padded, of each block: [B, blocks + 1] int32, what is no row in the last place."""
+    rows = rows.flatten(1).long()
+    number = torch.where(rows >= 0, rows // block_size, blocks).clamp_(max=blocks)
+    counts = torch.zeros((len(rows), blocks + 1), dtype=torch.int32, device=rows.device)
+    return counts.scatter_add_(1, number, torch.ones_like(number, dtype=torch.int32))
+
+
+@cache
+def _load_kernels(device: torch.device) -> None:
+    """Have CUDA load what counting takes: the first step that spills a block should not wait for that."""
+    count_by_block(torch.zeros((1, 1, 1), dtype=torch.int32, device=device), 1, 1)
 
 
 def full_blocks(store: HostStore, *, alone: bool = False) -> list[Block]:

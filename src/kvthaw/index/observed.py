@@ -16,8 +16,6 @@ from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy
 
-_GOLDEN = (5**0.5 - 1) / 2
-
 
 @dataclass(slots=True)
 class Turn:
@@ -34,7 +32,7 @@ class ObservedIndex(BoundIndex, Remembers):
     """Pages, and a window of the last queries that select() was given, [B, Hq, W, D], recorded within a captured step.
 
     Every `interval` tokens these choose the static set again. Layers take turns: the first interval of each is shorter by `early`
-    tokens, a share that spreads their numbers evenly, so that in every append only few have theirs.
+    tokens, a share that spreads their numbers evenly, so that in every append as few as can be have theirs.
     """
 
     grows = False
@@ -47,7 +45,7 @@ class ObservedIndex(BoundIndex, Remembers):
         at_least(1, interval=interval)
         super().__init__(context, page=page, spread=spread, policy=policy)
         self.share, self.interval = share, interval
-        self.early = int(interval * (context.layer * _GOLDEN % 1))
+        self.early = int(interval * _spread(context.layer))
         self.rows: int | None = context.rows or None
         self.window = max(1, min(context.regions.window, window))
         device, heads = context.device, context.q_heads
@@ -143,3 +141,8 @@ class ObservedIndex(BoundIndex, Remembers):
         """Return whether the store has a sequence's first `tokens` tokens behind the sink."""
         store = self.context.store
         return seq < store.seqs and store.length(seq) >= self.first + tokens
+
+
+def _spread(n: int) -> float:
+    """Return n's bits in reverse behind the point, in [0, 1): consecutive numbers fall evenly into halves, quarters and so on."""
+    return int(f"{n:b}"[::-1], 2) / (1 << n.bit_length())
