@@ -13,6 +13,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ def units(dtype: torch.dtype, dim: int) -> None:
     for wide, order in ((1, empty(3, HEADS, 700)), (2, None)):
         digests = empty(3, HEADS, 70, wide * dim, dtype=dtype)
         unit_select.launch(query, digests, stops, order, counts, first=4, budget=200, scale=0.1, policy="max")
+    digests, stops = empty(3, HEADS, 9000, dim, dtype=dtype), empty(3, HEADS, 9001)  # more than are chosen at once
+    unit_select.launch(query, digests, stops, None, counts, first=4, budget=200, scale=0.1, policy="max")
 
 
 def rows(dtype: torch.dtype, dim: int) -> None:
@@ -208,7 +211,9 @@ def attention(dtype: torch.dtype, dim: int) -> None:
     }
     for places, mask, regions in ((500, empty(2, HEADS, 100, dtype=torch.bool), Regions(100, 200, 100)), (70_000, None, None)):
         slab = empty(2, HEADS, places, 2, dim, dtype=dtype)
-        flash_decode.flash_decode(DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], visible=mask, regions=regions, **how))
+        step = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], visible=mask, regions=regions, **how)
+        for beside in (False, True) if regions else (False,):
+            flash_decode.flash_decode(replace(step, beside_fetch=beside))
     held = empty(2, HEADS, 70_000, 2, dim, dtype=torch.float8_e4m3fn)
     flash_decode.flash_decode(DecodeStep(query, held[:, :, :, 0], held[:, :, :, 1], **how))
     from kvthaw.kernels.in_place import Selected

@@ -92,6 +92,13 @@ def plain(
     return rows.to(query.device), (rows >= 0).sum(dim=2, dtype=torch.int32).to(query.device)
 
 
+@pytest.fixture(params=[op.ALONE, 0], ids=["at once", "by chunks"])
+def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways in which kernels choose."""
+    monkeypatch.setattr(op, "ALONE", request.param)
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("path", ["definition", "kernels"])
 def test_choice_is_that_of_unit_after_unit(case: tuple[Any, ...], path: str, device: torch.device) -> None:
@@ -125,6 +132,7 @@ def test_of_equal_scores_the_earlier_goes_first_and_the_last_is_cut(path: str, d
         assert taken.tolist() == [[budget]]
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
 def test_ties_across_chunks_go_to_the_earlier_unit(device: torch.device) -> None:
     digests = torch.zeros(1, 1, 2100, 64, device=device)
@@ -136,6 +144,7 @@ def test_ties_across_chunks_go_to_the_earlier_unit(device: torch.device) -> None
     assert rows[0, 0].tolist() == [*range(1090), *range(2050, 2060)]
 
 
+@pytest.mark.usefixtures("alone")
 def test_extreme_scores_keep_their_order(device: torch.device) -> None:
     scores = [-3e38, 3e38, -1e-30, 0.0, 1e-30, -5.0, 5.0, 2.0]
     digests = torch.zeros(1, 1, 8, 64, device=device)
@@ -186,6 +195,7 @@ def test_many_queries_of_wide_digests(mean: bool, device: torch.device) -> None:
         assert torch.equal(rows, expected)
 
 
+@pytest.mark.usefixtures("alone")
 def test_units_that_are_all_empty_give_nothing(device: torch.device) -> None:
     digests, query = torch.ones(1, 1, 3, 64, device=device), torch.ones(1, 2, 64, device=device)
     stops = torch.zeros(1, 1, 4, dtype=torch.int32, device=device)
@@ -216,6 +226,7 @@ def test_queries_are_noted_in_the_same_launches(path: str, mean: bool, units: in
     assert seen.tolist() == [[1.0, 0.0, 0.0, 0.0, 1.0]] * 2
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
 @pytest.mark.parametrize(("sizes", "budget"), [([2100], 2000), ([2100], 700)])
 def test_chunks_that_leave_many_units(sizes: list[int], budget: int, device: torch.device) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.chain import dependent
 
 BLOCK = 64
 """Units scored together; each block stores one part of the softmax denominators."""
@@ -62,6 +63,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.chain import follow
     from kvthaw.kernels.gpu import PRECISION
     from kvthaw.kernels.parts import store_block_part
 
@@ -70,11 +72,13 @@ if HAS_TRITON:
         query, digests, stops, counts, scores, parts, recent_queries, seen, steps, scale, heads, dim, width, units, blocks, window,
         G: tl.constexpr, GS: tl.constexpr, GC: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
         STAGES: tl.constexpr, UPCAST: tl.constexpr, RECORD: tl.constexpr, PARTS: tl.constexpr,
+        PDL: tl.constexpr,
     ):  # fmt: skip
         # Program (share of the blocks of units; sequence and head; GP queries, or PARTS times as many whose mean scores).
         # scores [B, H, GS, U]; parts [B, H, blocks, 2, GC]: maximum, and sum of size exp(score - maximum), from which _narrow
         # computes the denominators. GS is 1 if the mean query scores for all.
         bh, e, g = tl.program_id(1).to(tl.int64), tl.arange(0, EP), tl.program_id(2) * GP + tl.arange(0, GP)
+        follow(PDL)
         count = tl.load(counts + bh // heads)
         inside = e < width
         channel = tl.where(e < dim, e, e - dim)
@@ -153,6 +157,7 @@ def launch(
         query, digests, stops, counts, scores, parts, *to[:3], scale, heads, dim, width, units, blocks, to[3],
         G=group, GS=seen, GC=parts.shape[4], GP=padded, EP=wide, BLOCK=BLOCK, STAGES=stages, num_warps=4, RECORD=recent is not None,
         PARTS=shares if mean else 1, UPCAST=query.device.type == "cpu" or digests.dtype == torch.float32,
+        **dependent(query.device),
     )  # fmt: skip
     return scores, parts
 

@@ -1,23 +1,28 @@
 """Select the rows of the best units (pages or clusters) for a query, up to a budget of rows.
 
-Two kernels follow the scores (see unit_scores); nothing is sorted. The first, one program per 1024 units of a KV head, reads
-their G scores and keeps the units that this chunk alone would select: at most `budget` rows and one more unit, found in
-registers by bisecting the 32 bits of the score that fills the budget. The second, one program per KV head, does the same among
-the remaining units (32768 pages at 1M tokens, 1024 rows: 32 x 32 pages), in registers too unless a chunk kept more than its
-share, and writes the rows. Bytes: 4 (G + 2) per unit, 24 per unit kept, 8 per row: 0.8 MB per head at most in this example.
+A kernel follows the scores (see unit_scores), of one program per KV head; nothing is sorted. It reads the G scores of each
+unit, finds in registers, by bisecting, the score that fills the budget, and writes the rows. Where there are more than ALONE
+units another comes before it, one program per 1024 units of a KV head, which keeps the units that this chunk alone would
+select: at most `budget` rows and one more unit (32768 pages at 1M tokens, 1024 rows: 32 x 32 pages). Among those the last
+chooses, in registers too unless a chunk kept more than its share. Bytes: 4 (G + 2) per unit, 24 per unit kept, 8 per row: 0.8
+MB per head at most in this example.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON, unit_scores
+from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.gpu import by_device
 from kvthaw.kernels.unit_scores import RecentQueries
+
+ALONE = 4096
+"""Units among which one program chooses for a head."""
 
 Policy = Literal["max", "mean", "mean_query"]
 """How the query heads of a group rank units: by the maximum or the mean of their softmax weights, where a unit of n tokens
@@ -81,7 +86,10 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.chain import follow
+
     _CHUNK = tl.constexpr(1024)
+    _ROUNDS = tl.constexpr(6)  # before it is counted what is between, which takes as long as one
 
     @triton.jit
     def _cut(key, size, least, room):
@@ -93,65 +101,83 @@ if HAS_TRITON:
 
     @triton.jit
     def _taken(key, size, room):
-        # Return the rows of each unit that fill the room. `low` ends as the largest key such that the units at or above it fill
-        # the room, or as the smallest integer; above: the rows of the units above it.
-        low, high, above = tl.full([], -0x80000000, tl.int64), tl.full([], 0x7FFFFFFF, tl.int64), tl.full([], 0, tl.int32)
-        for _ in range(32):
-            middle = low + (high - low) // 2
-            found = tl.sum(tl.where(key >= middle.to(tl.int32), size, 0))
-            low = tl.where(found >= room, middle, low)
-            high = tl.where(found >= room, high, middle)
-            above = tl.where(found >= room, above, found)
-        take, _ = _cut(key, size, low.to(tl.int32), room - above)
+        # Return the rows of each unit that fill the room. The units with keys at or above `low` fill it, those at or above `high`
+        # do not; above: the rows of the latter. Bisects until one unit is between, or several with the same key.
+        there = size > 0
+        high = tl.minimum(tl.max(tl.where(there, key, -0x80000000)), 0x7FFFFFFE).to(tl.int64) + 1
+        low = tl.min(tl.where(there, key, 0x7FFFFFFF)).to(tl.int64)
+        all_fit = tl.sum(size) <= room
+        low = tl.where(room > 0, tl.where(all_fit, -0x80000000, low), high)
+        above, between = tl.full([], 0, tl.int32), tl.where(all_fit, 0, 2)
+        while (between > 1) & (high - low > 1):
+            for _ in range(_ROUNDS):
+                middle = low + (high - low) // 2
+                found = tl.sum(tl.where(key >= middle.to(tl.int32), size, 0))
+                low = tl.where(found >= room, middle, low)
+                high = tl.where(found >= room, high, middle)
+                above = tl.where(found >= room, above, found)
+            inside = there & (key >= low.to(tl.int32)) & (key < high.to(tl.int32))
+            between = tl.sum(inside.to(tl.int32))
+        least = tl.max(tl.where(there & (key < high.to(tl.int32)), key, -0x80000000))
+        least = tl.where(all_fit | (room <= 0), low.to(tl.int32), least)
+        take, _ = _cut(key, size, least, room - above)
         return take
+
+    @triton.jit
+    def _merged(
+        scores, parts, stops, count, bh, u, units, blocks,
+        GS: tl.constexpr, GC: tl.constexpr, SCORED: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr,
+    ):  # fmt: skip
+        # Merge the group's scores of units u into one integer key of the same order. Returns key, first token and size of each.
+        group = tl.arange(0, GC)
+        lse = tl.zeros([GC], tl.float32)
+        if GS > 1:
+            top, total = tl.full([GC], float("-inf"), tl.float32), tl.zeros([GC], tl.float32)
+            filled = tl.cdiv(count, SCORED)
+            for start in range(0, filled, PARTS):
+                p = start + tl.arange(0, PARTS)
+                part = parts + (bh * blocks + p[:, None]) * 2 * GC + group[None, :]
+                inside = (p < filled)[:, None] & (group < GS)[None, :]
+                high = tl.load(part, mask=inside, other=float("-inf"))
+                some = tl.load(part + GC, mask=inside, other=0.0)
+                new = tl.maximum(top, tl.max(high, axis=0))
+                safe = tl.where(new == float("-inf"), 0.0, new)
+                total = total * tl.exp(top - safe) + tl.sum(some * tl.exp(high - safe[None, :]), axis=0)
+                top = new
+            lse = tl.where(total > 0.0, top + tl.log(tl.where(total > 0.0, total, 1.0)), 0.0)
+        known = u < count
+        merged = tl.full(u.shape, float("-inf"), tl.float32)
+        for i in tl.static_range(GS):
+            mine = tl.sum(tl.where(group == i, lse, 0.0))
+            merged = tl.maximum(merged, tl.load(scores + (bh * GS + i) * units + u, mask=known, other=float("-inf")) - mine)
+        if MEAN:
+            safe = tl.where(merged == float("-inf"), 0.0, merged)
+            weight = tl.zeros(u.shape, tl.float32)
+            for i in tl.static_range(GS):
+                mine = tl.sum(tl.where(group == i, lse, 0.0))
+                weight += tl.exp(tl.load(scores + (bh * GS + i) * units + u, mask=known, other=float("-inf")) - mine - safe)
+            merged = tl.where(merged == float("-inf"), merged, merged + tl.log(tl.maximum(weight, 1e-30)))
+        stop = stops + bh * (units + 1) + u
+        begin = tl.load(stop, mask=known, other=0)
+        size = tl.load(stop + 1, mask=known, other=0) - begin
+        bits = merged.to(tl.int32, bitcast=True)
+        return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), begin, size
 
     @triton.jit
     def _narrow(
         scores, parts, stops, counts, keys, begins, sizes, found, budget, heads, units, blocks, chunks,
-        GS: tl.constexpr, GC: tl.constexpr, SCORED: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr,
+        GS: tl.constexpr, GC: tl.constexpr, SCORED: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
-        # Program (chunk of units; sequence and head). Merges the group's scores into one integer key of the same order, and
-        # keeps the units that would be selected if the chunk were alone. keys, begins, sizes [B, H, chunks, _CHUNK] int32: key,
-        # first token and size of each kept unit; found [B, H, chunks]: their number.
+        # Program (chunk of units; sequence and head). Keeps the units that would be selected if the chunk were alone. keys, begins,
+        # sizes [B, H, chunks, _CHUNK] int32: key, first token and size of each kept unit; found [B, H, chunks]: their number.
         chunk, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
         count = tl.load(counts + bh // heads)
         kept = tl.full([], 0, tl.int32)
+        room = budget - tl.minimum(tl.load(stops + bh * (units + 1)), budget)
+        follow(PDL)
         if chunk * _CHUNK < count:
-            group = tl.arange(0, GC)
-            lse = tl.zeros([GC], tl.float32)
-            if GS > 1:
-                top, total = tl.full([GC], float("-inf"), tl.float32), tl.zeros([GC], tl.float32)
-                filled = tl.cdiv(count, SCORED)
-                for start in range(0, filled, PARTS):
-                    p = start + tl.arange(0, PARTS)
-                    part = parts + (bh * blocks + p[:, None]) * 2 * GC + group[None, :]
-                    inside = (p < filled)[:, None] & (group < GS)[None, :]
-                    high = tl.load(part, mask=inside, other=float("-inf"))
-                    some = tl.load(part + GC, mask=inside, other=0.0)
-                    new = tl.maximum(top, tl.max(high, axis=0))
-                    safe = tl.where(new == float("-inf"), 0.0, new)
-                    total = total * tl.exp(top - safe) + tl.sum(some * tl.exp(high - safe[None, :]), axis=0)
-                    top = new
-                lse = tl.where(total > 0.0, top + tl.log(tl.where(total > 0.0, total, 1.0)), 0.0)
             u = chunk * _CHUNK + tl.arange(0, _CHUNK)
-            known = u < count
-            merged = tl.full([_CHUNK], float("-inf"), tl.float32)
-            for i in tl.static_range(GS):
-                mine = tl.sum(tl.where(group == i, lse, 0.0))
-                merged = tl.maximum(merged, tl.load(scores + (bh * GS + i) * units + u, mask=known, other=float("-inf")) - mine)
-            if MEAN:
-                safe = tl.where(merged == float("-inf"), 0.0, merged)
-                weight = tl.zeros([_CHUNK], tl.float32)
-                for i in tl.static_range(GS):
-                    mine = tl.sum(tl.where(group == i, lse, 0.0))
-                    weight += tl.exp(tl.load(scores + (bh * GS + i) * units + u, mask=known, other=float("-inf")) - mine - safe)
-                merged = tl.where(merged == float("-inf"), merged, merged + tl.log(tl.maximum(weight, 1e-30)))
-            stop = stops + bh * (units + 1) + u
-            begin = tl.load(stop, mask=known, other=0)
-            size = tl.load(stop + 1, mask=known, other=0) - begin
-            room = budget - tl.minimum(tl.load(stops + bh * (units + 1)), budget)
-            bits = merged.to(tl.int32, bitcast=True)
-            key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+            key, begin, size = _merged(scores, parts, stops, count, bh, u, units, blocks, GS, GC, SCORED, PARTS, MEAN)
             stays = (_taken(key, size, room) > 0) & (size > 0)
             place = (bh * chunks + chunk) * _CHUNK + tl.cumsum(stays.to(tl.int32), axis=0) - 1
             tl.store(keys + place, key, mask=stays)
@@ -162,13 +188,15 @@ if HAS_TRITON:
 
     @triton.jit
     def _choose(
-        keys, begins, sizes, found, stops, order, side, ends, rows, taken, steps, first, budget, units, chunks, capacity,
-        BLOCK: tl.constexpr, CP: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, CSTEPS: tl.constexpr, MAPPED: tl.constexpr,
-        COUNT_STEP: tl.constexpr,
+        scores, parts, counts, keys, begins, sizes, found, stops, order, side, ends, rows, taken, steps, first, budget, heads,
+        units, blocks, chunks, capacity, GS: tl.constexpr, GC: tl.constexpr, SCORED: tl.constexpr, PARTS: tl.constexpr,
+        MEAN: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr, CP: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
+        CSTEPS: tl.constexpr, MAPPED: tl.constexpr, COUNT_STEP: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
-        # Program (sequence and head), over the units that the chunks kept. ends [B, H, 2, budget] int32: for each unit taken,
-        # its first token and the number of rows up to its end. side [B, H, 4, chunks * _CHUNK]: if a chunk has more than EACH
-        # units, the keys, begins and sizes of all units, compacted, and the prefix sums of the chunks.
+        # Program (sequence and head), over the units that the chunks kept; ALONE: over all of them, CP * EACH at most. ends [B, H,
+        # 2, budget] int32: for each unit taken, its first token and the number of rows up to its end. side [B, H, 4, chunks *
+        # _CHUNK]: if a chunk has more than EACH units, the keys, begins and sizes of all units, compacted, and the prefix sums of
+        # the chunks.
         bh = tl.program_id(0).to(tl.int64)
         wide = chunks * _CHUNK
         keys += bh * wide
@@ -178,17 +206,22 @@ if HAS_TRITON:
         ends = begin_of + budget
         static = tl.minimum(tl.load(stops + bh * (units + 1)), budget)
         room = budget - static
+        count = tl.load(counts + bh // heads)
+        follow(PDL)
         c = tl.arange(0, CP)
-        kept = tl.load(found + bh * chunks + c, mask=c < chunks, other=0)
+        kept = tl.load(found + bh * chunks + c, mask=c < (0 if ALONE else chunks), other=0)
         out, many = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
         if tl.max(kept) <= EACH:
             j = tl.arange(0, CP * EACH)
-            chunk, i = j // EACH, j % EACH
-            here = i < tl.load(found + bh * chunks + chunk, mask=chunk < chunks, other=0)
-            source = chunk * _CHUNK + i
-            key = tl.load(keys + source, mask=here, other=-0x80000000)
-            size = tl.load(sizes + source, mask=here, other=0)
-            begin = tl.load(begins + source, mask=here, other=0)
+            if ALONE:
+                key, begin, size = _merged(scores, parts, stops, count, bh, j, units, blocks, GS, GC, SCORED, PARTS, MEAN)
+            else:
+                chunk, i = j // EACH, j % EACH
+                here = i < tl.load(found + bh * chunks + chunk, mask=chunk < chunks, other=0)
+                source = chunk * _CHUNK + i
+                key = tl.load(keys + source, mask=here, other=-0x80000000)
+                size = tl.load(sizes + source, mask=here, other=0)
+                begin = tl.load(begins + source, mask=here, other=0)
             take = _taken(key, size, room)
             chosen = take > 0
             place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
@@ -283,22 +316,30 @@ def launch_choice(
     """Select as `launch` does, from scores and parts as unit_scores.launch returns them. steps [1] int64 is incremented."""
     batch, heads, _, units = scores.shape
     assert order is None or (order.is_contiguous() and order.dtype == torch.int32), "order is not contiguous int32"
-    blocks, compact, chunks = parts.shape[2], parts.shape[4], max(1, triton.cdiv(units, 1024))
+    blocks, compact, chunks, follows = (
+        parts.shape[2],
+        parts.shape[4],
+        max(1, triton.cdiv(units, 1024)),
+        dependent(scores.device),
+    )
     empty = partial(scores.new_empty, dtype=torch.int32)
-    scratch, found = empty((7, batch, heads, chunks * 1024)), empty((batch, heads, chunks))
+    alone = units <= ALONE
+    scratch, found = empty((7, batch, heads, 0 if alone else chunks * 1024)), empty((batch, heads, chunks))
     rows, taken, ends = empty((batch, heads, budget)), empty((batch, heads)), empty((batch, heads, 2, budget))
-    _narrow[(chunks, batch * heads)](
-        scores, parts, stops, counts, *scratch[:3], found, budget, heads, units, blocks, chunks,
-        GS=scores.shape[2], GC=compact, SCORED=unit_scores.BLOCK, PARTS=max(64, 1024 // compact), MEAN=policy == "mean",
-        num_warps=4,
-    )  # fmt: skip
+    how: dict[str, Any] = {"GS": scores.shape[2], "GC": compact, "SCORED": unit_scores.BLOCK, "PARTS": max(64, 1024 // compact)}
+    how |= {"MEAN": policy == "mean", **follows}
+    if not alone:
+        _narrow[(chunks, batch * heads)](
+            scores, parts, stops, counts, *scratch[:3], found, budget, heads, units, blocks, chunks, **how, num_warps=4
+        )
     padded = triton.next_power_of_2(chunks)
+    each = 1024 if alone else max(1, min(1024, max(64, 2048 // padded), 8192 // padded))
     _choose[(batch * heads,)](
-        *scratch[:3], found, stops, stops if order is None else order, scratch[3:], ends, rows, taken,
-        counts if steps is None else steps, first, budget, units, chunks, 0 if order is None else order.shape[2],
-        BLOCK=1024, CP=padded, EACH=max(1, min(1024, max(64, 2048 // padded), 8192 // padded)), CSTEPS=chunks.bit_length(),
+        scores, parts, counts, *scratch[:3], found, stops, stops if order is None else order, scratch[3:], ends, rows, taken,
+        counts if steps is None else steps, first, budget, heads, units, blocks, chunks, 0 if order is None else order.shape[2],
+        ALONE=alone, BLOCK=1024, CP=padded, EACH=each, CSTEPS=chunks.bit_length(),
         ROWS=min(1024, max(32, triton.next_power_of_2(budget))), MAPPED=order is not None, COUNT_STEP=steps is not None,
-        num_warps=8,
+        **how, num_warps=8 if padded * each <= 2048 else 16,
     )  # fmt: skip
     return rows, taken
 
