@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvthaw.cache.prefix_kept import PrefixStats
@@ -18,6 +20,13 @@ _CACHE = {
     "fetched_bytes": ("Bytes of KV brought from the host.", "fetched_bytes"),
 }
 
+_PREEMPTED = {
+    "preemptions": "How often a request gave its place back.",
+    "resumed": "How often one went on from host memory.",
+    "recomputed": "How often one that had given its place back went through the model again.",
+}
+"""By attributes of the scheduler."""
+
 
 class Metrics:
     """Metrics of one server, in a registry of their own."""
@@ -28,6 +37,8 @@ class Metrics:
         running = self._gauge("num_requests_running", "Requests that have a place.")
         running.set_function(lambda: len(scheduler.batch.requests))
         self._gauge("num_requests_waiting", "Requests that wait for a place.").set_function(lambda: len(scheduler.waiting))
+        for name, text in _PREEMPTED.items():
+            self._gauge(f"num_{name}", text).set_function(partial(getattr, scheduler, name))
         self.first_token = self._histogram("time_to_first_token", "From a request's arrival to its first token.", _REQUESTS)
         self.between_tokens = self._histogram("inter_token_latency", "Between two tokens of a request.", _STEPS)
         self.per_token = self._histogram("request_time_per_output_token", "The same, a request's mean.", _STEPS)
