@@ -4,7 +4,7 @@
 random ones behind it, captured, no dense layers. 640 steps are two periods of ClusterKV's updates and five of PRKV's. A line is one
 method: of the steps, the device at rest between them, median_ms, mean_ms, p99_ms, max_ms and the last three in medians (goals 1.1
 and 1.5; while blocks spill no step above 1.3); over: how many steps took more than so many medians; longest: the longest steps and
-what is known to have happened in them, see `Events`.
+what is known to have happened in them, see `Events`. `--filled`: keys and values are drawn instead of a prefill, of each layer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.fill import drawn, fill
 from benchmarks.script import Report, options
 from kvthaw import Cache
 from kvthaw.bench.card import noted, where
 from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import prefill, random_ids, random_tokens, take
+from kvthaw.bench.steps import most_warm, prefill, random_ids, random_tokens, take
 from kvthaw.kernels import HAS_TRITON
 
 if HAS_TRITON:
@@ -78,11 +79,16 @@ class Events:
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, method: str, length: int, steps: int, **sizes: Any) -> dict[str, Any]:
+def measure(
+    model: PreTrainedModel, method: str, length: int, steps: int, *, filled: bool = False, **sizes: Any
+) -> dict[str, Any]:
     """Prefill a prompt and take the steps behind those that compile and capture."""
     cache = Cache(model, method, dense_layers=0, **sizes)
     begin = time.perf_counter()
-    prefill(model, cache, random_ids(model, 1, length, 1))
+    if filled:
+        fill(cache, lambda number: drawn(model, number, length, 1), coming=steps + most_warm(model.device))
+    else:
+        prefill(model, cache, random_ids(model, 1, length, 1))
     prompt = time.perf_counter() - begin
     with Events() as events:
 
@@ -110,15 +116,16 @@ def main() -> None:
     """Measure, one JSON line a method."""
     given = options(
         __doc__, shape="llama-3.1-8b", layers=8, length=131072, steps=640,
-        method="clusterkv-plus,prkv,clusterkv,prkv-plus,pariskv-plus", commit=str, out=Path,
+        method="clusterkv-plus,prkv,clusterkv,prkv-plus,pariskv-plus", filled=False, commit=str, out=Path,
     )  # fmt: skip
     device, name = where()
     model, report = build(given.shape, device, layers=given.layers), Report(given.out, given.commit)
     for method in given.method.split(","):
         sizes = {"retrieved": _RETRIEVED[method]} if method in _RETRIEVED else {"budget": 1024}
         setting = {"shape": given.shape, "layers": model.config.num_hidden_layers, "device": name, "method": method}
+        setting["prompt"] = "filled" if given.filled else "run"
         try:
-            found = measure(model, method, given.length, given.steps, **sizes)
+            found = measure(model, method, given.length, given.steps, filled=given.filled, **sizes)
         except Exception as error:  # the others are still to be measured
             noted(f"{method}: {type(error).__name__}: {error}")
             continue

@@ -11,8 +11,9 @@ from benchmarks.spikes import Events, measure
 from kvthaw.bench.shapes import build
 
 
-def test_steps_and_the_longest_of_them() -> None:
-    found = measure(build("tiny", torch.device("cpu"), layers=1), "clusterkv-plus", 64, 30, budget=32)
+@pytest.mark.parametrize("filled", [False, True])
+def test_steps_and_the_longest_of_them(filled: bool) -> None:
+    found = measure(build("tiny", torch.device("cpu"), layers=1), "clusterkv-plus", 64, 30, filled=filled, budget=32)
     assert 0 < found["median_ms"] <= found["p99_ms"] <= found["max_ms"]
     assert found["mean_over_median"] * found["median_ms"] == pytest.approx(found["mean_ms"])
     assert len(found["longest"]) == 8
