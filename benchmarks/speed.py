@@ -32,6 +32,7 @@ ROWS: tuple[tuple[str, Record], ...] = (
     ("pariskv, 100 retrieved", {"method": "pariskv", "retrieved": 100}),
     ("pariskv-plus, 100 retrieved", {"method": "pariskv-plus", "retrieved": 100}),
     ("the same without dense layers (`dense_layers=0`)", {"method": "pariskv-plus", "retrieved": 100, "dense_layers": 0}),
+    ("pariskv-plus, 100 retrieved, rows in 8 bits (`kv_dtype=fp8`)", {"method": "pariskv-plus:kv_dtype=fp8", "retrieved": 100}),
     ("clusterkv-plus, 1024 tokens, 70 % of rows on the device already", {"method": "clusterkv-plus", "hits": 0.7}),
     ("the same, 0 %", {"method": "clusterkv-plus", "hits": 0.0}),
     ("clusterkv, 1024 tokens, 70 %", {"method": "clusterkv", "hits": 0.7}),

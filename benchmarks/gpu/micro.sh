@@ -9,6 +9,7 @@ folder=$1 commit=$2 end=$((SECONDS + $3 - 4))
 timeout -k 3 55 python3 -m benchmarks.kernels_chain --out "$folder/kernels_chain.jsonl" --commit "$commit"
 most=$((end - SECONDS)) clusters=clusterkv-plus:budget=1024:hits=0.7 pages=prkv:budget=1024:hits=0.7 paris=pariskv-plus:retrieved=100
 exec timeout -k 3 "$most" python3 -m benchmarks.timings --out "$folder" --commit "$commit" --seconds $((most - 3)) --jobs \
-  "steps $paris 128 512,steps $clusters 128 320,steps $paris 36 512,steps $paris 1024 512,steps $clusters 36 320,steps $pages 128 512,\
-rival pariskv-plus-fp8 1024 512,rival pariskv-plus-fp8 128 512,steps $paris 512 512,rival pariskv-plus-fp8 512 512,steps $pages 36 512,\
-steps $paris:kv_dtype=fp8 128 512,steps clusterkv-plus:iterations=4:budget=1024:hits=0.7 512 320"
+  "steps $paris 128 512,steps $clusters 128 320,steps $paris 36 512,steps $clusters 36 320,steps $paris 1024 512,\
+steps $paris:kv_dtype=fp8 1024 512,steps $paris:kv_dtype=fp8 128 512,steps $pages 128 512,rival pariskv-plus-fp8 1024 512,\
+steps $paris 512 512,steps $paris:kv_dtype=fp8 512 512,rival pariskv-plus-fp8 512 512,steps $pages 36 512,rival full 512 200,\
+rival full-fp8 512 200,steps clusterkv-plus:iterations=4:budget=1024:hits=0.7 512 320"
