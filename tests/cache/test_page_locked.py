@@ -116,12 +116,35 @@ def test_a_view_keeps_its_memory(runtime: Runtime) -> None:
 def test_many_are_prepared_at_once(runtime: Runtime) -> None:
     memory = made(runtime)
     memory.prepare(2 * SHAPE[0] * SHAPE[1] * SHAPE[2], 5)
-    assert runtime.locked == 5
-    blocks = [memory.tensor(SHAPE, torch.bfloat16) for _ in range(5)]
-    assert len({block.data_ptr() for block in blocks}) == runtime.locked == 5
+    assert list(runtime.held.values()) == [5 * HUGE]
+    blocks = [memory.tensor(SHAPE, torch.bfloat16).fill_(i) for i in range(5)]
+    (begin,) = runtime.held
+    assert sorted(block.data_ptr() for block in blocks) == [begin + i * HUGE for i in range(5)]
+    assert [float(block[0, 0, 0]) for block in blocks] == [0, 1, 2, 3, 4]
+    assert runtime.locked == 1
     runtime.limit = 6 * HUGE
-    memory.prepare(HUGE, 4)  # as far as there is some
-    assert len(runtime.held) == 6
+    memory.prepare(HUGE, 4)  # of which there is not so much
+    assert runtime.locked == 1
+
+
+def test_what_was_page_locked_together_is_given_back_together(runtime: Runtime) -> None:
+    free = [200 * HUGE]
+    memory = PageLocked(lambda: free[0], lambda: runtime)
+    memory.prepare(HUGE, 200)
+    assert sorted(runtime.held.values()) == [72 * HUGE, 128 * HUGE], "some at a time"
+    blocks = [memory.tensor(SHAPE, torch.bfloat16) for _ in range(200)]
+    held = {block.data_ptr() for block in blocks}
+    assert len(held) == 200
+    kept, free[0] = blocks[150], HUGE
+    del blocks
+    gc.collect()
+    assert memory.spare_bytes in (72 * HUGE - HUGE, 128 * HUGE - HUGE), "but what has one in use"
+    (size,) = runtime.held.values()
+    assert size == memory.spare_bytes + HUGE
+    del kept
+    gc.collect()
+    assert memory.spare_bytes == 0
+    assert not runtime.held
 
 
 def test_other_sizes_make_room(runtime: Runtime) -> None:
@@ -158,7 +181,7 @@ def test_what_cannot_be_page_locked_is_asked_of_torch(runtime: Runtime, monkeypa
     monkeypatch.setattr(torch, "empty", torch_empty)
     memory = HostMemory(5 * HUGE)
     memory.prepare(9, HUGE, pinned=True)
-    assert runtime.locked == 5
+    assert list(runtime.held.values()) == [5 * HUGE]
     block = memory.allocate(SHAPE, torch.bfloat16, pinned=True)
     assert (memory.used, asked) == (HUGE, [])
     runtime.limit = 0

@@ -161,7 +161,7 @@ def test_requests_that_give_their_place_up_go_on_with_their_prompts_kv(model: Pr
             break
         if len(scheduler.decoding) == 2 and not scheduler.preemptions:
             last = scheduler.decoding[-1]
-            batch.preempt(last)
+            batch.preempt(last, keep=False)
             scheduler._wait_again(last)
         scheduler.step()
     assert [request.tokens for request in requests] == [

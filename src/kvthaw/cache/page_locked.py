@@ -1,9 +1,9 @@
 """Page-locked memory for blocks of KV: in huge pages, by several threads, and used again.
 
-The system gives memory as it is first written to, page by page, and page-locking it costs by the page, too. So each block has 2 MiB
-pages of its own where the system has them, written to and page-locked on several threads where many are wanted: 4 GiB take .24 s
-then, and 1.9 as torch page-locks them (H200). What is free again stays page-locked for the next block, a quarter of what the host
-has free at most; the rest is given back.
+The system gives memory as it is first written to, page by page, and page-locking costs by the page and by the call. So blocks have
+2 MiB pages where the system has them; those that are wanted together are written to on several threads and page-locked together:
+4 GiB take .24 s then, and 1.9 as torch page-locks them (H200). What is free again stays page-locked for the next block, a quarter
+of what the host has free at most; the rest is given back.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import mmap
 import os
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 
 HUGE = 2 << 20
 """Bytes of a large page."""
+_AT_ONCE = 256 << 20  # bytes page-locked by one call
 _SHARE = 4  # the part of the host's free memory that may stay page-locked and unused
 _THREADS = 8
 
@@ -36,10 +38,10 @@ def locked_bytes(size: int) -> int:
 
 
 class _Mapping(mmap.mmap):
-    """Memory that the GPU reads by its address until it is dropped."""
+    """Memory that the GPU reads by its address until it is dropped: from `address` on, so many blocks."""
 
     runtime: Any = None  # which page-locked it
-    address = 0
+    address = blocks = 0
 
     def __del__(self) -> None:
         with suppress(Exception):  # the process may be ending
@@ -47,23 +49,33 @@ class _Mapping(mmap.mmap):
                 self.runtime.cudaHostUnregister(self.address)
 
 
-def page_lock(size: int, runtime: Any) -> _Mapping:
-    """Return a page-locked mapping of so many bytes, whole huge pages, from `address` on. runtime: `torch.cuda.cudart()`. Raises
-    OSError where the system has none."""
-    mapping = _Mapping(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A part of a mapping."""
+
+    mapping: _Mapping
+    address: int
+
+
+def page_lock(size: int, blocks: int, runtime: Any) -> list[_Block]:
+    """Return page-locked blocks of so many bytes each, whole huge pages. runtime: `torch.cuda.cudart()`. Raises OSError where the
+    system has none."""
+    mapping = _Mapping(-1, size * blocks + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a system without huge pages has small ones
         mapping.madvise(mmap.MADV_HUGEPAGE)
     with suppress(OSError):  # a forked child has no use for it, and copies of page-locked pages would be apart from the GPU's
         mapping.madvise(mmap.MADV_DONTFORK)
-    begin = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
-    mapping.address = -(-begin // HUGE) * HUGE
-    ctypes.memset(mapping.address, 0, size)
-    if int(runtime.cudaHostRegister(mapping.address, size, 0)):
+    mapping.blocks = blocks
+    mapping.address = -(-torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() // HUGE) * HUGE
+    made = [_Block(mapping, mapping.address + i * size) for i in range(blocks)]
+    with ThreadPoolExecutor(min(blocks, _THREADS, os.cpu_count() or 1)) as threads:
+        list(threads.map(lambda block: ctypes.memset(block.address, 0, size), made))
+    if int(runtime.cudaHostRegister(mapping.address, size * blocks, 0)):
         with suppress(Exception):  # which would be raised by what torch launches next
             torch.zeros(1, device="cuda")
-        raise OSError(f"{size:,} bytes cannot be page-locked")
+        raise OSError(f"{size * blocks:,} bytes cannot be page-locked")
     mapping.runtime = runtime
-    return mapping
+    return made
 
 
 class PageLocked:
@@ -72,8 +84,8 @@ class PageLocked:
 
     def __init__(self, available: Callable[[], int | None], runtime: Callable[[], Any] = torch.cuda.cudart) -> None:
         self._available, self._runtime = available, runtime
-        self._freed: deque[tuple[_Mapping, int, Sequence[Any]]] = deque()  # a finalizer appends
-        self._spare: dict[int, deque[tuple[_Mapping, list[Any]]]] = {}
+        self._freed: deque[tuple[_Block, int, Sequence[Any]]] = deque()  # a finalizer appends
+        self._spare: dict[int, deque[tuple[_Block, list[Any]]]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -88,9 +100,9 @@ class PageLocked:
         streams: those that may read it, beside the current one of whoever asks for memory next. Raises OSError."""
         count = math.prod(shape)
         size = locked_bytes(count * dtype.itemsize)
-        mapping = self._unused(size) or self._new(size)
-        memory = (ctypes.c_char * size).from_address(mapping.address)  # what the tensor's storage holds, and all its views
-        weakref.finalize(memory, self._freed.append, (mapping, size, streams)).atexit = False
+        block = self._unused(size) or self._new(size, 1)[0]
+        memory = (ctypes.c_char * size).from_address(block.address)  # what the tensor's storage holds, and all its views
+        weakref.finalize(memory, self._freed.append, (block, size, streams)).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
 
     def prepare(self, size: int, count: int) -> None:
@@ -99,27 +111,26 @@ class PageLocked:
         self._settle()
         with self._lock:
             count -= len(self._spare.get(size, ()))
+        while count > 1:
+            try:
+                made = self._new(size, min(count, max(1, _AT_ONCE // size)))
+            except OSError:
+                return
+            with self._lock:
+                self._spare.setdefault(size, deque()).extendleft((block, []) for block in made)
+            count -= len(made)
 
-        def one(_: int) -> None:
-            with suppress(OSError):
-                mapping = self._new(size)
-                with self._lock:
-                    self._spare.setdefault(size, deque()).appendleft((mapping, []))
-
-        if count > 1:
-            with ThreadPoolExecutor(min(count, _THREADS, os.cpu_count() or 1)) as threads:
-                list(threads.map(one, range(count)))
-
-    def _new(self, size: int) -> _Mapping:
+    def _new(self, size: int, count: int) -> list[_Block]:
+        """Return so many new blocks, or fewer where memory is short. Raises OSError where there is none."""
         free = self._available()
-        while free is not None and free < size and self._give_back():
+        while free is not None and free < size * count and self._give_back():
             free = self._available()
         if free is not None and free < size:  # the system would end the process that writes to more
             raise OSError(f"{free:,} bytes are free")
         with _a_device_in_use():
-            return page_lock(size, self._runtime())
+            return page_lock(size, count if free is None else min(count, free // size), self._runtime())
 
-    def _unused(self, size: int) -> _Mapping | None:
+    def _unused(self, size: int) -> _Block | None:
         """Return memory of a size that nothing on the device may read any more."""
         self._settle()
         with self._lock:
@@ -132,26 +143,30 @@ class PageLocked:
             return
         known: dict[int, tuple[Sequence[Any], list[Any]]] = {}
         while self._freed:
-            mapping, size, streams = self._freed.popleft()
+            block, size, streams = self._freed.popleft()
             if id(streams) not in known:
                 known[id(streams)] = streams, [stream.record_event() for stream in _readers(streams)]
             with self._lock:
-                self._spare.setdefault(size, deque()).append((mapping, known[id(streams)][1]))
+                self._spare.setdefault(size, deque()).append((block, known[id(streams)][1]))
         free = self._available()
         while free is not None and self.spare_bytes * _SHARE > free and (given := self._give_back()):
             free += given
 
     def _give_back(self) -> int:
-        """Give the memory of a block back to the system. Returns how many bytes it was."""
+        """Give memory back to the system that was page-locked by one call and is unused. Returns how many bytes it was."""
         with self._lock:
-            size = next((size for size, held in self._spare.items() if held), 0)
-            if not size:
+            for size, held in self._spare.items():
+                unused = Counter(block.mapping for block, _ in held)
+                mapping = next((mapping for mapping, count in unused.items() if count == mapping.blocks), None)
+                if mapping is not None:
+                    events = [event for block, own in held if block.mapping is mapping for event in own]
+                    self._spare[size] = deque(each for each in held if each[0].mapping is not mapping)
+                    break
+            else:
                 return 0
-            mapping, events = self._spare[size].popleft()
         for event in events:
             event.synchronize()
-        del mapping
-        return size
+        return size * mapping.blocks
 
 
 def _a_device_in_use() -> AbstractContextManager[object]:

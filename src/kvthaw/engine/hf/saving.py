@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -119,9 +120,11 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
 def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torch.device) -> Generator[tuple[int, SavedLayer]]:
     """Yield the layers of a cache, by number, as a folder has them. Raises CacheError where one is not what was saved."""
 
+    taking = threading.Lock()  # one layer's blocks are page-locked on all cores, while others are read
+
     def read(number: int) -> SavedLayer:
         try:
-            return SavedLayer.read(path, header, number, kv, device)
+            return SavedLayer.read(path, header, number, kv, device, taking)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CacheError(f"{path} is damaged: {_name(number)} has {error!r}") from error
 
@@ -138,8 +141,11 @@ class SavedLayer:
     kept: Mapping[int, Snapshot]
 
     @classmethod
-    def read(cls, path: Path, header: Mapping[str, Any], number: int, kv: KVCache, device: torch.device) -> SavedLayer:
-        """Read a layer into blocks on the host. Raises CacheError for a file that is not what was saved."""
+    def read(
+        cls, path: Path, header: Mapping[str, Any], number: int, kv: KVCache, device: torch.device, taking: threading.Lock
+    ) -> SavedLayer:
+        """Read a layer into blocks on the host. taking: held while they are allocated. Raises CacheError for a file that is not
+        what was saved."""
         file, scale = _file(path, header, number), header["files"][_name(number)]["scale"]
         tensors = file.tensors
         seqs = range(len(header["left_pad"]))
@@ -157,7 +163,9 @@ class SavedLayer:
             return Block(memory.allocate((len(part), size, *format.tail), format.stored, pinned=pinned))
 
         file.check(header["files"][_name(number)]["sha256"])
-        blocks = {seq: [allocate(part) for part in own] for seq, own in parts.items()}
+        with taking:
+            memory.prepare(sum(map(len, parts.values())), keys.shape[1] * size * format.row_bytes, pinned=pinned)
+            blocks = {seq: [allocate(part) for part in own] for seq, own in parts.items()}
         for seq in seqs:
             for block, part in zip(blocks[seq], parts[seq], strict=True):
                 block.data[:, : part.shape[1]] = format.convert(part)
