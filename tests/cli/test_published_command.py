@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from said import Said, refused
@@ -80,3 +81,27 @@ def test_a_benchmark_without_full_attention_in_shards(model: str, tmp_path: Path
     refused(Said(*asked[:-2], "--shard", "1/2"), 2, "needs --out")
     refused(Said(*asked, "--no-chat", "--thinking"), 2, "chat template")
     refused(Said(*asked, "--thinking"), 1, "no chat template")
+
+
+def test_what_is_printed_says_how_it_was_asked(model: str, tmp_path: Path) -> None:
+    """Accuracies under a chat template, a system prompt or without thinking are other numbers than those of plain text."""
+    folder = shutil.copytree(model, tmp_path / "chat")
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking %}<think>{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    (tmp_path / "aime24.jsonl").write_text(json.dumps({"id": 1, "problem": "1 + 1?", "answer": "2"}) + "\n")
+    asked = (
+        "eval",
+        "aime24",
+        "--data",
+        str(tmp_path),
+        "--model",
+        str(folder),
+        "--method",
+        "quest:budget=48",
+        "--max-new-tokens",
+        "4",
+    )
+    asked += ("--system", "Be brief.", "--no-thinking", "--no-full", "--out", str(tmp_path / "out.jsonl"))
+    (found,) = Said(*asked, "--json").records
+    assert (found["chat"], found["system"], found["thinking"]) == (True, "Be brief.", False)
+    assert "cpu, chat template, system 'Be brief.', thinking off" in " ".join(Said(*asked).out.split())

@@ -102,7 +102,7 @@ def scores(summaries: Sequence[Summary]) -> Table:
         drawn = f", {answers} at temperature {first['temperature']:g}, top-p {first['top_p']:g}"
     questions = f"{first['n']} question{'s' * (first['n'] > 1)}"
     title = f"{first['benchmark']}: {questions}{drawn}, question {first['question']}, {on(first)}"
-    extra = list(dict.fromkeys(name for row in summaries for name in row["scores"]))
+    extra = sorted(dict.fromkeys(name for row in summaries for name in row["scores"]), key=lambda name: name.count(" "))
     columns: dict[str, Cell] = {
         "method": value("method"),
         "budget": _limit,
@@ -135,8 +135,11 @@ def _limit(row: Summary) -> str:
 
 
 def on(row: Summary) -> str:
-    """Return the model of a summary and what it ran on."""
-    return f"{display_name(row['model'])} in {row['dtype']} on {row['device']}"
+    """Return the model of a summary, what it ran on, and how it was asked where that was not plain text."""
+    asked = ", chat template" if row.get("chat") else ""
+    asked += f", system {row['system']!r}" if row.get("system") else ""
+    asked += "" if row.get("thinking") is None else f", thinking {'on' if row['thinking'] else 'off'}"
+    return f"{display_name(row['model'])} in {row['dtype']} on {row['device']}{asked}"
 
 
 def lay_out(

@@ -163,6 +163,8 @@ def largest(records: Sequence[Record], *names: str) -> dict[str, Any]:
 
 
 BYTES = ("kv_device_bytes", "kv_dense_bytes", "kv_host_bytes")
+CHAT = ("chat", "system", "thinking")
+"""How a prompt was asked; None where it was not given."""
 _MEANS = ("retrieved", "attention_mass", "recall_at_k", "output_error", "hit_rate", "attended_mean")
 SECONDS = ("prefill_s", "index_s", "ttft_s", "tt2t_s", "tpot_s")
 _SAME = ("task", "method", "dense_layers", "length", "question", "model", "weights", "dtype", "device")
@@ -188,7 +190,7 @@ def summarize(records: Iterable[Record], full: Iterable[Record]) -> dict[str, An
     accuracy = sum(record["accuracy"] for record in mine) / len(mine)
     return {
         **shared(mine, *_SAME),
-        **{name: mine[0].setting.get(name) for name in ("chat", "system", "thinking")},
+        **{name: mine[0].setting.get(name) for name in CHAT},
         **means(mine, *_MEANS, *SECONDS),
         "step_s": mean(one.measures.get("step_s") for one in mine),
         "full_step_s": mean(one.measures.get("step_s") for one in dense),

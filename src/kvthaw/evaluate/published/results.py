@@ -10,7 +10,7 @@ from typing import Any
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.metrics import mean, wilson
 from kvthaw.evaluate.probe import QUALITY
-from kvthaw.evaluate.results import BYTES, Record, largest, means, shared
+from kvthaw.evaluate.results import BYTES, CHAT, Record, largest, means, shared
 
 
 def pass_at_k(right: int, drawn: int, k: int) -> float:
@@ -46,6 +46,7 @@ def summarize(records: Sequence[Record], full: Iterable[Record] = ()) -> dict[st
     names = dict.fromkeys(name for record in records for name in record["scores"] if name != "score")
     return {
         **shared(records, *_SAME),
+        **{name: records[0].setting.get(name) for name in CHAT},
         "n": len(asked),
         "samples": drawn,
         "score": score,
