@@ -71,23 +71,25 @@ void Pool::run(size_t count, int threads, const std::function<void(size_t)>& wor
     job->work = &work;
     job->count = count;
     job->seats = static_cast<int>(helpers);
+    bool open;
     {
         const auto lock = lock_soon(mutex_);
         grow(threads - 1);
-        jobs_.push_back(job);
-        open_.fetch_add(1, std::memory_order_release);
-        if (sleeping_ > 0) helpers >= static_cast<size_t>(sleeping_) ? wake_.notify_all() : [&] {
-            for (size_t i = 0; i < helpers; ++i) wake_.notify_one();
-        }();
+        for (; job->seats > 0 && !idle_.empty(); --job->seats) {
+            Desk& desk = *idle_.back();
+            idle_.pop_back();
+            desk.job = job;
+            desk.called.store(true, std::memory_order_release);
+        }
+        open = job->seats > 0;
+        if (open) jobs_.push_back(job);
+        for (int i = std::min(job->seats, sleeping_); i > 0; --i) wake_.notify_one();
     }
     drain(*job);
-    {
+    if (open) {
         const auto lock = lock_soon(mutex_);
         const auto at = std::find(jobs_.begin(), jobs_.end(), job);
-        if (at != jobs_.end()) {
-            jobs_.erase(at);
-            open_.fetch_sub(1, std::memory_order_release);
-        }
+        if (at != jobs_.end()) jobs_.erase(at);
     }
     for (int spins = 0; job->done.load(std::memory_order_acquire) != count; ++spins)
         spins < 2000 ? pause_briefly() : (void)sched_yield();
@@ -110,10 +112,7 @@ std::shared_ptr<Pool::Job> Pool::join_one() {  // under the lock
         std::shared_ptr<Job> job = jobs_.back();
         const bool left = job->next.load(std::memory_order_relaxed) < job->count;
         if (left) --job->seats;
-        if (!left || job->seats == 0) {
-            jobs_.pop_back();
-            open_.fetch_sub(1, std::memory_order_release);
-        }
+        if (!left || job->seats == 0) jobs_.pop_back();
         if (left) return job;
     }
     return nullptr;
@@ -121,21 +120,23 @@ std::shared_ptr<Pool::Job> Pool::join_one() {  // under the lock
 
 std::shared_ptr<Pool::Job> Pool::take() {
     using Clock = std::chrono::steady_clock;
-    for (;;) {
+    for (Desk desk;;) {
+        auto lock = lock_soon(mutex_);
+        if (auto job = join_one()) return job;
+        idle_.push_back(&desk);
+        lock.unlock();
         const auto start = Clock::now();
         for (auto idle = Clock::duration::zero(); idle < kYield; idle = Clock::now() - start) {
-            if (open_.load(std::memory_order_acquire) > 0) {
-                const auto lock = lock_soon(mutex_);
-                if (auto job = join_one()) return job;
-            }
+            if (desk.called.load(std::memory_order_acquire)) return std::move(desk.job);
             for (int i = 0; i < 16; ++i) pause_briefly();  // the core may have another thread that works
             if (idle >= kSpin) sched_yield();
         }
-        auto lock = lock_soon(mutex_);
+        lock = lock_soon(mutex_);
+        if (desk.called.load(std::memory_order_acquire)) return std::move(desk.job);
+        idle_.erase(std::find(idle_.begin(), idle_.end(), &desk));
         ++sleeping_;
         wake_.wait(lock, [&] { return !jobs_.empty(); });
         --sleeping_;
-        if (auto job = join_one()) return job;
     }
 }
 

@@ -33,6 +33,12 @@ private:
         std::exception_ptr error;
     };
 
+    // Of an idle worker, which looks here alone: were all to look in one place, they would take turns at it before each could begin.
+    struct alignas(64) Desk {
+        std::shared_ptr<Job> job;
+        std::atomic<bool> called{false};  // the job is there
+    };
+
     void grow(int workers);
     void serve();
     std::shared_ptr<Job> take();
@@ -42,7 +48,7 @@ private:
     std::mutex mutex_;
     std::condition_variable wake_;
     std::vector<std::shared_ptr<Job>> jobs_;  // with free seats, the newest last: short work overtakes long
-    std::atomic<int> open_{0};                // jobs_.size(), readable without the lock
+    std::vector<Desk*> idle_;                 // of workers that are awake, the latest last
     int sleeping_ = 0, workers_ = 0;
 };
 
