@@ -287,3 +287,25 @@ def test_what_waits_on_the_host_gives_way_first(model: PreTrainedModel, monkeypa
         scheduler.step()
     assert (scheduler.preemptions, scheduler.resumed, scheduler.recomputed) == (1, 0, 1)
     assert low.tokens == alone(model, "quest", prompt(1, LONG)[0], NEW)
+
+
+@pytest.mark.parametrize("method", ["prkv:interval=24", "prkv-plus:interval=24", "h2o", "snapkv-refreshed:refresh=16"])
+def test_a_step_that_failed_is_not_remembered(model: PreTrainedModel, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half way through it indexes were asked that remember queries. Others decode next: one has given its place back."""
+    asked = [(prompt(1, LONG, seed=n)[0], NEW) for n in range(3)]
+    scheduler = Scheduler(batch_of(model, method, 3))
+    requests = [scheduler.submit(ids, **options(new)) for ids, new in asked]
+    layer, calls = scheduler.batch.cache.kv.layers[2], [0]
+    real = layer.decode
+
+    def short(*given: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] in (5, 16, 27, 60, 90) and len(scheduler.batch.requests) > 1:
+            raise torch.OutOfMemoryError("short")
+        return real(*given)
+
+    monkeypatch.setattr(layer, "decode", short)
+    while scheduler.busy:
+        scheduler.step()
+    assert scheduler.resumed == scheduler.preemptions > 1
+    assert [one.tokens for one in requests] == [alone(model, method, ids, new) for ids, new in asked]

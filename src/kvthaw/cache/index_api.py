@@ -172,6 +172,14 @@ class Remembers(Protocol):
 
 
 @runtime_checkable
+class Unasks(Protocol):
+    """An index that counts the queries that it was given."""
+
+    def unask(self) -> None:
+        """Take the last select() back: its step failed, and others may decode before the same queries come again."""
+
+
+@runtime_checkable
 class Snapshots(Protocol):
     """An index that is slow to build and quick to share."""
 

@@ -323,7 +323,7 @@ class OffloadedLayer(LayerKV):
         if failed is not None and self.storage.updater is not None:
             self.storage.updater.drop()
         if failed is not None and not repeated and self.retriever is not None and self.chooses:
-            self.retriever.forget_slots()
+            self.retriever.forget_step()
         if failed is not None and not repeated and self._before[0] is failed:
             _, self.recent_queries, ring = self._before
             if ring is not None:

@@ -23,6 +23,7 @@ from kvthaw.cache.index_api import (
     Remembers,
     Reversible,
     Selection,
+    Unasks,
     WorksBeside,
 )
 from kvthaw.cache.meter import Meter
@@ -85,6 +86,7 @@ class Retriever:
         self._unchecked = _CHECKED if type(self.index).__module__.startswith("kvthaw.") else None  # None: check always
         self.prefetched: PrefetchedSearch | None = None
         self._asked: tuple[int, Tensor, Choice] | None = None  # the latest eager step: length, query, choice
+        self._asked_at = -1  # after how many commits
 
     @property
     def index(self) -> Index:
@@ -145,10 +147,14 @@ class Retriever:
                 self.wait()
             self._failure = None
 
-    def forget_slots(self) -> None:
-        """Empty all slots after a failed step, which may have assigned slots without filling them."""
+    def forget_step(self) -> None:
+        """Forget what a failed step chose: it may have assigned slots without filling them, and asked the index."""
         for seq in range(self.residency.slot_row.shape[0]):
             self.residency.clear(seq)
+        sequences, index = self.context.sequences, self.index
+        if sequences is not None and self._asked_at == sequences.commits and isinstance(index, Unasks):
+            index.unask()
+        self._asked_at = -1
 
     def _wait_for_search(self) -> None:
         if self._searching is not None:
@@ -224,9 +230,10 @@ class Retriever:
                 choice = asked[2]  # the same rows go to the same slots once more
             else:
                 if retaken:
-                    self.forget_slots()
+                    self.forget_step()
                 with self._naming_errors():
                     selection = self._now(query) if search is None else search.result()
+                self._asked_at = -1 if self.context.sequences is None else self.context.sequences.commits
                 self._check(selection, query)
                 choice = self._admit(selection, query, length)
             self._asked = length, query, choice
@@ -375,7 +382,7 @@ class Retriever:
         """Return to the index and counts that branch() returned; lengths: where it ends, by sequence."""
         self.recover()
         self.wait()
-        self.index, self._asked = index, None
+        self.index, self._asked, self._asked_at = index, None, -1
         self.residency.counts.copy_(counts)
         for seq, length in enumerate(lengths):
             self.residency.clear(seq, length)

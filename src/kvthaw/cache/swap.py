@@ -14,10 +14,6 @@ from kvthaw.errors import CacheError
 def swap_out(kv: KVCache, seq: int) -> Swapped:
     """Move a sequence that is decoded to host memory; its place is empty then. Waits for the device. Raises HostMemoryError, or
     CacheError where the method's index cannot, with nothing changed."""
-    if kv.sequences.step is not None and any(
-        layer.retriever is not None and layer.retriever.remembers for layer in kv.offloaded
-    ):
-        raise CacheError(f"{kv.settings.method.name} remembers the query of a step that failed")
     kv.rollback_failed_step(ahead=True)
     layers: list[SwappedLayer] = []
     try:

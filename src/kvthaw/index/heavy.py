@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext, Remembers, Selection
+from kvthaw.cache.index_api import IndexContext, Remembers, Selection, Unasks
 from kvthaw.errors import one_of
 from kvthaw.index.kept import Agree, KeptIndex, observed
 from kvthaw.kernels.places import held, newest_place, place_of
@@ -17,7 +17,7 @@ Score = Literal["sum", "mean"]
 """What of the weights that a token was paid ranks it: their sum, or their mean over the queries that could see it."""
 
 
-class HeavyIndex(KeptIndex, Remembers):
+class HeavyIndex(KeptIndex, Remembers, Unasks):
     """H2O: of all tokens half are the most recent ones, half those that were attended to most, over all steps so far.
 
     Each step's softmax over sink, ring and kept tokens adds to their scores as soon as its own key is in the ring: with the next
@@ -88,6 +88,9 @@ class HeavyIndex(KeptIndex, Remembers):
             self.tables["near"][seq].zero_()
             self.tables["length"][seq].zero_()
             self.tables["ends"][seq].fill_(self.first + self.tokens[seq])
+
+    def unask(self) -> None:
+        self.tables["length"].zero_()
 
     def swap_out(self, seq: int) -> Any:
         self.add()

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext, Remembers
+from kvthaw.cache.index_api import IndexContext, Remembers, Unasks
 from kvthaw.errors import at_least
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.kernels.page_bounds import Spread
@@ -28,7 +28,7 @@ class Turn:
     recorded: int = 0
 
 
-class ObservedIndex(BoundIndex, Remembers):
+class ObservedIndex(BoundIndex, Remembers, Unasks):
     """Pages, and a window of the last queries that select() was given, [B, Hq, W, D], recorded within a captured step.
 
     Every `interval` tokens these choose the static set again. Layers take turns: the first interval of each is shorter by `early`
@@ -83,6 +83,10 @@ class ObservedIndex(BoundIndex, Remembers):
     def reorder(self, seqs: Sequence[int]) -> None:
         super().reorder(seqs)
         self.turns = [replace(self.turns[seq]) for seq in seqs]
+
+    def unask(self) -> None:
+        """See Unasks: the next query takes the place of the last one."""
+        self.steps.sub_(1)
 
     def swap_out(self, seq: int) -> Any:
         """See Swaps: the window from the oldest query on, since steps are counted on meanwhile."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.index_api import Index, IndexContext, Rebuilds, Remembers, Reversible, Selection, Swaps, WorksBeside
+from kvthaw.cache.index_api import Index, IndexContext, Rebuilds, Remembers, Reversible, Selection, Swaps, Unasks, WorksBeside
 from kvthaw.errors import CacheError, ConfigError, at_least, proportion
 from kvthaw.index.tokens import TokenIndex, log_shares
 
@@ -56,7 +56,7 @@ class QuantisedKeys(TokenIndex):
         return grids[..., 0] * query.sum(dim=3, keepdim=True) + grids[..., 1] * (query @ whole.float().transpose(2, 3))
 
 
-class PrunedIndex(Index, Reversible, Remembers, Swaps, WorksBeside):
+class PrunedIndex(Index, Reversible, Remembers, Unasks, Swaps, WorksBeside):
     """Of the rows that another index proposes, the fewest that have at least p of their estimated softmax weight.
 
     The other index proposes `spare` times the rows that may be selected. Every query head keeps its own top-p of them, by 4-bit
@@ -135,6 +135,10 @@ class PrunedIndex(Index, Reversible, Remembers, Swaps, WorksBeside):
     def reorder(self, seqs: Sequence[int]) -> None:
         self.inner.reorder(seqs)
         self.keys.reorder(seqs)
+
+    def unask(self) -> None:
+        if isinstance(self.inner, Unasks):
+            self.inner.unask()
 
     def swap_out(self, seq: int) -> Any:
         """See Swaps. Raises CacheError where the other index cannot."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext, Remembers, Selection
+from kvthaw.cache.index_api import IndexContext, Remembers, Selection, Unasks
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.kept import Agree, KeptIndex, observed
 
@@ -43,7 +43,7 @@ class SnapIndex(KeptIndex):
         return torch.full((self.context.kv_heads, stop - start), -1.0, device=self.context.device)
 
 
-class FreshSnapIndex(SnapIndex, Remembers):
+class FreshSnapIndex(SnapIndex, Remembers, Unasks):
     """SnapKV's choice made again every `interval` tokens, by the last queries, from all tokens.
 
     The window's keys are on the device already; the others come from the host for it, between two steps.
@@ -101,6 +101,10 @@ class FreshSnapIndex(SnapIndex, Remembers):
     def reorder(self, seqs: Sequence[int]) -> None:
         super().reorder(seqs)
         self.since = [self.since[seq] for seq in seqs]
+
+    def unask(self) -> None:
+        """See Unasks: the next queries take the places of the last ones."""
+        self.cursor.sub_(1)
 
     def swap_out(self, seq: int) -> Any:
         """See Swaps: the last queries from the oldest on, since steps are counted on meanwhile."""
