@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvthaw import METHODS, Batch, HostMemoryError, PrefixCache, Request, Sampling, Scheduler
 from kvthaw.methods import resolve
-from zoo import build_exact, prompt
+from zoo import build, build_exact, prompt
 
 CAPACITY = 260
 LONG, SHORT, NEW = 150, 40, 60
@@ -309,3 +309,36 @@ def test_a_step_that_failed_is_not_remembered(model: PreTrainedModel, method: st
         scheduler.step()
     assert scheduler.resumed == scheduler.preemptions > 1
     assert [one.tokens for one in requests] == [alone(model, method, ids, new) for ids, new in asked]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", [None, "64MiB"])
+@pytest.mark.parametrize(
+    "method", ["full", "pariskv-plus", "clusterkv-plus", "prkv", "prkv-plus", "snapkv-refreshed", "h2o", "quest"]
+)
+def test_captured_steps_go_on(method: str, memory: str | None) -> None:
+    """In another place, without another capture; blocks come back from pinned memory."""
+    llama, settings = build("llama", max_position_embeddings=4096).to("cuda"), {"budget": 128, "block_size": 64}
+    settings |= {} if memory is None else {"device_memory": memory}
+    ids = prompt(1, 700, seed=5)[0].cuda()
+    found: list[list[int]] = []
+    for times in (0, 3):
+        batch = Batch(llama, method, max_seqs=2, capacity=1024, **({} if method == "full" else settings))
+        request, other = batch.join(ids, max_new_tokens=90, stop=()), batch.join(ids[:300], max_new_tokens=200, stop=())
+        for tokens in range(20, 20 + 20 * times, 20):
+            while len(request.tokens) < tokens:
+                batch.step()
+            before = batch.stats().captures
+            assert batch.preempt(request)
+            batch.leave(other)
+            other = batch.join(ids[: 200 + tokens], max_new_tokens=200, stop=())
+            while len(other.tokens) < 5:
+                batch.step()
+            batch.join(request)
+            while len(request.tokens) < tokens + 5:
+                batch.step()
+            assert batch.stats().captures <= before + 1  # of one sequence, at first
+        while not request.finished:
+            batch.step()
+        found.append(request.tokens)
+    assert found[0] == found[1]
