@@ -12,6 +12,7 @@
 # Publish: add the cells of OUT/pairs to benchmarks/results/compare_seeds.jsonl and those of a text to compare_TEXT.jsonl (`benchmarks.cells`), then
 # python3 -m benchmarks.compared benchmarks/results/compare.jsonl, whose claims count the further seeds.
 set -uo pipefail
+renice -n 19 $$ > /dev/null # parts beside it come first
 out=$1 commit=$2 end=$((SECONDS + $3 - 5)) many=${4:-4} lengths=${5:-4096,16384} dense=0
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 mkdir -p "$out"
