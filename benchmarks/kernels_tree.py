@@ -18,7 +18,7 @@ from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods.icecache import PRESETS
 from kvthaw.methods.icecache_digest import SETTINGS
-from kvthaw.native import Forest, cores
+from kvthaw.native import cores
 from kvthaw.regions import Regions
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -89,11 +89,10 @@ def measure(stores: list[HostStore], budget: int, threads: int, config: TreeConf
         return more
 
     found = {"build_ms": 1e3 * statistics.median(build), "tree_ms": _median(tree, layers)}
-    if hasattr(Forest, "search_ns"):  # which a native module of an earlier commit lacks
-        each = [
-            sum(of) * 1e-6 / (ROUNDS // 2 * layers) for of in zip(*(index.forest.search_ns() for index in indices), strict=True)
-        ]
-        found |= {"head_ms": each[0] / (HEADS * GROUP), "longest_ms": each[1]}
+    each = [
+        sum(of) * 1e-6 / (ROUNDS // 2 * layers) for of in zip(*(index.forest.search_ns() for index in indices), strict=True)
+    ]
+    found |= {"head_ms": each[0] / (HEADS * GROUP), "longest_ms": each[1]}
     found["rested_ms"] = _median(rested, layers, rest=2e-4)
     return found | {"flat_ms": _median(flat, layers), "append_ms": _median(append, layers, rounds=LEFT // APPENDED)}
 

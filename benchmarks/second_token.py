@@ -1,12 +1,12 @@
 """IceCache behind `attach`: a prompt in chunks until its second token, then steps on the cache that it leaves.
 
-usage: python3 -m benchmarks.second_token [--prompts [RUNSx]METHOD/LENGTH[/LAYERS][@STEPS[eager]],...] [--out FILE] [--commit HASH]
+usage: python3 -m benchmarks.second_token [--prompts [RUNSx]METHOD/LENGTH[/LAYERS][@STEPS],...] [--out FILE] [--commit HASH]
 
 A line a run of a prompt (bench prefill, with the fields of `kvthaw bench prefill`). The first takes host memory from the system.
 All but the last wait until every tree is built before they ask for the second token (indexed_s). The last asks at once as users
 do, and its first layers attend while the last layers' trees are built; if not the first it then builds its trees once more with
 nothing beside. 0x: no prompt; the cache is filled with drawn keys and values, each layer's own (fill_s, of bench decode).
-One line for the steps behind it (bench decode), captured where the method can be; eager: eager ones before these as well.
+One line for the steps behind it (bench decode), captured where the method can be.
 host_ms: of a step what the host waits for a query of the device, what it takes to choose rows for it, of that the search (heads: of
 single query heads, all threads together; longest: of each layer the longest head), and what launching what follows takes.
 huge_bytes: how much of this process's memory lies in huge pages.
@@ -41,7 +41,7 @@ from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.results import ResultsFile
 from kvthaw.native import Forest
 
-ASKED = re.compile(r"(?:(\d+)x)?([^/]+)/(\d+)(?:/(\d+))?(?:@(\d+)(eager)?)?")
+ASKED = re.compile(r"(?:(\d+)x)?([^/]+)/(\d+)(?:/(\d+))?(?:@(\d+))?")
 
 
 @contextmanager
@@ -67,12 +67,11 @@ def host_times(spent: defaultdict[str, float]) -> Iterator[None]:
         timed("launch", self._graphs[-1].replay)()
 
     def search(self: Forest, *given: Any) -> None:
-        earlier = tells(self)
+        earlier = self.search_ns()
         timed("search", select)(self, *given)
-        for name, since, until in zip(("heads", "longest"), earlier, tells(self), strict=True):
+        for name, since, until in zip(("heads", "longest"), earlier, self.search_ns(), strict=True):
             spent[name] += 1e-9 * (until - since)
 
-    tells = getattr(Forest, "search_ns", lambda forest: (0, 0))  # which a native module of an earlier commit lacks
     before = SegmentedGraph.replay, (select := Forest.select)
     SegmentedGraph.replay, Forest.select = replay, search  # type: ignore[method-assign]
     try:
@@ -99,7 +98,7 @@ class Prompts:
             self.layers = layers
 
     @torch.no_grad()
-    def measure(self, one: DecodeSetting, runs: int, steps: int, *, eager: bool) -> None:
+    def measure(self, one: DecodeSetting, runs: int, steps: int) -> None:
         """Take a prompt in so many times, or draw keys, and tokens behind the last."""
         sizes: dict[str, Any] = {} if one.dense else {"budget": one.budget, "dense_layers": one.dense_layers}
         spent: defaultdict[str, float] = defaultdict(float)
@@ -109,14 +108,14 @@ class Prompts:
                     found = self.prompt(handle, one, run, last=run == runs - 1)
                     if run == runs - 1:
                         until = {"fill_s": None, "ttft_s": found["seconds"], "tt2t_s": found["tt2t_s"]}
-                        self.decode(handle.cache, one, until, steps, spent, eager=eager)
+                        self.decode(handle.cache, one, until, steps, spent)
                 del handle
                 free()
             if not runs:
                 cache, begin = self.bench.cache(one), time.perf_counter()
                 fill(cache, lambda number: drawn(self.model, number, one.length, one.seed), coming=2 * (steps + WARM))
                 until = {"fill_s": time.perf_counter() - begin, "ttft_s": None, "tt2t_s": None}
-                self.decode(cache, one, until, steps, spent, eager=eager)
+                self.decode(cache, one, until, steps, spent)
                 del cache
                 free()
 
@@ -142,27 +141,22 @@ class Prompts:
         return found
 
     def decode(
-        self,
-        cache: DynamicCache,
-        one: DecodeSetting,
-        until: dict[str, Any],
-        steps: int,
-        spent: defaultdict[str, float],
-        *,
-        eager: bool,
+        self, cache: DynamicCache, one: DecodeSetting, until: dict[str, Any], steps: int, spent: defaultdict[str, float]
     ) -> None:
         """Take steps on a cache that has its tokens."""
-        tokens, captured = random_tokens(self.model, 1, one.seed), possible(replace(one, steps="captured"), one.device != "cpu")
+        captured = replace(one, steps="captured")
+        one = captured if possible(captured, one.device != "cpu") else one
+        tokens, capture = random_tokens(self.model, 1, one.seed), one.steps == "captured"
         while isinstance(cache, Cache) and any(
             kv.store.pages is not None and kv.store.pages.writing for kv in cache.kv.offloaded
         ):
             time.sleep(0.01)
-        for way in ("eager",) * (eager or not captured) + ("captured",) * captured if steps else ():
-            take(self.model, cache, tokens, 1, WARM, capture=way == "captured")
+        if steps:
+            take(self.model, cache, tokens, 1, WARM, capture=capture)
             spent.clear()
-            taken = take(self.model, cache, tokens, steps, 0, capture=way == "captured")
+            taken = take(self.model, cache, tokens, steps, 0, capture=capture)
             parts = {"host_ms": {name: 1e3 * seconds / steps for name, seconds in spent.items()}, "huge_bytes": huge_bytes()}
-            setting = replace(one, steps=way).to_dict() | ({"layers": self.layers} if self.layers else {})
+            setting = one.to_dict() | ({"layers": self.layers} if self.layers else {})
             self.say("decode", setting, {**until, **self.bench.taken(one, cache, taken), **parts})
 
 
@@ -190,7 +184,7 @@ def main() -> None:
     for prompt in given.prompts.split(","):
         asked = ASKED.fullmatch(prompt)
         if asked is None:
-            raise ConfigError(f"prompts has {prompt!r}; it must be [RUNSx]METHOD/LENGTH[/LAYERS][@STEPS[eager]]")
+            raise ConfigError(f"prompts has {prompt!r}; it must be [RUNSx]METHOD/LENGTH[/LAYERS][@STEPS]")
         runs, (length, layers, steps) = int(asked[1] or 1), (int(asked[i] or 0) for i in (3, 4, 5))
         prompts.prepare(layers)
         sizes = {"budget": given.budget, "retrieved": None, "dense_layers": given.dense_layers, "new_tokens": steps or 2}
@@ -199,7 +193,7 @@ def main() -> None:
             asked[2], shape=given.shape, steps="eager", length=length, batch=1, seed=0, device=device, **sizes, **start
         )
         try:
-            prompts.measure(one, runs, steps, eager=bool(asked[6]))
+            prompts.measure(one, runs, steps)
         except (RuntimeError, KvthawError) as error:  # the others' times are not lost for it
             noted(f"failed: {prompt}: {type(error).__name__}: {error}")
             free()
