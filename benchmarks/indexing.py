@@ -109,6 +109,7 @@ def _build(index: UnitIndex, keys: Tensor, values: Tensor, recent_queries: Tenso
 
 def _tables(index: UnitIndex) -> dict[str, Tensor]:
     """What select() reads of the one sequence, as far as it is filled."""
+    index.join()
     host = index.seqs[0]
     found = {"digests": index.digests[0, :, : host.units], "stops": index.stops[0, :, : host.units + 1]}
     return found if index.order is None else found | {"order": index.order[0, :, : host.tokens]}

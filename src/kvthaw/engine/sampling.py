@@ -183,9 +183,8 @@ class Sampler:
             self._counts = self._cleared(self._counts, seq, torch.int32)
             self._prompt = self._cleared(self._prompt, seq, torch.bool)
             self._prompt[seq].index_fill_(0, prompt, True)
-            self._counts[seq] += torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=self.vocabulary).to(
-                self.device
-            )
+            given = torch.as_tensor(output, dtype=torch.int64, device=self.device)
+            self._counts[seq].index_add_(0, given, torch.ones_like(given, dtype=torch.int32))
         if sampling.logit_bias:
             self._bias = self._cleared(self._bias, seq, torch.float32)
             tokens, bias = zip(*sampling.logit_bias.items(), strict=True)
