@@ -272,6 +272,17 @@ def test_threads_change_nothing() -> None:
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+def test_earlier_searches_which_order_the_next_change_nothing() -> None:
+    keys = random_keys(4, 1500, 64, seed=5) * torch.tensor([1, 9, 0.1, 3])[:, None, None]
+    asked, fresh = (make_index([keys], 8, BUSY, threads=3) for _ in range(2))
+    for index in (asked, fresh):
+        index.build(0, 0, keys)
+    for seed in (1, 2):
+        selected(asked, random_keys(1, 8, 64, seed=seed), 90)
+    query = random_keys(1, 8, 64, seed=6)
+    assert selected(asked, query, 90) == selected(fresh, query, 90)
+
+
 def test_ragged_sequences_equal_sequences_alone() -> None:
     seqs = [random_keys(2, n, 64, seed=n) for n in (700, 0, 33, 220)]
     index = make_index(seqs, 4, TreeConfig())

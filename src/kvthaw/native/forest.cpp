@@ -237,6 +237,10 @@ void Forest::select(int batch, int group, const float* query, int budget, const 
             if (!std::isfinite(query[static_cast<size_t>(t) * group * settings_->dim + i]))
                 throw std::invalid_argument("layer " + std::to_string(settings_->layer) + ", sequence " + std::to_string(t / heads_) +
                                             ", KV head " + std::to_string(t % heads_) + ": a query is not finite");
+    // The longest searches first, so that none begins when the other threads are about to end.
+    std::vector<uint32_t> cost(trees, 0);
+    for (int t : searched) cost[t] = trees_[t / heads_][t % heads_]->visited();
+    std::stable_sort(searched.begin(), searched.end(), [&](int a, int b) { return cost[a] > cost[b]; });
     // Room for every search of a call, kept by the calling thread; the thread that ends the last search of a tree merges them.
     static thread_local std::vector<Seen> kept;
     std::vector<Seen>& seen = kept;

@@ -153,6 +153,8 @@ public:
     void search(const Rows& rows, const Probe& probe, int level, Seen& seen) const;
     // Search for a query, all levels, and what choose() then needs of it. Its effort grows with the budget.
     void search_query(const Rows& rows, const float* query, int budget, Seen& seen) const;
+    // How many points the latest such search visited: the next one takes about as long.
+    uint32_t visited() const { return __atomic_load_n(&visited_, __ATOMIC_RELAXED); }
     // The heads' searches together, cut to a budget: writes positions, returns how many.
     int choose(const Seen* seen, int heads, int budget, int32_t* out) const;
 
@@ -273,6 +275,7 @@ private:
     const float* directions_;  // [indices][dim + 1]
     int head_, first_;
     double radius2_ = 0;  // c^2
+    mutable uint32_t visited_ = 0;
 
     // By point.
     std::vector<double> norm2_;

@@ -156,6 +156,7 @@ void Tree::search_query(const Rows& rows, const float* query, int budget, Seen& 
     probe.effort.keep = set.keep(size(), budget);
     seen.clear();
     search(rows, probe, 1, seen);
+    __atomic_store_n(&visited_, static_cast<uint32_t>(seen.points.size()), __ATOMIC_RELAXED);
     for (Span& span : seen.spans) {
         span.best = seen.scores[span.begin];
         span.tie = seen.points[span.begin];
