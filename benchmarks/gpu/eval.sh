@@ -2,10 +2,8 @@
 # What the accuracy tables of docs/results.md lack. Nothing is timed: it may run beside other parts that are not timed.
 # usage: benchmarks/gpu/eval.sh OUT COMMIT SECONDS [PROCESSES [LENGTHS]]    4 processes of up to 8 GB; 450 s beside other parts
 # In order of worth; what stands in OUT is not run again:
-#   dense   IceCache and ClusterKV with the two dense layers of their papers, where compare.jsonl has none: their claims at 64 and 256 tokens, and
-#           256 and 1,024 of clusters
-#   pairs   claims of a point on seeds that compare.jsonl does not have: prkv's single needles (goal: as full attention, 224 pairs), then
-#           icecache at 256 tokens (goal: 99 % of it, 672 pairs, 1,344 at the end)
+#   pairs   claims of a point on seeds that compare.jsonl does not have: icecache at 256 tokens (goal: 99 % of full attention, 672 pairs,
+#           1,344 at the end)
 #   TEXT    other haystacks: each .gpu/eval/TEXT.txt, 100 kB of a text that models/train.py has not seen, such as RULER's PaulGrahamEssays.json;
 #           needles first, which compare_essay.jsonl lacks at 16k, the baselines last. Print: python3 -m benchmarks.claims OUT/*/
 #   drift   pqcache, magicpig and icecache over 4,096 tokens at two more places of the book; append OUT/drift.jsonl to benchmarks/results/
@@ -13,7 +11,7 @@
 # python3 -m benchmarks.compared benchmarks/results/compare.jsonl, whose claims count the further seeds.
 set -uo pipefail
 renice -n 19 $$ > /dev/null # parts beside it come first
-out=$1 commit=$2 end=$((SECONDS + $3 - 5)) many=${4:-4} lengths=${5:-4096,16384} dense=0
+out=$1 commit=$2 end=$((SECONDS + $3 - 5)) many=${4:-4} lengths=${5:-4096,16384}
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 mkdir -p "$out"
 echo "$commit" > "$out/commit"
@@ -28,7 +26,7 @@ compare() { # FOLDER TASKS SAMPLES SEED METHODS [OPTIONS]: its shards side by si
   for i in $(seq "$many"); do
     ((end - SECONDS > 15)) || { echo "no time left: $what"; return; }
     timeout -k 3 $((end - SECONDS)) python3 -m kvthaw compare --out "$out/$1" --task "$2" --samples "$3" --seed "$4" --method "full,$5" \
-      --length "$lengths" --dense-layers $dense --batch 16 --shard "$i/$many" "${@:6}" > /dev/null || echo "not all: $what" &
+      --length "$lengths" --dense-layers 0 --batch 16 --shard "$i/$many" "${@:6}" > /dev/null || echo "not all: $what" &
     running+=($!)
   done
   wait "${running[@]}"
@@ -41,8 +39,6 @@ for one in pqcache:retrieved=100/1 pqcache:retrieved=100/2 magicpig:retrieved=0.
     >> "$out/drift.jsonl" || echo "no drift of $one"
 done &
 
-dense=2 compare dense $seven 16 1000 clusterkv:retrieved=256,clusterkv:retrieved=1024,icecache:budget=64,icecache:budget=256
-compare pairs niah_single 112 1016 prkv:retrieved=256
 compare pairs $seven 48 1016 icecache:budget=256
 texts=$(ls .gpu/eval/*.txt 2> /dev/null) || echo "no haystacks: .gpu/eval has no text" >&2
 haystacks() { # TASKS METHODS
