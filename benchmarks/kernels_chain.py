@@ -4,7 +4,7 @@ A graph of 8 layers, each with tables of its own. Every layer is asked twice, wi
 (pariskv-plus: nearly all are new; the others: `hits` are there). us: of a layer. Attention is compared with its definition over
 what the slab holds, before and after it is timed.
 
-`choice`: of units alone, their scores with it, by how many there are.
+`choice`: of units alone, by how many there are.
 """
 
 from __future__ import annotations
@@ -90,10 +90,9 @@ class Layer:
         """All launches for one query. Returns the step that attention took, and its output."""
         slots, fetch, live = admit(self.select(query), self.row_slot, self.slot_row, self.used, self.counts)
         uva_gather(self.host.table, BLOCK, self.slab, fetch, slots, REGIONS.held, None, self.host.format)
-        more: dict[str, Any] = {"beside_fetch": True} if hasattr(DecodeStep, "beside_fetch") else {}
         step = DecodeStep(
             query, self.slab[:, :, :, 0], self.slab[:, :, :, 1], scale=DIM**-0.5, newest=(self.new[0], self.new[1]), visible=live,
-            lengths=self.lengths, starts=self.starts, regions=REGIONS, **more,
+            lengths=self.lengths, starts=self.starts, regions=REGIONS,
         )  # fmt: skip
         return step, flash.flash_decode(step, self.tickets)
 
@@ -143,26 +142,23 @@ def chosen(made: Tables, query: Tensor, recent: RecentQueries | None = None) -> 
 
 
 def choice(units: int) -> dict[str, Any]:
-    """Choosing among so many units of 32 tokens, by one program a head and in chunks, where both are there."""
+    """Choosing among so many units of 32 tokens, their scores with it, by one program a head and in chunks."""
     sets = [tables("clusterkv-plus", units * 32, 1, torch.device("cuda")) for _ in range(LAYERS)]
     query = torch.randn(1, HEADS * GROUP, DIM, device="cuda").bfloat16()
     how: dict[str, Any] = {"first": 16, "budget": ROWS, "scale": DIM**-0.5, "policy": "max"}
-    line: dict[str, Any] = {"op": "choice", "units": units}
-    most = getattr(unit_select, "ALONE", None)
-    for name, alone in (("", None),) if most is None else (("_at_once", max(units, most)), ("_in_chunks", 0)):
-        if alone is not None:
-            if alone > 4096:
-                continue
-            setattr(unit_select, "ALONE", alone)  # noqa: B010
+    line, most = {"op": "choice", "units": units}, unit_select.ALONE
+    for name, alone in (("at_once_us", units), ("in_chunks_us", 0)):
+        if alone > most:
+            continue
+        unit_select.ALONE = alone
         for made in sets[:2]:
             want, counts = unit_select.definition(query, made.digests, made.stops, made.order, made.counts, **how)
             rows, found = chosen(made, query)
             demand(
                 torch.equal(counts, found) and differing(rows, want) <= 128, f"{units} units: rows differ from the definition's"
             )
-        line[f"us{name}"] = micros(replay_time([partial(chosen, made, query) for made in sets]))
-    if most is not None:
-        setattr(unit_select, "ALONE", most)  # noqa: B010
+        line[name] = micros(replay_time([partial(chosen, made, query) for made in sets]))
+    unit_select.ALONE = most
     return line
 
 
@@ -228,13 +224,6 @@ def stored_rows(tokens: int, device: str = "cuda") -> dict[str, Any]:
     seen = torch.ones(1, HEADS, tokens, dtype=torch.bool, device=device)
     agree(found, flash.definition(DecodeStep(query, keys, values, visible=seen, **how)).out, "attention over stored rows", 2e-2)
     us = {"us": micros(replay_time([partial(flash.flash_decode, step)] * 4))} if device == "cuda" else {}
-    if hasattr(DecodeStep, "format"):  # the same without a table
-        kept = blocks.transpose(0, 1).flatten(1, 2)[None].contiguous()
-        how = {"scale": DIM**-0.5, "newest": (new[0], new[1]), "lengths": lengths.clamp(max=tokens), "format": format}
-        step = DecodeStep(query, kept, kept, **how)
-        found = flash.flash_decode(step)
-        agree(found, flash.definition(step).out, "attention over rows of 8 bits", 2e-2)
-        us |= {"dense_us": micros(replay_time([partial(flash.flash_decode, step)] * 4))} if device == "cuda" else {}
     return {"op": "stored_rows", "tokens": tokens, **us}
 
 

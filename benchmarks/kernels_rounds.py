@@ -1,5 +1,5 @@
-"""How the rows that fill a budget are found among scored units: by halves, a bit of the score a round as in kernels/unit_select.py,
-or several bits a round, whose sums one reduction brings.
+"""How the rows that fill a budget are found among scored units: by halves as in kernels/unit_select.py, or several bits a round,
+whose sums one reduction brings.
 
 Each of `programs` programs has `units` scores and sizes; us: of a launch in a graph of 16. What each way takes is compared.
 """

@@ -13,7 +13,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -211,9 +210,7 @@ def attention(dtype: torch.dtype, dim: int) -> None:
     }
     for places, mask, regions in ((500, empty(2, HEADS, 100, dtype=torch.bool), Regions(100, 200, 100)), (70_000, None, None)):
         slab = empty(2, HEADS, places, 2, dim, dtype=dtype)
-        step = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], visible=mask, regions=regions, **how)
-        for beside in (False, True) if regions else (False,):
-            flash_decode.flash_decode(replace(step, beside_fetch=beside))
+        flash_decode.flash_decode(DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], visible=mask, regions=regions, **how))
     held = empty(2, HEADS, 70_000, 2, dim, dtype=torch.float8_e4m3fn)
     flash_decode.flash_decode(DecodeStep(query, held[:, :, :, 0], held[:, :, :, 1], **how))
     from kvthaw.kernels.in_place import Selected

@@ -17,7 +17,6 @@ from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition, flash_decode
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.split import Split, split_for, stages_for
-from kvthaw.kernels.uva_gather import uva_gather
 from kvthaw.regions import Regions
 
 pytest.importorskip("triton")
@@ -424,42 +423,3 @@ def test_gpu_captured(device: torch.device) -> None:
         graph.replay()
         want = definition(DecodeStep(query, keys, values, **how)).out
         assert (got.float() - want).norm() <= 1.6e-2 * want.norm()
-
-
-@pytest.mark.gpu
-def test_gpu_beside_a_fetch(device: torch.device) -> None:
-    """Programs that have none of the rows that come do not wait for them; those that have some do."""
-    regions, slots, heads = Regions(128, 256, 512), 100, 8
-    held = regions.held
-    store = torch.randn(64, heads, 1024, 2, 128, dtype=torch.bfloat16).pin_memory()
-    table = torch.tensor([[block.data_ptr() for block in store]], device=device)
-    slab = torch.randn(1, heads, held + slots, 2, 128, device=device).bfloat16()
-    keys, values, tickets = slab[:, :, :, 0], slab[:, :, :, 1], torch.zeros(heads + 1, dtype=torch.int32, device=device)
-    places = torch.arange(slots, dtype=torch.int32, device=device).expand(1, heads, -1).contiguous()
-    lengths, starts = (torch.full((1,), n, dtype=torch.int32, device=device) for n in (65536, 65536 - 512))
-    query, new = (
-        torch.randn(1, 4 * heads, 128, device=device).bfloat16(),
-        torch.randn(2, 1, heads, 128, device=device).bfloat16(),
-    )
-    fetch = torch.zeros(1, heads, slots, dtype=torch.int32, device=device)
-    visible = torch.ones(1, heads, slots, dtype=torch.bool, device=device)
-    how: dict[str, Any] = {"scale": 0.1, "lengths": lengths, "starts": starts, "regions": regions, "visible": visible}
-    step = DecodeStep(query, keys, values, newest=(new[0], new[1]), beside_fetch=True, **how)
-
-    def both() -> Tensor:
-        uva_gather(table, 1024, slab, fetch, places, held)
-        return flash_decode(step, tickets)
-
-    both()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = both()
-    for _ in range(200):
-        fetch.copy_(torch.rand(1, heads, 65536, device=device).argsort(dim=2)[:, :, :slots].int())
-        slab[:, :, held:] = torch.nan
-        found.fill_(torch.nan)
-        query.normal_()
-        graph.replay()
-        want = definition(step).out
-        torch.testing.assert_close(found.float(), want, rtol=2e-2, atol=2e-2)

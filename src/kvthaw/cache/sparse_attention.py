@@ -51,12 +51,11 @@ class SparseAttention:
         newest: key and value [B, H, D] of the token, which enter the ring; again where another layer's queries come, which is no
         step of its own: None."""
         slab, choice, visible, selected, log_weight, partials = self.storage.slab, None, None, None, None, []
-        fetching = False
         seqs, on_device = len(query), self.sequences.on_device
         if self.retriever is not None and self.transfer is not None:
             choice = self._choose(self.retriever, step, query, t)
             self.wait_on_stream()
-            fetching = self._fetch(self.retriever, self.transfer, choice)
+            self._fetch(self.retriever, self.transfer, choice)
             selection, reads = choice.selection, self.retriever.reads_blocks
             selected, visible = self._selected(self.retriever, choice) if reads else None, None if reads else choice.live
             if selection.partial is not None:
@@ -83,7 +82,6 @@ class SparseAttention:
             sinks=attention.sinks,
             log_weight=log_weight,
             partials=partials,
-            beside_fetch=fetching and selected is None and log_weight is None and not partials,
         )
         return sparse_decode(decode_step, slab.tickets), choice
 
@@ -93,17 +91,15 @@ class SparseAttention:
         longest = self.sequences.longest if step is None else step.start + t + 1 - min(step.left_pad)
         return retriever.choose(query, longest, t, retaken=step is not None and step.retaken)
 
-    def _fetch(self, retriever: Retriever, transfer: Transfer, choice: Choice) -> bool:
-        """Bring the rows that have a slot and are not there. Returns whether uva_gather is the last launch."""
+    def _fetch(self, retriever: Retriever, transfer: Transfer, choice: Choice) -> None:
+        """Bring the rows that have a slot and are not there."""
         if choice.slots is None or choice.fetch is None:
-            return False
+            return
         slab = self.storage.slab
         slots, fetch = choice.host if choice.host and not transfer.graph_safe else (choice.slots, choice.fetch)
         transfer.fetch(self.storage.store, slab, fetch, slots)
         if self.selects and retriever.rebuilds is not None:
             retriever.rebuilds.rebuild(slab, choice.fetch, choice.slots)
-            return False
-        return isinstance(transfer, UvaGather)
 
     def _selected(self, retriever: Retriever, choice: Choice) -> Selected:
         """Return the rows of a choice and where they lie in this layer."""

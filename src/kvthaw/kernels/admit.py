@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.chain import dependent
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +90,10 @@ elif HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from kvthaw.kernels.chain import follow
-
     @triton.jit
     def _admit(
         rows, row_slot, slot_row, used, counts, slots, fetch, live, order, on_host, latest, count, places, row_stride,
-        heads, block_size, host_seq, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+        heads, block_size, host_seq, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         # Program (sequence, KV head). Threads exchange data through the tables in global memory, with barriers between.
         pair = tl.program_id(0).to(tl.int64)
@@ -106,7 +103,6 @@ elif HAS_TRITON:
         order += pair * places
         m, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
         given, is_slot = m < count, c < places
-        follow(PDL)
         now = tl.load(used + places) + 1
         row = tl.load(rows + pair * count + m, mask=given, other=-1)
         old = tl.load(slot_row + c, mask=is_slot, other=-1)
@@ -192,6 +188,6 @@ def admit(
     _admit[(batch * heads,)](
         rows, *tables, counts, slots, fetch, live, order, on_host, latest, count, places, row_slot.shape[2],
         heads, 1 if placed is None else placed.block_size, 0 if on_host is None else on_host.stride(0),
-        BLOCK_M=block_m, BLOCK_C=block_c, num_warps=min(16, max(1, max(block_m, block_c) // 128)), **dependent(rows.device),
+        BLOCK_M=block_m, BLOCK_C=block_c, num_warps=min(16, max(1, max(block_m, block_c) // 128)),
     )  # fmt: skip
     return slots, fetch, live

@@ -2,8 +2,7 @@
 
 A kernel launched with `dependent` may start before its predecessor ends. Before it calls `follow` it must not read what the
 predecessor writes; afterwards all of those writes are visible. Every kernel of a chain waits for its predecessor before it lets
-its successor start, so the writes of earlier kernels are visible from the beginning. Attention may have programs that never wait,
-and write: nothing that its predecessor, the fetch, still reads by then, nor writes (DecodeStep.beside_fetch).
+its successor start, so the writes of earlier kernels are visible from the beginning.
 """
 
 from __future__ import annotations
@@ -29,19 +28,8 @@ if HAS_TRITON:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     @triton.jit
-    def wait(PDL: tl.constexpr):
-        # Wait for the previous kernel to finish.
-        if PDL:
-            gdc_wait()
-
-    @triton.jit
-    def let_next(PDL: tl.constexpr):
-        # Let the next kernel start, once all programs of this one said so or ended. After wait() only.
-        if PDL:
-            gdc_launch_dependents()
-
-    @triton.jit
     def follow(PDL: tl.constexpr):
         # Wait for the previous kernel to finish, then let the next one start.
-        wait(PDL)
-        let_next(PDL)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()

@@ -29,9 +29,6 @@ class DecodeStep:
     writes nothing else. softcap c: scores become c tanh(score / c). log_weight [B, Hq, N] is added to the logits after the
     softcap. sinks [Hq]: attention-sink logits, which take softmax weight and contribute no value (gpt-oss). partials: attention
     over further, disjoint tokens, to be merged.
-
-    beside_fetch: the launch before this one is uva_gather, which brings rows to slots behind sink and ring, and all else that the
-    step reads was there when that began: attention to sink and ring need not wait for it.
     """
 
     query: Tensor
@@ -49,7 +46,6 @@ class DecodeStep:
     sinks: Tensor | None = None
     log_weight: Tensor | None = None
     partials: Sequence[Partial] = ()
-    beside_fetch: bool = False
 
     def write_newest(self) -> None:
         """Write the newest tokens to their slots."""

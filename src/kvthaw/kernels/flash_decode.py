@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.merge import Partial, merge
@@ -47,7 +46,6 @@ elif HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from kvthaw.kernels.chain import follow, wait
     from kvthaw.kernels.gpu import PRECISION
     from kvthaw.kernels.in_place import addresses, picks
     from kvthaw.kernels.row_format import load_codes
@@ -82,18 +80,16 @@ elif HAS_TRITON:
         block_size, scale, softcap, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr,
         BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr, MERGE_G: tl.constexpr, MERGE_S: tl.constexpr,
         CHUNK: tl.constexpr, ONE: tl.constexpr, ALIGN: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
-        PHASES: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
+        PHASES: tl.constexpr,
     ):  # fmt: skip
         # Program (sequence and KV head, split): the query heads of one KV head over one range of its keys. All ranges of a
         # sequence have the same number of whole blocks. A program without keys stores lse -inf and leaves its acc unwritten.
         # The newest token is read from new_key and new_value, never from its slot. With several blocks per program it
         # initializes the softmax of split 0, which also stores it to its slot; with one block (ONE) it replaces what the block
         # loaded from that slot. In two PHASES each program has a range of sink and ring, and one of rows that all lie in blocks:
-        # each has its own kind of loads. BESIDE: see DecodeStep.beside_fetch.
+        # each has its own kind of loads.
         pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
         b, h = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
-        if not BESIDE:
-            follow(PDL)
         start, length = 0, n
         if starts is not None:
             start = tl.load(starts + b)
@@ -151,9 +147,6 @@ elif HAS_TRITON:
                 tl.atomic_add(totals, chosen, mask=split == 0, sem="relaxed")
                 tl.atomic_max(totals + 2, chosen, mask=split == 0, sem="relaxed")
                 tl.atomic_add(totals + 3, chosen, mask=split == 0, sem="relaxed")
-        if BESIDE:  # noqa: SIM102  the launch before brings rows, and this program may have none of them
-            if end > behind:
-                wait(PDL)
         if ONE:  # issue all loads before waiting for any
             place = begin + offset
             if picked is not None:
@@ -259,7 +252,7 @@ elif HAS_TRITON:
                     seen = seen & inside
                 if ONE and new_key is not None:
                     seen = seen | is_new
-                if phase == 0 and (EIGHT or visible is not None or ring is not None):
+                if phase == 0 and (visible is not None or ring is not None):
                     v = tl.where(seen[:, None], v, 0.0)
                 if UPCAST:
                     k, v = k.to(tl.float32), v.to(tl.float32)
@@ -322,7 +315,6 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         assert bound is None or (bound.dtype == torch.int32 and bound.shape == (batch,))
         assert bound is None or bound.is_contiguous()
     assert step.newest is None or lengths is not None, "the slot of the newest token depends on lengths"
-    assert not step.beside_fetch or regions is not None, "rows are fetched to slots behind sink and ring"
     new_key, new_value = step.newest or (None, None)
     for new in (new_key, new_value):
         assert new is None or (new.shape == (batch, heads, dim) and new.stride(2) == 1)
@@ -376,8 +368,8 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     if interpreted and sinks is not None:  # the interpreter supports no bfloat16 scalars or products
         sinks = sinks.float()
     block_d, merge_g, one = triton_block(dim, 16), triton_block(group), split.splits * split.block >= n
-    # Rows of the slab and rows of 8 bits have tiles of their own, as decoded values have; float32 is multiplied in parts.
-    both = (fp8 and slots is not None) or keys.dtype in (torch.float32, torch.float8_e4m3fn)
+    # Rows of the slab and rows of 8 bits have tiles of their own; float32 is multiplied in parts.
+    both = (fp8 and slots is not None) or keys.dtype == torch.float32
     tile = split.block * 2 * triton_block(dim) * keys.element_size() * (2 if both else 1)
     _attend[(batch * heads, split.splits)](
         query, keys, values, new_key, new_value, visible, rows, slots, table, counts, totals, lengths, starts, log_weight, sinks,
@@ -390,7 +382,7 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         UPCAST=interpreted, MERGE_G=merge_g, MERGE_S=triton_block(split.splits),
         CHUNK=max(1, min(triton_block(split.splits), 64 * 32 * split.warps // (merge_g * block_d))),
         ONE=one, ALIGN=16 if row_bytes % 32 == 0 else keys.element_size(), FP8=fp8, NATIVE=nvidia(query.device, (8, 9)),
-        PHASES=2 if selected is not None and slots is None and not one else 1, BESIDE=step.beside_fetch, num_warps=split.warps,
-        num_stages=stages_for(split.stages, tile, shared_memory(query.device)), **dependent(query.device),
+        PHASES=2 if selected is not None and slots is None and not one else 1, num_warps=split.warps,
+        num_stages=stages_for(split.stages, tile, shared_memory(query.device)),
     )  # fmt: skip
     return out

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.row_format import RowFormat, copying
 
 COUNTERS = 256
@@ -45,25 +44,21 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from kvthaw.kernels.chain import let_next, wait
     from kvthaw.kernels.row_format import copy_words, load_part
 
     @triton.jit
     def _uva_gather(
         table, fetch, slots, slab, on_host, crossed, block_size, width, heads, count, offset, table_stride, seq_stride,
         head_stride, COUNTERS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr,
-        PDL: tl.constexpr,
     ):  # fmt: skip
         # Program (sequence, head, m) copies 2 D contiguous elements, as 32-bit words, from the host to the slot; if DIM is given
         # they are e4m3.
         pid = tl.program_id(0).to(tl.int64)
         h = (pid // count) % heads
         b = pid // (count * heads)
-        wait(PDL)
         row = tl.load(fetch + pid)
         slot = tl.load(slots + pid)
         if row >= 0:
-            let_next(PDL)  # while rows come
             if crossed is not None:
                 there = tl.load(on_host + b * table_stride + row // block_size)
                 tl.atomic_add(crossed + pid % COUNTERS, there.to(tl.int64), sem="relaxed")
@@ -112,5 +107,4 @@ def uva_gather(
     _uva_gather[(batch * heads * rows,)](
         table, fetch, slots, words, *(count or (None, None)), block_size, width, heads, rows, offset, table.stride(0),
         words.stride(0), words.stride(1), COUNTERS=COUNTERS, **how,
-        **dependent(slab.device),
     )  # fmt: skip
