@@ -23,7 +23,7 @@ KERNELS = {
     ),
     "updates": (
         *("_encode", "_offload", "_freeze", "_extend", "_stream_keys", "_denominators", "_mass", "_page_bounds"),
-        *("_assign", "_average", "_rank", "_sort", "_cluster", "_cover", "_direct", "_nearest", "_digest", "_static_first"),
+        *("_assign", "_average", "_rank", "_sort", "_cover", "_direct", "_nearest", "_digest", "_static_first"),
     ),
     "prompt": ("_merge_into",),
 }

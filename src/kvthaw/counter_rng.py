@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 # The constants of splitmix64 as signed integers.
-GOLDEN, SPREAD, LAST = -7046029254386353131, -4658895280553007687, -7723592293110705685
+GOLDEN, SPREAD, _LAST = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
 def mix(x: Tensor) -> Tensor:
     """Hash int64 to int64 with the finalizer of splitmix64, a bijection in which every output bit depends on every input bit."""
-    for shift, factor in ((30, SPREAD), (27, LAST)):
+    for shift, factor in ((30, SPREAD), (27, _LAST)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 

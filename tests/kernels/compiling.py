@@ -83,17 +83,8 @@ def rows(dtype: torch.dtype, dim: int) -> None:
 
 def clusters(dtype: torch.dtype, dim: int) -> None:
     """A prompt's clusters, then those of the tokens that come later."""
-    from kvthaw.kernels import cluster_last, cover, kmeans
+    from kvthaw.kernels import cover, kmeans
 
-    tables = (
-        empty(3, HEADS, 336, dim, dtype=dtype),
-        empty(3, HEADS, 70, dim, dtype=dtype),
-        empty(3, HEADS, 71),
-        empty(3, HEADS, 900),
-    )
-    own = cluster_last.Clustered(*tables, 4, 77)
-    for some, places in ((1, []), (3, [(0, 40, 2), (2, 361, 30)])):
-        cluster_last.launch([own] * some, places, tokens=320, count=10, few=5, distance="cosine", iterations=8)
     for tokens, count in ((36864, 1152), (320, 10), (1003, 31)):
         keys, which = empty(HEADS, tokens, dim, dtype=dtype), empty(HEADS, count, dtype=torch.int64)
         cover.launch(empty(HEADS, tokens, dtype=torch.float32), keys, which)

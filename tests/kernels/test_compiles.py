@@ -82,5 +82,5 @@ def test_clusters_of_later_tokens_need_no_other_kernels_than_the_prompts(said: d
     """Compiling one takes a third of a second, which a step in the middle of an answer would wait."""
     for line in said["cuda:90"]:
         if line["case"] == "clusters":
-            assert set(line["kinds"]) == {"_direct", "_cover", "_assign", "_rank", "_sort", "_average", "_cluster"}
+            assert set(line["kinds"]) == {"_direct", "_cover", "_assign", "_rank", "_sort", "_average"}
             assert set(line["kinds"].values()) == {1}, line["kinds"]

@@ -102,10 +102,6 @@ class BatchedIndex(UnitIndex):
         context = self.context
         return type(self), context.kv_heads, context.head_dim, context.dtype, context.device, context.seed, self.settings
 
-    def form_last(self, every: Sequence[Batches]) -> None:
-        """Make units of the last batch of sequences in indexes that differ from this one in nothing but the layer."""
-        form(every, self.per_batch)
-
     def form_now(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
         """Make `count` units of each of some batches of sequences, keys [R, H, n, T, D], of which the first is given."""
         form([Batches(self, first, keys)], count)
@@ -133,7 +129,7 @@ class BatchedIndex(UnitIndex):
 
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
         if keys is None:
-            self.defer((self.kind(), "form", tuple(full)), self.form_last, Batches(self, full))
+            self.defer((self.kind(), "form", tuple(full)), partial(form, count=self.per_batch), Batches(self, full))
         else:
             self.form_now(full, keys, self.per_batch)
 

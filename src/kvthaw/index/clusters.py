@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Hashable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError, at_least, one_of
-from kvthaw.index.batches import BatchedIndex, Batches, BatchGroup
-from kvthaw.index.draws import drawn, stream
-from kvthaw.index.target import Full
-from kvthaw.kernels import HAS_TRITON, cluster_last
+from kvthaw.index.batches import BatchedIndex, BatchGroup
+from kvthaw.index.draws import drawn
 from kvthaw.kernels.cover import cover, directions
 from kvthaw.kernels.kmeans import Distance, kmeans
 from kvthaw.kernels.unit_select import Policy
@@ -102,10 +100,6 @@ class ClusterIndex(BatchedIndex):
         self.start: Start = start
         self.iterations = iterations
         super().__init__(context, batch=batch, per_batch=clusters_per_batch, width=context.head_dim, policy=policy)
-        fits = cluster_last.fits(batch, clusters_per_batch, context.head_dim * context.dtype.itemsize)
-        self._in_one_launch = HAS_TRITON and context.device.type == "cuda" and fits
-        if self._in_one_launch:  # compiled now, which takes seconds: no step should wait for that
-            self._cluster_last([self], ())
 
     @property
     def settings(self) -> Hashable:
@@ -118,23 +112,6 @@ class ClusterIndex(BatchedIndex):
 
     def most_units(self, tokens: int) -> int:
         return super().most_units(tokens) + max(self.clusters or 0, tokens // self.tokens_per_cluster)
-
-    def form_last(self, every: Sequence[Batches]) -> None:
-        if self._in_one_launch:
-            self._cluster_last([each.index for each in every], every[0].first)
-        else:
-            super().form_last(every)
-
-    def _cluster_last(self, indexes: Sequence[BatchedIndex], places: Sequence[Full]) -> None:
-        """Cluster the last batch of sequences in indexes that differ from this one in nothing but the layer, on a GPU."""
-        tables = []
-        for index in indexes:
-            assert index.order is not None
-            own = index.recent, index.digests, index.stops, index.order
-            tables.append(cluster_last.Clustered(*own, index.first, stream(index.context)))
-        few = self.per_batch - self.per_batch // 2 if self.start == "covering" else self.per_batch
-        how: dict[str, Any] = {"few": few, "distance": self.distance, "iterations": self.iterations}
-        cluster_last.launch(tables, places, tokens=self.batch, count=self.per_batch, **how)
 
     def form(self, group: BatchGroup, count: int) -> tuple[Tensor, Tensor, Tensor]:
         chosen = first_keys(group.keys, group.positions, count, start=self.start, streams=group.streams)
