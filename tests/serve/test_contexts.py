@@ -175,7 +175,8 @@ def test_servers_that_share_a_folder_take_over_each_others_documents(
 
 
 def test_counters_follow_what_the_prefix_cache_counts() -> None:
-    scheduler: Any = SimpleNamespace(batch=SimpleNamespace(requests=[]), waiting=[])
+    counts = dict.fromkeys(("preemptions", "resumed", "recomputed"), 0)
+    scheduler: Any = SimpleNamespace(batch=SimpleNamespace(requests=[]), waiting=[], **counts)
     shares, sizes = ("attended_mean", "hit_rate", "device_rate", "fetched_bytes"), ("kv_device_bytes", "kv_dense_bytes")
     stats: Any = SimpleNamespace(**dict.fromkeys((*shares, *sizes, "kv_host_bytes"), 0))
     metrics = Metrics(scheduler, "tiny")
