@@ -52,9 +52,12 @@ def test_work_that_fails_is_not_tried_again() -> None:
     def fail(items: Sequence[object]) -> None:
         raise MemoryError(f"{len(items)} items")
 
-    deferred.defer(deferred, "a", fail, 1)
+    deferred.defer(deferred, "done", len, 0, [3])
+    deferred.defer(deferred, "a", fail, 1, [1])
+    deferred.defer(deferred, "b", len, 2, [0, 2])
     with pytest.raises(MemoryError, match="1 items"):
         deferred.flush()
+    assert deferred.lost == {0, 1, 2}
     deferred.flush()
 
 

@@ -17,6 +17,7 @@ from kvthaw.cache import dense, sparse_attention
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import CacheError
+from kvthaw.index.batches import BatchGroup
 from zoo import build, prompt, ragged
 
 METHODS = [
@@ -32,6 +33,7 @@ METHODS = [
     "freekv",
 ]
 IDS = prompt(2, 200)
+AMPLE: dict[str, Any] = {"budget": 1024, "dense_layers": 0, "block_size": 16}
 PHASES = ["begin", "select", "fetch", "attention", "end", "offload", "append"]
 
 
@@ -189,6 +191,52 @@ def test_a_prompt(llama: PreTrainedModel, method: str, number: int) -> None:
             with broken(llama, cache, number, "begin"), pytest.raises(BoomError):
                 step(llama, cache, ids)
         close(step(llama, cache, ids), step(llama, plain, ids))
+
+
+@pytest.mark.parametrize("method", ["clusterkv:batch=16", "icecache-digest-device:nodes_per_batch=1"])
+@pytest.mark.parametrize("then", ["step", "fork", "crop"])
+def test_units_that_could_not_be_formed(
+    llama: PreTrainedModel, method: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a prompt are formed again as they would have been; later ones with all tokens of their sequence."""
+    cache, plain = (kvthaw.Cache(llama, method, budget=64, dense_layers=0, block_size=16) for _ in range(2))
+    for each in (cache, plain):
+        step(llama, each, IDS[:, :90])
+    with monkeypatch.context() as broken_off:
+        broken_off.setattr(BatchGroup, "write", boom)
+        with pytest.raises(BoomError):
+            step(llama, cache, IDS[:, 90:91])
+    if then == "crop":
+        cache.crop(-1)
+        plain.crop(-1)
+    elif then == "fork":
+        cache = cache.fork(method)
+    for t in range(90, 100):
+        close(step(llama, cache, IDS[:, t : t + 1]), step(llama, plain, IDS[:, t : t + 1]))
+
+
+@pytest.mark.parametrize("method", ["clusterkv:batch=16", "icecache-digest-device:nodes_per_batch=1"])
+def test_units_of_generated_tokens_that_could_not_be_formed(
+    llama: PreTrainedModel, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sequence is indexed again."""
+    cache, full = (kvthaw.Cache(llama, name, **how) for name, how in ((method, AMPLE), ("full", {})))
+    for each in (cache, full):
+        step(llama, each, IDS[:, :90])
+    failed = 0
+    for t in range(90, 190):
+        expected = step(llama, full, IDS[:, t : t + 1])
+        with monkeypatch.context() as broken_off:
+            if t > 91:
+                broken_off.setattr(BatchGroup, "write", boom)
+            try:
+                found = step(llama, cache, IDS[:, t : t + 1])
+            except BoomError:
+                failed += 1
+                broken_off.undo()
+                found = step(llama, cache, IDS[:, t : t + 1])
+        close(found, expected)
+    assert failed
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])

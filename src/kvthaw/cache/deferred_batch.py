@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,28 +17,39 @@ _KEPT = 8
 class DeferredBatch:
     """Work that the layers of a cache queue until one of them needs its result, and small tables that all of them need.
 
-    An owner calls `flush_for` before it reads or writes what its queued work will write.
+    An owner calls `flush_for` before it reads or writes what its queued work will write. lost: sequences whose work was dropped,
+    since it or some before it failed.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, tuple[Callable[[Sequence[Any]], None], list[Any]]] = {}
+        self._waiting: dict[Hashable, tuple[Callable[[Sequence[Any]], None], list[Any], set[int]]] = {}
         self._owners: dict[object, Hashable] = {}  # and of what kind each queued last
         self._made: dict[Hashable, Any] = {}
+        self.lost: set[int] = set()
 
-    def defer(self, owner: object, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any) -> None:
-        """Queue an item; work(items) runs later, once for all items of a kind, and behind what the owner queued before."""
+    def defer(
+        self, owner: object, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any, seqs: Iterable[int] = ()
+    ) -> None:
+        """Queue an item, of some sequences; work(items) runs later, once for all items of a kind, and behind what the owner queued
+        before."""
         kinds = list(self._waiting)
         if kind in kinds and owner in self._owners and kinds.index(self._owners[owner]) > kinds.index(kind):
             self.flush()
-        self._waiting.setdefault(kind, (work, []))[1].append(item)
+        _, items, of = self._waiting.setdefault(kind, (work, [], set()))
+        items.append(item)
+        of.update(seqs)
         self._owners[owner] = kind
 
     def flush(self) -> None:
-        """Run all queued work, kinds in the order in which they came."""
-        waiting, self._waiting = self._waiting, {}
+        """Run all queued work, kinds in the order in which they came. Where some fails the rest is dropped."""
+        waiting, self._waiting = list(self._waiting.values()), {}
         self._owners.clear()
-        for work, items in waiting.values():
-            work(items)
+        for i, (work, items, _) in enumerate(waiting):
+            try:
+                work(items)
+            except BaseException:
+                self.lost.update(*(seqs for _, _, seqs in waiting[i:]))
+                raise
 
     def flush_for(self, owner: object) -> None:
         """Run all queued work if some of it is the owner's."""

@@ -274,6 +274,11 @@ class IndexUpdater:
         if end <= self.first:
             self.stale.discard(seq)
 
+    def begin_again(self, seq: int) -> None:
+        """Have a sequence be indexed again before the next step, from nothing: what the index holds of it is of no use."""
+        self.truncate(seq, self.first)
+        self.stale.add(seq)
+
     def swap_out(self, seq: int) -> tuple[Any, int, bool]:
         """Return what the index holds of a sequence, in host memory, up to where, and whether it is to be built again. Raises
         CacheError where the index cannot."""
@@ -318,7 +323,7 @@ class IndexUpdater:
     def clone_from(self, other: IndexUpdater) -> None:
         """Copy the index of another updater with as many sequences."""
         self.retriever.clone_from(other.retriever)
-        self.indexed = list(other.indexed)
+        self.indexed, self.stale = list(other.indexed), set(other.stale)
 
     def _side(self, seq: int) -> SideIndex:
         """Return the index of a sequence that is built beside the steps of others. The sequence is stale until it is taken."""

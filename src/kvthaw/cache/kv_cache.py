@@ -15,7 +15,7 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
 from kvthaw.cache.layer_storage import flush, flush_early, take_effect
-from kvthaw.cache.layers import built, host_need, indexed_layers, make_layers, offloaded_numbers
+from kvthaw.cache.layers import built, host_need, indexed_layers, make_layers, note_lost, offloaded_numbers
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
@@ -165,6 +165,7 @@ class KVCache:
         """Return every layer to the committed lengths if a step failed. ahead: see LayerKV.rollback."""
         if (failed := self._failed()) is not None:
             self._rollback(failed, ahead=ahead)
+        note_lost(self.layers, self.streams.deferred.lost)
 
     def _commit(self, step: Step) -> None:
         self.sequences.commit()
@@ -195,6 +196,7 @@ class KVCache:
         sequences = self.sequences
         return (
             self._prepared != self._state()
+            or bool(self.streams.deferred.lost)
             or sequences.capacity <= sequences.longest
             or self.chooser.due()
             or (sequences.full() and self._flushed != sequences.padded_length)
@@ -212,6 +214,7 @@ class KVCache:
         sequences = self.sequences
         if sequences.capacity <= sequences.longest:
             sequences.capacity = roomier(sequences.capacity, sequences.longest + 1)
+        note_lost(self.layers, self.streams.deferred.lost)
         for own in self.offloaded:
             own.renew()
         flush(self.offloaded, sequences.leaving())
@@ -381,6 +384,7 @@ class KVCache:
         for layer in self.layers:
             layer.reset()
         self._checkpoints.drop()
+        self.streams.deferred.lost.clear()
         self.streams.device.reset()
         self.chooser.reset()
         self.sequences.reset()

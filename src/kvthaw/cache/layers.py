@@ -71,6 +71,14 @@ def indexed_layers(layers: Sequence[object]) -> list[tuple[OffloadedLayer, Index
     return [(layer, layer.storage.updater) for layer in offloaded if layer.storage.updater is not None]
 
 
+def note_lost(layers: Sequence[object], lost: set[int]) -> None:
+    """Have sequences be indexed again whose queued work was dropped; see DeferredBatch."""
+    for _, updater in indexed_layers(layers) if lost else ():
+        for seq in lost:
+            updater.begin_again(seq)
+    lost.clear()
+
+
 @torch.inference_mode(False)  # tensors made here outlive the caller's mode
 @torch.no_grad()
 def built(layers: Sequence[object], seq: int, timeout: float | None) -> bool:

@@ -115,7 +115,7 @@ class BatchedIndex(UnitIndex):
             return
         self.clear(seq, first)
         self.reserve(0, count + 1, tokens)
-        self.defer((self.kind(), "prompt", tokens, count), partial(form, count=count), given)
+        self.defer((self.kind(), "prompt", tokens, count), partial(form, count=count), given, [seq])
         self._set(seq, Seq(tokens, count, 0, [(0, 0), (tokens, count)]))
 
     def build_beside(self, seq: int, first: int, tokens: int, count: int, job: Callable[[], None], *used: Tensor) -> None:
@@ -129,7 +129,8 @@ class BatchedIndex(UnitIndex):
 
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
         if keys is None:
-            self.defer((self.kind(), "form", tuple(full)), partial(form, count=self.per_batch), Batches(self, full))
+            work = partial(form, count=self.per_batch)
+            self.defer((self.kind(), "form", tuple(full)), work, Batches(self, full), (own.seq for own in full))
         else:
             self.form_now(full, keys, self.per_batch)
 

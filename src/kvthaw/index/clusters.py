@@ -73,7 +73,8 @@ class ClusterIndex(BatchedIndex):
     a batch is full, its tokens are as many temporary clusters in text order, each with the mean of its keys. Clusters are
     ranked by q.mu and taken whole, the last one cut: its earliest tokens stay. start="covering" gives keys unlike all others, as
     those of a needle are, clusters of their own, whose mean is near them; a random start may leave them among others. On a GPU
-    a prompt is clustered on the cache's side stream, beside the layers that follow; the first select() waits for it on the device.
+    a long prompt is clustered on the cache's side stream, beside the layers that follow, and the first select() waits for it on
+    the device; short ones of all layers are clustered at once.
     """
 
     def __init__(

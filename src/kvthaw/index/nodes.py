@@ -144,7 +144,9 @@ class NodeIndex(BatchedIndex):
             whole = kept // self.size  # nodes that have all of their keys, and their digests
             last = tuple(Full(place.seq, place.begin + whole * self.size, place.before + whole) for place in some)
             n = kept + keys.shape[2] - whole * self.size
-            self.defer((self.kind(), "open", last, n), partial(digest_open, last=last, n=n), self)
+            self.defer(
+                (self.kind(), "open", last, n), partial(digest_open, last=last, n=n), self, (place.seq for place in some)
+            )
 
     def form(self, group: BatchGroup, count: int) -> tuple[Tensor, Tensor, Tensor]:
         flat, chosen = group.keys.flatten(0, 2), drawn(group.positions, count, group.streams)

@@ -7,7 +7,7 @@ their digests are made again with every append, so that every token can be selec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, get_args
 
@@ -234,9 +234,10 @@ class UnitIndex(Index, Reversible, Swaps, WorksBeside):
         """Run a job that writes tables on the side stream, where there is one. used: tensors of others that it reads."""
         self._done = self._side.run(self.context.device, job, *used)
 
-    def defer(self, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any) -> None:
-        """Queue an item for work(items), which writes tables for all indexes of the cache in one call; join() runs it."""
-        self._deferred.defer(self, kind, work, item)
+    def defer(self, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any, seqs: Iterable[int]) -> None:
+        """Queue an item for work(items), which writes tables of these sequences for all indexes of the cache in one call; join()
+        runs it."""
+        self._deferred.defer(self, kind, work, item, seqs)
 
     def join(self) -> None:
         """Run deferred work, and have the current stream wait for the side stream; the host does not wait."""
@@ -321,7 +322,7 @@ class UnitIndex(Index, Reversible, Swaps, WorksBeside):
         alike = tuple(places), self.size, self.first, self.spread
         work = partial(extend, places=alike[0], size=self.size, first=self.first, spread=self.spread)
         laid_out = keys.shape, keys.stride(), keys.dtype, keys.device, self.recent.shape[2], self.order is None, digests is None
-        self.defer((extend, *alike, *laid_out), work, added)
+        self.defer((extend, *alike, *laid_out), work, added, (place.seq for place in places))
 
     def _join_many(self, seqs: Sequence[int], keys: Tensor) -> None:
         """So many tokens of a sequence that there is no room for them beside what is kept, keys [1, H, n, D]."""
