@@ -20,6 +20,7 @@ from kvthaw.cache import placement as module
 from kvthaw.cache.device_memory import BlockArena, DeviceMemory
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
+from kvthaw.cache.layers import check_memory
 from kvthaw.cache.placement import count_by_block, full_blocks
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.transfer import UvaGather
@@ -327,9 +328,9 @@ def test_where_the_device_has_no_memory_blocks_go_to_the_host(monkeypatch: pytes
 
 def test_host_memory_is_needed_for_what_the_device_has_no_room_for() -> None:
     cache = make(device_memory=1 << 20, host_bytes=3 * SIZE * LAYERS)
-    cache.check_memory(9, SIZE, torch.device("cpu"))
+    check_memory(cache.layers, cache.streams, 9, SIZE, torch.device("cpu"))
     with pytest.raises(HostMemoryError):
-        cache.check_memory(10_000, SIZE, torch.device("cpu"))
+        check_memory(cache.layers, cache.streams, 10_000, SIZE, torch.device("cpu"))
     tokens = Tokens()
     take(cache, tokens.draw(1, 40))
     room_for(cache, 6)

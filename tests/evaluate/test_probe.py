@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.cache.choice import Choice
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.retriever import Choice
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.probe import Observation, Probe, Quality, observe
 from kvthaw.kernels.merge import Partial

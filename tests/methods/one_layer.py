@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.choice import Choice
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
-from kvthaw.cache.retriever import Choice
 from kvthaw.methods import resolve
 
 SCALE = 0.4

@@ -16,6 +16,14 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
+def to_host(query: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Return a query on the CPU in float32, contiguous if it came from a GPU, and what ends its way."""
+    if not query.is_cuda:
+        return query.float(), None
+    here = torch.empty(query.shape, dtype=torch.float32, pin_memory=True).copy_(query.float(), non_blocking=True)
+    return here, torch.cuda.current_stream(query.device).record_event()
+
+
 class Download:
     """A tensor that is being copied to the host. A call waits for the copy, but for nothing that a GPU is given later, and returns
     it."""

@@ -15,7 +15,7 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
 from kvthaw.cache.layer_storage import flush, flush_early, take_effect
-from kvthaw.cache.layers import built, host_need, indexed_layers, make_layers, note_lost, offloaded_numbers
+from kvthaw.cache.layers import built, indexed_layers, make_layers, note_lost, offloaded_numbers
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
@@ -276,15 +276,6 @@ class KVCache:
         ends = {seq: end for seq, n in after.items() if (end := sequences.indexed(seq, n)) > sequences.indexed(seq)}
         for layer in self.layers if ends else ():
             layer.reserve_blocks(ends)
-
-    def check_memory(self, blocks: int, size: int, device: torch.device) -> None:
-        """Raise HostMemoryError where so many more blocks of a size in every layer fit neither the device nor the host."""
-        self.streams.device.resolve(device)
-        self.streams.memory.check(lambda: host_need(self.layers, self.streams, blocks, size, pinned=device.type == "cuda"))
-
-    def check_finite(self) -> None:
-        """Raise CacheError if a key or value was not finite while decoding; see FiniteCheck."""
-        self.finite.look(self.layers)
 
     def wait(self) -> None:
         """Wait until every token is offloaded and indexed; raise what went wrong."""

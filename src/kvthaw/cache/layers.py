@@ -53,9 +53,14 @@ def make_layers(
     return layers
 
 
-def host_need(layers: Sequence[object], streams: Streams, blocks: int, size: int, *, pinned: bool) -> int:
-    """Return the bytes of host memory that so many more blocks of a size in every layer take beside those that the device has room
-    for."""
+def check_memory(layers: Sequence[object], streams: Streams, blocks: int, size: int, device: torch.device) -> None:
+    """Raise HostMemoryError where so many more blocks of a size in every layer fit neither the device nor the host."""
+    streams.device.resolve(device)
+    streams.memory.check(lambda: _host_need(layers, streams, blocks, size, pinned=device.type == "cuda"))
+
+
+def _host_need(layers: Sequence[object], streams: Streams, blocks: int, size: int, *, pinned: bool) -> int:
+    """Return the bytes of host memory that the blocks take beside those that the device has room for."""
     share, total = streams.device.share, 0
     for layer in layers:
         if isinstance(layer, OffloadedLayer) and layer.plan is not None:

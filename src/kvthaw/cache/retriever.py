@@ -6,13 +6,14 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvthaw.cache.choice import Choice
+from kvthaw.cache.device_lengths import to_host
 from kvthaw.cache.index_api import (
     Index,
     IndexContext,
@@ -37,27 +38,6 @@ from kvthaw.errors import CacheError, KvthawError
 
 _CHECKED = 3
 """How many of the first choices of kvthaw's own indexes are checked; those of others always are, in eager steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The rows that one decode step of a group attends to, and their slots.
-
-    slots [B, H, M] int32: the pool slot of every selected row, -1 padded, and -1 for rows that are read in their blocks. fetch [B,
-    H, M] int32: the rows to bring, else -1. live [B, H, C] bool: slots that hold a selected row. All on the device, all None where
-    every row is read in its block; host: slots and fetch on the CPU too, if the index works there and the query does not.
-    """
-
-    selection: Selection
-    slots: Tensor | None = None
-    fetch: Tensor | None = None
-    live: Tensor | None = None
-    host: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def followed(self) -> Choice:
-        """The choice for a follower: rows and slots, without weights and partials, which belong to the anchor's keys."""
-        return replace(self, selection=Selection(self.selection.rows, self.selection.counts))
 
 
 class Retriever:
@@ -203,7 +183,7 @@ class Retriever:
     def search(self, queries: Tensor) -> list[Future[Selection]]:
         """Start selecting rows for queries [B, Hq, T, D] in an index on the host, without waiting for the queries to arrive there.
         Returns a future for each of the T tokens."""
-        here, sent = _to_host(queries)
+        here, sent = to_host(queries)
         changes = [job for job, _ in self._jobs]
         found = [self.streams.search(sent, changes, partial(self._select, query)) for query in here.unbind(2)]
         self._searching = found[-1] if found else self._searching
@@ -333,7 +313,7 @@ class Retriever:
 
     def _now(self, query: Tensor) -> Selection:
         if self.index.on_host:
-            query, sent = _to_host(query)
+            query, sent = to_host(query)
             if sent is not None:
                 sent.synchronize()
         return self.index.select(query, self.rows)
@@ -411,11 +391,3 @@ class Retriever:
         twin.meter.tick(self.meter.again)
         twin.prefetched = copy.deepcopy(self.prefetched, memo)
         return twin
-
-
-def _to_host(query: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Return a query on the CPU in float32, contiguous if it came from a GPU, and what ends its way."""
-    if not query.is_cuda:
-        return query.float(), None
-    here = torch.empty(query.shape, dtype=torch.float32, pin_memory=True).copy_(query.float(), non_blocking=True)
-    return here, torch.cuda.current_stream(query.device).record_event()

@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvthaw.cache.choice import Choice
 from kvthaw.cache.index_api import Transfer
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.layer_storage import LayerStorage
 from kvthaw.cache.plan import Plan, Settings
-from kvthaw.cache.retriever import Choice, Retriever
+from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
 from kvthaw.cache.transfer import UvaGather

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvthaw.cache.choice import Choice
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.retriever import Choice
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import at_least
 from kvthaw.evaluate.machine import now

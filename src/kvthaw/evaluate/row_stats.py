@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.choice import Choice
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.retriever import Choice
 from kvthaw.evaluate.probe import Observer
 
 if TYPE_CHECKING:

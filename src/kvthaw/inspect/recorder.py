@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvthaw.cache.choice import Choice
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.retriever import Choice
 from kvthaw.evaluate.probe import Observer, exact_scores, stored_rows
 
 Rows = dict[int, Tensor]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kvthaw.cache.choice import Choice
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.retriever import Choice
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.request import Request
 from kvthaw.evaluate.probe import observe, stored_rows

@@ -223,7 +223,7 @@ class Cache(DynamicCache):
     def check_finite(self) -> None:
         """Raise CacheError, with the layer, if the model gave keys or values that are not finite while decoding: on a CPU at the
         next call, on a GPU some steps later, since the host waits for nothing. Cleared by crop() and reset()."""
-        self.kv.check_finite()
+        self.kv.finite.look(self.kv.layers)
 
     @contextmanager
     def verification(self) -> Iterator[None]:

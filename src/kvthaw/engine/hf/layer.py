@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
+from kvthaw.cache.layers import check_memory
 from kvthaw.engine.hf.masks import attention_by_mask, causal_mask, dense_attention, is_padding
 from kvthaw.engine.ops import serves
 from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
@@ -258,7 +259,7 @@ class CacheLayer(CacheLayerMixin):
             if new and self.first:
                 if steps > 1 or before == 0:
                     self._check_room(key, pads)
-                cache.check_finite()
+                cache.finite.look(cache.layers)
                 with torch.inference_mode(False):
                     cache.reserve(steps)
         except KvthawError:
@@ -300,7 +301,7 @@ class CacheLayer(CacheLayerMixin):
             wanted = (max(0, held + new - pad - room) for pad, room in zip(pads, have, strict=True))
             row = row_format(cache.settings.kv_dtype, key.shape[3], key.dtype)
             block = key.shape[1] * row.row_bytes * block_size
-            cache.check_memory(sum(-(-tokens // block_size) for tokens in wanted), block, key.device)
+            check_memory(cache.layers, cache.streams, sum(-(-tokens // block_size) for tokens in wanted), block, key.device)
 
     def get_seq_length(self) -> int:
         return self.shared.length
