@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvthaw.cache import host_memory
+from kvthaw.cache import host_memory, page_locked
 from kvthaw.cache.host_memory import HostMemory, container_free, host_tensor
 from kvthaw.cache.page_locked import HUGE, PageLocked, locked_bytes
 
@@ -97,6 +100,45 @@ def test_what_is_too_much_is_given_back_when_the_device_is_done(runtime: Runtime
     assert memory.spare_bytes * 4 <= free + 9 * HUGE
     assert stream.done
     assert held.data_ptr() in runtime.held
+
+
+def test_threads_that_ask_at_once_take_nothing_twice(runtime: Runtime) -> None:
+    """Both see the last block that is freed before either has taken it."""
+    memory, together, failed = made(runtime), threading.Barrier(2), list[Exception]()
+
+    class Freed(deque[Any]):
+        def popleft(self) -> Any:
+            with suppress(threading.BrokenBarrierError):
+                together.wait(0.5)
+            return super().popleft()
+
+    memory._freed = Freed()
+    first = memory.tensor(SHAPE, torch.bfloat16)
+    del first
+    gc.collect()
+
+    def ask() -> None:
+        try:
+            assert memory.spare_bytes == HUGE
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_current_streams_of_all_devices_in_use_may_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever device is current on the thread that asks: one that is not in use stays so."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda number=0: f"current of {number}")
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda number: number > 0, raising=False)
+    own: Any = ["own"]
+    assert page_locked._readers(own) == {"own", "current of 1", "current of 2"}
 
 
 def test_a_view_keeps_its_memory(runtime: Runtime) -> None:

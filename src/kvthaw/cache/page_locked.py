@@ -97,7 +97,7 @@ class PageLocked:
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, streams: Sequence[torch.cuda.Stream] = ()) -> Tensor:
         """Return an uninitialised tensor, to be written on any stream or the host: whatever read its memory before is done.
-        streams: those that may read it, beside the current one of whoever asks for memory next. Raises OSError."""
+        streams: those that may read it, beside the current ones of whoever asks for memory next. Raises OSError."""
         count = math.prod(shape)
         size = locked_bytes(count * dtype.itemsize)
         block = self._unused(size) or self._new(size, 1)[0]
@@ -142,12 +142,13 @@ class PageLocked:
         if not self._freed:
             return
         known: dict[int, tuple[Sequence[Any], list[Any]]] = {}
-        while self._freed:
-            block, size, streams = self._freed.popleft()
-            if id(streams) not in known:
-                known[id(streams)] = streams, [stream.record_event() for stream in _readers(streams)]
-            with self._lock:
+        with self._lock:  # finalizers, which may run meanwhile, take none
+            while self._freed:
+                block, size, streams = self._freed[0]
+                if id(streams) not in known:
+                    known[id(streams)] = streams, [stream.record_event() for stream in _readers(streams)]
                 self._spare.setdefault(size, deque()).append((block, known[id(streams)][1]))
+                self._freed.popleft()
         free = self._available()
         while free is not None and self.spare_bytes * _SHARE > free and (given := self._give_back()):
             free += given
@@ -169,16 +170,19 @@ class PageLocked:
         return size * mapping.blocks
 
 
+def _devices_in_use() -> list[int]:
+    """Return the devices that this process uses already. A thread's current device may be another, on which it would begin."""
+    if not torch.cuda.is_available():
+        return []
+    used = getattr(torch._C, "_cuda_hasPrimaryContext", lambda number: number == torch.cuda.current_device())
+    return [number for number in range(torch.cuda.device_count()) if used(number)]
+
+
 def _a_device_in_use() -> AbstractContextManager[object]:
     """Within it CUDA's calls take a device that this process uses already, on a thread that has none of its own, too."""
-    if not torch.cuda.is_available():
-        return nullcontext()
-    used = getattr(torch._C, "_cuda_hasPrimaryContext", lambda number: number == torch.cuda.current_device())
-    return torch.cuda.device(next(filter(used, range(torch.cuda.device_count())), None))
+    return torch.cuda.device(next(iter(_devices_in_use()), None)) if torch.cuda.is_available() else nullcontext()
 
 
 def _readers(streams: Sequence[torch.cuda.Stream]) -> set[torch.cuda.Stream]:
-    """Return streams with the current ones of their devices."""
-    if not torch.cuda.is_available():
-        return set(streams)
-    return {*streams, torch.cuda.current_stream(), *(torch.cuda.current_stream(stream.device) for stream in streams)}
+    """Return streams with the current ones of all devices in use."""
+    return {*streams, *(torch.cuda.current_stream(number) for number in _devices_in_use())}
