@@ -78,3 +78,14 @@ def test_an_insertion_that_is_given_up_adds_nothing_more() -> None:
     assert matched(tree, [1] * 12) == 8
     assert len(tree.nodes) == 2
     assert tree.pinned == 0
+
+
+def test_a_salt_whose_only_prefix_is_dropped_meanwhile_is_found() -> None:
+    """Memory for a prompt's first block may be had by dropping others, the last one of another salt too."""
+    tree = PrefixTree(SIZE)
+    given(tree, [1] * 4, "old")
+    for at, _ in enumerate(tree.insert(torch.tensor([2] * 8), "new")):
+        if at == 0:
+            tree.remove(next(tree.unpinned()))
+    assert matched(tree, [2] * 8, "new") == 8
+    assert matched(tree, [1] * 4, "old") == 0

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from kvthaw import ConfigError, PrefixCache, Scheduler
 from kvthaw.cache.block_file import BlockFile
 from kvthaw.cache.prefix_kept import PrefixBlocks
+from kvthaw.cache.ranks import Ranks
 from kvthaw.errors import CacheError
 from zoo import build, prompt
 
@@ -195,6 +196,37 @@ def test_others_decode_while_a_document_comes_back(
     assert (request.tokens, request.cached_tokens) == (fresh[0], 192)
     assert [nodes for nodes, _ in read] == [2, 2, 2]
     assert len({tokens for _, tokens in read}) == 3, "a token of the other lies between"
+
+
+def test_processes_of_a_split_model_begin_a_prompt_together(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each drops blocks for itself: one may have all in memory where another waits for its file."""
+    prefix = PrefixCache(host_bytes=12 * BLOCK, kv_dir=tmp_path)
+    batch = batch_of(model, "oracle", prefix)
+    asked(batch)
+    assert prefix.fetch(batch.cache.kv, DOCUMENTS[0], 64)
+    told = list[int]()
+    monkeypatch.setattr(Ranks, "least", lambda ranks, own: told.append(own) or 0)
+    assert not prefix.fetch(batch.cache.kv, DOCUMENTS[0], 64)
+    assert not prefix.fetch(batch.cache.kv, DOCUMENTS[0], 320)
+    assert told == [True, False]
+
+
+def test_a_read_that_fails_in_another_way_pins_nothing(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = PrefixCache(host_bytes=12 * BLOCK, kv_dir=tmp_path)
+    batch = batch_of(model, "oracle", prefix)
+    asked(batch)
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(PrefixBlocks, "read", lost)
+    with pytest.raises(RuntimeError, match="lost"):
+        prefix.fetch(batch.cache.kv, DOCUMENTS[0], 64)
+    assert prefix.pinned_bytes == 0
 
 
 def test_a_folder_in_which_no_file_can_be_made_is_refused(tmp_path: Path) -> None:

@@ -111,17 +111,17 @@ class PrefixCache:
 
     def fetch(self, kv: KVCache, ids: Tensor, tokens: int, *, salt: str = "") -> bool:
         """Bring up to so many tokens, one block at least, of what fill() would take from the file to memory, so that it need not
-        wait for all of them. Returns whether more of them are there."""
+        wait for all of them. Returns whether more of them are there, in every process of a split model."""
         if _refusal(kv) is not None:
             return False
         self._check(kv)
         path, _ = self._usable(ids.cpu(), salt)
         absent = [node for node in path if not self._kept.holds(node)]
-        some = max(1, tokens // kv.settings.block_size)
-        if len(absent) <= some:
-            return False
-        wanted = path.index(absent[some])
-        return len(self._in_memory(kv, path[:wanted])) == wanted
+        some, more = max(1, tokens // kv.settings.block_size), False
+        if len(absent) > some:
+            wanted = path.index(absent[some])
+            more = len(self._in_memory(kv, path[:wanted])) == wanted
+        return bool(kv.settings.ranks.least(more))
 
     def keep(self, kv: KVCache, ids: Tensor, *, seq: int = 0, salt: str = "", name: str | None = None) -> None:
         """Keep the first tokens of a sequence, ids [T], all of them of its prompt. name: keep them until forget(name).
@@ -352,8 +352,10 @@ class PrefixCache:
         self._tree.touch(path[-1])
         absent = [node for node in path if not self._kept.holds(node)]
         self._tree.pin(path[-1], 1)  # nothing on the way is dropped meanwhile
-        read, error = self._kept.read(absent, kv.streams.memory)
-        self._tree.pin(path[-1], -1)
+        try:
+            read, error = self._kept.read(absent, kv.streams.memory)
+        finally:
+            self._tree.pin(path[-1], -1)
         if error is not None:
             _log.warning("a prompt is prefilled in part: %s", error)
             if isinstance(error, CacheError) and not absent[read].pins:

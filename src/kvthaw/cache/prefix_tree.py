@@ -59,6 +59,8 @@ class PrefixTree:
                 new = found is None
                 found = found or Node(node, block.clone())
                 yield found, new
+                if node.parent is None:
+                    self._roots[salt] = node  # which has gone if the last one behind it was dropped meanwhile
                 node.children[_key(found.tokens)] = found
                 self.pin(found, 1)  # nothing on the way is dropped meanwhile
                 self.pin(node, -1)
