@@ -435,6 +435,46 @@ def test_a_chunk_is_launched_before_tokens_are_read(model: PreTrainedModel, monk
     assert (len(first.tokens), str(second.error)) == (known + 1, "the chunk failed")
 
 
+def test_a_request_that_cannot_join_waits_and_others_get_their_tokens(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=100, budget=48))
+    first = scheduler.submit([5] * 4, max_new_tokens=6, stop=())
+    while not first.tokens:
+        scheduler.step()
+    second, place = scheduler.submit([6] * 4, max_new_tokens=6, stop=()), Request.place
+
+    def short(*given: Any) -> None:
+        monkeypatch.setattr(Request, "place", place)
+        raise torch.OutOfMemoryError("short")
+
+    monkeypatch.setattr(Request, "place", short)
+    while not first.finished:
+        assert scheduler.step() == [first], "it is told of each token"
+        assert scheduler.waiting == [second]
+    while scheduler.busy:
+        scheduler.step()
+    assert [second.tokens] == alone(model, "oracle", (torch.tensor([6] * 4), 6))
+
+
+def test_a_request_that_cannot_join_alone_is_not_lost(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=100, budget=48))
+    request = scheduler.submit([5] * 4, max_new_tokens=6, stop=())
+    place = Request.place
+
+    def short(*given: Any) -> None:
+        monkeypatch.setattr(Request, "place", place)
+        raise torch.OutOfMemoryError("short")
+
+    monkeypatch.setattr(Request, "place", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        scheduler.step()
+    assert scheduler.waiting == [request]
+    while scheduler.busy:
+        scheduler.step()
+    assert len(request.tokens) == 6
+
+
 def test_what_ends_before_an_error_of_a_split_model_comes_up_is_forgotten(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,29 @@ def test_a_prompt_that_is_not_whole_begins_again(model: PreTrainedModel) -> None
     assert request.tokens == alone(model, "quest", ids, NEW)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
+def test_what_cannot_come_back_begins_again(model: PreTrainedModel, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason and wherever it shows, here once the KV is there."""
+    model = model if architecture == "llama" else build_exact(architecture)
+    batch, ids = batch_of(model, "quest"), prompt(1, LONG)[0]
+    request = batch.join(ids, **options(NEW))
+    while len(request.tokens) < 20:
+        batch.step()
+    assert batch.preempt(request)
+
+    def lost(*given: Any, **how: Any) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("lost")
+
+    at, name = (batch._sampler, "join") if architecture == "llama" else (batch.cache.states, "swap_in")
+    monkeypatch.setattr(at, name, lost)
+    batch.join(request)
+    assert (request.swapped, request.prefilled, batch.decoding) == (None, 0, [])
+    while batch.requests:
+        batch.step()
+    assert request.tokens == alone(model, "quest", ids, NEW)
+
+
 def test_a_sequence_cannot_come_back_to_other_layers(model: PreTrainedModel) -> None:
     """Where the cache was reset meanwhile, or it is another batch's, the request begins again."""
     ids = prompt(1, LONG)[0]

@@ -295,12 +295,12 @@ class Batch:
         request.swapped = None
         try:
             self.cache.swap_in(request.seq, swapped)
-        except (CacheError, HostMemoryError, torch.OutOfMemoryError) as error:
+            how = request.sampling, request.ids, request.stop, request.matcher, request.tokens
+            self._sampler.join(request.seq, *how)
+        except Exception as error:
             _log.info("a request that was preempted begins again: %s", error)
-            request.rewind()
+            self._begin_again(request)
             return
-        how = request.sampling, request.ids, request.stop, request.matcher, request.tokens
-        self._sampler.join(request.seq, *how)
         self._decoding[request.seq] = request
 
     def _give(self, requests: Sequence[Request | None], tokens: list[int], scores: list[TokenLogprobs] | None) -> list[Request]:

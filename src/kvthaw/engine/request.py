@@ -93,8 +93,8 @@ class Request:
 
     def place(self, seq: int, model: PreTrainedModel) -> None:
         """Give it a sequence of a model's batch."""
-        self.seq, self.ids = seq, self.ids.to(model.device)
-        self.embeddings = None if self.embeddings is None else self.embeddings.to(model.device, model.dtype)
+        embeddings = None if self.embeddings is None else self.embeddings.to(model.device, model.dtype)
+        self.ids, self.embeddings, self.seq = self.ids.to(model.device), embeddings, seq
 
     def inputs(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return what a model takes for tokens start .. stop of the prompt."""

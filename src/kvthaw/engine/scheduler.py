@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections.abc import Callable, Sequence
 from typing import Unpack
@@ -14,6 +15,7 @@ from kvthaw.engine.request import Request, RequestOptions
 from kvthaw.errors import CacheError, HostMemoryError, QueueFullError, at_least
 from kvthaw.typecheck import check_type
 
+_log = logging.getLogger(__name__)
 MEMORY_ERRORS = (HostMemoryError, torch.OutOfMemoryError)
 STEP_TOKENS = 4096
 """Tokens that one step processes while other requests decode."""
@@ -201,9 +203,16 @@ class Scheduler:
             request = self._waiting[0]
             if not self.batch.admission.fits(request, self.batch.requests, self._waiting):
                 return
-            del self._waiting[0]
             preempted = request.swapped is not None
-            self.batch.join(request)
+            try:
+                self.batch.join(request)
+            except Exception as error:
+                if self.split or not self.batch.requests:
+                    raise
+                _log.warning("a request waits until another has ended: %s", error)
+                self._short = len(self.batch.requests)
+                return  # the others are told of the step's tokens
+            del self._waiting[0]
             self.resumed += preempted and request in self.batch.decoding
             self.recomputed += preempted and request not in self.batch.decoding
 

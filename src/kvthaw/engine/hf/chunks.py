@@ -58,7 +58,7 @@ def in_chunks(
                 cache.reserve(tokens)  # before a layer that is not kvthaw's has taken them
             out = (short or forward)(**given)
             if cache is not None:
-                cache.finite.look(cache.layers)
+                cache.check_finite()
             return out
         reason = reason_for_one_pass(given, cache, names)
         if reason is not None:
