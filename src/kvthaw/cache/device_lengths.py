@@ -16,12 +16,12 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
-def to_host(query: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Return a query on the CPU in float32, contiguous if it came from a GPU, and what ends its way."""
-    if not query.is_cuda:
-        return query.float(), None
-    here = torch.empty(query.shape, dtype=torch.float32, pin_memory=True).copy_(query.float(), non_blocking=True)
-    return here, torch.cuda.current_stream(query.device).record_event()
+def to_host(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Return a tensor on the CPU in float32, contiguous if it came from a GPU, and what ends its way."""
+    if not x.is_cuda:
+        return x.float(), None
+    here = torch.empty(x.shape, dtype=torch.float32, pin_memory=True).copy_(x.float(), non_blocking=True)
+    return here, torch.cuda.current_stream(x.device).record_event()
 
 
 class Download:
