@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache import kv_prefetcher
+from kvthaw.cache.host import HostStore
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.index.bounds import BoundIndex
@@ -197,6 +198,42 @@ def test_what_cannot_be_continued_goes_through_whole(
 def test_a_chunk_has_tokens(llama: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match="prefill_chunk is 0; it must be at least 1"):
         kvthaw.attach(llama, prefill_chunk=0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("method", ["clusterkv", "pariskv-plus"])
+def test_earlier_rows_come_once_for_attention_and_index(method: str, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index that is built whole takes them as they pass in the last chunk; a step that fails then is taken again."""
+    model, ids, read = build_exact("llama"), prompt(1, 150), list[int]()
+    with kvthaw.attach(model, method, budget=48, dense_layers=0):
+        expected = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    cache = kvthaw.Cache(model, method, budget=48, dense_layers=0)
+    rows_of = HostStore.read
+
+    def counted(store: HostStore, seq: int, start: int, stop: int) -> Tensor:
+        read.append(stop - start)
+        return rows_of(store, seq, start, stop)
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("lost")
+
+    with torch.no_grad(), cache.prompt(150):
+        for start, stop in ((0, 50), (50, 100), (100, 150)):
+            if fails and stop == 150:
+                hook = model.model.layers[-1].register_forward_pre_hook(lost)
+                with pytest.raises(RuntimeError, match="lost"):
+                    model(ids[:, start:stop], past_key_values=cache)
+                hook.remove()
+            read.clear()
+            monkeypatch.setattr(HostStore, "read", counted)
+            logits = model(ids[:, start:stop], past_key_values=cache).logits
+            monkeypatch.undo()
+    assert [rows for rows in read if rows > 20] == [100] * len(cache.kv.offloaded), "few fill a ring again after a step that failed"
+    tokens = [int(logits[0, -1].argmax())]
+    with torch.no_grad():
+        while len(tokens) < 20:
+            tokens.append(int(model(torch.tensor([tokens[-1:]]), past_key_values=cache).logits[0, -1].argmax()))
+    assert tokens == expected[0, 150:].tolist()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class IndexUpdater:
         """Sequences to be indexed again before the next step."""
         self._uncommitted: dict[int, tuple[int, Tensor]] = {}  # what commit() appends: up to where, and the last queries
         self._sides: dict[int, SideIndex] = {}  # of paused sequences
-        self._begun: set[int] = set()  # those whose sides are of the step under way
+        self._begun: set[int] = set()  # those that are indexed with the step under way
         self._marked: set[int] = set()  # sequences that are stale if the step under way is counted
 
     @property
@@ -176,11 +177,18 @@ class IndexUpdater:
             else:
                 self._append(given[0], rows.shape[2], *given[1:])
 
-    def begin(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor]) -> None:
-        """Begin to build indexes on the host of stale sequences, up to the ends given, beside the step under way. Once it is
-        counted renew() takes them over, or take_built()."""
-        for seq, end in ends.items() if can_build_beside(self.retriever.index) else ():
-            if seq in self.stale:
+    def begin(
+        self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], passed: Mapping[int, Tensor] = MappingProxyType({})
+    ) -> None:
+        """Begin to index stale sequences, up to the ends given: those whose rows [H, n, 2, D] have passed on the device at once, on
+        the host beside the step under way. Once it is counted renew() takes those over, or take_built()."""
+        for seq, end in ends.items():
+            if seq in self.stale and seq in passed:
+                keys, values = passed[seq][:, self.first : end].unbind(2)
+                self._build(seq, end, keys, values, self._queries(recent_queries, seq))
+                self.stale.discard(seq)
+                self._begun.add(seq)
+            elif seq in self.stale and can_build_beside(self.retriever.index):
                 side, rows = self._side(seq), self._nothing(end - self.first)[:, :, 0]
                 side.change(end, side.index.build, seq, self.first, rows, rows, self._queries(recent_queries, seq))
                 self._begun.add(seq)
@@ -188,7 +196,7 @@ class IndexUpdater:
     def drop(self) -> None:
         """Forget what a prompt gave, whose step failed."""
         for seq in self._begun:
-            self._drop_side(seq)
+            (self._drop_side if seq in self._sides else self.begin_again)(seq)
         self._begun.clear()
         self.stale -= self._marked
         self._marked.clear()

@@ -80,13 +80,19 @@ class LayerStorage:
         allocator = self.store.allocator
         return max(0, blocks - self.room // allocator.size) * allocator.held
 
-    def append(self, row: Row, query: Tensor, keys: Tensor, values: Tensor, remaining: int, *, paused: bool = False) -> int:
+    def append(
+        self, row: Row, query: Tensor, keys: Tensor, values: Tensor, remaining: int, passed: Tensor | None = None, *,
+        paused: bool = False,
+    ) -> int:  # fmt: skip
         """Store and index a prompt's tokens [., n, D] of one sequence, which are what is stored from then on, in sink and ring too.
-        Returns where its ring begins then. paused: other sequences take steps before the rest of the prompt comes."""
+        Returns where its ring begins then. paused: other sequences take steps before the rest of the prompt comes. passed: rows of
+        the whole prompt, whose last are written now."""
         regions, past, seq = self.slab.regions, row.past, row.seq
         length = past + keys.shape[1]
         start = regions.first_indexed(length)
         keys, values = self.store.format.rounded(keys, values)
+        if passed is not None:
+            passed[:, past:, 0], passed[:, past:, 1] = keys, values
         self.offloader.prompt(seq, past, keys, values)
         self.preallocate(seq, length)
         if self.updater is not None and start > self.updater.indexed[seq]:
@@ -100,10 +106,17 @@ class LayerStorage:
             self.slab.write(seq, ring, torch.stack((keys[:, ring - past :], values[:, ring - past :]), dim=2))
         return start
 
-    def index_ahead(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor]) -> None:
-        """Begin to build indexes of prompts on the host, beside the layers that follow; see IndexUpdater.begin."""
+    def indexes_whole(self, seq: int) -> bool:
+        """Return whether an index on the device is to be built with the last chunk of a sequence's prompt, from all of its rows:
+        they pass then on their way to attention, and need not cross the bus once more."""
+        on_device = self.updater is not None and not self.updater.retriever.index.on_host
+        return on_device and self.offloader.keeps and self.stale(seq)
+
+    def index_ahead(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], passed: Mapping[int, Tensor]) -> None:
+        """Begin to build indexes of prompts: on the host beside the layers that follow, on the device from the rows that have
+        passed; see IndexUpdater.begin."""
         if self.updater is not None:
-            self.updater.begin(ends, recent_queries)
+            self.updater.begin(ends, recent_queries, passed)
 
     def resume(self, seq: int, blocks: Sequence[Block], length: int, kept: Snapshot | None) -> None:
         """Begin a sequence with `length` tokens whose rows are kept, and with them perhaps an index."""

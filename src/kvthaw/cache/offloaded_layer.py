@@ -11,6 +11,7 @@ A decode step, start to finish:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from kvthaw.cache.index_api import IndexContext, Transfer
 from kvthaw.cache.index_updater import IndexUpdater, Snapshot
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, attend_rows, last_queries, reordered
 from kvthaw.cache.layer_storage import LayerStorage, flush
+from kvthaw.cache.offloader import copied
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.preallocator import BlockPreallocator
@@ -148,12 +150,17 @@ class OffloadedLayer(LayerKV):
         self.drop_search()
         if self.plan is None:
             self.allocate(step, query, key, attention.scale)
-        out = self._attend_dense(step, query, key, value, attention)
-        self.append(step, query, key, value)
+        passed, ends = dict[int, Tensor](), self.sequences.announced and not step.remaining
+        out = self._attend_dense(step, query, key, value, attention, passed if ends else None)
+        self.append(step, query, key, value, passed)
         return out
 
-    def _attend_dense(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """Causal attention over all earlier tokens and the new ones, exact."""
+    def _attend_dense(
+        self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams,
+        passed: dict[int, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Causal attention over all earlier tokens and the new ones, exact. passed: receives the rows [H, n, 2, D] of sequences
+        that are to be indexed whole with this step, where the new ones are yet to be written; see LayerStorage.indexes_whole."""
         if step.start == 0 and (step.seq is not None or not any(step.left_pad)):
             return attention.causal(query, key, value)
 
@@ -162,11 +169,16 @@ class OffloadedLayer(LayerKV):
             if row.past == 0:
                 return attention.causal(q, k, v)
             past = self.storage.offloader.past(row.seq, row.past, self.sequences.indexed(row.seq), q.shape[2])
+            if passed is not None and self.storage.indexes_whole(row.seq) and row.seq not in self.sequences.paused:
+                passed[row.seq] = k.new_empty((k.shape[1], row.past + k.shape[2], 2, k.shape[3]))
+                past = copied(past, passed[row.seq])
             return continued(q, k, v, past, scale=attention.scale, softcap=attention.softcap, sinks=attention.sinks)
 
         return attend_rows(step, query, attend)
 
-    def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def append(
+        self, step: Step, query: Tensor, key: Tensor, value: Tensor, passed: Mapping[int, Tensor] = MappingProxyType({})
+    ) -> None:
         assert self.plan is not None
         ring = self.slab.held().clone() if step.start and self.settings.method.evicts else None
         self._before = step, dict(self.recent_queries), ring
@@ -175,12 +187,12 @@ class OffloadedLayer(LayerKV):
         for row in step.rows():
             q = query[row.row, :, row.pad - step.tokens :]  # a clone has the last queries only
             k, v = (x[row.row, :, row.pad :] for x in (key, value))
-            known = self.recent_queries.get(row.seq)
+            known, paused = self.recent_queries.get(row.seq), row.seq in self.sequences.paused
             self.recent_queries[row.seq] = last_queries(known, q, row.past, self.storage.prompt_queries)
-            ends[row.seq] = self.storage.append(row, q, k, v, step.remaining, paused=row.seq in self.sequences.paused)
+            ends[row.seq] = self.storage.append(row, q, k, v, step.remaining, passed.get(row.seq), paused=paused)
         self._taken = step, step.tokens
         self._prompts = ends if self.sequences.announced and not step.remaining else {}
-        self.storage.index_ahead(self._prompts, self.recent_queries)
+        self.storage.index_ahead(self._prompts, self.recent_queries, passed)
         self.sparse.follow_blocks()  # beside the layers that follow; the next step would wait for it
 
     def resume(self, step: Step, blocks: Mapping[int, Sequence[Block]], kept: Mapping[int, Snapshot]) -> None:

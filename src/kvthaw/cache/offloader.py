@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -134,6 +134,15 @@ class Offloader:
         self._latest.pop(seq, None)
         if self.store.length(seq) > length:
             self.store.truncate(seq, length)
+
+
+def copied(past: Iterable[tuple[Tensor, Tensor]], rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Copy keys and values [1, H, n, D] that come part by part to rows [H, m, 2, D], from the first on, before they go on."""
+    at = 0
+    for keys, values in past:
+        end = at + keys.shape[2]
+        rows[:, at:end, 0], rows[:, at:end, 1], at = keys[0], values[0], end
+        yield keys, values
 
 
 def offload(offloaders: Sequence[Offloader], spans: Sequence[Span]) -> Tensor:
