@@ -25,7 +25,7 @@ KERNELS = {
         *("_encode", "_offload", "_freeze", "_extend", "_stream_keys", "_denominators", "_mass", "_page_bounds"),
         *("_assign", "_average", "_rank", "_sort", "_cover", "_direct", "_nearest", "_digest", "_static_first"),
     ),
-    "prompt": ("_merge_into",),
+    "prompt": ("_merge_parts",),
 }
 """Part of a step, or of what happens between steps and at the prompt -> kvthaw's kernels that do it."""
 _PARTS = (

@@ -9,7 +9,7 @@ from kvthaw.cache import kv_prefetcher
 from kvthaw.cache.device_memory import DeviceBlocks, DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.kv_prefetcher import KVPrefetcher
-from kvthaw.kernels.dense import BLOCK, LONG, runs
+from kvthaw.kernels.dense import LONG, RUN, runs
 
 HEADS, DIM = 2, 4
 
@@ -24,7 +24,7 @@ def filled(length: int, block_size: int, *, pinned: bool = False) -> tuple[HostS
 @pytest.mark.parametrize("block_size", [1, 8, 12, 100])
 @pytest.mark.parametrize("stop", [0, 1, 31, 32, 33, 70])
 def test_blocks(monkeypatch: pytest.MonkeyPatch, device: torch.device, block_size: int, stop: int) -> None:
-    monkeypatch.setattr(kv_prefetcher, "BLOCK", 32)
+    monkeypatch.setattr(kv_prefetcher, "RUN", 32)
     store, rows = filled(70, block_size, pinned=device.type == "cuda")
     blocks = [block.cpu().clone() for block in KVPrefetcher().blocks(store, 0, stop, device)]
     assert torch.equal(torch.cat([rows[:, :0], *blocks], dim=1), rows[:, :stop])
@@ -41,7 +41,7 @@ def test_gpu_blocks_on_the_device_come_in_long_runs(queries: int, device: torch.
     for stop in (70000, 5):
         blocks = [block.cpu() for block in KVPrefetcher().blocks(store, 1, stop, device, queries=queries)]
         assert torch.equal(torch.cat(blocks, dim=1), rows[:, :stop])
-        assert [block.shape[1] for block in blocks] == runs(stop, LONG if queries == 512 else BLOCK)
+        assert [block.shape[1] for block in blocks] == runs(stop, LONG if queries == 512 else RUN)
 
 
 @pytest.mark.parametrize("span", [(0, 70), (3, 70), (8, 24), (9, 10), (5, 5), (7, 33)])
@@ -57,7 +57,7 @@ def test_copy_to(span: tuple[int, int]) -> None:
 @pytest.mark.gpu
 def test_gpu_a_block_is_not_overwritten_while_it_is_read(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Slow work on every block, twice over: the copies that come meanwhile go to the other one."""
-    monkeypatch.setattr(kv_prefetcher, "BLOCK", 1024)
+    monkeypatch.setattr(kv_prefetcher, "RUN", 1024)
     store, rows = filled(8192, 256, pinned=True)
     way, big, places = KVPrefetcher(), torch.randn(4096, 4096, device=device), set[int]()
     for _ in range(2):

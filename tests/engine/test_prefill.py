@@ -44,8 +44,9 @@ def answer(model: PreTrainedModel, method: str, chunk: int, given: dict[str, Ten
 )
 def test_chunks_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch, name: str, chunk: int) -> None:
     """Padding, sliding windows, softcap, sinks, layers that share KV; parts of the past that end inside a block."""
-    monkeypatch.setattr(kv_prefetcher, "BLOCK", 32)
-    monkeypatch.setattr(dense, "BLOCK", 32)
+    for length, tokens in (("BLOCK", 16), ("RUN", 32)):
+        monkeypatch.setattr(kv_prefetcher, length, tokens)
+        monkeypatch.setattr(dense, length, tokens)
     model = build(name)
     for method, settings in (("oracle", {"budget": 512, "block_size": 24}), ("full", {})):
         tokens, logits = answer(model, method, WHOLE, BATCH, **settings)
@@ -135,7 +136,8 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_grows_with_the_prompt(monkeypatch: pytest.MonkeyPatch, llama: PreTrainedModel) -> None:
-    monkeypatch.setattr(kv_prefetcher, "BLOCK", 64)
+    for name in ("BLOCK", "RUN"):
+        monkeypatch.setattr(kv_prefetcher, name, 64)
 
     def largest(tokens: int, chunk: int) -> int:
         with kvthaw.attach(llama, "icecache-digest", budget=64, prefill_chunk=chunk, block_size=32), Largest() as seen:
@@ -228,7 +230,9 @@ def test_earlier_rows_come_once_for_attention_and_index(method: str, fails: bool
             monkeypatch.setattr(HostStore, "read", counted)
             logits = model(ids[:, start:stop], past_key_values=cache).logits
             monkeypatch.undo()
-    assert [rows for rows in read if rows > 20] == [100] * len(cache.kv.offloaded), "few fill a ring again after a step that failed"
+    assert [rows for rows in read if rows > 20] == [100] * len(cache.kv.offloaded), (
+        "few fill a ring again after a step that failed"
+    )
     tokens = [int(logits[0, -1].argmax())]
     with torch.no_grad():
         while len(tokens) < 20:

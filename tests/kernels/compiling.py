@@ -222,7 +222,9 @@ def attention(dtype: torch.dtype, dim: int) -> None:
     placed = admit.Placed(empty(2, 8, dtype=torch.bool), 1024, empty(2, HEADS, 100))
     admit.admit(empty(2, HEADS, 100), *tables, placed)
     part, lse = empty(2, HEADS, 50, dim, dtype=dtype), empty(2, HEADS, 50, dtype=torch.float32)
-    merge.launch(part.float(), lse, part, lse)
+    for count in range(1, merge.PARTS + 1):
+        merge.launch([(part, lse)] * count, dtype)
+    merge.launch([(part.float(), lse), (part, lse)], torch.float32)
 
 
 CASES: dict[str, Callable[[torch.dtype, int], None]] = {

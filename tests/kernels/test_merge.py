@@ -59,19 +59,23 @@ def test_result_is_float32(dtype: torch.dtype) -> None:
 
 
 @over_shapes
-def test_kernel_adds_a_part_in_place(shape: Shape, device: torch.device) -> None:
-    """Parts as flash attention gives them, heads inside tokens; of some queries one side saw nothing, or both."""
+@pytest.mark.parametrize("count", range(1, op.PARTS + 1))
+def test_kernel_merges_parts(shape: Shape, count: int, device: torch.device) -> None:
+    """The first a merged one, the others as flash attention gives them, heads inside tokens or not; some queries saw nothing."""
     pytest.importorskip("triton")
     shape = replace(shape, tokens=min(shape.tokens, 7))  # a query is a program
     size = (shape.batch, shape.q_heads, shape.tokens)
-    out, lse = torch.randn(*size, shape.head_dim).to(device), 5 * torch.randn(size).to(device)
-    part = torch.randn(shape.batch, shape.tokens, shape.q_heads, shape.head_dim).to(device, shape.dtype).transpose(1, 2)
-    part_lse = 5 * torch.randn(size).to(device)
-    lse[:, :1, ::3], part_lse[:, -1:, ::2] = -torch.inf, -torch.inf
-    out[lse == -torch.inf] = 0
-    part[part_lse == -torch.inf] = poisoned(1, dtype=shape.dtype).to(device)
-    expected, total = out.clone(), lse.clone()
-    op.definition(expected, total, part, part_lse)
-    op.launch(out, lse, part, part_lse)
-    close(out, expected)
-    close(lse, total)
+    parts = [(torch.randn(*size, shape.head_dim).to(device), 5 * torch.randn(size).to(device))]
+    for i in range(1, count):
+        part = torch.randn(shape.batch, shape.tokens, shape.q_heads, shape.head_dim).to(device, shape.dtype).transpose(1, 2)
+        parts.append((part if i % 2 else part.contiguous(), 5 * torch.randn(size).to(device)))
+    for i, (out, lse) in enumerate(parts):
+        lse[:, i % shape.q_heads, :: 3 - i % 2] = -torch.inf
+        lse[:, -1:, ::2] = -torch.inf
+        out[lse == -torch.inf] = poisoned(1, dtype=out.dtype).to(device)
+    for dtype in (shape.dtype, torch.float32):
+        expected, total = op.definition(parts, dtype)
+        out, lse = op.launch(parts, dtype)
+        assert out.dtype == dtype
+        close(out, expected)
+        close(lse, total)

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.kernels.dense import BLOCK, LONG, runs
+from kvthaw.kernels.dense import BLOCK, LONG, RUN, runs
 
-_HELD = 1 << 30  # bytes of a buffer for rows that are copied on the device, but for BLOCK
+_HELD = 1 << 30  # bytes of a buffer for rows that are copied on the device, but for RUN
 
 
 def longest_run(token_bytes: int, queries: int) -> int:
     """Return how many rows on the device are copied, and attended to, at once by so many queries."""
-    return BLOCK if queries >= BLOCK else max(BLOCK, min(LONG, 1 << (_HELD // token_bytes).bit_length() - 1))
+    return RUN if queries >= BLOCK else max(BLOCK, min(LONG, 1 << (_HELD // token_bytes).bit_length() - 1))
 
 
 def buffer_for(store: HostStore, most: int, device: torch.device) -> Tensor:
-    """Return room for a copy of `most` rows [H, n, 2, D] of a store on the device; if that is more than BLOCK, of all that a
+    """Return room for a copy of `most` rows [H, n, 2, D] of a store on the device; if that is more than RUN, of all that a
     sequence has room for where they are not too many: the strides of a dense layer, for attention's plans depend on them."""
-    held = most if most == BLOCK else max(most, _HELD // (store.kv_heads * store.row_bytes))
+    held = most if most <= RUN else max(most, _HELD // (store.kv_heads * store.row_bytes))
     rows = min(held, store.table_on(device).shape[1] * store.block_size)
     return torch.empty((store.kv_heads, rows, 2, store.head_dim), dtype=store.dtype, device=device)
 
@@ -61,8 +61,8 @@ class KVPrefetcher:
         *,
         queries: int = BLOCK,
     ) -> Iterator[Tensor]:
-        """Return rows 0 .. stop of a sequence in order, [H, n, 2, D] each, on the device, in `runs` of BLOCK; for fewer than BLOCK
-        queries, where all of the sequence lies on the device, of up to LONG.
+        """Return rows 0 .. stop of a sequence in order, [H, n, 2, D] each, on the device, in `runs` of RUN; for fewer than BLOCK
+        queries of BLOCK, where all of the sequence lies on the device of up to LONG.
 
         after: ends the copy of the last of them to their blocks. A block is good until the next is asked for, and one at a time may
         be on its way. The first copy begins at once.
@@ -71,7 +71,7 @@ class KVPrefetcher:
         if gather is not None:
             most = longest_run(store.kv_heads * store.row_bytes, queries)
             return _gathered(gather, buffer_for(store, most, device), stop, most)
-        sizes = runs(stop, BLOCK)
+        sizes = runs(stop, RUN if queries >= BLOCK else BLOCK)
         spans = [(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         if device.type != "cuda" or not spans:
             return (store.read(seq, *span) for span in spans)

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.kernels.gpu import nvidia
-from kvthaw.kernels.merge import merge_into
+from kvthaw.kernels.merge import PARTS, merge_parts
 
 BLOCK = 16384
 """Earlier keys that many new tokens attend to at once: a constant limits the number of shapes and the memory of a long past."""
+RUN = 32768
+"""Earlier keys that BLOCK new tokens or more attend to at once: in longer runs there is less to merge, and more to plan."""
 LONG = 131072
 """Earlier keys that fewer than BLOCK new tokens attend to at once: launches, not operations, are what more parts would cost."""
 _PLANNED = (8192, 4096, 2048)  # fewer keys than BLOCK that are worth a plan of cuDNN's
@@ -85,7 +87,7 @@ def causal_attention(
             return F.scaled_dot_product_attention(folded, keys, values, scale=scale).reshape(query.shape)
         return F.scaled_dot_product_attention(query, keys, values, scale=scale, is_causal=True, enable_gqa=True)
     if steps < n:
-        sizes = runs(n - steps, BLOCK if steps >= BLOCK else LONG)
+        sizes = runs(n - steps, RUN if steps >= BLOCK else LONG)
         past = zip(*(t[:, :, : n - steps].split(sizes, dim=2) for t in (keys, values)), strict=True)
         new = keys[:, :, n - steps :], values[:, :, n - steps :]
         return continued(query, *new, past, scale=scale, softcap=softcap, sinks=sinks)
@@ -106,13 +108,15 @@ def continued(
     """Attend with T new tokens, [B, Hq, T, D], causally to their own keys and values [B, H, T, D] and fully to all of `past`.
 
     past yields keys and values [B, H, n, D] part by part; each part is consumed before the next is requested, and the first is
-    requested after the causal part is done. Device memory does not depend on the number of parts.
+    requested after the causal part is done. Device memory does not depend on the number of parts, of which PARTS are held.
     """
     query = query.contiguous()  # once, not for every part
-    first, lse = attend(query, keys, values, scale=scale, causal=True, softcap=softcap)
-    out, lse = first.float().contiguous(), lse.contiguous()
+    parts = [attend(query, keys, values, scale=scale, causal=True, softcap=softcap)]
     for part in past:
-        merge_into(out, lse, *attend(query, *part, scale=scale, causal=False, softcap=softcap))
+        if len(parts) == PARTS:
+            parts = [merge_parts(parts, torch.float32)]
+        parts.append(attend(query, *part, scale=scale, causal=False, softcap=softcap))
+    out, lse = merge_parts(parts, query.dtype if sinks is None else torch.float32)
     return with_sinks(out, lse, sinks).to(query.dtype)
 
 
