@@ -13,10 +13,13 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache.layer_base import AttentionParams
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.batch import Batch
+from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampling, sample
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
+from stand_in import StandIn, captured_by
 from zoo import DISTINCT, build, build_exact, prompt
 
 CAPACITY = 160
@@ -391,3 +394,61 @@ def test_a_step_says_when_it_is_on_its_way(llama: PreTrainedModel) -> None:
     while batch.requests:
         batch.step()
     assert seen == [1, 2, 3]
+
+
+def test_a_request_that_ends_is_dropped_behind_the_next_step(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all layers hold of it takes the host milliseconds to drop, which the device would wait for."""
+    done: list[str] = []
+    real = OffloadedLayer.clear
+    monkeypatch.setattr(OffloadedLayer, "clear", lambda self, seq: (done.append("clear"), real(self, seq)))
+    monkeypatch.setattr(StandIn, "replay", lambda self: done.append("replay"))
+    captured_by(monkeypatch, StandIn)
+    batch = Batch(llama, "clusterkv", max_seqs=3, capacity=CAPACITY, budget=48, dense_layers=0, block_size=16)
+    batch.cache.replay = GraphRunner(llama.forward, batch.cache)
+    for seq, new in enumerate((8, 12, 16)):
+        prefilled(batch, prompt(1, 90, seed=seq)[0], max_new_tokens=new, stop=())
+    layers, held = batch.cache.kv.offloaded, list[int]()
+
+    def step() -> list[str]:
+        done.clear()
+        batch.step()
+        held.append(layers[0].store.nbytes())
+        return list(done)
+
+    every = ["clear"] * len(layers)
+    steps = [step() for _ in range(11)]
+    assert steps[6] == steps[7][:1] == ["replay"]
+    assert steps[7] == ["replay", *every], "behind the next step"
+    assert held[7] < held[6]
+    assert steps[8] == steps[9] == steps[10] == ["replay"]
+    assert len(batch.requests) == 1
+    batch.stats()
+    assert done == ["replay", *every], "and before anything else"
+    batch.leave(batch.requests[0])
+    assert done == ["replay", *every, *every]
+    assert step() == []
+    prefilled(batch, prompt(1, 90)[0], max_new_tokens=3, stop=())
+    assert [step() for _ in range(2)] == [[], every], "no step is to come"
+    assert held[-1] == 0
+
+
+def test_a_step_after_a_prompt_asks_nothing_of_the_layers(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are ready when the first token is drawn."""
+    asked: list[OffloadedLayer] = []
+    real = OffloadedLayer.before_step
+    monkeypatch.setattr(OffloadedLayer, "before_step", lambda self: (asked.append(self), real(self)))
+    captured_by(monkeypatch, StandIn)
+    batch = Batch(llama, "clusterkv", max_seqs=2, capacity=CAPACITY, budget=48, dense_layers=0, block_size=16)
+    batch.cache.replay = GraphRunner(llama.forward, batch.cache)
+    prefilled(batch, prompt(1, 90)[0], max_new_tokens=40, stop=())
+    for _ in range(4):
+        batch.step()
+    for _ in range(2):
+        second = prefilled(batch, prompt(1, 70)[0], max_new_tokens=6, stop=())
+        for _ in range(2 if batch.cache.replay.captures < 2 else 0):
+            batch.step()  # eager
+        asked.clear()
+        batch.step()
+        assert not asked
+        while not second.finished:
+            batch.step()

@@ -15,7 +15,7 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
 from kvthaw.cache.layer_storage import flush, flush_early, take_effect
-from kvthaw.cache.layers import built, indexed_layers, make_layers, note_lost, offloaded_numbers
+from kvthaw.cache.layers import built, drop, indexed_layers, make_layers, note_lost, offloaded_numbers, reserve
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
@@ -50,7 +50,7 @@ class KVCache:
         self.layers = make_layers(settings, numbers, depth, windows, self.sequences, self.streams, self.preallocator)
         self._prepared: tuple[int, int, bool] = -1, -1, False  # what before_step() has served, see _state()
         self._in_forward = self._prefilled = False  # _prefilled: a prompt was counted that may yet prove to have failed
-        self._flushed = -1  # length at which full rings have been flushed
+        self._flushed, self._cleared = -1, list[int]()  # length at which full rings were flushed; what layers have yet to drop
         self._places = {layer.number: i for i, layer in enumerate(self.layers)}
         self.chooser = Chooser(self.layers, settings, self.sequences, self.streams)
 
@@ -105,6 +105,7 @@ class KVCache:
         return layer.attend_again(step, query, key, value, attention)
 
     def _begin(self, rows: int, tokens: int, left_pad: Sequence[int] | None) -> None:
+        self.finish_clear()
         sequences = self.sequences
         failed = self._failed()
         if failed is None:
@@ -210,6 +211,7 @@ class KVCache:
         """Idempotent. Run all host-side work required before the next decode step; a graph-safe index is then captured whole."""
         if not self.needs_host():
             return
+        self.finish_clear()
         self.chooser.before_step()
         sequences = self.sequences
         if sequences.capacity <= sequences.longest:
@@ -265,20 +267,12 @@ class KVCache:
         self.streams.aux.advance(sequences.until_full())
 
     def reserve(self, tokens: int) -> None:
-        """Allocate the host blocks for the tokens that leave their rings during the next `tokens` tokens, if these are decoded one
-        by one. Raises HostMemoryError before anything has changed."""
-        sequences = self.sequences
-        if sequences.regions is None or sequences.filling is not None or not sequences.decodes(tokens):
-            return
-        if tokens == 1 and not sequences.full():
-            return
-        after = {seq: sequences.length(seq) + tokens for seq in range(sequences.count) if seq not in sequences.idle}
-        ends = {seq: end for seq, n in after.items() if (end := sequences.indexed(seq, n)) > sequences.indexed(seq)}
-        for layer in self.layers if ends else ():
-            layer.reserve_blocks(ends)
+        """Allocate host blocks for coming tokens; see kvthaw.cache.layers.reserve."""
+        reserve(self.layers, self.sequences, tokens)
 
     def wait(self) -> None:
         """Wait until every token is offloaded and indexed; raise what went wrong."""
+        self.finish_clear()
         for layer in self.layers:
             layer.wait()
 
@@ -304,14 +298,20 @@ class KVCache:
         self.reset()
         self.sequences.open(count, capacity)
 
-    def clear(self, seq: int) -> None:
-        """Drop one sequence, which is idle from then on; no tensor moves."""
+    def clear(self, seq: int, *, later: bool = False) -> None:
+        """Drop one sequence, which is idle from then on; no tensor moves. later: layers do so behind the next replay."""
         self.rollback_failed_step(ahead=True)  # the others are decoded next
-        for layer in self.layers:
-            layer.clear(seq)
+        prepared = self._prepared == self._state()
         self.sequences.clear(seq)
+        self._prepared = self._state() if prepared else self._prepared  # for the others nothing has changed
         self.finite.forget(seq, self.layers)
-        if not self.sequences.padded_length and self.chooser.returns:
+        self._cleared.append(seq)
+        if not later:
+            self.finish_clear()
+
+    def finish_clear(self) -> None:
+        """Have layers drop the sequences that were cleared. In some 30 layers that takes the host 2 to 3 ms."""
+        if drop(self.layers, self._cleared) and not self.sequences.padded_length and self.chooser.returns:
             self.streams.device.reset()
             self.sequences.regions = None
             self.chooser.reset()
@@ -374,6 +374,7 @@ class KVCache:
         """Drop everything."""
         for layer in self.layers:
             layer.reset()
+        self._cleared.clear()
         self._checkpoints.drop()
         self.streams.deferred.lost.clear()
         self.streams.device.reset()
@@ -395,4 +396,5 @@ class KVCache:
 
     def stats(self) -> Stats:
         """Return what the cache holds and did so far. Waits for the device."""
+        self.finish_clear()
         return collect(self.settings, self.sequences, self.layers, self.chooser.reason)

@@ -9,6 +9,7 @@ import torch
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.index_updater import IndexUpdater
+from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
@@ -82,6 +83,29 @@ def note_lost(layers: Sequence[object], lost: set[int]) -> None:
         for seq in lost:
             updater.begin_again(seq)
     lost.clear()
+
+
+def drop(layers: Sequence[LayerKV], seqs: list[int]) -> bool:
+    """Have layers drop the sequences listed, and empty the list. Returns whether there were any."""
+    some = list(seqs)
+    seqs.clear()
+    for layer in layers if some else ():
+        for seq in some:
+            layer.clear(seq)
+    return bool(some)
+
+
+def reserve(layers: Sequence[LayerKV], sequences: Sequences, tokens: int) -> None:
+    """Allocate the host blocks for the tokens that leave their rings during the next `tokens` tokens, if these are decoded one by
+    one. Raises HostMemoryError before anything has changed."""
+    if sequences.regions is None or sequences.filling is not None or not sequences.decodes(tokens):
+        return
+    if tokens == 1 and not sequences.full():
+        return
+    after = {seq: sequences.length(seq) + tokens for seq in range(sequences.count) if seq not in sequences.idle}
+    ends = {seq: end for seq, n in after.items() if (end := sequences.indexed(seq, n)) > sequences.indexed(seq)}
+    for layer in layers if ends else ():
+        layer.reserve_blocks(ends)
 
 
 @torch.inference_mode(False)  # tensors made here outlive the caller's mode

@@ -15,6 +15,7 @@ def swap_out(kv: KVCache, seq: int) -> Swapped:
     """Move a sequence that is decoded to host memory; its place is empty then. Waits for the device. Raises HostMemoryError, or
     CacheError where the method's index cannot, with nothing changed."""
     kv.rollback_failed_step(ahead=True)
+    kv.finish_clear()
     layers: list[SwappedLayer] = []
     try:
         for layer in kv.layers:

@@ -309,7 +309,9 @@ class Batch:
         told = [one for i, (one, token) in rows if one is not None and one.take(token, scores[i] if scores else None)]
         for request in told:
             if request.finished:
-                self._release(request)
+                self._release(request, later=True)
+        if not self.decoding:  # no step is to come
+            self.cache.kv.finish_clear()
         return told
 
     def _start(self, request: Request) -> bool:
@@ -323,6 +325,7 @@ class Batch:
         at, place = torch.tensor([request.prompt], device=request.ids.device), slice(request.seq, request.seq + 1)
         drawn = self._sampler(logits, at, place)
         self._decoding[request.seq] = request
+        self._replay.prepare()  # while the device draws
         return bool(self._give([request], *drawn.read()))
 
     def _begin_again(self, request: Request) -> None:
@@ -331,9 +334,9 @@ class Batch:
         self._empty(request.seq)
         request.rewind()
 
-    def _empty(self, seq: int) -> None:
+    def _empty(self, seq: int, *, later: bool = False) -> None:
         self._sampler.leave(seq)
-        self.cache.kv.clear(seq)
+        self.cache.kv.clear(seq, later=later)
         self.cache.states.clear(seq)
 
     def _prefill(self, request: Request, start: int, stop: int) -> Tensor:
@@ -385,7 +388,7 @@ class Batch:
         if self.prefix_cache is not None and request.embeddings is None:
             self.prefix_cache.keep(self.cache.kv, request.ids[:tokens], seq=request.seq, salt=request.salt, name=name)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, *, later: bool = False) -> None:
         if self._decoding[request.seq] is request:
             try:
                 self._keep(request, request.prompt, request.name)
@@ -394,4 +397,4 @@ class Batch:
         self._seqs[request.seq] = self._decoding[request.seq] = None
         self._joined.remove(request)
         self._indexing.pop(request, None)
-        self._empty(request.seq)
+        self._empty(request.seq, later=later)

@@ -13,7 +13,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -123,6 +123,7 @@ class GraphRunner:
         kv.finite.check()
         with torch.inference_mode(False), torch.no_grad():  # what is kept from step to step are plain tensors
             logits = self._take(ids, positions)
+            kv.finish_clear()
             kv.run_ahead()
             if self._graph is not None:
                 kv.sequences.place_before_step(ids.device)  # while the device is at work
@@ -133,6 +134,14 @@ class GraphRunner:
         """Do all that the next step needs the host for. Call it only where another step or a clear is certain."""
         with torch.inference_mode(False), torch.no_grad():
             self._kv.run_ahead(certain=True)
+
+    def prepare(self) -> None:
+        """Do now what a captured step that is certain to come needs the host for first. What fails is left to the step."""
+        sequences = self._kv.sequences
+        if self._captures and sequences.step is None:
+            with suppress(Exception), torch.inference_mode(False), torch.no_grad():
+                self._prepare()
+                self._known = sequences.version, sequences.padded_length
 
     def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
         if self._ids.shape != ids.shape or self._ids.device != ids.device:
@@ -150,6 +159,7 @@ class GraphRunner:
         if self._graph is None or self._known != (sequences.version, sequences.padded_length) or kv.needs_host():
             self._prepare()
         if self._graph is None:
+            kv.finish_clear()  # of which a capture must know nothing
             self._steady += 1
             if self._steady <= _WARM:
                 return self._run()
