@@ -2,7 +2,8 @@
 
 `python -m benchmarks.joining --out joining.jsonl`: on some layers of the 8B shape seven sequences decode, a long prompt joins, and
 a short request comes while it is prefilled. A line is one method: the time between two tokens of the seven, meanwhile and before,
-the first token of the short request after it came, that of the long one, and how late that is against the long prompt alone. Every
+the first token of the short request after it came, that of the long one, and how late that is against the long prompt alone; of
+the longest steps what they did. Every
 method's tokens are first compared, on a tiny model, with those of the requests alone.
 """
 
@@ -20,6 +21,8 @@ from benchmarks.script import Report, options
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import noted, where
 from kvthaw.bench.shapes import build
+from kvthaw.cache import page_locked
+from kvthaw.cache.layers import indexed_layers
 from kvthaw.engine.warm import warm
 from kvthaw.formatting import read_bytes
 from kvthaw.methods import resolve
@@ -31,14 +34,48 @@ MOST = 2000
 """Tokens that those who decode may get: more than there are steps."""
 
 
+class Watch:
+    """Takes steps of a scheduler, each timed. steps: of each the time, tokens of prompts that it brought and those before them,
+    the layers it indexed, and the memory that was page-locked meanwhile. What it launched for a prompt the next one waits for."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self.steps, self._locked = scheduler, list[dict[str, Any]](), 0
+        lock = page_locked.page_lock
+
+        def counted(size: int, blocks: int, runtime: Any) -> Any:
+            self._locked += size * blocks
+            return lock(size, blocks, runtime)
+
+        page_locked.page_lock = counted
+
+    def step(self) -> float:
+        """Take a step, whose tokens come back to the host. Returns the seconds that it took."""
+        scheduler, locked, stale = self._scheduler, self._locked, self._stale()
+        before = {request: request.prefilled for request in scheduler.batch.requests}
+        begin = time.perf_counter()
+        scheduler.step()
+        took = time.perf_counter() - begin
+        depths = {one: before.get(one, 0) for one in (*before, *scheduler.batch.requests)}
+        moved = [(one.prefilled - depth, depth) for one, depth in depths.items() if one.prefilled > depth]
+        step = {"step": len(self.steps), "ms": round(1000 * took, 2), "chunks": moved}
+        step |= {"indexed": max(0, stale - self._stale()), "locked_mb": (self._locked - locked) >> 20}
+        self.steps.append(step)
+        return took
+
+    def _stale(self) -> int:
+        return sum(len(updater.stale) for _, updater in indexed_layers(self._scheduler.batch.cache.kv.layers))
+
+
 def serve(scheduler: Scheduler, others: list[Tensor], long: Tensor, short: Tensor, new: int) -> dict[str, Any]:
     """Decode the others, let the long prompt join, and the short one when a third of it has come. Returns times in seconds."""
     decoding = [scheduler.submit(ids, max_new_tokens=MOST, stop=()) for ids in others]
     while not all(one.tokens for one in decoding):
         scheduler.step()
     gaps: dict[str, list[float]] = {"before": [], "meanwhile": []}
+    watch = Watch(scheduler)
     for _ in range(WARM):
-        gaps["before"].append(_timed(scheduler))
+        gaps["before"].append(watch.step())
+    watch.steps.clear()
     joined = time.perf_counter()
     long_one = scheduler.submit(long, max_new_tokens=new, stop=())
     short_one, came = None, 0.0
@@ -46,7 +83,7 @@ def serve(scheduler: Scheduler, others: list[Tensor], long: Tensor, short: Tenso
     while not (long_one.finished and short_one is not None and short_one.finished):
         if short_one is None and long_one.prefilled >= len(long) // 3:
             came, short_one = time.perf_counter(), scheduler.submit(short, max_new_tokens=new, stop=())
-        took = _timed(scheduler)
+        took = watch.step()
         if not long_one.tokens or "long_first_s" not in found:
             gaps["meanwhile"].append(took)
         if short_one is not None and short_one.tokens:
@@ -63,7 +100,7 @@ def serve(scheduler: Scheduler, others: list[Tensor], long: Tensor, short: Tenso
             f"{name}_max_s": ranked[-1],
             f"{name}_steps": len(ranked),
         }
-    return found
+    return found | {"longest": sorted(watch.steps, key=lambda step: -step["ms"])[:8]}
 
 
 def alone(scheduler: Scheduler, long: Tensor) -> float:
@@ -134,12 +171,6 @@ def main() -> None:
         report.record(setting, found)
         batch.cache.reset()
         del batch, scheduler
-
-
-def _timed(scheduler: Scheduler) -> float:
-    begin = time.perf_counter()
-    scheduler.step()  # its tokens come back to the host, so it is over then
-    return time.perf_counter() - begin
 
 
 if __name__ == "__main__":

@@ -169,6 +169,16 @@ def test_many_are_prepared_at_once(runtime: Runtime) -> None:
     assert runtime.locked == 1
 
 
+def test_what_will_be_asked_for_soon_is_taken_by_the_same_call(runtime: Runtime) -> None:
+    """Layers ask one after the other, each for a few."""
+    memory, blocks = made(runtime), []
+    for _ in range(4):
+        memory.prepare(HUGE, 2, 8)
+        blocks += [memory.tensor(SHAPE, torch.bfloat16) for _ in range(2)]
+    memory.prepare(HUGE, 2, 1000)
+    assert list(runtime.held.values()) == [8 * HUGE, 128 * HUGE], "as much as one call takes"
+
+
 def test_what_was_page_locked_together_is_given_back_together(runtime: Runtime) -> None:
     free = [200 * HUGE]
     memory = PageLocked(lambda: free[0], lambda: runtime)

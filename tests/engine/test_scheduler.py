@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, QueueFullError, Request, Sampling, Scheduler
-from kvthaw.engine.scheduler import DEPTH, chunk_tokens
+from kvthaw.engine.scheduler import BUS, DEPTH, STREAMED, chunk_tokens, streamed_tokens
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.forest import TreeIndex
 from kvthaw.kernels.dense import worth_a_plan
@@ -55,8 +55,10 @@ def test_a_joining_prompt_is_indexed_a_few_layers_a_step(monkeypatch: pytest.Mon
     joining, steps = scheduler.submit(ids, max_new_tokens=4, stop=()), list[int]()
     while not joining.tokens:
         built.clear()
+        before = joining.prefilled
         assert first in scheduler.step()
         steps.append(len(built))
+        assert not built or joining.prefilled == before, "what a step brings the next one waits for: not both at once"
     assert max(steps) < sum(steps) == len(scheduler.batch.cache.kv.offloaded)
     while scheduler.busy:
         scheduler.step()
@@ -291,6 +293,35 @@ def test_chunks_become_smaller_deeper_in_a_prompt(model: PreTrainedModel, monkey
         ends.append(long.prefilled)
     assert ends[:3] == [40, 60, 76]
     assert ends[-1] == 150
+
+
+def test_chunks_that_wait_for_the_bus_grow_with_what_it_brings() -> None:
+    """A chunk computes for as long as the bus needs: tokens at 1 + depth / DEPTH, the bus depth / DEPTH for BUS of them."""
+    for depth in range(0, 1 << 20, 8192):
+        tokens = streamed_tokens(depth)
+        assert tokens % 512 == 0
+        assert tokens >= STREAMED
+        assert tokens * (1 + depth / DEPTH) > 0.9 * BUS * depth / DEPTH
+        assert tokens == STREAMED or tokens < BUS
+    assert [streamed_tokens(1024 * depth) for depth in (0, 64, 128, 512)] == [2048, 2048, 2560, 3072]
+
+
+def test_the_end_of_a_prompt_that_comes_over_the_bus_is_one_chunk(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each chunk waits until all that is before it has come."""
+    monkeypatch.setattr("kvthaw.engine.scheduler.STREAMED", 64)
+    monkeypatch.setattr("kvthaw.engine.scheduler.DEPTH", 40)
+    monkeypatch.setattr("kvthaw.engine.scheduler._FEW", 16)
+    monkeypatch.setattr(Batch, "streams_back", lambda *_: True)
+    scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=200, budget=48), step_tokens=20)
+    scheduler.submit([1, 2, 3], max_new_tokens=9, stop=())
+    scheduler.step()
+    long = scheduler.submit(prompt(1, 64 + 55)[0], max_new_tokens=1, stop=())
+    scheduler.step()
+    monkeypatch.setattr("kvthaw.engine.scheduler.BUS", 64)
+    scheduler.step()
+    assert long.prefilled == 64 + 55
 
 
 @pytest.mark.parametrize("step_tokens", [600, 4096, 5000])

@@ -59,15 +59,22 @@ class FiniteCheck:
         self._asked: tuple[list[int], Download] | None = None  # layers, and their flags that are on their way
         self._prompts: dict[int, PromptCheck] = {}  # by sequence, of the latest chunk
 
-    def prompt(self, seq: int, layers: Sequence[Prompted], *, wait: bool) -> None:
+    def prompt(self, seq: int, layers: Sequence[Prompted]) -> None:
         """Take the extremes of a chunk of a sequence's prompt from the layers. Raise CacheError where the chunk before was not
-        finite, or, if it is to wait, this one."""
-        before, self._prompts[seq] = self._prompts.get(seq), PromptCheck(layers)
+        finite, on a CPU where this one was not; else end() does."""
+        check, runs_on = PromptCheck(layers), any(number.is_cuda for layer in layers for number in layer.extremes)
         for layer in layers:
             layer.extremes = []
-        for check in (before, self._prompts[seq] if wait else None):
-            if check is not None:
-                check.wait()
+        self.end(seq)
+        self._prompts[seq] = check
+        if not runs_on:
+            self.end(seq)
+
+    def end(self, seq: int) -> None:
+        """Raise CacheError where the latest chunk of a sequence's prompt was not finite. Waits for that chunk."""
+        check = self._prompts.pop(seq, None)
+        if check is not None:
+            check.wait()
 
     def forget(self, seq: int, layers: Sequence[Flagged]) -> None:
         """Forget the prompt of a sequence, and lower the flags of all layers at once: they may be this sequence's."""

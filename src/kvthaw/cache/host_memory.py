@@ -130,11 +130,14 @@ class HostMemory:
         return data
 
     def prepare(self, count: int, size: int, *, pinned: bool) -> None:
-        """Page-lock memory for so many blocks of so many bytes, which allocate() then gives, on several threads."""
+        """Page-lock memory for so many blocks of so many bytes, which allocate() then gives, on several threads, and with it some
+        for as many blocks of every other layer, which will ask next."""
+        soon = count * len(self.allocators)
         if self.limit is not None:
-            count = min(count, (self.limit - self.used) // held_bytes(size, pinned=pinned))
+            room = (self.limit - self.used) // held_bytes(size, pinned=pinned)
+            count, soon = min(count, room), min(soon, room)
         if pinned and count > 1 and size > HUGE // 2:
-            _page_locked.prepare(size, count)
+            _page_locked.prepare(size, count, soon)
 
     @property
     def used(self) -> int:

@@ -391,8 +391,6 @@ class IndexUpdater:
         data = self.slab.data
         if not data.is_cuda:
             return self.store.read(seq, start, stop)
-        if self.store.arriving is not None:
-            torch.cuda.current_stream(data.device).wait_event(self.store.arriving)
         rows = data.new_empty((data.shape[1], stop - start, *data.shape[3:]))
-        self.store.copy_to(rows, seq, start)
+        self.retriever.streams.prefetcher.read(self.store, seq, start, rows, self.store.arriving)
         return rows

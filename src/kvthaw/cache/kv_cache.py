@@ -276,10 +276,10 @@ class KVCache:
         for layer in self.layers:
             layer.wait()
 
-    def built(self, seq: int, timeout: float | None = 0.0) -> bool:
+    def built(self, seq: int, timeout: float | None = 0.0, *, build: bool = True) -> bool:
         """Build indexes of a paused sequence, and return whether all are, so that resume() need not wait. timeout: wait so many
-        seconds for those that are built beside the others' steps, None: as long as it takes."""
-        return bool(self.settings.ranks.least(built(self.layers, seq, timeout)))
+        seconds for those that are built beside the others' steps, None: as long as it takes. build: False: only tell."""
+        return bool(self.settings.ranks.least(built(self.layers, seq, timeout, build=build)))
 
     def resume(self, seq: int) -> None:
         """Include a paused sequence in steps again. Where its index could not be built wait() raises, and the next step."""

@@ -110,9 +110,9 @@ def reserve(layers: Sequence[LayerKV], sequences: Sequences, tokens: int) -> Non
 
 @torch.inference_mode(False)  # tensors made here outlive the caller's mode
 @torch.no_grad()
-def built(layers: Sequence[object], seq: int, timeout: float | None) -> bool:
+def built(layers: Sequence[object], seq: int, timeout: float | None, *, build: bool = True) -> bool:
     """See KVCache.built. Indexes on the device are built here: with timeout 0, where other sequences wait, of few layers a call."""
-    most = len(layers) if timeout is None or timeout > 0 else BUILT_AT_ONCE
+    most = (len(layers) if timeout is None or timeout > 0 else BUILT_AT_ONCE) if build else 0
     left = [(layer, own) for layer, own in indexed_layers(layers) if seq in own.stale and not own.retriever.index.on_host]
     for layer, updater in left[:most]:
         updater.renew({seq: layer.sequences.indexed(seq)}, layer.recent_queries)

@@ -105,20 +105,22 @@ class PageLocked:
         weakref.finalize(memory, self._freed.append, (block, size, streams)).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
 
-    def prepare(self, size: int, count: int) -> None:
-        """Have memory for so many tensors of so many bytes each, as far as there is some."""
+    def prepare(self, size: int, count: int, soon: int = 0) -> None:
+        """Have memory for so many tensors of so many bytes each, as far as there is some. soon: how many, these included, will be
+        asked for by and by: where these are to be page-locked, one call takes as many of them as it can."""
         size = locked_bytes(size)
         self._settle()
         with self._lock:
-            count -= len(self._spare.get(size, ()))
+            held = len(self._spare.get(size, ()))
+        count, soon = count - held, soon - held
         while count > 1:
             try:
-                made = self._new(size, min(count, max(1, _AT_ONCE // size)))
+                made = self._new(size, min(max(count, soon), max(1, _AT_ONCE // size)))
             except OSError:
                 return
             with self._lock:
                 self._spare.setdefault(size, deque()).extendleft((block, []) for block in made)
-            count -= len(made)
+            count, soon = count - len(made), soon - len(made)
 
     def _new(self, size: int, count: int) -> list[_Block]:
         """Return so many new blocks, or fewer where memory is short. Raises OSError where there is none."""

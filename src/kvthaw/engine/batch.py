@@ -189,10 +189,10 @@ class Batch:
             stop = request.prompt if self.cache.prefills_whole else min(request.prompt, start + (tokens or self.prefill_chunk))
             logits = self._prefill(request, start, stop)
             request.prefilled = stop
-            self.cache.kv.finite.prompt(request.seq, self.cache.kv.offloaded, wait=stop == request.prompt)
+            self.cache.kv.finite.prompt(request.seq, self.cache.kv.offloaded)
             if stop == request.prompt:
                 self._indexing[request] = logits
-                if self.cache.kv.built(request.seq):
+                if self.cache.kv.built(request.seq, build=False):  # else start() builds, once the others have their next tokens
                     return self._start(request)
         except BaseException:
             self.preempt(request)  # to begin again: its prompt is not whole
@@ -316,6 +316,7 @@ class Batch:
 
     def _start(self, request: Request) -> bool:
         """Choose the first token of a request whose prompt is whole and indexed. Returns whether it is a new one."""
+        self.cache.kv.finite.end(request.seq)
         self.cache.kv.resume(request.seq)
         self.cache.wait()
         size, logits = self.cache.settings.block_size, self._indexing.pop(request)

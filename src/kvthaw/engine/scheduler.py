@@ -23,7 +23,10 @@ DEPTH = 32768
 """Earlier tokens to which attention takes about as long as all else that a token takes, for an 8B model on an H200: .89 ns for each
 of them, and 29 us."""
 STREAMED = 2048
-"""Tokens of a chunk whose attention takes about as long as the bus that brings the KV before it."""
+"""The fewest tokens of a chunk for which the KV before it comes over the bus."""
+BUS = 3400
+"""Tokens whose attention to an earlier one takes as long as the bus that brings its KV: .79 ns for each and layers of 131 kB, at
+48.6 GB/s, of an 8B model on an H200."""
 _FEW = 512
 """Longer chunks are multiples of this, powers of two or 3/2 of one, for attention has plans for few lengths, see
 kvthaw.kernels.dense. Others would take as long as the next multiple: the tiles of this many queries of 32 heads, 128 of each, are
@@ -35,8 +38,8 @@ class Scheduler:
 
     Each step gives every request whose prompt is whole one token, and one waiting prompt a chunk of what the budget of tokens
     leaves (chunked prefill; Sarathi-Serve, vLLM). The deeper in the prompt a chunk is the fewer tokens it has, so that steps take
-    about as long each; it has at least STREAMED where earlier KV does not lie on the GPU, for smaller ones wait for the bus. While
-    nobody decodes it has the batch's `prefill_chunk` tokens.
+    about as long each; where earlier KV does not lie on the GPU, it has as many at least as hide the bus. While nobody decodes it
+    has the batch's `prefill_chunk` tokens.
 
     - Requests get places by priority, the lowest number first, then in the order in which they came, once host and device
       memory suffice for all that they may need beside those that have places.
@@ -159,8 +162,9 @@ class Scheduler:
 
     def _chunk(self, request: Request, decoded: int) -> int:
         """Return how many tokens of a prompt go through the model beside so many that were decoded."""
-        least, left = STREAMED if self.batch.streams_back(request) else 1, request.prompt - request.prefilled
-        tokens = max(least, chunk_tokens(self.step_tokens, request.prefilled, decoded))
+        tokens, left = chunk_tokens(self.step_tokens, request.prefilled, decoded), request.prompt - request.prefilled
+        if self.batch.streams_back(request):
+            return max(tokens, streamed_tokens(request.prefilled))
         deep = request.prefilled > DEPTH and _FEW < left < tokens  # attention without a plan takes 1.5 times as long
         return 1 << (left.bit_length() - 1) if deep else tokens
 
@@ -268,3 +272,8 @@ def chunk_tokens(step_tokens: int, depth: int, decoded: int = 0) -> int:
         return max(1, round((step_tokens - decoded) / (1 + depth / DEPTH)))
     left = max(_FEW, int(step_tokens / (1 + depth / DEPTH)))
     return left - left % max(_FEW, 1 << (left.bit_length() - 2))
+
+
+def streamed_tokens(depth: int) -> int:
+    """Return how many tokens behind `depth` earlier ones take about as long as the bus that brings the KV of these."""
+    return max(STREAMED, round(BUS * depth / (depth + DEPTH) / _FEW) * _FEW)

@@ -9,7 +9,7 @@ from kvthaw.cache.kv_prefetcher import buffer_for, longest_run
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.hf.cache import of_layer
-from kvthaw.engine.scheduler import STEP_TOKENS, STREAMED, chunk_tokens
+from kvthaw.engine.scheduler import STEP_TOKENS, chunk_tokens, streamed_tokens
 from kvthaw.kernels.dense import BLOCK, LONG, plan, runs
 
 _TOKENS = 5  # of which the first comes with the prompt, two from eager steps, and one with a capture
@@ -41,12 +41,12 @@ def plan_attention(batch: Batch) -> None:
         return
     known = set[tuple[object, ...]]()
     for layer in batch.cache.kv.layers:
-        held, most, least = None, BLOCK, 1
+        held, most, streams = None, BLOCK, False
         if isinstance(layer, OffloadedLayer) and layer.plan is not None:
             store = layer.store
             heads, dim = store.kv_heads, store.head_dim
             if layer.storage.placement is None or store.format.fp8:
-                least = STREAMED
+                streams = True
             else:
                 most = longest_run(heads * store.row_bytes, 1)
                 held = buffer_for(store, most, device)[None]
@@ -58,7 +58,7 @@ def plan_attention(batch: Batch) -> None:
         own = of_layer(config, layer.number)
         group = own.num_attention_heads // (getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
         kind = type(layer), group, heads, dim
-        for chunk, run in () if kind in known else sorted(_lengths(batch.capacity, least, most)):
+        for chunk, run in () if kind in known else sorted(_lengths(batch.capacity, most, streams=streams)):
             query = torch.zeros(1, chunk, group * heads, dim, dtype=batch.model.dtype, device=device).transpose(1, 2)
             if run:
                 rows = query.new_empty(1, heads, run, 2, dim) if held is None else held[:, :, :run]
@@ -68,13 +68,16 @@ def plan_attention(batch: Batch) -> None:
         known.add(kind)
 
 
-def _lengths(capacity: int, least: int, most: int) -> set[tuple[int, int]]:
-    """Return the lengths of a prompt's chunks, of at least so many tokens, with those of the runs before them, at most so long, and
-    with 0."""
+def _lengths(capacity: int, most: int, *, streams: bool) -> set[tuple[int, int]]:
+    """Return the lengths of a prompt's chunks with those of the runs before them, at most so long, and with 0. streams: the runs
+    come over the bus."""
     met, depth = set[tuple[int, int]](), 0
     while depth < capacity:
-        chunk = max(least, chunk_tokens(STEP_TOKENS, depth))
-        met |= {(chunk, run) for run in (0, *runs(depth, most))}
+        chunk = max(chunk_tokens(STEP_TOKENS, depth), streamed_tokens(depth) if streams else 1)
+        # Streamed prompts end with a chunk of any length.
+        met |= {
+            (part, run) for part in (*(range(512, chunk, 512) if streams else ()), chunk) for run in (0, *runs(depth, most))
+        }
         depth += chunk
     return met
 

@@ -12,6 +12,7 @@ tokens of 8 heads, D = 128, bf16, 31 us at 4.3 TB/s.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -85,10 +86,10 @@ def stream_keys(table: Tensor, block_size: int, start: int, out: Tensor, format:
 
 
 def stream_rows(table: Tensor, block_size: int, start: int, out: Tensor) -> None:
-    """Copy rows start .. start + n of blocks [H, block_size, 2, D] to out [H, n, 2, D], on its current stream, without a sync.
-    Otherwise as `stream_keys`."""
+    """Copy rows start .. start + n of blocks [H, block_size, *tail], as they are stored, to out [H, n, *tail], on its current
+    stream, without a sync. Otherwise as `stream_keys`."""
     assert out[:1].is_contiguous(), f"the rows of a head must be contiguous, not {out.stride()}"
-    assert out.shape[3] * out.element_size() % 2 == 0, "rows are copied in 32-bit words"
+    assert math.prod(out.shape[2:]) * out.element_size() % 4 == 0, "rows are copied in 32-bit words"
     words = out.view(torch.int32).flatten(2)
     _launch(table[None], block_size, start, words[None], words.shape[2], words.shape[2], triton.cdiv(out.shape[1], _ROWS))
 

@@ -1,7 +1,7 @@
 """Send long prompts through the model in chunks.
 
 Each chunk attends to itself and to the KV before it, streamed back from the host (`kvthaw.cache.kv_prefetcher`), so the device
-holds one chunk's activations and two blocks of KV for a prompt of any length. The result is that of one pass.
+holds one chunk's activations and a few runs of KV for a prompt of any length. The result is that of one pass.
 """
 
 from __future__ import annotations
