@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from kvthaw.cache.buckets import roomier
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
-from kvthaw.cache.sequences import Sequences, roomier
+from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
 from kvthaw.cache.streams import Streams
 from kvthaw.cache.window import WindowLayer

@@ -85,6 +85,18 @@ class IndexContext:
         """The numbers of the KV heads in the model, from which random choices derive."""
         return self.ranks.heads(self.kv_heads)
 
+    def looked_at(self, counts: Sequence[int], room: int, most: Callable[[int], int] = int) -> int:
+        """Return how many entries of a table select() looks at: on a CPU as many as any sequence has; on a GPU as many in all
+        steps of a bucket (Sequences.bucket), so that one that was captured may be replayed.
+
+        counts: entries of the sequences that a step computes, which are the first of the batch; room: entries that the table has
+        room for; most: how many a sequence of so many tokens has at most."""
+        longest = max(counts, default=0)
+        if self.device.type == "cpu":
+            return longest
+        bucket = 0 if self.sequences is None else self.sequences.bucket(len(counts))
+        return room if not bucket or most(bucket) < longest else min(room, most(bucket))
+
 
 class Index(Protocol):
     """Selects the rows that a query needs. One per layer group. Owns no KV; maps its units (pages, clusters, tokens) to rows.

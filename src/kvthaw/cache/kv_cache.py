@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from kvthaw.cache.buckets import roomier
 from kvthaw.cache.checkpoint import Checkpoints
 from kvthaw.cache.chooser import Chooser
 from kvthaw.cache.dense import DenseLayer
@@ -19,7 +20,7 @@ from kvthaw.cache.layers import built, drop, indexed_layers, make_layers, note_l
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
-from kvthaw.cache.sequences import Sequences, roomier
+from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.stats import Stats, collect
 from kvthaw.cache.step import Step
 from kvthaw.cache.streams import Streams

@@ -10,29 +10,15 @@ from typing import Any
 
 import torch
 
+from kvthaw.cache.buckets import bucket, roomier
 from kvthaw.cache.device_lengths import DeviceLengths
-from kvthaw.cache.step import Step
+from kvthaw.cache.step import Held, Step
 from kvthaw.regions import Regions
 
 _COUNTED = (
     "padded_length", "left_pad", "idle", "ring_start", "decoded", "dense_tokens", "prompted", "prompt_only", "held",
 )  # fmt: skip
 """Fields that a commit changes."""
-
-
-def roomier(have: int, need: int) -> int:
-    """Return a capacity of at least `need` tokens: a little more than a first prompt, later at least half as much again."""
-    return need + max(256, need // 16) if have == 0 else max(need, have * 3 // 2)
-
-
-@dataclass(slots=True)
-class Held:
-    """Tokens attended in sink and ring, over sequences and decoded tokens."""
-
-    tokens: int = 0
-    steps: int = 0
-    total: int = 0
-    most: int = 0
 
 
 @dataclass(eq=False)
@@ -43,15 +29,17 @@ class Sequences:
     sequence is its p-th token after that. idle: sequences that steps of the others give no token: those without tokens, and paused
     ones, whose prompt has come in part. ring_start: where each ring began at its last prefill; later starts follow from the length
     (`Regions.indexed`). capacity: tokens per sequence that every layer has device memory for; room: a fixed capacity, 0 for one
-    that grows; positions: the most that the model has. version: changes with everything but decoded tokens. step: the step under
-    way, or one that failed. most_decoded: the most new tokens that are decoded one by one; verifying: any number is (the candidates
-    of assisted decoding). decoded: tokens decoded so far; dense_tokens: those after the first prompt that attended to everything;
-    cached_tokens: those that a prefix cache held; prompted: the first prompt has come; prompt_only: and nothing else.
+    that grows; positions: the most that the model has. planned: tokens that steps are taken for at least, see bucket().
+    version: changes with everything but decoded tokens. step: the step under way, or one that failed. most_decoded: the most
+    new tokens that are decoded one by one; verifying: any number is (the candidates of assisted decoding). decoded: tokens
+    decoded so far; dense_tokens: those after the first prompt that attended to everything; cached_tokens: those that a prefix
+    cache held; prompted: the first prompt has come; prompt_only: and nothing else.
 
     on_device: the same for kernels and captured steps.
     """
 
     room: int = 0
+    planned: int = 0
     positions: int | None = None
     regions: Regions | None = None
     version: int = 0
@@ -112,6 +100,12 @@ class Sequences:
     def longest(self) -> int:
         """Tokens of the longest sequence, padding not counted."""
         return self.padded_length - min(self.left_pad, default=0)
+
+    def bucket(self, count: int) -> int:
+        """Return how many tokens none of the first `count` sequences exceeds with the next one, the same in all steps that a
+        capture serves; 0 where capacity grows. Paused sequences count: kernels see them."""
+        longest = self.padded_length - min(self.left_pad[:count], default=0) + 1
+        return bucket(max(longest, self.planned), self.room) if self.room else 0
 
     @property
     def live_count(self) -> int:

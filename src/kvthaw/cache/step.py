@@ -6,6 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 
+@dataclass(slots=True)
+class Held:
+    """Tokens attended in sink and ring, over sequences and decoded tokens."""
+
+    tokens: int = 0
+    steps: int = 0
+    total: int = 0
+    most: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row of a prefill step.

@@ -37,8 +37,9 @@ class Batch:
 
     Everything that a step reads is allocated for `capacity` tokens a sequence when the first joins and stays where it is, so that
     on a GPU captured steps (see kvthaw.engine.graph_runner) serve any requests. A step computes the first 1, 2, 4, 8, ...
-    sequences, as few as hold all that decode, and there is a capture for each of these numbers. Each request's tokens are those
-    that it would get alone. One that finishes leaves by itself.
+    sequences, as few as hold all that decode, and there is a capture for each of these numbers and each bucket of lengths
+    (2,048, 8,192, ... tokens, up to the capacity). Each request's tokens are those that it would get alone. One that finishes
+    leaves by itself.
 
     model: as for `Cache`. method, and the settings budget, retrieved, dense_layers, seed, block_size, host_bytes, device_memory,
     full_below and kv_dtype: as for `Cache`; a budget is a number of tokens, for a fraction of the length would differ from one to

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.segmented_graph import SegmentedGraph
 from kvthaw.cache.streams import Observer
 from kvthaw.engine.ops import serving
 
 _log = logging.getLogger(__name__)
-_Bucket = tuple[Tensor, Tensor, Tensor, SegmentedGraph | None, int]
+_Captured = tuple[Tensor, Tensor, Tensor, SegmentedGraph | None, int]
 _WARM = 2  # eager steps before a capture, in which kernels are compiled and tuned
 
 
@@ -77,6 +78,14 @@ def needs_host(method: Method, *, safe: bool) -> str | None:
     return None
 
 
+def bucket(kv: KVCache, rows: int) -> int:
+    """Return the bucket (Sequences.bucket) of the next step of the first sequences; 0 where nothing is selected on the device, so
+    that a capture serves all lengths."""
+    first = next((layer for layer in kv.layers if isinstance(layer, OffloadedLayer)), None)
+    selects = first is not None and first.retriever is not None and not first.on_host
+    return kv.sequences.bucket(rows) if selects else 0
+
+
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Disable garbage collection: a capture fails if an earlier graph is destroyed meanwhile."""
@@ -99,7 +108,8 @@ class GraphRunner:
 
     forward(input_ids=, position_ids=, past_key_values=, use_cache=, attention_mask=) is the model's own, or that compiled.
     capture: False runs it eagerly at every step. captures, capture_seconds: how often a graph was captured and how long that took
-    in all; capture_bytes: device memory that the latest one took. Steps of other numbers of rows have graphs of their own.
+    in all; capture_bytes: device memory that the latest one took. Steps of other numbers of rows, and of sequences in another
+    bucket, have graphs of their own.
     """
 
     def __init__(self, forward: Callable[..., Any], cache: ModelCache, *, compiled: bool = False, capture: bool = True) -> None:
@@ -112,7 +122,8 @@ class GraphRunner:
         self._steady = 0
         self._observers: list[Observer] = []  # those that the graph has captured
         self._ids = self._positions = self._logits = torch.empty(0)
-        self._others: dict[int, _Bucket] = {}  # by rows
+        self._kind = 0, 0  # of a step: its rows and their bucket
+        self._others: dict[tuple[int, int], _Captured] = {}
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, 1, V] of one token a row, ids and positions [B, 1]; valid until the next step.
@@ -144,8 +155,9 @@ class GraphRunner:
                 self._known = sequences.version, sequences.padded_length
 
     def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
-        if self._ids.shape != ids.shape or self._ids.device != ids.device:
-            self._switch(ids, positions)
+        kind = len(ids), bucket(self._kv, len(ids))
+        if self._kind != kind or self._ids.shape != ids.shape or self._ids.device != ids.device:
+            self._switch(kind, ids, positions)
         self._ids.copy_(ids)  # every step reads the same two tensors, so that a compiled forward meets no other strides
         self._positions.copy_(positions)
         kv, sequences = self._kv, self._kv.sequences
@@ -180,14 +192,14 @@ class GraphRunner:
         self._known = sequences.version, sequences.padded_length
         return self._logits
 
-    def _switch(self, ids: Tensor, positions: Tensor) -> None:
-        """Use the inputs, the graph and its output of steps of as many rows."""
-        self._others[len(self._ids)] = self._ids, self._positions, self._logits, self._graph, self._steady
-        bucket = self._others.pop(len(ids), None)
-        if bucket is None or bucket[0].shape != ids.shape or bucket[0].device != ids.device:
+    def _switch(self, kind: tuple[int, int], ids: Tensor, positions: Tensor) -> None:
+        """Use the inputs, the graph and its output of steps of a kind."""
+        self._others[self._kind] = self._ids, self._positions, self._logits, self._graph, self._steady
+        captured = self._others.pop(kind, None)
+        if captured is None or captured[0].shape != ids.shape or captured[0].device != ids.device:
             own = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (ids, positions)]
-            bucket = own[0], own[1], torch.empty(0), None, 0
-        self._ids, self._positions, self._logits, self._graph, self._steady = bucket
+            captured = own[0], own[1], torch.empty(0), None, 0
+        self._kind, (self._ids, self._positions, self._logits, self._graph, self._steady) = kind, captured
 
     def _prepare(self) -> None:
         self._kv.before_step()

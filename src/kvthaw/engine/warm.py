@@ -4,32 +4,48 @@ from __future__ import annotations
 
 import torch
 
+from kvthaw.cache.buckets import buckets
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.kv_prefetcher import buffer_for, longest_run
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.batch import Batch
+from kvthaw.engine.graph_runner import bucket
 from kvthaw.engine.hf.cache import of_layer
 from kvthaw.engine.scheduler import STEP_TOKENS, chunk_tokens, streamed_tokens
 from kvthaw.kernels.dense import BLOCK, LONG, plan, runs
 
-_TOKENS = 5  # of which the first comes with the prompt, two from eager steps, and one with a capture
+_STEPS = 4  # of which two are eager, and one is captured
 
 
 def warm(batch: Batch) -> None:
-    """Allocate all that a step of a batch without requests needs, capture steps of every number of sequences, compile kernels for
-    prompts in chunks and plan their attention, so that no request waits for that."""
+    """Allocate all that a step of a batch without requests needs, capture steps of every number of sequences and every bucket of
+    lengths, compile kernels for prompts in chunks and plan their attention, so that no request waits for that."""
     seqs, on_gpu = 1, batch.cache.model.device.type == "cuda"
     while True:
-        for _ in range(seqs):
-            batch.prefill(batch.join([0], max_new_tokens=_TOKENS, stop=()))
-        while batch.requests:
-            batch.step()
+        _step(batch, seqs)
         if not on_gpu or seqs == batch.max_seqs:
             break
         seqs = min(2 * seqs, batch.max_seqs)
     if on_gpu:
         _serve(batch)
     plan_attention(batch)
+
+
+def _step(batch: Batch, seqs: int) -> None:
+    """Take steps of so many sequences, as if they had the lengths of each bucket in turn."""
+    kv, sizes = batch.cache.kv, buckets(batch.capacity)
+    requests = [batch.join([0], max_new_tokens=1 + _STEPS * len(sizes), stop=()) for _ in range(seqs)]
+    for request in requests:
+        batch.prefill(request)
+    try:
+        for n, size in enumerate(sizes if batch.model.device.type == "cuda" and bucket(kv, seqs) else sizes[:1], 1):
+            kv.sequences.planned = size
+            while any(len(request.tokens) <= _STEPS * n for request in batch.requests):
+                batch.step()
+    finally:
+        kv.sequences.planned = 0
+        for request in batch.requests:
+            batch.leave(request)
 
 
 def plan_attention(batch: Batch) -> None:

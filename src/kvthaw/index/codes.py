@@ -66,8 +66,8 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
     learned: centroids, where there are any.
 
     Summaries are allocated at a capacity that doubles; within one, all tensors stay where they are. Lengths and limits are
-    int32 on the device. select() launches five kernels of fixed shape on a GPU, six with policy="mean"; on a CPU the same steps
-    run in torch."""
+    int32 on the device; how many candidates a sequence has follows from its own length alone. select() launches five kernels of
+    fixed shape on a GPU, six with policy="mean"; on a CPU the same steps run in torch."""
 
     graph_safe = reversible = True
     on_host = False
@@ -268,15 +268,14 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
             self._update()
         data, now = self.tables, self.summaries
         lengths, wanted = data["lengths"][:batch], data["wanted"][:batch]
-        if query.device.type == "cpu":  # no fixed shapes needed: leave out what no sequence has
-            longest = max(1, *self.counts[:batch])
-            now = Summaries(now.ids[:, :, :, :longest], now.codes[:, :, :longest], now.weights[:, :, :longest], now.sizes)
-        width = -(-max(budget, self.ratios.most(now.capacity, budget)) // TILE) * TILE
+        n = max(1, self.context.looked_at(self.counts[:batch], now.capacity))
+        ids = now.ids[:, :, :, : n if query.device.type == "cpu" else -(-n // CHUNK) * CHUNK]
+        width = -(-max(budget, self.ratios.most(ids.shape[3], budget)) // TILE) * TILE
         totals = torch.empty((batch, self.context.kv_heads, BINS), dtype=torch.int32, device=query.device)
         sizes, limits = now.sizes[:batch], data["limits"][:batch]
         if self.learned is None and self._graded:
             rotated, bits = planes(query, self.rotation, sizes.shape[1], totals, mean=mean, combine=self._combine)
-            scores = signs(bits, now.ids, lengths, totals)
+            scores = signs(bits, ids, lengths, totals)
         else:
             if self.learned is None:
                 rotated, table = tiers(query, self.rotation, sizes, limits, totals, mean=mean, combine=self._combine)
@@ -286,7 +285,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
                 votes = grade(similarity, self._combine) if self._graded else definition(similarity, sizes, limits)
                 table = pack(votes, self._combine)
                 totals.zero_()
-            scores = collide(table, now.ids, lengths, totals, self._combine, self._shift)
+            scores = collide(table, ids, lengths, totals, self._combine, self._shift)
         return rotated, now, bucket_topk(scores, lengths, wanted, width), wanted
 
     def _enough(self, budget: int) -> None:

@@ -96,7 +96,8 @@ class NodeIndex(BatchedIndex):
         if self.width != self._field(budget):
             self.width = self._field(budget)
             self.sync_counts(range(len(self.seqs)))
-        digests, stops, counts, order = self.digests[:batch], self.stops[:batch], self.counts[:batch], self.order
+        nodes, counts, order = self.looked_at(batch), self.counts[:batch], self.order
+        digests, stops = self.digests[:batch, :, :nodes], self.stops[:batch, :, : nodes + 1]
         assert order is not None
         scale, scores = self.context.scale, {"scale": self.context.scale, "reach": config.spread}
         choice: dict[str, Any] = {"first": self.first, "budget": self.width, "policy": config.policy}
@@ -104,8 +105,6 @@ class NodeIndex(BatchedIndex):
             found, parts = node_scores.launch(query, digests, stops, counts, **scores)
             rows, _ = launch_choice(found, parts, stops, order[:batch], counts, **choice)
         else:
-            nodes = max(seq.units for seq in self.seqs[:batch])  # no kernel that stops at the sequences' lengths
-            digests, stops = digests[:, :, :nodes], stops[:, :, : nodes + 1]
             found = node_scores.definition(query, digests, stops, counts, **scores)
             rows, _ = choose(found, stops, order[:batch], counts, **choice)
         wanted, run = self.wanted[:batch], run_length(self.width, budget) or TILE

@@ -147,13 +147,12 @@ class TokenIndex(Index, Reversible, Swaps):
     # Inside
 
     def ready(self, query: Tensor) -> int:
-        """Room for the sequences of a query [B, Hq, D]. How many places select() looks at: the capacity, so that a captured step
-        may be replayed; on a CPU no more than the longest sequence has."""
+        """Room for the sequences of a query [B, Hq, D]. Returns how many places select() looks at."""
         batch = query.shape[0]
         if batch > len(self.counts):
             self.reserve(batch, 0)
             self.sync_counts()
-        return max(self.counts[:batch]) if query.device.type == "cpu" else self.capacity
+        return self.context.looked_at(self.counts[:batch], self.capacity)
 
     @property
     def capacity(self) -> int:

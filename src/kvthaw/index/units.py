@@ -119,9 +119,7 @@ class UnitIndex(Index, Reversible, Swaps, WorksBeside):
         batch = query.shape[0]
         self.join()
         self.reserve(batch)
-        units = self.digests.shape[2]
-        if query.device.type == "cpu":  # no kernel that stops at the sequences' lengths
-            units = max(seq.units for seq in self.seqs[:batch])
+        units = self.looked_at(batch)
         rows, counts = self.choice(
             query,
             self.digests[:batch, :, :units],
@@ -247,6 +245,10 @@ class UnitIndex(Index, Reversible, Swaps, WorksBeside):
             self._done = None
 
     # Inside
+
+    def looked_at(self, batch: int) -> int:
+        """Return how many units of the first sequences select() looks at."""
+        return self.context.looked_at([seq.units for seq in self.seqs[:batch]], self.digests.shape[2], self.most_units)
 
     def most_units(self, tokens: int) -> int:
         """Return an upper bound on the units of so many tokens, in pieces of any size."""

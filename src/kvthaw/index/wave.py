@@ -126,9 +126,9 @@ class WaveIndex(ClusterIndex, Attends):
     def _estimate(self, query: Tensor, rows: Tensor) -> Partial:
         """Attention to the clusters of the estimation zone: those that no row is of, in order, up to their share."""
         batch, heads = rows.shape[:2]
-        many, tokens = self.digests.shape[2], self.order.shape[2] if self.order is not None else 0
-        if query.device.type == "cpu":
-            many, tokens = max(seq.units for seq in self.seqs[:batch]), max(seq.tokens for seq in self.seqs[:batch])
+        assert self.order is not None
+        many = self.looked_at(batch)
+        tokens = self.context.looked_at([seq.tokens for seq in self.seqs[:batch]], self.order.shape[2])
         digests, values, stops = (table[:batch, :, :many] for table in (self.digests, self.values, self.stops[:, :, 1:]))
         begins = self.stops[:batch, :, :many]
         bounds, counts = self.stops[:batch, :, : many + 1], self.counts[:batch]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.chain import dependent
+from kvthaw.kernels.cut import row_stride
 from kvthaw.kernels.tiers import Combine
 
 CHUNK = 2048
@@ -31,7 +32,7 @@ BINS = 128
 class Scores:
     """Coarse scores and their histograms.
 
-    scores [L, H, capacity] uint8, undefined beyond a sequence's length. counts [L, H, BINS, chunks] int32: keys of a chunk that
+    scores [L, H, n] uint8, undefined beyond a sequence's length. counts [L, H, BINS, chunks] int32: keys of a chunk that
     score at least the bin. totals [L, H, BINS] int32: the same for all keys. Only the launcher fills counts and totals.
     """
 
@@ -100,7 +101,7 @@ if HAS_TRITON:
                     for byte in tl.static_range(4):
                         best = tl.maximum(best, (total >> (8 * byte)) & 255)
             best = best >> SHIFT
-            tl.store(scores + pair * capacity + place, best.to(tl.uint8))
+            tl.store(scores + pair * (chunks * CHUNK) + place, best.to(tl.uint8))
             bin = tl.arange(0, BINS)
             counted = tl.histogram(best, BINS, mask=place < length)
             above = tl.sum(counted) - (tl.cumsum(counted, axis=0) - counted)
@@ -111,15 +112,15 @@ if HAS_TRITON:
 def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine, shift: int) -> Scores:
     """Launch the kernel on any device. totals [L, H, BINS] int32 must be zero."""
     batch, heads, words, subs = table.shape[:4]
-    capacity = ids.shape[3]
-    assert capacity % CHUNK == 0 and ids.is_contiguous() and table.is_contiguous() and totals.is_contiguous()
+    apart = row_stride(ids, rows=3)
+    assert ids.shape[3] % CHUNK == apart % CHUNK == 0 and table.is_contiguous() and totals.is_contiguous()
     assert ids.dtype == torch.uint8 and table.dtype == lengths.dtype == totals.dtype == torch.int32
     assert totals.shape == (batch, heads, BINS)
-    chunks = capacity // CHUNK
-    scores = torch.empty((batch, heads, capacity), dtype=torch.uint8, device=ids.device)
+    chunks = ids.shape[3] // CHUNK
+    scores = torch.empty((batch, heads, ids.shape[3]), dtype=torch.uint8, device=ids.device)
     counts = torch.empty((batch, heads, BINS, chunks), dtype=torch.int32, device=ids.device)
     _collide[(chunks, heads, batch)](
-        table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W=words, SUBS=subs,
+        table, ids, lengths, scores, counts, totals, heads, apart, chunks, W=words, SUBS=subs,
         PART=min(subs, 16), BINS=BINS, SUM=combine == "sum", SHIFT=shift, CHUNK=CHUNK,
         num_warps=WARPS, **dependent(ids.device),
     )  # fmt: skip
@@ -129,8 +130,8 @@ def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine:
 def collide(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine, shift: int) -> Scores:
     """Compute coarse scores of all keys: votes without their lowest `shift` bits, less than BINS.
 
-    table: packed votes (tiers.pack); ids [L', H, B, capacity] uint8, L' >= L; lengths [L'] int32; totals [L, H, BINS] int32
-    zeros, filled on a GPU.
+    table: packed votes (tiers.pack); ids [L', H, B, n] uint8, L' >= L, the first n places of a table; lengths [L'] int32, at most
+    n; totals [L, H, BINS] int32 zeros, filled on a GPU.
     """
     if ids.is_cuda and HAS_TRITON:
         return launch(table, ids, lengths, totals, combine, shift)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.cut import row_stride
 from kvthaw.kernels.node_digests import TAIL
 from kvthaw.kernels.unit_scores import BLOCK, outputs, programs
 
@@ -42,13 +43,13 @@ if HAS_TRITON:
 
     @triton.jit
     def _score(
-        query, digests, stops, counts, scores, parts, scale, reach, heads, dim, width, units, blocks,
+        query, digests, stops, counts, scores, parts, scale, reach, heads, dim, width, units, blocks, digest_row, stop_row,
         G: tl.constexpr, GC: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, POINTS: tl.constexpr, BLOCK: tl.constexpr,
         STAGES: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
         # Program (share of the blocks of nodes; sequence and head), as in unit_scores; stores the same outputs.
         bh, d, g = tl.program_id(1).to(tl.int64), tl.arange(0, DP), tl.arange(0, GP)
-        count = tl.load(counts + bh // heads)
+        count = tl.minimum(tl.load(counts + bh // heads), units)
         inside = d < dim
         wide = load_rows(query, bh * G + g, dim, g < G, dim, DP, True)
         far = reach * tl.sqrt(tl.sum(wide * wide, axis=1))
@@ -61,7 +62,7 @@ if HAS_TRITON:
         for block in tl.range(begin, tl.minimum(begin + share, filled), num_stages=STAGES):
             u = block * BLOCK + tl.arange(0, BLOCK)
             known = u < count
-            row = digests + (bh * units + u) * width
+            row = digests + bh * digest_row + u * width
             spread = tl.load(row + POINTS * dim, mask=known, other=0.0).to(tl.float32)
             best = tl.full([BLOCK, GP], float("-inf"), tl.float32)
             for p in tl.static_range(POINTS):
@@ -70,7 +71,7 @@ if HAS_TRITON:
                 if p == 0:
                     found += spread[:, None] * far[None, :]
                 best = tl.maximum(best, found)
-            stop = stops + bh * (units + 1) + u
+            stop = stops + bh * stop_row + u
             size = tl.load(stop + 1, mask=known, other=0) - tl.load(stop, mask=known, other=0)
             best = tl.where((size > 0)[:, None], best * scale, float("-inf"))
             tl.store(scores + (bh * G + g[None, :]) * units + u[:, None], best, mask=known[:, None] & (g < G)[None, :])
@@ -81,7 +82,8 @@ if HAS_TRITON:
 def launch(
     query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, *, scale: float, reach: float
 ) -> tuple[Tensor, Tensor]:
-    """Launch the Triton kernel; arguments as in `definition`, all contiguous. Returns scores and parts like unit_scores.launch."""
+    """Launch the Triton kernel; arguments as in `definition`, tables as unit_scores.launch takes them. Returns scores and parts as
+    that does."""
     batch, heads, units, width = digests.shape
     dim, group = query.shape[2], query.shape[1] // heads
     query = query.contiguous()
@@ -91,8 +93,8 @@ def launch(
     points, blocks = (width - TAIL) // dim, parts.shape[2]
     stages, many = programs(BLOCK * wide * points * digests.dtype.itemsize, blocks, batch * heads)
     _score[(many, batch * heads)](
-        query, digests, stops, counts, scores, parts, scale, reach, heads, dim, width, units, blocks,
-        G=group, GC=parts.shape[4], GP=padded, DP=wide, POINTS=points, BLOCK=BLOCK, STAGES=stages, num_warps=4,
+        query, digests, stops, counts, scores, parts, scale, reach, heads, dim, width, units, blocks, row_stride(digests),
+        row_stride(stops), G=group, GC=parts.shape[4], GP=padded, DP=wide, POINTS=points, BLOCK=BLOCK, STAGES=stages, num_warps=4,
         UPCAST=query.device.type == "cpu" or digests.dtype == torch.float32,
     )  # fmt: skip
     return scores, parts

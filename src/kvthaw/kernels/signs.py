@@ -21,6 +21,7 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON, bits
 from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.collide import BINS, CHUNK, Scores
+from kvthaw.kernels.cut import row_stride
 from kvthaw.kernels.encode import CENTROIDS, SUB
 from kvthaw.kernels.planes import WIDE, unpack
 
@@ -145,7 +146,7 @@ if HAS_TRITON:
                     best = tl.inline_asm_elementwise(VOTES, VOTES_TYPES, now + plane + start + (e,), tl.int32, True, 4)
                 if begin + CHUNK > length:
                     best = tl.where(place < length, best, 0)
-                tl.store(scores + pair * (4 * words) + place, best.to(tl.uint8))
+                tl.store(scores + pair * (chunks * CHUNK) + place, best.to(tl.uint8))
                 if PLAIN:
                     counted += tl.histogram(best, BINS)
                 else:
@@ -163,17 +164,17 @@ def launch(planes: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor) -> Scor
     """Launch the kernel on any device, with plain bit arithmetic where it lacks the instructions. totals [L, H, BINS] int32
     must be zero."""
     batch, heads, fours, _, _, row = planes.shape
-    subs, capacity, plain = ids.shape[2], ids.shape[3], not bits.native(ids.device)
-    assert capacity % CHUNK == 0 and ids.is_contiguous() and planes.is_contiguous() and totals.is_contiguous()
+    subs, plain, apart = ids.shape[2], not bits.native(ids.device), row_stride(ids, rows=3)
+    assert ids.shape[3] % CHUNK == apart % CHUNK == 0 and planes.is_contiguous() and totals.is_contiguous()
     assert ids.dtype == planes.dtype == torch.uint8 and lengths.dtype == totals.dtype == torch.int32
     assert totals.shape == (batch, heads, BINS) and row % WIDE == 0 and row >= subs
-    chunks, halves, tile = capacity // CHUNK, row // WIDE, CHUNK if plain else TILE
-    scores = torch.empty((batch, heads, capacity), dtype=torch.uint8, device=ids.device)
+    chunks, halves, tile = ids.shape[3] // CHUNK, row // WIDE, CHUNK if plain else TILE
+    scores = torch.empty((batch, heads, ids.shape[3]), dtype=torch.uint8, device=ids.device)
     counts = torch.empty((batch, heads, BINS, chunks), dtype=torch.int32, device=ids.device)
     start, votes, count = bits.start(halves), bits.votes(fours, halves, shift(subs)), bits.count()
     _signs[(chunks, heads, batch)](
         ids if plain else ids.view(torch.int32), planes if plain else planes.view(torch.int32), lengths, scores, counts, totals,
-        heads, capacity // 4, chunks, SUBS=subs, ROW=row, FOURS=fours, SHIFT=shift(subs), BINS=BINS, CHUNK=CHUNK, TILE=tile,
+        heads, apart // 4, chunks, SUBS=subs, ROW=row, FOURS=fours, SHIFT=shift(subs), BINS=BINS, CHUNK=CHUNK, TILE=tile,
         START=start[0], START_TYPES=start[1], VOTES=votes[0], VOTES_TYPES=votes[1], COUNT=count[0], COUNT_TYPES=count[1],
         PLAIN=plain, num_warps=tile // 128, **dependent(ids.device),
     )  # fmt: skip
@@ -181,8 +182,8 @@ def launch(planes: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor) -> Scor
 
 
 def signs(planes: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor) -> Scores:
-    """Compute coarse scores of all keys. planes [L, H, S, 2, 8, R] uint8; ids [L', H, B, capacity] uint8, L' >= L; lengths [L']
-    int32; totals [L, H, BINS] int32 zeros, filled on a GPU."""
+    """Compute coarse scores of all keys. planes [L, H, S, 2, 8, R] uint8; ids [L', H, B, n] uint8, L' >= L, the first n places of a
+    table; lengths [L'] int32, at most n; totals [L, H, BINS] int32 zeros, filled on a GPU."""
     if ids.is_cuda and HAS_TRITON:
         return launch(planes, ids, lengths, totals)
     return Scores(definition(planes, ids[: planes.shape[0]]).to(torch.uint8))

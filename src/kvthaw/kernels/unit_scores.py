@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.chain import dependent
+from kvthaw.kernels.cut import row_stride
 
 BLOCK = 64
 """Units scored together; each block stores one part of the softmax denominators."""
@@ -70,6 +71,7 @@ if HAS_TRITON:
     @triton.jit
     def _score(
         query, digests, stops, counts, scores, parts, recent_queries, seen, steps, scale, heads, dim, width, units, blocks, window,
+        digest_row, stop_row,
         G: tl.constexpr, GS: tl.constexpr, GC: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
         STAGES: tl.constexpr, UPCAST: tl.constexpr, RECORD: tl.constexpr, PARTS: tl.constexpr,
         PDL: tl.constexpr,
@@ -79,7 +81,7 @@ if HAS_TRITON:
         # computes the denominators. GS is 1 if the mean query scores for all.
         bh, e, g = tl.program_id(1).to(tl.int64), tl.arange(0, EP), tl.program_id(2) * GP + tl.arange(0, GP)
         follow(PDL)
-        count = tl.load(counts + bh // heads)
+        count = tl.minimum(tl.load(counts + bh // heads), units)
         inside = e < width
         channel = tl.where(e < dim, e, e - dim)
         total = tl.zeros((EP,), tl.float32)
@@ -107,9 +109,9 @@ if HAS_TRITON:
             u = block * BLOCK + tl.arange(0, BLOCK)
             known = u < count
             tile = tl.load(
-                digests + (bh * units + u[:, None]) * width + e[None, :], mask=known[:, None] & inside[None, :], other=0.0
+                digests + bh * digest_row + u[:, None] * width + e[None, :], mask=known[:, None] & inside[None, :], other=0.0
             )
-            stop = stops + bh * (units + 1) + u
+            stop = stops + bh * stop_row + u
             size = tl.load(stop + 1, mask=known, other=0) - tl.load(stop, mask=known, other=0)
             # 16-bit operands are exact here: both have the tile's dtype, and the sum is float32.
             found = tl.dot(tile.to(tl.float32), q, input_precision=PRECISION) if UPCAST else tl.dot(tile, q)
@@ -131,7 +133,7 @@ def launch(
     mean: bool,
     recent: RecentQueries | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the Triton kernel; arguments as in `definition`, all contiguous.
+    """Launch the Triton kernel; arguments as in `definition`, tables contiguous or cut to their first units.
 
     Returns the scores, undefined past a sequence's units, and parts [B, H, blocks, 2, at least G] float32: for every BLOCK
     units the largest score m and the sum of n exp(score - m), n the tokens of a unit; undefined if G is 1. Stores the query in
@@ -155,6 +157,7 @@ def launch(
     to = (query, query, counts, 0) if recent is None else (recent.queries, recent.seen, recent.steps, recent.queries.shape[2])
     _score[(many, batch * heads, 1 if mean else shares)](
         query, digests, stops, counts, scores, parts, *to[:3], scale, heads, dim, width, units, blocks, to[3],
+        row_stride(digests), row_stride(stops),
         G=group, GS=seen, GC=parts.shape[4], GP=padded, EP=wide, BLOCK=BLOCK, STAGES=stages, num_warps=4, RECORD=recent is not None,
         PARTS=shares if mean else 1, UPCAST=query.device.type == "cpu" or digests.dtype == torch.float32,
         **dependent(query.device),
@@ -165,7 +168,7 @@ def launch(
 def outputs(query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, seen: int) -> tuple[Tensor, Tensor]:
     """Check tables of units, and allocate scores and parts of `seen` queries a KV head for a kernel to fill."""
     batch, heads, units, _ = digests.shape
-    assert all(t.is_contiguous() for t in (digests, stops, counts)), "the tables are read as contiguous"
+    assert counts.is_contiguous()
     assert stops.dtype == counts.dtype == torch.int32, f"stops are {stops.dtype}, counts {counts.dtype}"
     assert stops.shape == (batch, heads, units + 1), f"stops are {tuple(stops.shape)}"
     assert query.dtype == digests.dtype, f"queries are {query.dtype}, digests {digests.dtype}"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON, unit_scores
 from kvthaw.kernels.chain import dependent
+from kvthaw.kernels.cut import row_stride
 from kvthaw.kernels.gpu import by_device
 from kvthaw.kernels.unit_scores import RecentQueries
 
@@ -125,7 +126,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _merged(
-        scores, parts, stops, count, bh, u, units, blocks,
+        scores, parts, stops, count, bh, u, units, blocks, stop_row,
         GS: tl.constexpr, GC: tl.constexpr, SCORED: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr,
     ):  # fmt: skip
         # Merge the group's scores of units u into one integer key of the same order. Returns key, first token and size of each.
@@ -157,7 +158,7 @@ if HAS_TRITON:
                 mine = tl.sum(tl.where(group == i, lse, 0.0))
                 weight += tl.exp(tl.load(scores + (bh * GS + i) * units + u, mask=known, other=float("-inf")) - mine - safe)
             merged = tl.where(merged == float("-inf"), merged, merged + tl.log(tl.maximum(weight, 1e-30)))
-        stop = stops + bh * (units + 1) + u
+        stop = stops + bh * stop_row + u
         begin = tl.load(stop, mask=known, other=0)
         size = tl.load(stop + 1, mask=known, other=0) - begin
         bits = merged.to(tl.int32, bitcast=True)
@@ -165,19 +166,19 @@ if HAS_TRITON:
 
     @triton.jit
     def _narrow(
-        scores, parts, stops, counts, keys, begins, sizes, found, budget, heads, units, blocks, chunks,
+        scores, parts, stops, counts, keys, begins, sizes, found, budget, heads, units, blocks, chunks, stop_row,
         GS: tl.constexpr, GC: tl.constexpr, SCORED: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
         # Program (chunk of units; sequence and head). Keeps the units that would be selected if the chunk were alone. keys, begins,
         # sizes [B, H, chunks, _CHUNK] int32: key, first token and size of each kept unit; found [B, H, chunks]: their number.
         chunk, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-        count = tl.load(counts + bh // heads)
+        count = tl.minimum(tl.load(counts + bh // heads), units)
         kept = tl.full([], 0, tl.int32)
-        room = budget - tl.minimum(tl.load(stops + bh * (units + 1)), budget)
+        room = budget - tl.minimum(tl.load(stops + bh * stop_row), budget)
         follow(PDL)
         if chunk * _CHUNK < count:
             u = chunk * _CHUNK + tl.arange(0, _CHUNK)
-            key, begin, size = _merged(scores, parts, stops, count, bh, u, units, blocks, GS, GC, SCORED, PARTS, MEAN)
+            key, begin, size = _merged(scores, parts, stops, count, bh, u, units, blocks, stop_row, GS, GC, SCORED, PARTS, MEAN)
             stays = (_taken(key, size, room) > 0) & (size > 0)
             place = (bh * chunks + chunk) * _CHUNK + tl.cumsum(stays.to(tl.int32), axis=0) - 1
             tl.store(keys + place, key, mask=stays)
@@ -189,7 +190,7 @@ if HAS_TRITON:
     @triton.jit
     def _choose(
         scores, parts, counts, keys, begins, sizes, found, stops, order, side, ends, rows, taken, steps, first, budget, heads,
-        units, blocks, chunks, capacity, GS: tl.constexpr, GC: tl.constexpr, SCORED: tl.constexpr, PARTS: tl.constexpr,
+        units, blocks, chunks, stop_row, capacity, GS: tl.constexpr, GC: tl.constexpr, SCORED: tl.constexpr, PARTS: tl.constexpr,
         MEAN: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr, CP: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
         CSTEPS: tl.constexpr, MAPPED: tl.constexpr, COUNT_STEP: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
@@ -204,9 +205,9 @@ if HAS_TRITON:
         sizes += bh * wide
         begin_of = ends + bh * 2 * budget
         ends = begin_of + budget
-        static = tl.minimum(tl.load(stops + bh * (units + 1)), budget)
+        static = tl.minimum(tl.load(stops + bh * stop_row), budget)
         room = budget - static
-        count = tl.load(counts + bh // heads)
+        count = tl.minimum(tl.load(counts + bh // heads), units)
         follow(PDL)
         c = tl.arange(0, CP)
         kept = tl.load(found + bh * chunks + c, mask=c < (0 if ALONE else chunks), other=0)
@@ -214,7 +215,9 @@ if HAS_TRITON:
         if tl.max(kept) <= EACH:
             j = tl.arange(0, CP * EACH)
             if ALONE:
-                key, begin, size = _merged(scores, parts, stops, count, bh, j, units, blocks, GS, GC, SCORED, PARTS, MEAN)
+                key, begin, size = _merged(
+                    scores, parts, stops, count, bh, j, units, blocks, stop_row, GS, GC, SCORED, PARTS, MEAN
+                )
             else:
                 chunk, i = j // EACH, j % EACH
                 here = i < tl.load(found + bh * chunks + chunk, mask=chunk < chunks, other=0)
@@ -303,7 +306,8 @@ def launch(
     query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
     *, first: int, budget: int, scale: float, policy: Policy, recent: RecentQueries | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the Triton kernels; arguments and result as in `definition`. All tensors contiguous; static shapes, no host sync."""
+    """Launch the Triton kernels; arguments and result as in `definition`. Tables contiguous or cut to their first units; static
+    shapes, no host sync."""
     scores, parts = unit_scores.launch(query, digests, stops, counts, scale=scale, mean=policy == "mean_query", recent=recent)
     steps = None if recent is None else recent.steps
     return launch_choice(scores, parts, stops, order, counts, first=first, budget=budget, policy=policy, steps=steps)
@@ -322,6 +326,7 @@ def launch_choice(
         max(1, triton.cdiv(units, 1024)),
         dependent(scores.device),
     )
+    sizes = heads, units, blocks, chunks, row_stride(stops)
     empty = partial(scores.new_empty, dtype=torch.int32)
     alone = units <= ALONE
     scratch, found = empty((7, batch, heads, 0 if alone else chunks * 1024)), empty((batch, heads, chunks))
@@ -329,14 +334,12 @@ def launch_choice(
     how: dict[str, Any] = {"GS": scores.shape[2], "GC": compact, "SCORED": unit_scores.BLOCK, "PARTS": max(64, 1024 // compact)}
     how |= {"MEAN": policy == "mean", **follows}
     if not alone:
-        _narrow[(chunks, batch * heads)](
-            scores, parts, stops, counts, *scratch[:3], found, budget, heads, units, blocks, chunks, **how, num_warps=4
-        )
+        _narrow[(chunks, batch * heads)](scores, parts, stops, counts, *scratch[:3], found, budget, *sizes, **how, num_warps=4)
     padded = triton.next_power_of_2(chunks)
     each = 1024 if alone else max(1, min(1024, max(64, 2048 // padded), 8192 // padded))
     _choose[(batch * heads,)](
         scores, parts, counts, *scratch[:3], found, stops, stops if order is None else order, scratch[3:], ends, rows, taken,
-        counts if steps is None else steps, first, budget, heads, units, blocks, chunks, 0 if order is None else order.shape[2],
+        counts if steps is None else steps, first, budget, *sizes, 0 if order is None else order.shape[2],
         ALONE=alone, BLOCK=1024, CP=padded, EACH=each, CSTEPS=chunks.bit_length(),
         ROWS=min(1024, max(32, triton.next_power_of_2(budget))), MAPPED=order is not None, COUNT_STEP=steps is not None,
         **how, num_warps=8 if padded * each <= 2048 else 16,

@@ -1,0 +1,137 @@
+"""Steps are captured for buckets of lengths; tokens do not depend on which."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import kvthaw
+from kvthaw.cache import buckets
+from kvthaw.cache.index_api import IndexContext
+from kvthaw.cache.sequences import Sequences
+from kvthaw.engine.batch import Batch
+from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.request import Request
+from kvthaw.engine.warm import warm
+from stand_in import StandIn, captured_by
+from zoo import DISTINCT, build, build_exact, prompt
+
+LENGTHS, NEW = [20, 100, 50], [50, 60, 12]
+CAPACITY = 200
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of 32, 128 and CAPACITY tokens."""
+    monkeypatch.setattr(buckets, "LEAST", 32)
+
+
+def serve(batch: Batch, prompts: list[torch.Tensor], new: list[int]) -> list[list[int]]:
+    """Tokens of requests, of which the next joins every ten steps."""
+    requests, waiting = list[Request](), list(zip(prompts, new, strict=True))
+    while waiting or batch.requests:
+        if waiting and batch.free:
+            ids, most = waiting.pop(0)
+            requests.append(batch.join(ids, max_new_tokens=most, stop=()))
+        for _ in range(10):
+            batch.step()
+    return [request.tokens for request in requests]
+
+
+def alone(model: Any, method: str, ids: torch.Tensor, new: int, **settings: Any) -> list[int]:
+    with kvthaw.attach(model, method, **settings):
+        return model.generate(ids[None], max_new_tokens=new, do_sample=False, pad_token_id=0)[0, len(ids) :].tolist()
+
+
+def test_the_smallest_bucket_that_holds_the_next_token() -> None:
+    assert buckets.buckets(131072) == [2048, 8192, 32768, 131072]
+    assert buckets.buckets(10000) == [2048, 8192, 10000]
+    assert buckets.buckets(100) == [100]
+    sequences = Sequences()
+    sequences.open(3, 10000)
+    for lengths, count, size in (
+        ((0, 0, 0), 3, 2048),
+        ((2047, 5, 0), 2, 2048),
+        ((2048, 5, 0), 2, 8192),
+        ((5, 9000, 0), 2, 10000),
+        ((5, 9000, 0), 1, 2048),
+    ):
+        for seq, length in enumerate(lengths):
+            sequences.set_length(seq, length)
+        assert sequences.bucket(count) == size
+    sequences.paused |= {1}
+    assert sequences.bucket(2) == 10000, "kernels look at what a paused sequence has, too"
+    sequences.planned = 3000
+    assert sequences.bucket(1) == 8192
+    assert Sequences(left_pad=[0], padded_length=9).bucket(1) == 0, "where capacity grows, captures follow it"
+
+
+@pytest.mark.parametrize("method", DISTINCT)
+def test_tokens_do_not_depend_on_the_bucket(method: str, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indexes look at as much of their tables as on a GPU."""
+    model, some = build_exact("llama", num_hidden_layers=2), {"budget": 32, "dense_layers": 0, "block_size": 16}
+    settings: dict[str, Any] = {"dense_layers": 1} if method == "full" else some
+    prompts, seen, looked_at = [prompt(1, n, seed=n)[0] for n in LENGTHS], set[int](), IndexContext.looked_at
+    expected = [alone(model, method, ids, new, **settings) for ids, new in zip(prompts, NEW, strict=True)]
+
+    def as_on_a_gpu(context: IndexContext, counts: Any, room: int, *most: Any) -> int:
+        found = looked_at(replace(context, device=torch.device("meta")), counts, room, *most)
+        seen.add(found)
+        return max(found, 1)
+
+    monkeypatch.setattr(IndexContext, "looked_at", as_on_a_gpu)
+    batch = Batch(model, method, max_seqs=2, capacity=CAPACITY, **settings)
+    assert serve(batch, prompts, NEW) == expected
+    assert not seen or len(seen) > 2, "each bucket had its turn"
+
+
+@pytest.mark.parametrize(("method", "kinds"), [("quest", [1, 3, 4]), ("full", [1, 2, 2]), ("icecache-digest", [1, 2, 2])])
+def test_each_bucket_has_a_capture(method: str, kinds: list[int], small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made when it is first needed, and kept: of one sequence and of two, in buckets where the device selects."""
+    captured_by(monkeypatch, StandIn)
+    settings: dict[str, Any] = {"dense_layers": 1} if method == "full" else {"budget": 32, "dense_layers": 0}
+    batch = Batch(build("llama", num_hidden_layers=2), method, max_seqs=2, capacity=CAPACITY, **settings)
+    runner = batch.cache.replay = GraphRunner(batch.model.forward, batch.cache)
+    found = []
+    for lengths, new in (([20], 10), ([20, 100], 60), ([20], 60)):  # 32; 32, 128 and 200; 32 and 128 tokens
+        serve(batch, [prompt(1, n)[0] for n in lengths], [new] * len(lengths))
+        found.append(runner.captures)
+    assert found == kinds
+    serve(batch, [prompt(1, n)[0] for n in (20, 100)], [60, 60])
+    assert runner.captures == kinds[-1], "none is made again"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "method", [*(name for name in DISTINCT if name != "infinigen"), "pariskv-plus", "clusterkv-plus", "prkv-plus"]
+)
+def test_captured_steps_move_from_bucket_to_bucket(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To longer ones as sequences grow and others join, and back when these leave; the second time by captures that are there."""
+    monkeypatch.setattr(buckets, "LEAST", 512)
+    model = build("llama", max_position_embeddings=8192).to("cuda")
+    settings: dict[str, Any] = {} if method == "full" else {"budget": 128, "block_size": 64}
+    prompts, new = [prompt(1, n, seed=n)[0].cuda() for n in (490, 2030, 90)], [40, 40, 30]
+    expected = [alone(model, method, ids, n, capture=False, **settings) for ids, n in zip(prompts, new, strict=True)]
+    batch = Batch(model, method, max_seqs=2, capacity=5000, **settings)
+    assert serve(batch, prompts, new) == expected
+    captures = batch.stats().captures
+    assert captures <= 6
+    assert serve(batch, prompts, new) == expected
+    assert batch.stats().captures == captures, "each is kept"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["full", "pariskv-plus", "clusterkv-plus"])
+def test_a_warm_batch_captures_nothing_more(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "LEAST", 512)
+    model = build("llama", max_position_embeddings=8192).to("cuda")
+    settings: dict[str, Any] = {} if method == "full" else {"budget": 128, "block_size": 64}
+    batch = Batch(model, method, max_seqs=2, capacity=5000, **settings)
+    warm(batch)
+    captures = batch.stats().captures
+    assert captures == (2 if method == "full" else 6)
+    serve(batch, [prompt(1, n, seed=n)[0].cuda() for n in (490, 2030, 90)], [40, 40, 30])
+    assert batch.stats().captures == captures
