@@ -8,6 +8,7 @@ import itertools
 import random
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -270,6 +271,22 @@ def test_threads_change_nothing() -> None:
         assert rows == states[0][1]
         for mine, theirs in zip(state, states[0][0], strict=True):
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize(("group", "options"), [(2, {}), (3, {"query_retrieve_share": 0.6}), (5, {"unit": "token"}), (8, {})])
+def test_query_heads_together_choose_as_each_alone(isa: Isa, group: int, options: dict[str, Any]) -> None:
+    """On few threads the heads of a tree are searched together, by digests; on as many as there are heads each alone."""
+    config = dataclasses.replace(DIGEST, query_beam=20, promote=0.1, retrieve_batch=1, **options)
+    keys, query = random_keys(2, 1500, 80, torch.bfloat16, seed=5), random_keys(2, 2 * group, 80, seed=6)
+    query[1, 1] = query[1, 0] + 0.1 * query[1, 1]  # which descends to much the same nodes
+    chosen = []
+    for threads in (1, 3, 2 * group):
+        index = make_index([keys], 2 * group, config, isa=isa, threads=threads)
+        index.build(0, 0, keys[:, :1400])
+        index.append([0], keys[None, :, 1400:])
+        chosen.append([selected(index, one[None], budget) for one in query for budget in (20, 90)])
+    assert chosen[0] == chosen[1] == chosen[2]
 
 
 def test_earlier_searches_which_order_the_next_change_nothing() -> None:

@@ -67,17 +67,34 @@ void compare(const Kernels& plain, const Kernels& own) {
                 at[r] = row;
             }
             std::vector<float> one(count), other(count), alone(count);
-            plain.dots(exact.data(), at.data(), count, dim, dtype, one.data());
-            own.dots(exact.data(), at.data(), count, dim, dtype, other.data());
-            demand(dtype == Dtype::f8 || one == other, "exact products", dim, code);
-            plain.dots(query.data(), at.data(), count, dim, dtype, one.data());
-            own.dots(query.data(), at.data(), count, dim, dtype, other.data());
-            demand(dtype != Dtype::i8 || one == other, "products of whole numbers", dim, code);
-            for (int r = 0; r < count; ++r) {
-                own.dots(query.data(), &at[r], 1, dim, dtype, &alone[r]);
-                demand(std::fabs(one[r] - other[r]) <= 1e-5f * std::fabs(one[r]) + 2e-4f * dim, "products", dim, code);
+            if (dtype == Dtype::i8) {
+                std::vector<RowBlock> blocks;  // the first query wants every row, the others every second, third and fourth
+                for (int r = 0; r < count; ++r)
+                    blocks.push_back({static_cast<const char*>(at[r]), 1, 1u + 2 * (r % 2 == 0) + 4 * (r % 3 == 0) + 8 * (r % 4 == 0)});
+                const std::vector<const float*> asked(kTogether, query.data());
+                std::vector<float> more(3 * count);
+                const auto multiply = [&](const Kernels& kernels, std::vector<float>& all) {
+                    const std::vector<float*> to{all.data(), &more[0], &more[count], &more[2 * count]};
+                    kernels.dots_together(asked.data(), kTogether, blocks.data(), count, dim, to.data());
+                };
+                multiply(plain, one);
+                multiply(own, other);
+                demand(one == other, "products of whole numbers", dim, code);
+                for (int r = 0; r < count; r += 12)
+                    demand(more[r / 2] == one[r] && more[count + r / 3] == one[r] && more[2 * count + r / 4] == one[r],
+                           "products with several queries", dim, code);
+            } else {
+                plain.dots(exact.data(), at.data(), count, dim, dtype, one.data());
+                own.dots(exact.data(), at.data(), count, dim, dtype, other.data());
+                demand(dtype == Dtype::f8 || one == other, "exact products", dim, code);
+                plain.dots(query.data(), at.data(), count, dim, dtype, one.data());
+                own.dots(query.data(), at.data(), count, dim, dtype, other.data());
+                for (int r = 0; r < count; ++r) {
+                    own.dots(query.data(), &at[r], 1, dim, dtype, &alone[r]);
+                    demand(std::fabs(one[r] - other[r]) <= 1e-5f * std::fabs(one[r]) + 2e-4f * dim, "products", dim, code);
+                }
+                demand(alone == other, "products of a row alone", dim, code);
             }
-            demand(alone == other, "products of a row alone", dim, code);
             if (dtype == Dtype::f32) {
                 std::vector<float> panel(40 * dim), together(7 * 40);
                 for (int r = 0; r < count; ++r) std::memcpy(&panel[static_cast<size_t>(r) * dim], at[r], 4 * dim);

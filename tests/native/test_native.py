@@ -67,17 +67,18 @@ def test_dots(isa: Isa, dtype: torch.dtype, dim: int) -> None:
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("dim", [1, 7, 16, 80, 128, 576])
-def test_dots_with_codes(isa: Isa, dim: int) -> None:
+def test_dots_of_queries_together_with_codes(isa: Isa, dim: int) -> None:
     """Sums of whole numbers, so that every instruction set gives the same bits, times the steps of query and row."""
     g = torch.Generator().manual_seed(dim)
-    query, codes = torch.randn(dim, generator=g), torch.randint(-127, 128, (37, dim), generator=g, dtype=torch.int8)
-    steps = torch.rand(37, 1, generator=g)
+    codes, steps = torch.randint(-127, 128, (37, dim), generator=g, dtype=torch.int8), torch.rand(37, 1, generator=g)
     rows = torch.cat([torch.nn.functional.pad(codes, (0, -dim % 4)), steps.view(torch.int8)], 1).contiguous()
-    out = torch.empty(37)
-    _native.dots(query.data_ptr(), rows.data_ptr(), 37, rows.shape[1], dim, 3, out.data_ptr(), isa_code(isa))
-    step = query.abs().max() / min(32767, (2**31 - 1) // (127 * dim))
-    whole = codes.long() @ (query / step).round().long()
-    assert torch.equal(out, whole.float() * (step * steps[:, 0]))
+    for many in (1, 2, 3, 4):
+        queries, out = torch.randn(many, dim, generator=g), torch.empty(many, 37)
+        _native.dots_together(queries.data_ptr(), many, rows.data_ptr(), 37, dim, out.data_ptr(), isa_code(isa))
+        for query, own in zip(queries, out, strict=True):
+            step = query.abs().max() / min(32767, (2**31 - 1) // (127 * dim))
+            whole = codes.long() @ (query / step).round().long()
+            assert torch.equal(own, whole.float() * (step * steps[:, 0]))
 
 
 @pytest.mark.parametrize("isa", isas())

@@ -82,35 +82,59 @@ inline void totals(const Sums* x, int32_t* out) {
 }
 #endif
 
-inline void dot_codes(const int16_t* query, float scale, const void* const* rows, int dim, float* out) {
-    Sums sums[4] = {};
-    int32_t dots[4];
-    int i = 0;
-    for (; i + kCodes <= dim; i += kCodes)
+// Of Q queries with the rows of a block; out: where each one's products go, moved on behind them.
+template <int Q>
+inline void dot_block(const RowBlock& block, const int16_t* const* queries, const float* scales, int dim, float** const* out) {
+    constexpr int R = 4 / Q;  // rows at a time
+    const size_t bytes = coded_bytes(dim);
+    for (int begin = 0; begin < block.count; begin += R) {
+        const int left = block.count - begin;
+        const int8_t* rows[R];
+        for (int r = 0; r < R; ++r) rows[r] = reinterpret_cast<const int8_t*>(block.rows) + (begin + (r < left ? r : 0)) * bytes;
+        Sums sums[4] = {};
+        int32_t dots[4];
+        int i = 0;
+        for (; i + kCodes <= dim; i += kCodes)
 #pragma GCC unroll 4
-        for (int r = 0; r < 4; ++r) sums[r] = multiply(sums[r], query + i, static_cast<const int8_t*>(rows[r]) + i);
-    totals(sums, dots);
-    for (; i < dim; ++i)
-        for (int r = 0; r < 4; ++r) dots[r] += static_cast<int32_t>(query[i]) * static_cast<const int8_t*>(rows[r])[i];
-    for (int r = 0; r < 4; ++r) out[r] = static_cast<float>(dots[r]) * (scale * step_of(rows[r], dim));
+            for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+                for (int q = 0; q < Q; ++q) sums[r * Q + q] = multiply(sums[r * Q + q], queries[q] + i, rows[r] + i);
+        totals(sums, dots);
+        for (; i < dim; ++i)
+            for (int r = 0; r < R; ++r)
+                for (int q = 0; q < Q; ++q) dots[r * Q + q] += static_cast<int32_t>(queries[q][i]) * rows[r][i];
+        for (int r = 0; r < R && r < left; ++r)
+            for (int q = 0; q < Q; ++q) *(*out[q])++ = static_cast<float>(dots[r * Q + q]) * (scales[q] * step_of(rows[r], dim));
+    }
 }
 
-void dots_of_codes(const float* query, const void* const* rows, size_t count, int dim, float* out) {
+void dots_together(const float* const* queries, int count, const RowBlock* blocks, size_t many, int dim, float* const* out) {
     constexpr int64_t kMost = 0x7fffffff;  // no sum is larger
     const int64_t fits = kMost / (static_cast<int64_t>(127) * dim);
-    auto* whole = static_cast<int16_t*>(__builtin_alloca(2 * static_cast<size_t>(dim)));
-    const float scale = round_to(query, dim, fits < 32767 ? static_cast<int>(fits) : 32767, whole);
-    const size_t bytes = coded_bytes(dim);
-    for (size_t r = 0; r < count && r < kAhead; ++r) ask(rows[r], bytes);
-    size_t r = 0;
-    for (; r + 4 <= count; r += 4) {
-        for (size_t a = r + kAhead; a < r + kAhead + 4 && a < count; ++a) ask(rows[a], bytes);
-        dot_codes(whole, scale, rows + r, dim, out + r);
+    auto* whole = static_cast<int16_t*>(__builtin_alloca(2 * static_cast<size_t>(dim) * count));
+    float scales[kTogether];
+    float* next[kTogether];
+    for (int q = 0; q < count; ++q) {
+        scales[q] = round_to(queries[q], dim, fits < 32767 ? static_cast<int>(fits) : 32767, whole + static_cast<size_t>(q) * dim);
+        next[q] = out[q];
     }
-    for (; r < count; ++r) {
-        const void* same[4] = {rows[r], rows[r], rows[r], rows[r]};
-        float one[4];
-        dot_codes(whole, scale, same, dim, one);
-        out[r] = one[0];
+    const size_t bytes = coded_bytes(dim);
+    size_t asked = 0;
+    for (size_t b = 0, ahead = 0; b < many; ahead -= blocks[b++].count) {  // ahead: rows asked for from this block on
+        for (; asked < many && ahead < kAhead; ahead += blocks[asked++].count) ask(blocks[asked].rows, blocks[asked].count * bytes);
+        const int16_t* own[kTogether];
+        float own_scales[kTogether];
+        float** to[kTogether];
+        int wanted = 0;
+        for (int q = 0; q < count; ++q) {
+            if (!(blocks[b].queries >> q & 1)) continue;
+            own[wanted] = whole + static_cast<size_t>(q) * dim;
+            own_scales[wanted] = scales[q];
+            to[wanted++] = next + q;
+        }
+        if (wanted == 1) dot_block<1>(blocks[b], own, own_scales, dim, to);
+        if (wanted == 2) dot_block<2>(blocks[b], own, own_scales, dim, to);
+        if (wanted == 3) dot_block<3>(blocks[b], own, own_scales, dim, to);
+        if (wanted == 4) dot_block<4>(blocks[b], own, own_scales, dim, to);
     }
 }

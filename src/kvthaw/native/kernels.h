@@ -20,6 +20,15 @@ constexpr size_t size_of(Dtype dtype) {
 // Bytes of an i8 row: codes to a whole number of floats, then the step.
 constexpr size_t coded_bytes(int dim) { return (static_cast<size_t>(dim) + 3) / 4 * 4 + 4; }
 
+constexpr int kTogether = 4;  // queries that dots_together() multiplies at once
+
+// i8 rows side by side, and which queries want their products: a bit a query.
+struct RowBlock {
+    const char* rows;
+    int32_t count;
+    uint32_t queries;
+};
+
 struct Kernels {
     Isa isa;
     int panel;  // parents side by side in a packed panel of `nearest`
@@ -32,11 +41,13 @@ struct Kernels {
     void (*encode)(const float* from, int dim, void* out);
     // |key|^2 in double, and the inner products with `count` directions that lie `stride` floats apart.
     void (*measure)(const float* key, int dim, const float* directions, int count, int stride, double* norm2, float* raw);
-    // out[count]: query . row for rows scattered in memory. Each value is the same whatever its neighbours are. With i8 rows the query
-    // is rounded to one of 65,535 multiples of its largest number (fewer above 512 dimensions), products are summed as whole
-    // numbers, and every instruction set gives the same bits.
+    // out[count]: query . row for rows scattered in memory, not i8. Each value is the same whatever its neighbours are.
     void (*dots)(const float* query, const void* const* rows, size_t count, int dim, Dtype dtype, float* out);
-    // out[count][rows]: the same numbers, of `count` keys [dim] each, for rows [rows][dim] side by side. rows: a multiple of 4.
+    // out[q][...]: of each of `count` queries, one after the other, its products with the rows that it wants. A query is rounded to
+    // one of 65,535 multiples of its largest number (fewer above 512 dimensions), products are summed as whole numbers, and every
+    // instruction set gives the same bits.
+    void (*dots_together)(const float* const* queries, int count, const RowBlock* blocks, size_t many, int dim, float* const* out);
+    // out[count][rows]: the numbers of dots(), of `count` keys [dim] each, for rows [rows][dim] side by side. rows: a multiple of 4.
     void (*products)(const float* const* keys, int count, const float* panel, int rows, int dim, float* out);
     // The natural logarithm of the sum of exp(scale x) over count > 0 finite numbers, scale > 0.
     float (*log_sum_exp)(const float* x, size_t count, float scale);

@@ -308,7 +308,6 @@ void dots_as(const float* query, const void* const* rows, size_t count, int dim,
 void dots(const float* query, const void* const* rows, size_t count, int dim, Dtype dtype, float* out) {
     if (dtype == Dtype::f32) return dots_as<Dtype::f32>(query, rows, count, dim, out);
     if (dtype == Dtype::bf16) return dots_as<Dtype::bf16>(query, rows, count, dim, out);
-    if (dtype == Dtype::i8) return dots_of_codes(query, rows, count, dim, out);
     if (dtype == Dtype::f64) return dots_as<Dtype::f64>(query, rows, count, dim, out);
     if (dtype == Dtype::f8) return dots_as<Dtype::f8>(query, rows, count, dim, out);
     return dots_as<Dtype::f16>(query, rows, count, dim, out);
@@ -434,7 +433,7 @@ void nearest(const float* keys, int count, const float* panels, int parents, int
 }  // namespace
 
 const Kernels* table() {
-    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, add, encode, measure, dots, products, log_sum_exp, nearest};
+    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, add, encode, measure, dots, dots_together, products, log_sum_exp, nearest};
     return &kernels;
 }
 

@@ -61,6 +61,19 @@ NB_MODULE(_native, m) {
         },
         kFree);
     m.def(
+        "dots_together",
+        [](uintptr_t queries, int many, uintptr_t rows, int count, int dim, uintptr_t out, int isa) {
+            std::vector<const float*> from(many);
+            std::vector<float*> to(many);
+            for (int q = 0; q < many; ++q) {
+                from[q] = at<const float>(queries) + static_cast<size_t>(q) * dim;
+                to[q] = at<float>(out) + static_cast<size_t>(q) * count;
+            }
+            const RowBlock block{at<const char>(rows), count, (1u << many) - 1};
+            kernels_named(isa).dots_together(from.data(), many, &block, 1, dim, to.data());
+        },
+        kFree);
+    m.def(
         "log_sum_exp",
         [](uintptr_t x, size_t count, float scale, int isa) { return kernels_named(isa).log_sum_exp(at<float>(x), count, scale); },
         kFree);

@@ -71,15 +71,14 @@ struct Settings {
     const float* directions_of(int head) const { return directions.data() + static_cast<size_t>(head) * indices() * (dim + 1); }
 };
 
-// What a search looks for. key is float32 [dim]; lift 0 and any scale for a query. reach: how far above a node's mean, in
-// spreads, its keys may lie, and keys are read as i8 rows; below 0: nodes are ranked by their points, not by their digests, and keys
-// read as they are stored. each: effort.keep is of a node, not of a level.
+// What a search looks for. key is float32 [dim]; lift 0 and any scale for a query. reach: how far above a node's mean its keys may lie,
+// by its spread, where nodes are ranked by digests. each: effort.keep is of a node, not of a level.
 struct Probe {
     const float* key;
     float lift;
     const float* projections;
     Effort effort;
-    float reach = -1.0f;
+    float reach = 0.0f;
     bool each = false;
 };
 
@@ -101,10 +100,10 @@ struct Seen {
     std::vector<uint64_t> best;  // the budget's best points by rank_key, in order, where single tokens are chosen
     // Room to work in.
     std::vector<const void*> rows;
-    std::vector<int32_t> frontier, members, below;  // below: nodes of a level's points
+    std::vector<int32_t> frontier, members;
     std::vector<size_t> nodes;  // where each visited node's points end
     std::vector<uint64_t> order, ranked;
-    std::vector<float> lines, merits;
+    std::vector<float> lines;
 
     void clear() {
         points.clear();
@@ -151,8 +150,9 @@ public:
 
     // Searching. Algorithm 4 down to a level.
     void search(const Rows& rows, const Probe& probe, int level, Seen& seen) const;
-    // Search for a query, all levels, and what choose() then needs of it. Its effort grows with the budget.
-    void search_query(const Rows& rows, const float* query, int budget, Seen& seen) const;
+    // Search for up to kTogether queries [count][dim], all levels, and what choose() then needs of each: the same as of each alone. The
+    // effort grows with the budget.
+    void search_queries(const Rows& rows, const float* queries, int count, int budget, Seen* seen) const;
     // How many points the latest such search visited: the next one takes about as long.
     uint32_t visited() const { return __atomic_load_n(&visited_, __ATOMIC_RELAXED); }
     // The heads' searches together, cut to a budget: writes positions, returns how many.
@@ -244,7 +244,9 @@ private:
     const int32_t* outliers(int node) const { return outliers_.data() + static_cast<size_t>(node) * settings_->outliers; }
     void encode_pages(const Rows& rows, int node);
     void refresh(const Rows& rows, std::vector<int32_t>& points);  // summarise() these points' nodes and all above them
-    void weigh(const Probe& probe, size_t begin, size_t span, Seen& seen) const;
+    void search_digests(const Probe* probes, int count, Seen* seen) const;
+    void rank_spans(Seen& seen, int budget) const;
+    void ask_pages(int node) const;
     // visit(at, page, slot) of every point of the spans from `span` on.
     template <class Visit>
     void each_slot(const Seen& seen, size_t span, Visit visit) const {
@@ -268,7 +270,7 @@ private:
     int choose_pages(const Seen* seen, int heads, int budget, int32_t* out) const;
     int choose_tokens(const Seen* seen, int heads, int budget, int32_t* out) const;
     void collect(int node, const Probe& probe, Seen& seen) const;
-    void score(const Rows& rows, const Probe& probe, size_t begin, size_t span, Seen& seen) const;
+    void score(const Rows& rows, const Probe& probe, size_t begin, Seen& seen) const;
     void prioritized_dci(int node, const Probe& probe, int retrieve, Seen& seen) const;
 
     std::shared_ptr<const Settings> settings_;  // outlives the forest that made the tree: copies share trees

@@ -104,27 +104,6 @@ void Tree::refresh(const Rows& rows, std::vector<int32_t>& points) {
     summarise(rows, points.data(), static_cast<int>(points.size()));
 }
 
-// What a query may find at best below the points from `begin` on: the merit by which their nodes are descended.
-void Tree::weigh(const Probe& probe, size_t begin, size_t span, Seen& seen) const {
-    const size_t found = seen.points.size() - begin, each = settings_->digest_rows(), bytes = settings_->row_bytes();
-    seen.rows.resize(found * each);
-    seen.below.resize(found);
-    each_slot(seen, span, [&](int at, int page, int slot) {
-        const int node = seen.below[at - begin] = below(page)[slot];
-        const char* own = digest_rows(node);
-        for (size_t r = 0; r < each; ++r) seen.rows[(at - begin) * each + r] = own + r * bytes;
-    });
-    seen.lines.resize(seen.rows.size());
-    settings_->kernels->dots(probe.key, seen.rows.data(), seen.rows.size(), settings_->dim, Dtype::i8, seen.lines.data());
-    seen.merits.resize(found);
-    for (size_t s = 0; s < found; ++s) {
-        const float* line = seen.lines.data() + s * each;
-        const float spread = reinterpret_cast<const Node*>(static_cast<const char*>(seen.rows[s * each]) - sizeof(Node))->spread;
-        const float merit = std::max(line[0] + probe.reach * spread, *std::max_element(line, line + each));
-        seen.merits[s] = spread < 0 ? -HUGE_VALF : merit;
-    }
-}
-
 void Tree::save_digests(float* spread, float* rows, int32_t* outliers) const {
     for (int i = 0; i < size(); ++i) {
         const int node = node_of_[i];

@@ -67,54 +67,42 @@ void Tree::prioritized_dci(int node, const Probe& probe, int retrieve, Seen& see
     }
 }
 
-// True distances of the points from `begin` on, which are those of the spans from `span` on.
-void Tree::score(const Rows& rows, const Probe& probe, size_t begin, size_t span, Seen& seen) const {
+// True distances of the points from `begin` on.
+void Tree::score(const Rows& rows, const Probe& probe, size_t begin, Seen& seen) const {
     const size_t found = seen.points.size() - begin;
     seen.rows.resize(found);
     seen.scores.resize(seen.points.size());
-    if (probe.reach < 0) {
-        for (size_t s = 0; s < found; ++s) seen.rows[s] = rows.key(first_ + seen.points[begin + s]);
-    } else {
-        const size_t bytes = settings_->row_bytes();
-        each_slot(seen, span, [&](int at, int page, int slot) { seen.rows[at - begin] = page_rows(page) + slot * bytes; });
-    }
-    const Dtype dtype = probe.reach < 0 ? rows.dtype() : Dtype::i8;
-    settings_->kernels->dots(probe.key, seen.rows.data(), found, rows.dim(), dtype, seen.scores.data() + begin);
+    for (size_t s = 0; s < found; ++s) seen.rows[s] = rows.key(first_ + seen.points[begin + s]);
+    settings_->kernels->dots(probe.key, seen.rows.data(), found, rows.dim(), rows.dtype(), seen.scores.data() + begin);
     if (probe.lift != 0)
         for (size_t s = begin; s < seen.points.size(); ++s) seen.scores[s] += probe.lift * lift_[seen.points[s]];
+}
+
+void Tree::ask_pages(int node) const {
+    const int count = (node_at(node).members + settings_->page_size - 1) / settings_->page_size;
+    for (int p = 0; p < count; ++p) {  // a node's pages mostly follow each other
+        const char* header = pages_.at(node_at(node).page) + p * page_bytes(*settings_);
+        for (size_t b = 0; b < sizeof(Page) + 8 * static_cast<size_t>(settings_->page_size); b += 64) __builtin_prefetch(header + b);
+    }
 }
 
 void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) const {
     seen.frontier.assign(1, 0);
     for (int level = kMaxLevel; level >= stop; --level) {
         if (levels_[level].empty()) continue;
-        const size_t begin = seen.last = seen.points.size(), span = seen.spans.size();
+        const size_t begin = seen.last = seen.points.size();
         // Nodes, then their pages, then rows lie anywhere: ask for all of one kind before the first is needed.
         for (int node : seen.frontier) __builtin_prefetch(&node_at(node));
-        for (int node : seen.frontier) {
-            const int count = (node_at(node).members + settings_->page_size - 1) / settings_->page_size;
-            for (int p = 0; p < count; ++p) {  // a node's pages mostly follow each other
-                const char* header = pages_.at(node_at(node).page) + p * page_bytes(*settings_);
-                __builtin_prefetch(header);
-                __builtin_prefetch(header + 64);
-            }
-        }
+        for (int node : seen.frontier) ask_pages(node);
         seen.nodes.clear();
         for (int node : seen.frontier) {
             collect(node, probe, seen);
             seen.nodes.push_back(seen.points.size());
         }
 
-        score(rows, probe, begin, span, seen);
+        score(rows, probe, begin, seen);
 
         if (level <= stop) break;
-        if (probe.reach >= 0) {
-            weigh(probe, begin, span, seen);
-        } else {
-            seen.merits.assign(seen.scores.begin() + begin, seen.scores.end());
-            seen.below.clear();
-            for (size_t s = begin; s < seen.points.size(); ++s) seen.below.push_back(node_of_[seen.points[s]]);
-        }
         seen.frontier.clear();
         bool children = false;
         const auto descend = [&](int node) {
@@ -126,14 +114,14 @@ void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) co
         for (size_t to : seen.nodes) {  // the best of each
             const size_t keep = probe.effort.keep;
             if (to - from <= keep) {
-                for (size_t s = from; s < to; ++s) descend(seen.below[s - begin]);
+                for (size_t s = from; s < to; ++s) descend(node_of_[seen.points[s]]);
             } else {
                 seen.order.clear();
-                for (size_t s = from; s < to; ++s) seen.order.push_back(rank_key(seen.merits[s - begin], seen.points[s]));
+                for (size_t s = from; s < to; ++s) seen.order.push_back(rank_key(seen.scores[s], seen.points[s]));
                 seen.ranked = seen.order;
                 std::nth_element(seen.ranked.begin(), seen.ranked.begin() + keep - 1, seen.ranked.end());
                 for (size_t s = from; s < to; ++s)
-                    if (seen.order[s - from] <= seen.ranked[keep - 1]) descend(seen.below[s - begin]);
+                    if (seen.order[s - from] <= seen.ranked[keep - 1]) descend(node_of_[seen.points[s]]);
             }
             from = to;
         }
@@ -141,38 +129,6 @@ void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) co
             seen.frontier.clear();
             for (int point : levels_[level]) descend(node_of_[point]);
         }
-    }
-}
-
-void Tree::search_query(const Rows& rows, const float* query, int budget, Seen& seen) const {
-    const Settings& set = *settings_;
-    double norm2;
-    std::vector<float> projections(set.indices());
-    set.kernels->measure(query, set.dim, directions_, set.indices(), set.dim + 1, &norm2, projections.data());
-    const float scale = norm2 > 0 ? static_cast<float>(std::sqrt(radius2_ / norm2)) : 0.0f;
-    for (float& x : projections) x *= scale;
-    const float reach = set.digests() ? set.spread * static_cast<float>(std::sqrt(norm2)) : -1.0f;
-    Probe probe{query, 0.0f, projections.data(), set.query, reach, set.descend == Descend::node};
-    probe.effort.keep = set.keep(size(), budget);
-    seen.clear();
-    search(rows, probe, 1, seen);
-    __atomic_store_n(&visited_, static_cast<uint32_t>(seen.points.size()), __ATOMIC_RELAXED);
-    for (Span& span : seen.spans) {
-        span.best = seen.scores[span.begin];
-        span.tie = seen.points[span.begin];
-        for (int at = span.begin + 1; at < span.end; ++at) {
-            span.best = std::max(span.best, seen.scores[at]);
-            span.tie = std::min(span.tie, seen.points[at]);
-        }
-    }
-    if (set.merge == Merge::join) seen.lse = set.kernels->log_sum_exp(seen.scores.data(), seen.scores.size(), set.scale);
-    if (set.unit == Unit::token) {
-        const size_t keep = std::min<size_t>(budget, seen.points.size());
-        seen.best.clear();
-        for (size_t s = 0; s < seen.points.size(); ++s) seen.best.push_back(rank_key(seen.scores[s], seen.points[s]));
-        if (keep < seen.best.size()) std::nth_element(seen.best.begin(), seen.best.begin() + keep, seen.best.end());
-        seen.best.resize(keep);
-        std::sort(seen.best.begin(), seen.best.end());
     }
 }
 
