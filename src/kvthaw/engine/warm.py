@@ -12,7 +12,8 @@ from kvthaw.engine.batch import Batch
 from kvthaw.engine.graph_runner import bucket
 from kvthaw.engine.hf.cache import of_layer
 from kvthaw.engine.scheduler import STEP_TOKENS, chunk_tokens, streamed_tokens
-from kvthaw.kernels.dense import BLOCK, LONG, plan, runs
+from kvthaw.kernels.dense import BLOCK, LONG, continued, plan, runs
+from kvthaw.kernels.merge import PARTS
 
 _STEPS = 4  # of which two are eager, and one is captured
 
@@ -81,6 +82,11 @@ def plan_attention(batch: Batch) -> None:
                 plan(query.contiguous(), *rows.unbind(3), causal=False)
             else:  # the chunk's own keys, which came from the model as they are
                 plan(query, query[:, :heads], query[:, :heads], causal=True)
+        if kind not in known:  # kernels that merge parts, of all numbers of them
+            few = torch.zeros(1, 16, group * heads, dim, dtype=batch.model.dtype, device=device).transpose(1, 2)
+            own = few[:, :heads], few[:, :heads]
+            for parts in range(1, 2 * PARTS):
+                continued(few, *own, [own] * parts, scale=1.0)
         known.add(kind)
 
 
