@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -13,10 +14,14 @@ from seqs import FIRST, Seqs, sample_positions
 from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError
 from kvthaw.index import batches as module
+from kvthaw.index.batches import BatchedIndex
 from kvthaw.index.clusters import ClusterIndex, covering
+from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.kernels.kmeans import kmeans
+from kvthaw.kernels.rerank import TILE
 
 SMALL = partial(ClusterIndex, tokens_per_cluster=10, batch=40, clusters_per_batch=4)
 
@@ -347,3 +352,22 @@ def test_draw_depends_on_seed_layer_head_and_position_only() -> None:
 def test_settings_out_of_range_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Seqs(partial(ClusterIndex, **options), [0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [SMALL, partial(NodeIndex, config=NodeConfig(promote=0.1, field=TILE, nodes_per_batch=4))])
+def test_what_a_batch_takes_is_loaded_without_a_trace(
+    make: Callable[[IndexContext], BatchedIndex], device: torch.device
+) -> None:
+    """Before there are tokens, tables are written that nobody has read."""
+    plain, loaded = (Seqs(make, [50, 0], device=device, build=False) for _ in range(2))
+    for seqs in (plain, loaded):
+        assert isinstance(seqs.index, BatchedIndex)
+        seqs.index.make_room(2, 400)
+    loaded.index._load()  # type: ignore[attr-defined]
+    for seqs in (plain, loaded):
+        keys = seqs.keys[0][:, FIRST : FIRST + 50]
+        seqs.index.build(0, FIRST, keys, keys, seqs.queries[0][:, :64])
+    for _ in range(6):
+        for seqs in (plain, loaded):
+            seqs.append(16)
+        assert plain.sets(40) == loaded.sets(40)

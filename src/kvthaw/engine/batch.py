@@ -236,9 +236,9 @@ class Batch:
         ids, positions = upload(at, torch.int64, self._sampler.device)[:, :, None].unbind(1)
         try:
             with torch.no_grad():
-                logits = self._replay(ids, positions)[:, -1]
+                logits = self._replay(ids, positions, ahead=False)[:, -1]
                 read = self._sampler(logits, positions[:, 0] + 1, seqs).fetch()
-            self._replay.run_ahead()
+            self._replay.run_ahead()  # no token waits for it
         except BaseException:
             if self.cache.states or sequences.commits != commits:
                 for request in live:

@@ -125,25 +125,28 @@ class GraphRunner:
         self._kind = 0, 0  # of a step: its rows and their bucket
         self._others: dict[tuple[int, int], _Captured] = {}
 
-    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, *, ahead: bool = True) -> Tensor:
         """Logits [B, 1, V] of one token a row, ids and positions [B, 1]; valid until the next step.
 
-        What the next step needs the host for is enqueued behind this one where it can be taken back: something else may come. A
-        step that raises was not counted; take it again, or go on with something else."""
+        ahead: what the next step needs the host for is enqueued behind this one where it can be taken back, since something else
+        may come; False where run_ahead() follows. A step that raises was not counted; take it again, or go on with something
+        else."""
         kv = self._kv
         kv.finite.check()
         with torch.inference_mode(False), torch.no_grad():  # what is kept from step to step are plain tensors
             logits = self._take(ids, positions)
-            kv.finish_clear()
-            kv.run_ahead()
+            if ahead:
+                kv.run_ahead()
             if self._graph is not None:
                 kv.sequences.place_before_step(ids.device)  # while the device is at work
             kv.finite.ask(kv.layers)
             return logits
 
     def run_ahead(self) -> None:
-        """Do all that the next step needs the host for. Call it only where another step or a clear is certain."""
+        """Do all that the next step needs the host for, behind what the device was given of this one. Call it only where another
+        step or a clear is certain."""
         with torch.inference_mode(False), torch.no_grad():
+            self._kv.finish_clear()
             self._kv.run_ahead(certain=True)
 
     def prepare(self) -> None:

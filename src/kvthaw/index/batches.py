@@ -88,6 +88,17 @@ class BatchedIndex(UnitIndex):
         self.per_batch = per_batch
         super().__init__(context, size=batch // per_batch, batch=batch, width=width, policy=policy)
 
+    def make_room(self, seqs: int, tokens: int) -> None:
+        super().make_room(seqs, tokens)
+        if self.context.device.type == "cuda" and tokens >= self.batch and not any(seq.tokens for seq in self.seqs):
+            self._deferred.once((self.kind(), "load"), self._load)
+
+    def _load(self) -> None:
+        """Have CUDA load what forming a batch takes, some 40 ms, before there are tokens: the step that fills the first one should
+        not wait for that."""
+        none = Batches(self, [Full(seq, 0, 0) for seq in range(len(self.seqs))])
+        form([none, none], self.per_batch)
+
     def form(self, group: BatchGroup, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Make `count` units of each batch of a group. Returns their digests, order and stops as `BatchGroup.write` takes them."""
         raise NotImplementedError
