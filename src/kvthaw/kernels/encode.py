@@ -5,10 +5,11 @@ code holds a sign and a 3-bit magnitude bin for each coordinate of u_b = y_b / |
 v_b the decoded code: the paper's |k| r_b / alpha_b, since |y_b| = |k| r_b. At d' = 128 these are 16 + 64 + 32 = 112 bytes.
 
 Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB of keys read, 117 MB written, 0.09 ms at 4200 GB/s. The rotation
-takes 34 GFLOP on tensor cores; some 35 operations per coordinate follow (4.7 G, 0.16 ms on the CUDA cores, overlapping the
-loads). The seven thresholds are multiplied by the radius, rather than the coordinates divided by it, and each level carries its
-number in its lowest bits. The columns of the rotation are ordered so that one thread holds the 8 coordinates of a subspace and
-no sum crosses threads. Counting the cluster sizes reads the 17 MB of ids once more.
+takes 34 GFLOP on tensor cores; some 36 instructions per coordinate follow (4.8 G, 0.16 ms where nothing waits, overlapping the
+loads). Comparisons and selections run at half the rate of multiply-adds on Hopper, so levels are summed: a threshold adds its step
+times a saturated multiply-add, 1 above it and 0 below, and the level, times a slope and rounded, is its number. The columns of the
+rotation are ordered so that one thread holds the 8 coordinates of a subspace and no sum crosses threads. Counting the cluster sizes
+reads the 17 MB of ids once more.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.srht import Rotation, srht
 
 SUB = 8
@@ -30,8 +32,11 @@ SUB = 8
 CENTROIDS = 1 << SUB
 PROGRAMS = 256
 """Programs that fill a GPU; more are launched only if each already has LOOPS blocks of keys."""
-BLOCK, LOOPS, STAGES, WARPS = 64, 64, 3, 4
-"""Keys per block, maximum blocks per program, pipeline stages and warps. Beyond 128 coordinates: one stage, twice the warps."""
+BLOCK, LOOPS, STAGES, WARPS, REGISTERS = 64, 64, 3, 8, 128
+"""Keys per block, maximum blocks per program, pipeline stages, warps, and registers of a thread, so that two programs fit on a
+multiprocessor. Beyond 128 coordinates: one stage, twice the warps."""
+SHARP = 2.0**60
+"""What differences to a threshold are multiplied by before they saturate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +45,13 @@ class Quantizer:
 
     levels: the value of each nibble, whose highest bit is the sign. Levels are odd multiples of 1 / 256: a byte v stands for (v
     + 1/2) / 128, and its complement for the negated level. bytes: the eight positive levels as bytes, in two 32-bit words.
+    constants: the thresholds, and the positive levels times 128.
     """
 
     thresholds: Tensor
     levels: Tensor
     bytes: tuple[int, int]
+    constants: tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @dataclass(slots=True)
@@ -97,7 +104,8 @@ def make_quantizer(device: torch.device | str = "cpu") -> Quantizer:
     values = [(v + 0.5) / 128 for v in whole]
     levels = torch.tensor([*values, *(-c for c in values)], dtype=torch.float32, device=device)
     low, high = (int.from_bytes(bytes(whole[i : i + 4]), "little") for i in (0, 4))
-    return Quantizer(torch.tensor(thresholds, dtype=torch.float32, device=device), levels, (low, high))
+    edges = torch.tensor(thresholds, dtype=torch.float32, device=device)
+    return Quantizer(edges, levels, (low, high), (thresholds, tuple(v + 0.5 for v in whole)))
 
 
 def definition(keys: Tensor, rotation: Rotation, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,10 +137,21 @@ if HAS_TRITON:
 
     from kvthaw.kernels.srht import rotate_tile
 
+    @triton.jit
+    def _above(x, slope, edge, NATIVE: tl.constexpr):
+        # 1 where x * slope is larger than edge, else 0; in between where it is by less than 1.
+        if NATIVE:
+            code: tl.constexpr = "fma.rn.sat.f32 $0, $1, $2, $3;"
+            found = tl.inline_asm_elementwise(code, "=f,f,f,f", [x, slope, -edge], dtype=tl.float32, is_pure=True, pack=1)
+        else:
+            found = (x * slope > edge).to(tl.float32)
+        return found
+
     @triton.jit(do_not_specialize=["n", "loops"])  # else new values may compile another kernel in the middle of decoding
-    def _encode(keys, centre, basis, thresholds, levels, ids, codes, weights, spans, n, heads, capacity, scale, stride_r,
-                stride_h, stride_n, dim, loops, SUBS: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
-                CENTRE: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    def _encode(keys, centre, basis, ids, codes, weights, spans, n, heads, capacity, scale, stride_r, stride_h, stride_n, dim,
+                loops, EDGES: tl.constexpr, LEVELS: tl.constexpr, SHARP: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr,
+                BLOCK: tl.constexpr, CENTRE: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+                NATIVE: tl.constexpr):  # fmt: skip
         # Program: `loops` blocks of BLOCK keys of one head and sequence, so that it loads the basis once.
         h = tl.program_id(1)
         r = tl.program_id(2)
@@ -162,14 +181,15 @@ if HAS_TRITON:
                 y = tl.permute(tl.reshape(y, (BLOCK, SQUARE // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
             y = tl.reshape(y, (BLOCK, SQUARE // 8, 8))  # unscaled: only the weight needs the scale
             square = tl.sum(y * y, axis=2)
-            unit = tl.where(square > 0, tl.sqrt(square), 1.0)
+            slope = SHARP * tl.rsqrt(tl.maximum(square, 1e-30))
             size = tl.abs(y)
-            level = tl.zeros((BLOCK, SQUARE // 8, 8), tl.int32) + (tl.load(levels).to(tl.int32, bitcast=True) & -8)
+            level = tl.full((BLOCK, SQUARE // 8, 8), LEVELS[0], tl.float32)
             for t in tl.static_range(7):
-                value = (tl.load(levels + t + 1).to(tl.int32, bitcast=True) & -8) | (t + 1)
-                level = tl.where(size >= (tl.load(thresholds + t) * unit)[:, :, None], value, level)
-            align = tl.sum(level.to(tl.float32, bitcast=True) * size, axis=2)
-            word = tl.sum(((level & 7) | ((y < 0).to(tl.int32) << 3)) << (4 * j), axis=2)
+                level += _above(size, slope[:, :, None], EDGES[t] * SHARP, NATIVE) * (LEVELS[t + 1] - LEVELS[t])
+            align = tl.sum(level * size, axis=2)
+            # 1.5 * 2^23 more, a number's lowest bits are its integer: the level's, from 0 to 7, and 8 for a negative sign.
+            nibble = (level * 0.0735 + 12582912.0) + 8.0 * _above(y, -SHARP, 0.0, NATIVE)
+            word = tl.sum(nibble.to(tl.int32, bitcast=True) << (4 * j), axis=2) - 0x3F400000  # what its bits are else
             pattern = (~word >> 3) & 0x11111111  # the signs, one per nibble, compacted into a byte
             pattern = (pattern | (pattern >> 3)) & 0x03030303
             pattern = (pattern | (pattern >> 6)) & 0x000F000F
@@ -211,14 +231,16 @@ def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summari
     rows, heads, n, dim = keys.shape
     assert keys.stride(3) == 1 and into.ids.is_contiguous() and into.codes.is_contiguous() and into.weights.is_contiguous()
     assert into.codes.dtype == torch.int32 and into.weights.dtype == torch.bfloat16 and max(starts) + n <= into.capacity
-    wide = rotation.padded > 128
+    wide, native, (edges, levels) = rotation.padded > 128, nvidia(keys.device), quantizer.constants
+    registers = {"maxnreg": REGISTERS} if native else {}
     loops = max(1, min(LOOPS, n * heads * rows // (BLOCK * PROGRAMS)))
     spans = _to_device([seqs, starts], keys.device)
     _encode[(triton.cdiv(n, BLOCK * loops), heads, rows)](
-        keys, centre, rotation.basis, quantizer.thresholds, quantizer.levels, into.ids, into.codes, into.weights, spans,
-        n, heads, into.capacity, rotation.scale, keys.stride(0), keys.stride(1), keys.stride(2), dim, loops,
+        keys, centre, rotation.basis, into.ids, into.codes, into.weights, spans, n, heads, into.capacity, 128 * rotation.scale,
+        keys.stride(0), keys.stride(1), keys.stride(2), dim, loops, EDGES=edges, LEVELS=levels, SHARP=SHARP,
         SUBS=rotation.padded // SUB, SQUARE=rotation.basis.shape[0], BLOCK=BLOCK, CENTRE=centre is not None,
-        UPCAST=keys.device.type == "cpu", STAGES=1 if wide else STAGES, num_warps=2 * WARPS if wide else WARPS,
+        UPCAST=keys.device.type == "cpu", STAGES=1 if wide else STAGES, NATIVE=native,
+        num_warps=2 * WARPS if wide else WARPS, **registers,
     )  # fmt: skip
 
 
