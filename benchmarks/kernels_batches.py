@@ -1,8 +1,8 @@
-"""What a layer's retrieval takes in batches whose rows all lie on the device: select of clusterkv-plus and pariskv-plus, and
-attention that reads selected rows in their blocks, in the model's dtype and in 8 bits. Each is checked, then timed.
+"""What a layer's retrieval takes in batches: select of clusterkv-plus and pariskv-plus, attention that reads selected rows in
+their blocks on the device, in the model's dtype and in 8 bits, and fetching rows that lie on the host. Each is checked, then
+timed, beside what its bytes alone take (floor_us).
 
-`--batches 4,16,64 --lengths 8192,32768,131072`: what exceeds `--most` tokens in all is left out. `--only-attention`: without
-select.
+`--batches 4,16,64 --lengths 8192,32768,131072`: what exceeds `--most` tokens in all is left out. `--only-attention`: nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import kernels_pages, kernels_pariskv
-from benchmarks.kernels import DIM, GROUP, HEADS, SHAPE, agree, rates, replay_time
+from benchmarks.kernels import BUS_GBPS, DEVICE_GBPS, DIM, GROUP, HEADS, SHAPE, agree, rates, replay_time
+from benchmarks.kernels_decode import gather
 from benchmarks.script import run_kernels
 from kvthaw.kernels import in_place
 from kvthaw.kernels.decode_step import DecodeStep
@@ -32,6 +33,13 @@ _DTYPE = torch.bfloat16
 
 def lines(*, quick: bool, only_attention: bool, batches: str, lengths: str, most: int) -> Iterator[dict[str, Any]]:
     """Check and measure; a line a case."""
+    for line in cases(quick=quick, only_attention=only_attention, batches=batches, lengths=lengths, most=most):
+        limit = BUS_GBPS if line["op"] == "fetch" else DEVICE_GBPS
+        yield line | {"floor_us": round(line["bytes"] / limit / 1e3, 2)}
+
+
+def cases(*, quick: bool, only_attention: bool, batches: str, lengths: str, most: int) -> Iterator[dict[str, Any]]:
+    """Check and measure."""
     sizes = [(int(batch), int(tokens)) for tokens in lengths.split(",") for batch in batches.split(",")]
     for batch, tokens in sizes[:1] if quick else sizes:
         if batch * tokens <= most:
@@ -41,6 +49,9 @@ def lines(*, quick: bool, only_attention: bool, batches: str, lengths: str, most
                 for eight in (False, True):
                     yield attention(method, tokens, batch, eight=eight)
                     torch.cuda.empty_cache()
+    for each in () if only_attention else batches.split(","):
+        for method, count in (("pariskv-plus", 100), ("clusterkv-plus", round(0.3 * HELD["clusterkv-plus"][1]))):
+            yield gather(count, 1 << 14, batch=int(each)) | {"op": "fetch", "method": method, "rows": count}
 
 
 def selects(batch: int, tokens: int) -> Iterator[dict[str, Any]]:
