@@ -269,6 +269,11 @@ def test_choose_static_keeps_the_others_in_text_order() -> None:
     order = choose_static(torch.tensor([[0.1, 0.5, 0.0, 0.9]]), 2, 10)
     assert order.tolist() == [[13, 11, 10, 12]]
     assert choose_static(torch.rand(2, 5), 0, 3).tolist() == [[3, 4, 5, 6, 7]] * 2
+    for tokens, count in ((1, 0), (1, 1), (9, 9), (300, 299), (300, 1), (300, 77)):
+        mass = torch.rand(2, tokens)
+        top = torch.topk(mass, count, dim=1).indices.tolist()
+        found = [[*own, *sorted(set(range(tokens)) - set(own))] for own in top]
+        assert choose_static(mass, count, 0).tolist() == found
 
 
 def test_reorder_and_clone_with_a_plan_under_way() -> None:

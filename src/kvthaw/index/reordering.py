@@ -73,15 +73,16 @@ class PendingReordering:
 
 def choose_static(mass: Tensor, count: int, first: int) -> Tensor:
     """Order of T tokens by PRKV's algorithm 1, lines 9-11: [H, T] int32 positions from `first` on. mass [H, T]: the `count`
-    tokens of most mass come first, by mass; the others follow in text order. No host sync."""
+    tokens of most mass come first, by mass; the others follow in text order. No host sync.
+
+    The j-th of the others stands j places behind as many static tokens as have at most j others before them. (A prefix sum along
+    T would tell, too, but a GPU computes a row of it in one block, one part after the other.)"""
     heads, tokens = mass.shape
-    top = torch.topk(mass, count, dim=1).indices
-    static = torch.zeros((heads, tokens), dtype=torch.bool, device=mass.device).scatter_(1, top, True)
-    place = torch.where(static, tokens, count + torch.cumsum(~static, dim=1) - 1)
-    order = torch.empty((heads, tokens + 1), dtype=torch.int32, device=mass.device)
-    order.scatter_(1, place, (first + torch.arange(tokens, dtype=torch.int32, device=mass.device)).expand(heads, -1))
-    order[:, :count] = first + top.int()
-    return order[:, :tokens].contiguous()
+    top = torch.topk(mass, count, dim=1).indices.int()
+    before = top.sort(dim=1).values - torch.arange(count, dtype=torch.int32, device=mass.device)
+    others = torch.arange(tokens - count, dtype=torch.int32, device=mass.device).repeat(heads, 1)
+    others += torch.searchsorted(before, others, right=True, out_int32=True)
+    return first + torch.cat((top, others), dim=1)
 
 
 @dataclass(slots=True)
