@@ -1,8 +1,9 @@
 """Time steps of a running batch that a short prompt joins, and where their time goes on host and device.
 
 `python -m benchmarks.joins --method clusterkv-plus --out joins.jsonl`: on some layers of the 8B shape all places but one decode
-behind prompts of --length tokens, and such prompts join one after another, get two tokens and leave. Lines: steps with nothing
-else, with a prompt, and the next ones, ms; what Python does in a step with a prompt, by function; what the device does in a step.
+behind prompts of --length tokens, and such prompts join, get two or three tokens and leave. Lines: steps with nothing else, with a
+prompt, and the next ones, ms; those with a prompt that joins as soon as another has left, with the MB page-locked in each
+(`relay`); what Python does in a step with a prompt, by function; what the device does in a step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chunks import profiled
-from benchmarks.joining import MOST, random_prompt, sizes_of
+from benchmarks.joining import MOST, Watch, random_prompt, sizes_of
 from benchmarks.script import Report, options
 from kvthaw import Batch, Scheduler
 from kvthaw.bench.card import where
@@ -83,6 +84,13 @@ def main() -> None:
     found["joins_ms"] = [[round(ms, 2) for ms in own] for own in took]
     found |= {"join_ms": round(statistics.median(own[0] for own in took), 2)}
     report.record(setting | {"what": "steps"}, found | {"next_ms": round(statistics.median(own[1] for own in took), 2)})
+    watch = Watch(scheduler)
+    for seed in range(_JOINS):
+        scheduler.submit(random_prompt(scheduler.batch.vocabulary, given.length, seed), max_new_tokens=3, stop=())
+    while scheduler.waiting or len(scheduler.batch.requests) == given.seqs:
+        watch.step()
+    relay = [(step["ms"], step["locked_mb"]) for step in watch.steps if step["chunks"]]
+    report.record(setting | {"what": "relay"}, {"relay": relay, "join_ms": statistics.median(ms for ms, _ in relay)})
     python = cProfile.Profile()
     for seed in range(_PROFILED):
         joined(scheduler, given.length, seed, lambda: python.runcall(scheduler.step))
