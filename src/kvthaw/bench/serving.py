@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +112,7 @@ def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, An
     _serve(batch, prompts, new_tokens, steps, joins)
     whole = time.perf_counter() - begin
     full, stats = [one for one in steps[_WARM:] if one.live == seqs], batch.stats()
+    behind = [after for one, after in pairwise(steps[_WARM:]) if one.ended and after.live and not after.joined]
     times = sorted(1000 * one.took for one in full)
     if not times:
         raise ConfigError(
@@ -124,6 +126,7 @@ def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, An
         "step_ms_max": times[-1],
         "step_ms_after_join": 1000 * statistics.median([one.took for one in full if one.joined] or [0.0]),
         "step_ms_with_end": 1000 * statistics.median([one.took for one in full if one.ended] or [0.0]),
+        "step_ms_after_end": 1000 * statistics.median([one.took for one in behind] or [0.0]),
         "join_s_p50": statistics.median(joins),
         "tokens_per_s": requests * new_tokens / whole,
         "captures": stats.captures,
