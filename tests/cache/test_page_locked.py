@@ -15,6 +15,7 @@ import torch
 from kvthaw.cache import host_memory, page_locked
 from kvthaw.cache.host_memory import HostMemory, container_free, host_tensor
 from kvthaw.cache.page_locked import HUGE, PageLocked, locked_bytes
+from kvthaw.cache.streams import Streams
 
 SHAPE = 2, HUGE // 8, 2
 """Of a block of bfloat16 that takes as much as a huge page."""
@@ -275,3 +276,25 @@ def test_the_device_reads_and_writes_it() -> None:
         again.append(host_tensor((3, HUGE // 4), torch.float32, pinned=True))
         torch.cuda.synchronize()
     assert address in [each.data_ptr() for each in again]
+
+
+@pytest.mark.gpu
+def test_what_a_side_stream_reads_is_not_used_again_by_another_thread(device: torch.device) -> None:
+    """A model that runs on a stream of its own, and a thread that notes what was freed."""
+    cache, side = Streams(), torch.cuda.Stream(device)
+    block = cache.memory.allocate((3, HUGE // 4), torch.float32, pinned=True).fill_(1)
+    there, found = torch.empty(block.shape, device=device), list[torch.Tensor]()
+    with torch.cuda.stream(side):
+        cache.follow(device)
+        torch.cuda._sleep(200_000_000)
+        there.copy_(block, non_blocking=True)
+    del block
+
+    def ask() -> None:
+        found.extend(host_tensor((3, HUGE // 4), torch.float32, pinned=True).fill_(2) for _ in range(4))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    side.synchronize()
+    assert bool((there == 1).all())

@@ -81,3 +81,17 @@ def test_offload_from_the_device() -> None:
     assert store.arriving is not None
     store.wait()
     assert torch.equal(store.read(0, 0, 500), torch.cat(sent, dim=1))
+
+
+def test_the_stream_of_the_model_is_one_of_those_that_may_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On whichever thread a freed block's memory is asked for, of which the current stream is another."""
+    line, streams = Streams(), ["main", "side", "side"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: len(streams) > 2)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
+    line.follow(torch.device("cpu"))
+    line.follow(torch.device("cuda"))
+    assert not line.memory.streams, "a capture's own is gone with it"
+    for expected in (["side"], ["side"], ["side", "main"]):
+        streams[:] = expected[-1:]
+        line.follow(torch.device("cuda"))
+        assert line.memory.streams == line.device.streams == expected

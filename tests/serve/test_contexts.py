@@ -174,7 +174,7 @@ def test_servers_that_share_a_folder_take_over_each_others_documents(
         assert one.http.get("/v1/contexts/.sons").status_code == 400  # no name
 
 
-def test_counters_follow_what_the_prefix_cache_counts() -> None:
+def test_counters_follow_what_the_prefix_cache_and_the_scheduler_count() -> None:
     counts = dict.fromkeys(("preemptions", "resumed", "recomputed"), 0)
     scheduler: Any = SimpleNamespace(batch=SimpleNamespace(requests=[]), waiting=[], **counts)
     shares, sizes = ("attended_mean", "hit_rate", "device_rate", "fetched_bytes"), ("kv_device_bytes", "kv_dense_bytes")
@@ -182,6 +182,13 @@ def test_counters_follow_what_the_prefix_cache_counts() -> None:
     metrics = Metrics(scheduler, "tiny")
     for queries, hits in ((10, 4), (15, 4), (30, 12)):
         metrics.cache(stats, PrefixStats(queries=queries, hits=hits))
+        scheduler.preemptions += 2
+        metrics.text()
+    scheduler.resumed = 5
     text = metrics.text().decode()
     assert 'kvthaw:prefix_cache_queries_total{model_name="tiny"} 30.0' in text
     assert 'kvthaw:prefix_cache_hits_total{model_name="tiny"} 12.0' in text
+    assert "# TYPE kvthaw:num_preemptions_total counter" in text
+    assert 'kvthaw:num_preemptions_total{model_name="tiny"} 6.0' in text
+    assert 'kvthaw:num_resumed_total{model_name="tiny"} 5.0' in text
+    assert 'kvthaw:num_recomputed_total{model_name="tiny"} 0.0' in text

@@ -160,7 +160,7 @@ def test_metrics_count_what_was_served(served: Served) -> None:
     until(lambda: read("e2e_request_latency_seconds_count") > before[4])
     assert [read(name) - was for name, was in zip(counted, before, strict=True)] == [8, 20, 1, 1, 1, 1, 19, 1]
     assert read("num_requests_running") == read("num_requests_waiting") == 0
-    assert read("num_preemptions") == read("num_resumed") == read("num_recomputed") == 0
+    assert read("num_preemptions_total") == read("num_resumed_total") == read("num_recomputed_total") == 0
     assert read("attended_tokens") > 0
     assert read("kv_bytes") > 0
 

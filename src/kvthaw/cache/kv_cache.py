@@ -81,6 +81,7 @@ class KVCache:
         as it is known, None: as it was. Returns [B, Hq, T, D], 0 for padding.
         """
         if layer.number == self.layers[0].number:
+            self.streams.follow(query.device)
             self._begin(query.shape[0], query.shape[2], left_pad)
             layer = self.layers[0]
         step = self.sequences.step

@@ -63,6 +63,13 @@ class Streams:
             self.device.streams.append(self._stream)
         return self._stream
 
+    def follow(self, device: torch.device) -> None:
+        """Remember the stream that the model runs on: whichever thread takes memory that was freed waits for what it may read."""
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            current = torch.cuda.current_stream(device)
+            if current not in self.device.streams:
+                self.device.streams.append(current)
+
     def offload(self, store: HostStore, seq: int, keys: Tensor, values: Tensor) -> None:
         """Append keys and values [H, n, D] to a sequence; the store knows when they have arrived.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping, MutableMapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -37,8 +37,9 @@ class Metrics:
         running = self._gauge("num_requests_running", "Requests that have a place.")
         running.set_function(lambda: len(scheduler.batch.requests))
         self._gauge("num_requests_waiting", "Requests that wait for a place.").set_function(lambda: len(scheduler.waiting))
-        for name, text in _PREEMPTED.items():
-            self._gauge(f"num_{name}", text).set_function(partial(getattr, scheduler, name))
+        self._scheduler = scheduler
+        self._preempted = {field: self._counter(f"num_{field}", text) for field, text in _PREEMPTED.items()}
+        self._known = dict.fromkeys(self._preempted, 0)
         self.first_token = self._histogram("time_to_first_token", "From a request's arrival to its first token.", _REQUESTS)
         self.between_tokens = self._histogram("inter_token_latency", "Between two tokens of a request.", _STEPS)
         self.per_token = self._histogram("request_time_per_output_token", "The same, a request's mean.", _STEPS)
@@ -70,9 +71,8 @@ class Metrics:
 
     def cache(self, stats: Stats, prefix: PrefixStats | None) -> None:
         """Set what the cache and the prefix cache hold and did."""
-        for field, counter in self._prefix.items() if prefix is not None else ():
-            counter.inc(getattr(prefix, field) - self._looked_up[field])
-            self._looked_up[field] = getattr(prefix, field)
+        if prefix is not None:
+            _follow(self._prefix, self._looked_up, prefix)
         if prefix is not None:
             self._bytes.labels(**self._labels, place="prefix").set(prefix.kept_bytes)
             self._bytes.labels(**self._labels, place="prefix_disk").set(prefix.disk_bytes)
@@ -83,6 +83,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all in Prometheus' text format."""
+        _follow(self._preempted, self._known, self._scheduler)
         return generate_latest(self._registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
@@ -94,3 +95,11 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         metric = Histogram(f"kvthaw:{name}_seconds", text, ["model_name"], registry=self._registry, buckets=buckets)
         return metric.labels(**self._labels)
+
+
+def _follow(counters: Mapping[str, Counter], known: MutableMapping[str, int], source: object) -> None:
+    """Have counters be what attributes of their names have counted. known: what they had when they were last asked."""
+    for field, counter in counters.items():
+        now = getattr(source, field)
+        counter.inc(now - known[field])
+        known[field] = now
