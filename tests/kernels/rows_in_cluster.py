@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvthaw.kernels import bucket_topk, choose_rows, rerank, topk
 from kvthaw.kernels.collide import BINS, CHUNK, Scores
+from kvthaw.kernels.encode import Summaries
 from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.query import in_bytes, rotate_queries
 
@@ -72,10 +73,11 @@ def test_rows(
         pytest.skip("needs clusters of blocks, and a warp for each block in the first")
     case = Case(128, group, lengths, torch.bfloat16, device, k)
     rotated = in_bytes(rotate_queries(case.query, case.heads, case.rotation, mean=False))
-    now = case.summaries
+    now = roomy(case.summaries)
     if change is not None:
         change(now.codes, now.weights)
-    scores = draw((len(lengths), case.heads, now.capacity)).to(torch.uint8).contiguous().to(device)
+    n = -(-max(lengths) // CHUNK) * CHUNK
+    scores = draw((len(lengths), case.heads, n)).to(torch.uint8).contiguous().to(device)
     candidates = bucket_topk.definition(scores, case.lengths, case.wanted, case.width)
     estimates = rerank.definition(rotated, now.codes, now.weights, candidates, case.quantizer)
     merged = topk.merge(estimates, SCALE, "max")
@@ -93,6 +95,12 @@ def test_rows(
     for got, row, at, value in zip(*(x.flatten(0, 1) for x in (rows, want, candidates, merged)), strict=True):
         taken, best = (value[torch.isin(at, x[x >= 0] - FIRST) & (at >= 0)].sort().values for x in (got, row))
         torch.testing.assert_close(taken, best, atol=1e-4, rtol=1e-5)  # the same but for near ties
+
+
+def roomy(now: Summaries) -> Summaries:
+    """With room for more keys than are scored."""
+    codes, weights = (torch.nn.functional.pad(x, (0, 0, 0, CHUNK), value=77) for x in (now.codes, now.weights))
+    return Summaries(torch.nn.functional.pad(now.ids, (0, CHUNK)), codes, weights, now.sizes)
 
 
 def counted(scores: Tensor, lengths: Tensor) -> Scores:

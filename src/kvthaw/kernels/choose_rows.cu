@@ -226,7 +226,7 @@ KERNEL(choose_rows)(const u8* scores, const int* counts, const int* totals, cons
     if (rank == 0 && tid == 0) found[pair] = 0;
     return;
   }
-  collect(sm, place, scores + pair * capacity, counts + pair * BINS * chunks, totals + pair * BINS, length, want, chunks, rank);
+  collect(sm, place, scores + pair * chunks * CHUNK, counts + pair * BINS * chunks, totals + pair * BINS, length, want, chunks, rank);
   PASSED(2);
   cluster_arrive();
   const int rest = want % (TILE * CLUSTER) - TILE * rank;

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import cuda
-from kvthaw.kernels.collide import Scores
+from kvthaw.kernels.collide import CHUNK, Scores
 from kvthaw.kernels.encode import Quantizer, Summaries
 from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.query import Rotated
@@ -72,7 +72,7 @@ def launch(found: Scores, lengths: Tensor, wanted: Tensor, rotated: Rotated, sum
     capacity, chunks, device = summaries.capacity, found.counts.shape[3], found.scores.device
     given = [found.scores, found.counts, found.totals, lengths, wanted, rotated.whole, rotated.factors]
     given += [summaries.codes, summaries.weights]
-    assert all(x.is_contiguous() for x in given) and found.scores.shape[2] == capacity and subs == SUBS
+    assert all(x.is_contiguous() for x in given) and found.scores.shape[2] == chunks * CHUNK and subs == SUBS
     how, share = constants(scored, blocks), _share(width, blocks)
     rows = torch.empty((batch, heads, k), dtype=torch.int32, device=device)
     counts = torch.empty((batch, heads), dtype=torch.int32, device=device)
