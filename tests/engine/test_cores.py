@@ -17,12 +17,17 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems do 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two nodes of four cores each, of which core 7 is not ours; GPUs 0 and 2 lie on the first, 1 and 3 on the second."""
+    """Two nodes of two physical cores each, i and i + 4 the hyperthreads of one; core 7 is not ours. GPUs 0 and 2 lie on the
+    first, 1 and 3 on the second."""
     cores = ["0-1,4-5\n", "2-3,6-7\n", "0-1,4-5\n", "2-3,6-7\n", "\n", "8-9\n"]
     for bus, text in enumerate(cores):
         folder = tmp_path / "bus/pci/devices" / f"0001:{0xA0 + bus:02x}:0b.0"
         folder.mkdir(parents=True)
         (folder / "local_cpulist").write_text(text)
+    for core in range(8):
+        folder = tmp_path / f"devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
     ids = {"pci_domain_id": 1, "pci_device_id": 11}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(pci_bus_id=0xA0 + gpu, **ids))
@@ -34,7 +39,17 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_processes_of_gpus_on_one_node_divide_its_cores(machine: Path) -> None:
     cores = [cores_near(gpu, machine) for gpu in range(4)]
     assert cores == [[0, 1, 4, 5], [2, 3, 6]] * 2
-    assert divide(cores) == [[0, 1], [2], [4, 5], [3, 6]]
+    assert divide(cores, machine) == [[0, 4], [2, 6], [1, 5], [3]]
+    assert divide([[0, 1, 4, 5]] * 3, machine) == [[0], [1], [4, 5]], "fewer physical cores than processes"
+
+
+def test_hyperthreads_that_are_numbered_side_by_side_stay_together(tmp_path: Path) -> None:
+    for core in range(6):
+        folder = tmp_path / f"devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{core // 2 * 2}-{core // 2 * 2 + 1}\n")
+    assert divide([[0, 1, 2, 3, 4, 5]] * 2, tmp_path) == [[0, 1], [2, 3, 4, 5]]
+    assert divide([[0, 1, 2, 3, 4, 5]] * 2, tmp_path / "tells nothing") == [[0, 1, 2], [3, 4, 5]]
 
 
 @on_linux

@@ -176,7 +176,7 @@ def test_the_page_opens_in_a_browser(document: Document, tmp_path: Path) -> None
 
 def test_the_command_runs_continues_and_reports(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvthaw.evaluate.perplexity.Course", partial(Course, steps=8))
-    out = tmp_path / "out"
+    out = tmp_path / "made" / "out"
     asked = ["compare", "passkey,perplexity", "--method", "oracle,streaming", "--budget", "64", "--length", "320"]
     asked += ["--samples", "2", "--model", str(folder), "--device", "cpu", "--out", str(out)]
     part = CliRunner().invoke(app, [*asked, "--shard", "1/2"])
@@ -203,5 +203,8 @@ def test_the_command_runs_continues_and_reports(folder: Path, tmp_path: Path, mo
     assert CliRunner().invoke(app, ["compare", "--shard", "3/2", "--out", str(out)]).exit_code == 2
     bare = CliRunner().invoke(app, [*asked[:-1], str(tmp_path / "bare"), "--no-full", "--json"])
     assert {json.loads(line)["method"] for line in bare.stdout.splitlines()} == {"oracle", "streaming"}
-    empty = CliRunner().invoke(app, ["compare", "--report-only", "--out", str(tmp_path / "nothing")])
-    assert empty.exit_code == 1
+    for folder in (tmp_path / "nothing", tmp_path / "nowhere" / "nothing"):
+        empty = CliRunner().invoke(app, ["compare", "--report-only", "--out", str(folder)])
+        assert empty.exit_code == 1
+        assert not folder.parent.joinpath("nothing").exists()
+        assert "holds no results of kvthaw compare" in " ".join(empty.output.split())

@@ -72,7 +72,8 @@ def compare(
     ] = False,
     seed: options.Seed = 0,
     out: Annotated[
-        Path, typer.Option(help="Folder for results.jsonl and the report. What is there already is not run again.")
+        Path,
+        typer.Option(help="Folder for results.jsonl and the report, made if need be. What is there already is not run again."),
     ] = Path("compared"),
     as_json: options.Lines = False,
     kv_dir: options.KvDir = None,
@@ -124,8 +125,7 @@ def compare(
             ),
         )
         grid.jobs(), grid.variants()  # what is wrong costs no loading
-        if not out.exists() and out.parent.is_dir():
-            out.mkdir()
+        out.mkdir(parents=True, exist_ok=True)
         results = ResultsFile(out / "results.jsonl")
         llm, tokenizer = load_model(model, device, dtype)
         how: dict[str, Any] = {"name": model, "batch": batch, "full": not no_full}
@@ -147,7 +147,7 @@ def _report(out: Path, as_json: bool) -> None:
     from kvthaw.evaluate.results import ResultsFile
 
     with waiting("writing the report"):
-        records = list(ResultsFile(out / "results.jsonl"))
+        records = list(ResultsFile(out / "results.jsonl")) if out.is_dir() else []
         if not records:
             raise ConfigError(f"{str(out)!r} holds no results of kvthaw compare")
         tasks, perplexities = summaries(records)

@@ -24,19 +24,42 @@ def cores_near(gpu: int, system: Path = Path("/sys")) -> list[int]:
     address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     local = set[int]()
     with suppress(OSError, ValueError):
-        for part in (system / "bus/pci/devices" / address / "local_cpulist").read_text().split(","):  # "0-27,56-83"
-            first, _, last = part.partition("-")
-            local.update(range(int(first), int(last or first) + 1))
+        local.update(_listed(system / "bus/pci/devices" / address / "local_cpulist"))
     return [core for core in allowed if core in local] or allowed
 
 
-def divide(cores: Sequence[list[int]]) -> list[list[int]]:
-    """Divide cores among the processes that may use the same ones; a process gets none where there are fewer than processes."""
+def divide(cores: Sequence[list[int]], system: Path = Path("/sys")) -> list[list[int]]:
+    """Divide cores among the processes that may use the same ones, hyperthreads of one core to one process if there are enough; a
+    process gets none where there are fewer than processes. system: as for cores_near."""
     shares = []
     for i, own in enumerate(cores):
         at, count = cores[:i].count(own), cores.count(own)
-        shares.append(own[len(own) * at // count : len(own) * (at + 1) // count] if len(own) >= count else [])
+        groups = _siblings(own, system)
+        if len(groups) < count:
+            groups = [[core] for core in own]
+        mine = groups[len(groups) * at // count : len(groups) * (at + 1) // count] if len(groups) >= count else []
+        shares.append(sorted(core for group in mine for core in group))
     return shares
+
+
+def _siblings(cores: Sequence[int], system: Path) -> list[list[int]]:
+    """Return cores by the physical core that they are hyperthreads of; alone where the system does not tell."""
+    groups = dict[int, list[int]]()
+    for core in cores:
+        first = core
+        with suppress(OSError, ValueError):
+            first = min(_listed(system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"))
+        groups.setdefault(first, []).append(core)
+    return list(groups.values())
+
+
+def _listed(path: Path) -> list[int]:
+    """Read numbers such as "0-27,56-83"."""
+    found = list[int]()
+    for part in path.read_text().split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
 
 
 @contextmanager
