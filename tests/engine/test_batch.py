@@ -12,12 +12,14 @@ import torch
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.cache.finite import FiniteCheck
+from kvthaw.cache.host import HostStore
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.request import Request
-from kvthaw.engine.sampling import Sampling, sample
+from kvthaw.engine.sampling import Sampler, Sampling, sample
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
 from stand_in import StandIn, captured_by
 from zoo import DISTINCT, build, build_exact, prompt
@@ -452,3 +454,54 @@ def test_a_step_after_a_prompt_asks_nothing_of_the_layers(llama: PreTrainedModel
         assert not asked
         while not second.finished:
             batch.step()
+
+
+@pytest.mark.parametrize("method", ["full", "quest", "clusterkv"])
+def test_the_host_goes_on_with_a_prompt_while_a_step_is_under_way(
+    llama: PreTrainedModel, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for no copy where a prompt joins, and for the prompt once its token is being drawn and the next step prepared."""
+    told, wait, end, draw, prepare = list[str](), HostStore.wait, FiniteCheck.end, Sampler.__call__, GraphRunner.prepare
+    for owner, name, done in (
+        (HostStore, "wait", wait), (FiniteCheck, "end", end), (Sampler, "__call__", draw), (GraphRunner, "prepare", prepare),
+    ):  # fmt: skip
+
+        def noted(*args: Any, own: Any = done, name: str = name) -> Any:
+            told.append(name)
+            return own(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+    batch = Batch(llama, method, max_seqs=2, capacity=CAPACITY, **settings_of(method))
+    prefilled(batch, prompt(1, 70)[0], max_new_tokens=12, stop=())
+    give = batch.launch()
+    told.clear()
+    request = batch.join(prompt(1, 40)[0], max_new_tokens=3, stop=())
+    assert not told
+    batch.prefill(request)
+    monkeypatch.undo()
+    give()
+    waits = told.index("end", told.index("__call__"))  # on a CPU a chunk's check ends at once, too
+    assert told.index("prepare") < waits
+    assert "wait" not in told[:waits]
+    while batch.requests:
+        batch.step()
+    assert request.tokens == alone(llama, method, prompt(1, 40)[0], 3, **settings_of(method))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["full", "pariskv-plus", "clusterkv-plus"])
+def test_a_prompt_joins_without_a_wait_for_the_device(method: str) -> None:
+    settings = {} if method == "full" else {"budget": 128, "block_size": 64}
+    batch = Batch(build("llama", max_position_embeddings=4096).to("cuda"), method, max_seqs=2, capacity=2048, **settings)
+    prefilled(batch, prompt(1, 700)[0], max_new_tokens=60, stop=())
+    for _ in range(40):
+        batch.step()
+        request = batch.request(prompt(1, 40)[0], max_new_tokens=3, stop=())
+        give = batch.launch()
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            batch.join(request)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        give()
+        batch.leave(request)

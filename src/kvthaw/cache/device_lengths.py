@@ -12,8 +12,12 @@ from torch import Tensor
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers as a tensor on the device. The host does not wait for what a GPU was given before."""
-    here = torch.tensor(values, dtype=dtype)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+    return sent(torch.tensor(values, dtype=dtype), device)
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. The host does not wait for what a GPU was given before."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not x.is_cuda else x.to(device)
 
 
 def to_host(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -218,7 +218,8 @@ class LayerStorage:
 
     def clear(self, seq: int) -> None:
         """Drop a sequence."""
-        self.offloader.wait()
+        if self.store.length(seq):
+            self.offloader.wait()
         if self.updater is not None:
             self.updater.clear(seq)
         self.offloader.truncate(seq, 0)

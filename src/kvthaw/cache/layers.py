@@ -77,6 +77,12 @@ def indexed_layers(layers: Sequence[object]) -> list[tuple[OffloadedLayer, Index
     return [(layer, layer.storage.updater) for layer in offloaded if layer.storage.updater is not None]
 
 
+def wait_indexed(layers: Sequence[object]) -> None:
+    """Wait until indexes have been given all tokens, and raise what went wrong. Copies to the host may be under way."""
+    for _, updater in indexed_layers(layers):
+        updater.retriever.wait()
+
+
 def note_lost(layers: Sequence[object], lost: set[int]) -> None:
     """Have sequences be indexed again whose queued work was dropped; see DeferredBatch."""
     for _, updater in indexed_layers(layers) if lost else ():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.index_api import Method
+from kvthaw.cache.layers import wait_indexed
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.swapped import Swapped
 from kvthaw.engine.admission import Admission
@@ -37,13 +38,11 @@ class Batch:
 
     Everything that a step reads is allocated for `capacity` tokens a sequence when the first joins and stays where it is, so that
     on a GPU captured steps (see kvthaw.engine.graph_runner) serve any requests. A step computes the first 1, 2, 4, 8, ...
-    sequences, as few as hold all that decode, and there is a capture for each of these numbers and each bucket of lengths
-    (2,048, 8,192, ... tokens, up to the capacity). Each request's tokens are those that it would get alone. One that finishes
-    leaves by itself.
+    sequences, as few as hold all that decode; there is a capture for each of these numbers and each bucket of lengths (2,048,
+    8,192, ... tokens). Each request's tokens are those that it would get alone. One that finishes leaves by itself.
 
     model: as for `Cache`. method, and the settings budget, retrieved, dense_layers, seed, block_size, host_bytes, device_memory,
-    full_below and kv_dtype: as for `Cache`; a budget is a number of tokens, for a fraction of the length would differ from one to
-    the next.
+    full_below and kv_dtype: as for `Cache`; a budget is a number of tokens, for a fraction would differ from one to the next.
     prefill_chunk, capture, compile: as for `attach`. prefix_cache: keeps the prompts of all requests, for those that begin like
     them.
 
@@ -150,7 +149,7 @@ class Batch:
         if request.finished or request in self._joined:
             raise CacheError(f"the request {'has finished' if request.finished else 'is in the batch'}")
         seq = self._seqs.index(None)
-        self.cache.wait()
+        wait_indexed(self.cache.kv.layers)  # and not for the step under way, beside which the host gets to the prompt
         self.cache.kv.clear(seq)  # steps that it took part in as an empty sequence leave traces too
         request.place(seq, self.model)
         self._seqs[seq] = request
@@ -317,18 +316,17 @@ class Batch:
 
     def _start(self, request: Request) -> bool:
         """Choose the first token of a request whose prompt is whole and indexed. Returns whether it is a new one."""
-        self.cache.kv.finite.end(request.seq)
         self.cache.kv.resume(request.seq)
-        self.cache.wait()
-        size, logits = self.cache.settings.block_size, self._indexing.pop(request)
-        self._keep(request, request.prompt // size * size)  # it still writes into the last block
         self.cache.states.place(request.seq)
         self._sampler.join(request.seq, request.sampling, request.ids, request.stop, request.matcher)
-        at, place = torch.tensor([request.prompt], device=request.ids.device), slice(request.seq, request.seq + 1)
-        drawn = self._sampler(logits, at, place)
+        at, place = upload([request.prompt], torch.int64, self._sampler.device), slice(request.seq, request.seq + 1)
+        read = self._sampler(self._indexing.pop(request), at, place).fetch()
+        self._replay.prepare()  # while the device is at the prompt
+        self.cache.kv.finite.end(request.seq)
+        self.cache.wait()
+        self._keep(request, request.prompt - request.prompt % self.cache.settings.block_size)  # the last block is written into
         self._decoding[request.seq] = request
-        self._replay.prepare()  # while the device draws
-        return bool(self._give([request], *drawn.read()))
+        return bool(self._give([request], *read()))
 
     def _begin_again(self, request: Request) -> None:
         """Let a request keep its sequence, which is empty from here on."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from kvthaw.cache.device_lengths import sent
 from kvthaw.cache.swapped import Swapped
 from kvthaw.engine.grammar import Matcher
 from kvthaw.engine.logprobs import TokenLogprobs
@@ -94,7 +95,7 @@ class Request:
     def place(self, seq: int, model: PreTrainedModel) -> None:
         """Give it a sequence of a model's batch."""
         embeddings = None if self.embeddings is None else self.embeddings.to(model.device, model.dtype)
-        self.ids, self.embeddings, self.seq = self.ids.to(model.device), embeddings, seq
+        self.ids, self.embeddings, self.seq = sent(self.ids, model.device), embeddings, seq
 
     def inputs(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return what a model takes for tokens start .. stop of the prompt."""

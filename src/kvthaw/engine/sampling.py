@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from kvthaw.cache.device_lengths import upload
 from kvthaw.counter_rng import gumbel
 from kvthaw.engine.grammar import Grammar, Matcher, TokenMasks
 from kvthaw.engine.logprobs import TOPK, Drawn, score, top
@@ -283,7 +284,7 @@ def _table(samplings: Sequence[Sampling], device: torch.device) -> tuple[Tensor,
         for one in samplings
     ]
     seeds = [one.seed for one in samplings]
-    return torch.tensor(numbers, dtype=torch.float64, device=device), torch.tensor(seeds, dtype=torch.int64, device=device)
+    return upload(numbers, torch.float64, device), upload(seeds, torch.int64, device)
 
 
 def _groups(samplings: Sequence[Sampling], vocabulary: int, device: torch.device) -> list[tuple[int, Tensor]]:
