@@ -2,8 +2,8 @@
 
 `--parts encode,attention,prompts,profile`, in the order given. encode: 128k keys by shapes of the kernel, the present one first,
 each checked against the definition. attention: of a chunk to runs of earlier keys, and to its own, beside one causal pass, in
-TFLOP/s; merging. prompts: seconds of each method in one pass and in chunks, the second of two. profile: seconds of the device by
-kernel, both ways. Of `--layers` layers of the shape.
+TFLOP/s; merging. prompts: seconds of each method in one pass and in chunks, whose logits are checked; the second of two. profile:
+seconds of the device by kernel, both ways. Of `--layers` layers of the shape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.launches import summary
 from benchmarks.script import run_kernels
 from kvthaw.bench.card import where
 from kvthaw.bench.decode import free
-from kvthaw.bench.prefill import PrefillSetting, measure
+from kvthaw.bench.prefill import PrefillSetting, check, measure
 from kvthaw.bench.shapes import build
 from kvthaw.bench.steps import random_ids
 from kvthaw.engine.hf import PreTrainedModel, attach
@@ -31,8 +31,8 @@ from kvthaw.kernels import dense
 from kvthaw.kernels import encode as encoding
 from kvthaw.kernels.merge import PARTS, merge_parts
 
-_SHAPES = ((64, 8, 3, 128), (64, 4, 3, 255), (64, 8, 3, 168), (64, 8, 2, 128))
-"""Keys per block, warps, stages and registers of the encoding kernel."""
+_SHAPES = ((64, 4, 3), (64, 4, 2), (128, 8, 3), (64, 8, 3))
+"""Keys per block, warps and stages of the encoding kernel."""
 _CHUNK = 16384
 
 
@@ -54,12 +54,11 @@ def lines(*, quick: bool, parts: str, tokens: int, layers: int, methods: str, ch
                     yield profiled(model, methods.split(",")[0], tokens, size)
 
 
-def encodings(tokens: int, shapes: tuple[tuple[int, int, int, int], ...]) -> Iterator[dict[str, Any]]:
+def encodings(tokens: int, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[dict[str, Any]]:
     """The encoding kernel by its shapes."""
     for shape in shapes:
-        encoding.BLOCK, encoding.WARPS, encoding.STAGES, encoding.REGISTERS = shape
-        names = ("block", "warps", "stages", "registers")
-        yield encode_time(tokens) | dict(zip(names, shape, strict=True))
+        encoding.BLOCK, encoding.WARPS, encoding.STAGES = shape
+        yield encode_time(tokens) | dict(zip(("block", "warps", "stages"), shape, strict=True))
         torch.cuda.empty_cache()
 
 
@@ -100,7 +99,10 @@ def prompts(model: PreTrainedModel, method: str, tokens: int, chunk: int, layers
     for size in (tokens, chunk):
         limits = (None, 100) if method.startswith("pariskv") else (1024, None)
         how: dict[str, Any] = {"device": "", "dense_layers": 0, "layers": layers, "budget": limits[0], "retrieved": limits[1]}
-        found[size] = measure(model, PrefillSetting(shape="", method=method, length=tokens, chunk=size, **how), None)
+        one = PrefillSetting(shape="", method=method, length=tokens, chunk=size, **how)
+        if size == chunk:
+            check(model, one, None)
+        found[size] = measure(model, one, None)
     line = {"op": "prompt", "method": method, "tokens": tokens, "chunk": chunk, "layers": layers}
     for name, one in (("one_pass", found[tokens]), ("chunks", found[chunk])):
         line |= {f"{name}_s": one["seconds"], f"{name}_indexed_s": one["indexed_s"], f"{name}_bytes": one["peak_device_bytes"]}

@@ -5,7 +5,7 @@ code holds a sign and a 3-bit magnitude bin for each coordinate of u_b = y_b / |
 v_b the decoded code: the paper's |k| r_b / alpha_b, since |y_b| = |k| r_b. At d' = 128 these are 16 + 64 + 32 = 112 bytes.
 
 Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB of keys read, 117 MB written, 0.09 ms at 4200 GB/s. The rotation
-takes 34 GFLOP on tensor cores; some 36 instructions per coordinate follow (4.8 G, 0.16 ms where nothing waits, overlapping the
+takes 34 GFLOP on tensor cores; some 31 instructions per coordinate follow (4.2 G, 0.14 ms where nothing waits, overlapping the
 loads). Comparisons and selections run at half the rate of multiply-adds on Hopper, so levels are summed: a threshold adds its step
 times a saturated multiply-add, 1 above it and 0 below, and the level, times a slope and rounded, is its number. The columns of the
 rotation are ordered so that one thread holds the 8 coordinates of a subspace and no sum crosses threads. Counting the cluster sizes
@@ -32,9 +32,8 @@ SUB = 8
 CENTROIDS = 1 << SUB
 PROGRAMS = 256
 """Programs that fill a GPU; more are launched only if each already has LOOPS blocks of keys."""
-BLOCK, LOOPS, STAGES, WARPS, REGISTERS = 64, 64, 3, 8, 128
-"""Keys per block, maximum blocks per program, pipeline stages, warps, and registers of a thread, so that two programs fit on a
-multiprocessor. Beyond 128 coordinates: one stage, twice the warps."""
+BLOCK, LOOPS, STAGES, WARPS = 64, 64, 3, 4
+"""Keys per block, maximum blocks per program, pipeline stages and warps. Beyond 128 coordinates: one stage, twice the warps."""
 SHARP = 2.0**60
 """What differences to a threshold are multiplied by before they saturate."""
 
@@ -231,16 +230,15 @@ def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summari
     rows, heads, n, dim = keys.shape
     assert keys.stride(3) == 1 and into.ids.is_contiguous() and into.codes.is_contiguous() and into.weights.is_contiguous()
     assert into.codes.dtype == torch.int32 and into.weights.dtype == torch.bfloat16 and max(starts) + n <= into.capacity
-    wide, native, (edges, levels) = rotation.padded > 128, nvidia(keys.device), quantizer.constants
-    registers = {"maxnreg": REGISTERS} if native else {}
+    wide, (edges, levels) = rotation.padded > 128, quantizer.constants
     loops = max(1, min(LOOPS, n * heads * rows // (BLOCK * PROGRAMS)))
     spans = _to_device([seqs, starts], keys.device)
     _encode[(triton.cdiv(n, BLOCK * loops), heads, rows)](
         keys, centre, rotation.basis, into.ids, into.codes, into.weights, spans, n, heads, into.capacity, 128 * rotation.scale,
         keys.stride(0), keys.stride(1), keys.stride(2), dim, loops, EDGES=edges, LEVELS=levels, SHARP=SHARP,
         SUBS=rotation.padded // SUB, SQUARE=rotation.basis.shape[0], BLOCK=BLOCK, CENTRE=centre is not None,
-        UPCAST=keys.device.type == "cpu", STAGES=1 if wide else STAGES, NATIVE=native,
-        num_warps=2 * WARPS if wide else WARPS, **registers,
+        UPCAST=keys.device.type == "cpu", STAGES=1 if wide else STAGES, NATIVE=nvidia(keys.device),
+        num_warps=2 * WARPS if wide else WARPS,
     )  # fmt: skip
 
 
