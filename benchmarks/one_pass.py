@@ -104,8 +104,12 @@ def prompts(model: PreTrainedModel, method: str, tokens: int, chunk: int, layers
             check(model, one, None)
         found[size] = measure(model, one, None)
     line = {"op": "prompt", "method": method, "tokens": tokens, "chunk": chunk, "layers": layers}
-    for name, one in (("one_pass", found[tokens]), ("chunks", found[chunk])):
-        line |= {f"{name}_s": one["seconds"], f"{name}_indexed_s": one["indexed_s"], f"{name}_bytes": one["peak_device_bytes"]}
+    for name, timed in (("one_pass", found[tokens]), ("chunks", found[chunk])):
+        line |= {
+            f"{name}_s": timed["seconds"],
+            f"{name}_indexed_s": timed["indexed_s"],
+            f"{name}_bytes": timed["peak_device_bytes"],
+        }
     return line | {"ratio": round(found[chunk]["indexed_s"] / found[tokens]["indexed_s"], 4)}
 
 

@@ -67,6 +67,25 @@ def test_documents_come_back_from_the_file(
     gc.collect()
 
 
+def test_others_leave_memory_before_what_comes_back(
+    model: PreTrainedModel, fresh: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no more than host_bytes is kept at any time."""
+    prefix, seen, read = PrefixCache(host_bytes=12 * BLOCK, kv_dir=tmp_path), list[int](), PrefixBlocks.read
+    batch = batch_of(model, "oracle", prefix)
+    asked(batch)
+
+    def reading(kept: PrefixBlocks, nodes: Any, memory: Any) -> Any:
+        found = read(kept, nodes, memory)
+        seen.append(prefix.kept_bytes)
+        return found
+
+    monkeypatch.setattr(PrefixBlocks, "read", reading)
+    assert asked(batch) == [(tokens, 192) for tokens in fresh]
+    assert len(seen) >= 3
+    assert max(seen) <= 12 * BLOCK
+
+
 def test_the_file_has_a_limit(model: PreTrainedModel, fresh: list[list[int]], tmp_path: Path) -> None:
     """The least recently used blocks are dropped."""
     prefix = PrefixCache(host_bytes=10 * BLOCK, kv_dir=tmp_path, disk_bytes=10 * BLOCK)

@@ -351,8 +351,11 @@ class PrefixCache:
             return path
         self._tree.touch(path[-1])
         absent = [node for node in path if not self._kept.holds(node)]
+        need = len(absent) * self._kept.node_bytes
         self._tree.pin(path[-1], 1)  # nothing on the way is dropped meanwhile
         try:
+            while need and self.kept_bytes + need > (self.host_bytes or 0) and self.drop_oldest():
+                pass  # before they come; where the prompt alone is more than host_bytes, _trim() follows
             read, error = self._kept.read(absent, kv.streams.memory)
         finally:
             self._tree.pin(path[-1], -1)
