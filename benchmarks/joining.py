@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.fill import prompts_drawn
 from benchmarks.script import Report, options
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import noted, where
@@ -158,11 +159,16 @@ def main() -> None:
     for method, same in checked.items():
         sizes = sizes_of(method, given.budget, given.device_memory, given.host_memory)
         batch = Batch(model, method, max_seqs=given.seqs + 2, capacity=given.long + 2048, **sizes)
+        begin = time.perf_counter()
         warm(batch)
+        noted(f"{method}: warm after {time.perf_counter() - begin:.1f} s")
         scheduler = Scheduler(batch, step_tokens=given.step_tokens)
-        alone(scheduler, short)  # compiles kernels
-        alone(scheduler, long)  # takes host memory
+        for some in (short, long[: 3 * len(long) // 8]):
+            alone(scheduler, some)  # compiles kernels, and plans attention of all of its chunks
+        with prompts_drawn(model):
+            alone(scheduler, long)  # takes host memory
         quiet = alone(scheduler, long)
+        noted(f"{method}: the long prompt alone {quiet:.2f} s, {time.perf_counter() - begin:.1f} s after the beginning")
         found = serve(scheduler, others, long, short, 16)
         setting = {key: value for key, value in vars(given).items() if key not in ("out", "commit", "method", "unchecked")}
         setting |= {"method": method, "device": name}

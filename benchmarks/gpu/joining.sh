@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A prompt of 128k joins seven sequences of 8k that decode, KV on the host, all 32 layers of the 8B shape; 75 s of an H200. Goals: the others'
+# A prompt of 128k joins seven sequences of 8k that decode, KV on the host, all 32 layers of the 8B shape; 80 s of an H200. Goals: the others'
 # 99th percentile between two tokens at most .4 s, a short request's first token within 1 s, the long one's at most 1.25 times as late as alone.
 # publish: lines of joining.jsonl to benchmarks/results/joining.jsonl, and their times to docs/notes/serving.md.
 timeout -k 2 $(($3 - 2)) python3 -m benchmarks.joining --method pariskv-plus --layers 32 --host-memory 100GiB --unchecked --commit "$2" --out "$1/joining.jsonl"
