@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvthaw.cache.device_lengths import sent
+
 
 class Blocks(Protocol):
     """A store of blocks: what the table follows."""
@@ -54,9 +56,11 @@ class Addresses:
 
     def _write(self, seq: int, row: list[tuple[int, bool]]) -> None:
         assert self.table is not None
+        before = self._written[seq] + [(0, False)] * (len(row) - len(self._written[seq]))
         for mine, column, dtype in ((self.table, 0, torch.int64), (self.on_host, 1, torch.bool)):
-            its = torch.tensor([place[column] for place in row], dtype=dtype)
-            mine[seq, : len(row)].copy_(its.pin_memory() if mine.is_cuda else its, non_blocking=True)
+            its = [place[column] for place in row]
+            if its != [place[column] for place in before]:
+                mine[seq, : len(row)].copy_(sent(torch.tensor(its, dtype=dtype), mine.device), non_blocking=True)
 
     def _allocate(self, seqs: int, width: int, device: torch.device) -> None:
         if self.table is None or self.table.shape[0] != seqs or self.table.shape[1] < width:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.index_api import Attends, Index, IndexContext, Reversible, Selection, Swaps
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.joined import joined
@@ -337,11 +338,16 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
         self._bind()
 
     def _update(self) -> None:
-        """Lengths, candidates wanted and tier limits on the device follow the counts, in place; sent there once for all layers."""
-        dense = [n < self.dense_below for n in self.counts]
-        wanted = [0 if d else self.ratios.wanted(n, self._k) for n, d in zip(self.counts, dense, strict=True)]
-        limits = [self.ratios.limits(n) for n in self.counts]
-        rows = [(n, want, *most) for n, want, most in zip(self.counts, wanted, limits, strict=True)]
-        sent = self._deferred.numbers(rows, self.context.device) if rows else torch.empty(0, 8)
-        for name, given in (("lengths", sent[:, 0]), ("wanted", sent[:, 1]), ("limits", sent[:, 2:])):
-            self.tables[name].copy_(given)
+        """Lengths, candidates wanted and tier limits on the device follow the counts, in place; made and sent there once for all
+        layers."""
+        if self.counts:
+            key = "codes", tuple(self.counts), self._k, self.ratios, self.dense_below, self.context.device
+            given = self._deferred.once(key, self._numbers)
+            torch._foreach_copy_([self.tables[name] for name in ("lengths", "wanted", "limits")], given)
+
+    def _numbers(self) -> list[Tensor]:
+        """Return lengths, candidates wanted and tier limits of all sequences."""
+        wanted = [0 if n < self.dense_below else self.ratios.wanted(n, self._k) for n in self.counts]
+        limits = [end for n in self.counts for end in self.ratios.limits(n)]
+        sent, n = upload([*self.counts, *wanted, *limits], torch.int32, self.context.device), len(self.counts)
+        return [sent[:n], sent[n : 2 * n], sent[2 * n :].view(n, -1)]

@@ -128,58 +128,64 @@ if HAS_TRITON:
         seq = tl.program_id(2)
         pair = (seq * heads + tl.program_id(1)).to(tl.int64)
         count = tl.load(wanted + seq)
-        S: tl.constexpr = SUBS // 4 if SUBS > 4 else 1  # products, each of the four subspaces t S + s, t = 0 .. 3
-        MAGIC: tl.constexpr = 12582912.0
         p = tl.arange(0, PP)
-        head = (p < P)[None, :]
-        r = tl.arange(0, TILE)
-        k = tl.arange(0, 32)  # t and the coordinate
-        n = tl.arange(0, 4 * PP)  # upper bit of t, head, lower bit of t
-        mine, p_of = n // (2 * PP) * 2 + n % 2, n // 2 % PP
-        sub = mine[None, :] * S + tl.arange(0, S)[:, None]
-        row = (pair * P + p_of)[None, :] * SUBS + sub
-        real = (p_of < P)[None, :] & (sub < SUBS)
-        factor = tl.load(factors + row, mask=real, other=0.0) / 128  # [S, N]
-        own = real[:, :, None] & ((k // 8)[None, :] == mine[:, None])[None, :, :]
-        query = tl.load(whole + row[:, :, None] * 8 + (k % 8)[None, None, :], mask=own, other=0)
-        less = factor * MAGIC - factor * (0.5 * tl.sum(query.to(tl.int32), axis=2).to(tl.float32))  # a level is v + 1/2
-        query = tl.permute(query, (0, 2, 1))
-        follow(PDL)  # the kernel before the previous one wrote the rotated queries
-        runs = ROOM // RUN * tl.cdiv(width, ROOM)
-        top = tl.full((TILE, PP), float("-inf"), tl.float32)
-        mass = tl.zeros((TILE, PP), tl.float32)
-        start = tl.full((S, TILE, 4 * PP), 0x4B400000, tl.int32)
-        m = split * TILE + r
-        place = tl.load(candidates + pair * width + m, mask=m < count, other=0)
-        word, weight = _summaries(codes, weights, pair * capacity + place, SUBS)
-        place = tl.load(candidates + pair * width + m + splits * TILE, mask=m + splits * TILE < count, other=0)
-        for tile in tl.range(split, tl.cdiv(count, TILE), splits, num_stages=1):
-            m = tile * TILE + r
-            live = (m < count)[:, None]
-            next_word, next_weight = _summaries(codes, weights, pair * capacity + place, SUBS)
-            later = m + 2 * splits * TILE
-            place = tl.load(candidates + pair * width + later, mask=later < count, other=0)
-            half = tl.join(word, word >> 16)
-            half = tl.join(half, half)  # not a broadcast, which the compiler would move past the decoding
-            half = tl.reshape(tl.join(half, half), (TILE, 4, S, 2, 4))
-            key = tl.reshape(_decoded(tl.permute(half, (2, 0, 1, 3, 4)), low, high, PLAIN), (S, TILE, 32))
-            if PLAIN:  # exact, and Triton has no int8 products before sm_80
-                sums = start + tl.dot(key.to(tl.float16), query.to(tl.float16)).to(tl.int32)
-            else:
-                sums = tl.dot(key, query, start, out_dtype=tl.int32)
-            sums = sums.to(tl.float32, bitcast=True)
-            sums = tl.reshape(sums * factor[:, None, :] - less[:, None, :], (S, TILE, 2, PP, 2))
-            weigh = tl.permute(tl.reshape(weight.to(tl.float32), (TILE, 4, S)), (2, 0, 1))
-            sums = tl.sum(sums * tl.reshape(weigh, (S, TILE, 2, 1, 2)), axis=0)
-            score = tl.sum(tl.sum(sums, axis=3), axis=1)
-            tl.store(scores + (pair * P + p[None, :]) * width + m[:, None], score, mask=head & live)
-            score = tl.where(live, score, float("-inf"))
-            peak = tl.max(tl.reshape(score, (TILE // RUN, RUN, PP)), axis=1)
-            run = tile * (TILE // RUN) + tl.arange(0, TILE // RUN)
-            tl.store(peaks + (pair * P + p[None, :]) * runs + run[:, None], peak, mask=head)
-            top, mass = accumulate(top, mass, score * scale)
-            word, weight = next_word, next_weight
-        store_part(parts + ((pair * P + p) * splits + split) * 2, top, mass, p < P)
+        part = parts + ((pair * P + p) * splits + split) * 2
+        if split * TILE >= count:  # as if it had summed up nothing
+            follow(PDL)
+            tl.store(part, tl.full((PP,), float("-inf"), tl.float32), mask=p < P)
+            tl.store(part + 1, tl.zeros((PP,), tl.float32), mask=p < P)
+        else:
+            S: tl.constexpr = SUBS // 4 if SUBS > 4 else 1  # products, each of the four subspaces t S + s, t = 0 .. 3
+            MAGIC: tl.constexpr = 12582912.0
+            head = (p < P)[None, :]
+            r = tl.arange(0, TILE)
+            k = tl.arange(0, 32)  # t and the coordinate
+            n = tl.arange(0, 4 * PP)  # upper bit of t, head, lower bit of t
+            mine, p_of = n // (2 * PP) * 2 + n % 2, n // 2 % PP
+            sub = mine[None, :] * S + tl.arange(0, S)[:, None]
+            row = (pair * P + p_of)[None, :] * SUBS + sub
+            real = (p_of < P)[None, :] & (sub < SUBS)
+            factor = tl.load(factors + row, mask=real, other=0.0) / 128  # [S, N]
+            own = real[:, :, None] & ((k // 8)[None, :] == mine[:, None])[None, :, :]
+            query = tl.load(whole + row[:, :, None] * 8 + (k % 8)[None, None, :], mask=own, other=0)
+            less = factor * MAGIC - factor * (0.5 * tl.sum(query.to(tl.int32), axis=2).to(tl.float32))  # a level is v + 1/2
+            query = tl.permute(query, (0, 2, 1))
+            follow(PDL)  # the kernel before the previous one wrote the rotated queries
+            runs = ROOM // RUN * tl.cdiv(width, ROOM)
+            top = tl.full((TILE, PP), float("-inf"), tl.float32)
+            mass = tl.zeros((TILE, PP), tl.float32)
+            start = tl.full((S, TILE, 4 * PP), 0x4B400000, tl.int32)
+            m = split * TILE + r
+            place = tl.load(candidates + pair * width + m, mask=m < count, other=0)
+            word, weight = _summaries(codes, weights, pair * capacity + place, SUBS)
+            place = tl.load(candidates + pair * width + m + splits * TILE, mask=m + splits * TILE < count, other=0)
+            for tile in tl.range(split, tl.cdiv(count, TILE), splits, num_stages=1):
+                m = tile * TILE + r
+                live = (m < count)[:, None]
+                next_word, next_weight = _summaries(codes, weights, pair * capacity + place, SUBS)
+                later = m + 2 * splits * TILE
+                place = tl.load(candidates + pair * width + later, mask=later < count, other=0)
+                half = tl.join(word, word >> 16)
+                half = tl.join(half, half)  # not a broadcast, which the compiler would move past the decoding
+                half = tl.reshape(tl.join(half, half), (TILE, 4, S, 2, 4))
+                key = tl.reshape(_decoded(tl.permute(half, (2, 0, 1, 3, 4)), low, high, PLAIN), (S, TILE, 32))
+                if PLAIN:  # exact, and Triton has no int8 products before sm_80
+                    sums = start + tl.dot(key.to(tl.float16), query.to(tl.float16)).to(tl.int32)
+                else:
+                    sums = tl.dot(key, query, start, out_dtype=tl.int32)
+                sums = sums.to(tl.float32, bitcast=True)
+                sums = tl.reshape(sums * factor[:, None, :] - less[:, None, :], (S, TILE, 2, PP, 2))
+                weigh = tl.permute(tl.reshape(weight.to(tl.float32), (TILE, 4, S)), (2, 0, 1))
+                sums = tl.sum(sums * tl.reshape(weigh, (S, TILE, 2, 1, 2)), axis=0)
+                score = tl.sum(tl.sum(sums, axis=3), axis=1)
+                tl.store(scores + (pair * P + p[None, :]) * width + m[:, None], score, mask=head & live)
+                score = tl.where(live, score, float("-inf"))
+                peak = tl.max(tl.reshape(score, (TILE // RUN, RUN, PP)), axis=1)
+                run = tile * (TILE // RUN) + tl.arange(0, TILE // RUN)
+                tl.store(peaks + (pair * P + p[None, :]) * runs + run[:, None], peak, mask=head)
+                top, mass = accumulate(top, mass, score * scale)
+                word, weight = next_word, next_weight
+            store_part(part, top, mass, p < P)
 
 
 def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,
