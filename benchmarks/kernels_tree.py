@@ -60,7 +60,7 @@ def filled(length: int, layers: int) -> list[HostStore]:
 def measure(stores: list[HostStore], budget: int, threads: int, config: TreeConfig) -> dict[str, float]:
     """Medians over layers with keys of their own and queries that come once, so that no cache keeps them: milliseconds a layer.
     rested_ms: of searches before which the caller waits, as a step does for the device; head_ms: the mean of a query head;
-    longest_ms: of the longest search of a layer, by digests of several heads of a tree together."""
+    longest_ms: of the longest piece of a search of a layer."""
     length, layers = stores[0].length(0), len(stores)
     indices, build = [], []
     for layer, store in enumerate(stores):

@@ -8,7 +8,7 @@ do, and its first layers attend while the last layers' trees are built; if not t
 nothing beside. 0x: no prompt; the cache is filled with drawn keys and values, each layer's own (fill_s, of bench decode).
 One line for the steps behind it (bench decode), captured where the method can be.
 host_ms: of a step what the host waits for a query of the device, what it takes to choose rows for it, of that the search (heads: of
-all threads together; longest: of each layer the longest search of heads together), and what launching what follows takes.
+all threads together; longest: of each layer the longest piece of one), and what launching what follows takes.
 huge_bytes: how much of this process's memory lies in huge pages.
 """
 

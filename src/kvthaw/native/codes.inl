@@ -45,7 +45,7 @@ typedef __m512i Sums;
 constexpr int kCodes = 32;  // at a time
 inline Sums multiply(Sums sum, const int16_t* query, const int8_t* row) {
     const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)));
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(wide, _mm512_loadu_si512(query)));
+    return _mm512_dpwssd_epi32(sum, wide, _mm512_loadu_si512(query));
 }
 inline __m256i halve(Sums x) { return _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1)); }
 #elif defined(__AVX2__)

@@ -249,23 +249,52 @@ void Forest::select(int batch, int group, const float* query, int budget, const 
     const int many = static_cast<int>(searched.size()), workers = threads > 0 ? threads : Pool::cores();
     const int least = std::max((workers + many - 1) / many, (group + kTogether - 1) / kTogether);
     const int parts = settings_->digests() ? std::min(group, least) : group;
-    std::vector<std::atomic<int>> left(searched.size());
+    const size_t searches = searched.size() * parts;
+    // A search by digests is of several items, so that no thread waits long for the last: one descends, and some score what it found, those
+    // of the search that descended first before the others. descended: the numbers of searches in that order; kFailed: it threw.
+    constexpr int kFailed = -2;
+    const int scoring = settings_->digests() ? 4 : 0;
+    std::vector<std::atomic<int>> left(searched.size()), unscored(searches), descended(searches);
     for (auto& count : left) count.store(parts, std::memory_order_relaxed);
+    for (auto& count : unscored) count.store(scoring, std::memory_order_relaxed);
+    for (auto& which : descended) which.store(-1, std::memory_order_relaxed);
+    std::atomic<size_t> next{0};
     using Clock = std::chrono::steady_clock;
     std::atomic<uint64_t> longest{0};
-    Pool::instance().run(searched.size() * parts, threads, [&](size_t item) {
+    Pool::instance().run(searches * (1 + scoring), threads, [&](size_t item) {
+        int which = static_cast<int>(item);
+        const bool descends = item < searches;
+        for (int spins = 0; !descends && (which = descended[(item - searches) / scoring].load(std::memory_order_acquire)) == -1;)
+            Pool::wait_briefly(spins++);
+        if (which == kFailed) return;
         const auto begin = Clock::now();
-        const size_t s = item / parts, t = searched[s], seq = t / heads_;
-        const int part = static_cast<int>(item % parts), first = group * part / parts, count = group * (part + 1) / parts - first;
+        const size_t s = which / parts, t = searched[s], seq = t / heads_;
+        const int part = which % parts, first = group * part / parts, count = group * (part + 1) / parts - first;
         const Tree& tree = *trees_[seq][t % heads_];
+        const float* asked = query + (t * group + first) * settings_->dim;
         Seen* own = &seen[s * group + first];
-        tree.search_queries(rows(bases + seq * blocks, static_cast<int>(t % heads_)), query + (t * group + first) * settings_->dim, count,
-                            budget, own);
-        size_t points = 0;
-        for (int q = 0; q < count; ++q) points += own[q].points.size();
-        products_.fetch_add(points, std::memory_order_relaxed);
-        if (left[s].fetch_sub(1, std::memory_order_acq_rel) == 1)
-            counts[t] = tree.choose(&seen[s * group], group, budget, out + t * budget);
+        if (descends) {
+            const auto tell = [&](int ended) { descended[next.fetch_add(1)].store(ended, std::memory_order_release); };
+            try {
+                tree.descend(rows(bases + seq * blocks, static_cast<int>(t % heads_)), asked, count, budget, own);
+            } catch (...) {
+                tell(kFailed);
+                throw;
+            }
+            tell(which);
+        } else {
+            tree.score_pages(asked, count, static_cast<int>((item - searches) % scoring), scoring, own);
+        }
+        if (scoring == 0 || (!descends && unscored[which].fetch_sub(1, std::memory_order_acq_rel) == 1)) {
+            size_t points = 0;
+            for (int q = 0; q < count; ++q) {
+                tree.rank_spans(own[q], budget);
+                points += own[q].points.size();
+            }
+            products_.fetch_add(points, std::memory_order_relaxed);
+            if (left[s].fetch_sub(1, std::memory_order_acq_rel) == 1)
+                counts[t] = tree.choose(&seen[s * group], group, budget, out + t * budget);
+        }
         const uint64_t took = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
         search_ns_.fetch_add(took, std::memory_order_relaxed);
         for (uint64_t most = longest.load(); most < took && !longest.compare_exchange_weak(most, took);) {

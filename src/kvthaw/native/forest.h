@@ -46,7 +46,7 @@ public:
     std::string check(const int64_t* bases, int blocks) const;
     size_t nbytes() const;
     uint64_t products() const { return products_.load(std::memory_order_relaxed); }  // of queries with keys, so far
-    // What searches took so far, of one or more query heads of a tree at a time: all of them, and the longest of each call.
+    // What searches took so far: all their pieces, and the longest of each call.
     std::array<uint64_t, 2> search_ns() const { return {search_ns_.load(), longest_ns_.load()}; }
 
 private:

@@ -27,7 +27,7 @@ const Kernels* find_kernels(Isa isa) {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // each machine with both has F16C
     if (isa == Isa::avx2 && avx2) return kernels_avx2::table();
     if (isa == Isa::avx512 && avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
         return kernels_avx512::table();
 #elif defined(KV_ARM64)
     if (isa == Isa::neon) return kernels_neon::table();  // each machine of 64 bits has it

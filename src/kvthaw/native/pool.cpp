@@ -28,7 +28,7 @@ constexpr auto kSpin = std::chrono::microseconds(30), kYield = std::chrono::micr
 std::unique_lock<std::mutex> lock_soon(std::mutex& mutex) {
     std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
     for (int spins = 0; !lock.owns_lock(); ++spins) {
-        spins < 2000 ? pause_briefly() : (void)sched_yield();
+        Pool::wait_briefly(spins);
         (void)lock.try_lock();
     }
     return lock;
@@ -55,6 +55,8 @@ int Pool::cores() {
 #endif
     return std::max(1u, std::thread::hardware_concurrency());
 }
+
+void Pool::wait_briefly(int spins) { spins < 2000 ? pause_briefly() : (void)sched_yield(); }
 
 void Pool::grow(int workers) {  // under the lock
     for (; workers_ < workers; ++workers_) std::thread(&Pool::serve, this).detach();
@@ -91,8 +93,7 @@ void Pool::run(size_t count, int threads, const std::function<void(size_t)>& wor
         const auto at = std::find(jobs_.begin(), jobs_.end(), job);
         if (at != jobs_.end()) jobs_.erase(at);
     }
-    for (int spins = 0; job->done.load(std::memory_order_acquire) != count; ++spins)
-        spins < 2000 ? pause_briefly() : (void)sched_yield();
+    for (int spins = 0; job->done.load(std::memory_order_acquire) != count; ++spins) wait_briefly(spins);
     if (job->failed.load(std::memory_order_acquire)) std::rethrow_exception(job->error);
 }
 

@@ -21,6 +21,9 @@ public:
     // thread may call it at any time; calls do not wait for each other. The first exception is thrown on, after all is done.
     void run(size_t count, int threads, const std::function<void(size_t)>& work);
 
+    // One of many looks for what another thread is about to do; spins: how many there were.
+    static void wait_briefly(int spins);
+
     static int cores();
 
 private:

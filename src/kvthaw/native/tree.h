@@ -95,6 +95,7 @@ struct Seen {
     std::vector<int32_t> points;
     std::vector<float> scores;
     std::vector<Span> spans;
+    std::vector<RowBlock> pages;  // of this query and of those that descended with it: what scores are of
     size_t last = 0;  // where the last level begins in points
     float lse = 0;    // log-sum-exp of the scaled scores, where heads are joined by it
     std::vector<uint64_t> best;  // the budget's best points by rank_key, in order, where single tokens are chosen
@@ -109,6 +110,7 @@ struct Seen {
         points.clear();
         scores.clear();
         spans.clear();
+        pages.clear();
         last = 0;
     }
 };
@@ -150,9 +152,12 @@ public:
 
     // Searching. Algorithm 4 down to a level.
     void search(const Rows& rows, const Probe& probe, int level, Seen& seen) const;
-    // Search for up to kTogether queries [count][dim], all levels, and what choose() then needs of each: the same as of each alone. The
-    // effort grows with the budget.
-    void search_queries(const Rows& rows, const float* queries, int count, int budget, Seen* seen) const;
+    // Search for up to kTogether queries [count][dim], all levels: the same as for each alone. The effort grows with the budget. By
+    // digests, score_pages() is then due for all parts, in any order and at once; by points, nothing.
+    void descend(const Rows& rows, const float* queries, int count, int budget, Seen* seen) const;
+    void score_pages(const float* queries, int count, int part, int parts, Seen* seen) const;
+    // What choose() needs of a search beside its scores.
+    void rank_spans(Seen& seen, int budget) const;
     // How many points the latest such search visited: the next one takes about as long.
     uint32_t visited() const { return __atomic_load_n(&visited_, __ATOMIC_RELAXED); }
     // The heads' searches together, cut to a budget: writes positions, returns how many.
@@ -244,8 +249,7 @@ private:
     const int32_t* outliers(int node) const { return outliers_.data() + static_cast<size_t>(node) * settings_->outliers; }
     void encode_pages(const Rows& rows, int node);
     void refresh(const Rows& rows, std::vector<int32_t>& points);  // summarise() these points' nodes and all above them
-    void search_digests(const Probe* probes, int count, Seen* seen) const;
-    void rank_spans(Seen& seen, int budget) const;
+    void descend_digests(const Probe* probes, int count, Seen* seen) const;
     void ask_pages(int node) const;
     // visit(at, page, slot) of every point of the spans from `span` on.
     template <class Visit>

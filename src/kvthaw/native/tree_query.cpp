@@ -24,7 +24,7 @@ struct Found {
 struct Descending {
     std::vector<Asked> frontier;
     std::vector<Found> found;
-    std::vector<RowBlock> pages, digests;  // digests: of found
+    std::vector<RowBlock> digests;  // of found
     std::array<std::vector<float>, kTogether> products;
     std::array<std::vector<uint64_t>, kTogether> order;
     std::vector<uint64_t> ranked;
@@ -37,7 +37,7 @@ inline void each_query(uint32_t queries, Visit visit) {
 
 }  // namespace
 
-void Tree::search_queries(const Rows& rows, const float* queries, int count, int budget, Seen* seen) const {
+void Tree::descend(const Rows& rows, const float* queries, int count, int budget, Seen* seen) const {
     const Settings& set = *settings_;
     std::array<Probe, kTogether> probes;
     std::vector<float> projections(static_cast<size_t>(count) * set.indices());
@@ -53,22 +53,21 @@ void Tree::search_queries(const Rows& rows, const float* queries, int count, int
         seen[q].clear();
         if (!set.digests()) search(rows, probes[q], 1, seen[q]);
     }
-    if (set.digests()) search_digests(probes.data(), count, seen);
-    for (int q = 0; q < count; ++q) rank_spans(seen[q], budget);
-    __atomic_store_n(&visited_, static_cast<uint32_t>(seen[0].points.size()), __ATOMIC_RELAXED);
+    if (set.digests()) descend_digests(probes.data(), count, seen);
 }
 
 // Every query sees what it would see alone, in the same order: a node or page that several descend to is read once and multiplied
-// with all of them. Keys' scores do not decide where to descend, so that they come last, all pages in one go.
-void Tree::search_digests(const Probe* probes, int count, Seen* seen) const {
-    static thread_local Descending room;
+// with all of them. Keys' scores do not decide where to descend, so that score_pages() can come later.
+void Tree::descend_digests(const Probe* probes, int count, Seen* seen) const {
+    static thread_local Descending kept;
+    Descending& room = kept;
+    std::vector<RowBlock>& pages = seen[0].pages;
     const Settings& set = *settings_;
     const size_t bytes = set.row_bytes(), each = set.digest_rows();
     std::array<const float*, kTogether> queries;
     std::array<float*, kTogether> out;
     std::array<uint64_t*, kTogether> rank;
     for (int q = 0; q < count; ++q) queries[q] = probes[q].key;
-    room.pages.clear();
     room.frontier.assign(1, {0, (1u << count) - 1});
     for (int level = kMaxLevel; level >= 1; --level) {
         if (levels_[level].empty()) continue;
@@ -78,7 +77,7 @@ void Tree::search_digests(const Probe* probes, int count, Seen* seen) const {
         room.found.clear();
         room.digests.clear();
         const auto add = [&](int page, int slot, int32_t count, uint32_t asking) {
-            room.pages.push_back({page_rows(page) + slot * bytes, count, asking});
+            pages.push_back({page_rows(page) + slot * bytes, count, asking});
             if (level == 1) return;
             const size_t at = room.found.size();
             room.found.resize(at + count);
@@ -151,16 +150,25 @@ void Tree::search_digests(const Probe* probes, int count, Seen* seen) const {
             for (int point : levels_[level]) room.frontier.push_back({node_of_[point], 1u << q});
         }
     }
-    for (int q = 0; q < count; ++q) {
-        seen[q].scores.resize(seen[q].points.size());
-        out[q] = seen[q].scores.data();
-    }
-    set.kernels->dots_together(queries.data(), count, room.pages.data(), room.pages.size(), set.dim, out.data());
+    for (int q = 0; q < count; ++q) seen[q].scores.resize(seen[q].points.size());
 }
 
-// What choose() needs of a search beside its scores.
+void Tree::score_pages(const float* queries, int count, int part, int parts, Seen* seen) const {
+    const std::vector<RowBlock>& pages = seen[0].pages;
+    const size_t begin = pages.size() * part / parts, end = pages.size() * (part + 1) / parts;
+    std::array<const float*, kTogether> asked;
+    std::array<float*, kTogether> out;
+    for (int q = 0; q < count; ++q) {
+        asked[q] = queries + static_cast<size_t>(q) * settings_->dim;
+        out[q] = seen[q].scores.data();
+    }
+    for (size_t p = 0; p < begin; ++p) each_query(pages[p].queries, [&](int q) { out[q] += pages[p].count; });
+    settings_->kernels->dots_together(asked.data(), count, pages.data() + begin, end - begin, settings_->dim, out.data());
+}
+
 void Tree::rank_spans(Seen& seen, int budget) const {
     const Settings& set = *settings_;
+    __atomic_store_n(&visited_, static_cast<uint32_t>(seen.points.size()), __ATOMIC_RELAXED);
     for (Span& span : seen.spans) {
         span.best = seen.scores[span.begin];
         span.tie = seen.points[span.begin];
