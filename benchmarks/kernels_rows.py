@@ -16,21 +16,18 @@ import torch
 from torch import Tensor
 
 from benchmarks import kernels_chain
-from benchmarks.kernels import DIM, HEADS, SHAPE, demand, micros, replay_time
+from benchmarks.kernels import DIM, HEADS, SHAPE, micros, replay_time
 from benchmarks.kernels_pariskv import SINK, K, make, queries
 from benchmarks.script import run_kernels
 from kvthaw.index.codes import CodesIndex
-from kvthaw.kernels import bucket_topk, choose_rows, collide, cuda, planes, rerank, signs, topk
-from kvthaw.kernels.query import Rotated
+from kvthaw.kernels import choose_rows, cuda
 from kvthaw.kernels.split import shared_memory
 
+THREE = CodesIndex._best
 CASES = ((36864, 1, 8), (131072, 1, 8), (524288, 1, 4), (36864, 4, 4), (131072, 4, 2), (1 << 20, 1, 2))
 """Tokens, sequences, layers."""
 CLUSTERS = 8, 16
-PLACES = (
-    "begin", "wait", "collect", "barrier", "estimate", "sums", "barrier", "weights", "send", "barrier", "count", "narrow", "rank",
-    "order",
-)  # fmt: skip
+PLACES = "begin wait collect barrier estimate sums barrier weights levels send barrier rank order"
 
 
 def lines(*, quick: bool) -> Iterator[dict[str, Any]]:
@@ -38,13 +35,30 @@ def lines(*, quick: bool) -> Iterator[dict[str, Any]]:
     for i, (tokens, batch, count) in enumerate(CASES[:2] if quick else CASES):
         layers = [Layer(tokens, batch) for _ in range(count)]
         yield from times(layers)
-        if batch == 1:
-            yield from attempts(parts, layers[0])
+        for blocks in CLUSTERS if batch == 1 else ():
+            yield from attempts(parts, layers[0], blocks)
         del layers
         torch.cuda.empty_cache()
         if i < 2:
-            yield from chains(tokens)
+            for blocks in (0, *CLUSTERS) * 2:
+                use(blocks)
+                for line in attempts(kernels_chain.chain, "pariskv-plus", tokens):
+                    yield {**line, "blocks": blocks}
             torch.cuda.empty_cache()
+
+
+def use(blocks: int) -> None:
+    """From now on indexes choose rows in clusters of so many blocks, or by three kernels (0)."""
+
+    def best(self: CodesIndex, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+        rotated, scores, width = self._score(query, budget)
+        if not choose_rows.fits(scores, rotated, budget, width, self._merge, blocks):
+            return THREE(self, query, budget)
+        lengths, wanted = (self.tables[name][: query.shape[0]] for name in ("lengths", "wanted"))
+        how: Any = (self.quantizer, width, budget, self._first, self.context.scale, blocks)
+        return choose_rows.launch(scores, lengths, wanted, rotated, self.summaries, *how)
+
+    setattr(CodesIndex, "_best", best if blocks else THREE)  # noqa: B010
 
 
 def attempts(what: Callable[..., dict[str, Any]], *given: Any) -> Iterator[dict[str, Any]]:
@@ -56,57 +70,36 @@ def attempts(what: Callable[..., dict[str, Any]], *given: Any) -> Iterator[dict[
 
 
 class Layer:
-    """An index of random keys, a query, and both ways to its rows."""
+    """An index of random keys, a query, and the coarse scores from which both ways begin."""
 
     def __init__(self, tokens: int, batch: int, device: str = "cuda") -> None:
+        use(0)
         self.tokens, self.batch = tokens, batch
         self.index, self.query = make(batch, tokens, device=device), queries(batch, device)
-        index, data = self.index, self.index.tables
-        index.select(self.query, K)
-        self.lengths, self.wanted = data["lengths"], data["wanted"]
-        self.width = -(-index.ratios.most(index.summaries.capacity, K) // rerank.TILE) * rerank.TILE
-        self.rotated, self.scores = scored(index, self.query)
+        self.index.select(self.query, K)
+        self.found = self.index._score(self.query, K)
 
-    def apart(self) -> tuple[Tensor, Tensor]:
-        index, run = self.index, topk.run_length(self.width, K) or rerank.TILE
-        candidates = bucket_topk.launch(self.scores, self.lengths, self.wanted, self.width)
-        scale, quantizer = index.context.scale, index.quantizer
-        found = rerank.launch(self.rotated, index.summaries, candidates, self.wanted, quantizer, scale, run)
-        return topk.launch(found, candidates, self.wanted, K, SINK, scale, "max")
+    def choose(self, blocks: int) -> tuple[Tensor, Tensor]:
+        """Rows and counts from the scores that are there."""
+        setattr(self.index, "_score", lambda *_: self.found)  # noqa: B010
+        use(blocks)
+        try:
+            return self.index._best(self.query, K)
+        finally:
+            del self.index._score
 
-    def together(self, blocks: int) -> tuple[Tensor, Tensor]:
-        return chosen(self.index, self.rotated, self.scores, blocks)
+    def select(self, blocks: int) -> object:
+        use(blocks)
+        return self.index.select(self.query, K)
 
-    def check(self, blocks: int) -> tuple[int, int]:
-        """Rows that are not among those of the three kernels, of how many. Raises CacheError where they are more than one of a
-        head, not in order, or another number."""
-        (rows, counts), (want, wanted) = self.together(blocks), self.apart()
-        demand(torch.equal(counts, wanted), "choose_rows: counts differ")
-        demand(torch.equal(rows < 0, want < 0), "choose_rows: other places are filled")
-        demand(bool(((rows[:, :, 1:] > rows[:, :, :-1]) | (rows[:, :, 1:] < 0)).all()), "choose_rows: rows are not in order")
-        off = [int((~torch.isin(a, b)).sum()) for a, b in zip(rows.flatten(0, 1), want.flatten(0, 1), strict=True)]
-        demand(max(off) <= 1, f"choose_rows: {off} rows differ")
-        return sum(off), int(counts.sum())
-
-
-def scored(index: CodesIndex, query: Tensor) -> tuple[Rotated, collide.Scores]:
-    """The rotated queries and the coarse scores of all keys."""
-    totals = torch.empty((query.shape[0], HEADS, collide.BINS), dtype=torch.int32, device=query.device)
-    rotated, bits = planes.launch(query, index.rotation, HEADS, totals, mean=False, combine="max")
-    return rotated, signs.launch(bits, index.summaries.ids, index.tables["lengths"], totals)
-
-
-def chosen(index: CodesIndex, rotated: Rotated, scores: collide.Scores, blocks: int) -> tuple[Tensor, Tensor]:
-    """Rows and their counts, in one launch."""
-    data, now = index.tables, index.summaries
-    width = -(-index.ratios.most(now.capacity, K) // rerank.TILE) * rerank.TILE
-    return choose_rows.launch(
-        scores, data["lengths"], data["wanted"], rotated, now, index.quantizer, width, K, SINK, index.context.scale, blocks
-    )
-
-
-def select(index: CodesIndex, blocks: int, query: Tensor) -> Tensor:
-    return chosen(index, *scored(index, query), blocks)[0]
+    def check(self, blocks: int) -> dict[str, Any]:
+        """What differs between a cluster and three kernels."""
+        (rows, counts), (want, wanted) = self.choose(blocks), self.choose(0)
+        pairs = zip(rows.flatten(0, 1), want.flatten(0, 1), strict=True)
+        off = [int((~torch.isin(a, b)).sum()) for a, b in pairs]
+        ordered = ((rows[:, :, 1:] > rows[:, :, :-1]) | (rows[:, :, 1:] < 0)).all()
+        right = torch.equal(counts, wanted) and torch.equal(rows < 0, want < 0) and bool(ordered)
+        return {"right": right and max(off) <= 1, "differing": sum(off), "most": max(off), "of": int(counts.sum())}
 
 
 def times(layers: list[Layer]) -> Iterator[dict[str, Any]]:
@@ -114,65 +107,46 @@ def times(layers: list[Layer]) -> Iterator[dict[str, Any]]:
     one = layers[0]
     about = {"tokens": one.tokens, "batch": one.batch, "layers": len(layers)}
     repeats = max(1, 8 // len(layers))
-    ways = [blocks for blocks in CLUSTERS if choose_rows.fits(one.query.device, choose_rows.SUBS, 4, K, one.width, blocks)]
-    for blocks in list(ways):
-        try:
-            off, of = map(sum, zip(*(layer.check(blocks) for layer in layers), strict=True))
-            yield {"op": "check", **about, "blocks": blocks, "differing": off, "of": of}
-        except Exception as error:
-            ways.remove(blocks)
-            yield {"op": "check", **about, "blocks": blocks, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+    (rotated, scores, width), ways = one.found, [0]
+    for blocks in CLUSTERS:
+        if choose_rows.fits(scores, rotated, K, width, "max", blocks):
+            for i, layer in enumerate(layers):
+                checked = next(attempts(layer.check, blocks))
+                yield {"op": "check", **about, "layer": i, "blocks": blocks, **checked}
+            ways += [] if "error" in checked else [blocks]
     for turn in range(2):
-        for blocks in (0, *ways):
-            alone = [partial(layer.together, blocks) if blocks else layer.apart for layer in layers]
-            whole = [
-                partial(select, layer.index, blocks, layer.query) if blocks else partial(layer.index.select, layer.query, K)
-                for layer in layers
-            ]
+        for blocks in ways:
+            choice, select = [partial(x.choose, blocks) for x in layers], [partial(x.select, blocks) for x in layers]
             line: dict[str, Any] = {"op": "rows", **about, "blocks": blocks, "turn": turn}
-            yield line | {"choice_us": us(alone * repeats), "select_us": us(whole * repeats)}
+            yield line | {"choice_us": us(choice * repeats), "select_us": us(select * repeats)}
 
 
 def us(calls: Sequence[Callable[[], object]]) -> float:
     return micros(replay_time(calls, 30))
 
 
-def parts(layer: Layer, blocks: int = 8) -> dict[str, Any]:
+def parts(layer: Layer, blocks: int) -> dict[str, Any]:
     """Cycles that a cluster takes from place to place: the median over clusters, of the first block and of the slowest."""
-    index, scores, rotated, batch = layer.index, layer.scores, layer.rotated, layer.batch
+    (rotated, scores, width), index = layer.found, layer.index
     how, device = choose_rows.constants(4, blocks) | {"TIMES": 1}, layer.query.device
     code = cuda.compiled(choose_rows.FILES, how, "sm_{}{}".format(*torch.cuda.get_device_capability()), str(torch.version.cuda))
     kernel = cuda.loaded(code, "choose_rows", shared_memory(device))
-    now, share = index.summaries, -(-layer.width // (16 * blocks)) * 16
+    now, share = index.summaries, -(-width // (16 * blocks)) * 16
     assert scores.counts is not None
     assert scores.totals is not None
-    rows = torch.empty((batch, HEADS, K), dtype=torch.int32, device=device)
-    found = torch.zeros(batch * HEADS * (1 + blocks * 16), dtype=torch.int32, device=device)
+    rows = torch.empty((1, HEADS, K), dtype=torch.int32, device=device)
+    found = torch.zeros(HEADS * (1 + blocks * 16), dtype=torch.int32, device=device)
     for _ in range(3):
         kernel(
-            (blocks, HEADS, batch), how["THREADS"], how["FIXED"] + share * 20, scores.scores, scores.counts, scores.totals,
-            layer.lengths, layer.wanted, rotated.whole, rotated.factors, now.codes, now.weights, rows, found, c_int(HEADS),
-            c_int(now.capacity), c_int(scores.counts.shape[3]), c_int(K), c_int(SINK), c_int(share), c_float(DIM**-0.5),
-            *map(c_uint, index.quantizer.bytes),
+            (blocks, HEADS, 1), how["THREADS"], how["FIXED"] + share * 20, scores.scores, scores.counts, scores.totals,
+            index.tables["lengths"], index.tables["wanted"], rotated.whole, rotated.factors, now.codes, now.weights, rows, found,
+            c_int(HEADS), c_int(now.capacity), c_int(scores.counts.shape[3]), c_int(K), c_int(SINK), c_int(share),
+            c_float(DIM**-0.5), *map(c_uint, index.quantizer.bytes),
         )  # fmt: skip
-    seen = found[batch * HEADS :].view(-1, blocks, 16)
+    seen, places = found[HEADS:].view(-1, blocks, 16), len(PLACES.split())
     first, slowest = seen[:, 0].median(dim=0).values.tolist(), seen.amax(dim=1).median(dim=0).values.tolist()
-    line = {"op": "parts", "tokens": layer.tokens, "blocks": blocks, "places": ", ".join(PLACES)}
-    return line | {"first": first[: len(PLACES)], "slowest": slowest[: len(PLACES)]}
-
-
-def chains(tokens: int) -> Iterator[dict[str, Any]]:
-    """All launches of a layer, by either way."""
-    usual = kernels_chain.selection
-
-    def other(_: str, tokens: int, device: str) -> Callable[[Tensor], Tensor]:
-        return partial(select, make(1, tokens, device=device), 8)
-
-    for blocks, selection in ((0, usual), (8, other), (0, usual), (8, other)):
-        setattr(kernels_chain, "selection", selection)  # noqa: B010
-        for line in attempts(kernels_chain.chain, "pariskv-plus", tokens):
-            yield {**line, "blocks": blocks}
-    setattr(kernels_chain, "selection", usual)  # noqa: B010
+    line = {"op": "parts", "tokens": layer.tokens, "blocks": blocks, "places": PLACES}
+    return line | {"first": first[:places], "slowest": slowest[:places]}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from kvthaw.index.learned import assign, learn, subspaces
 from kvthaw.index.ratios import Ratios
 from kvthaw.index.tables import grown, row_from_host, row_to_host
 from kvthaw.kernels.bucket_topk import bucket_topk
-from kvthaw.kernels.collide import BINS, CHUNK, collide, shift
+from kvthaw.kernels.collide import BINS, CHUNK, Scores, collide, shift
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make_quantizer
 from kvthaw.kernels.flash_decode import definition as attend
@@ -237,10 +237,12 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
 
     def _best(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         """The rows [B, H, budget] of the best estimates, ascending, -1 padded, and how many there are [B, H]."""
-        rotated, now, candidates, wanted = self._collect(query, budget)
-        run = run_length(candidates.shape[2], budget) or TILE
-        found = rerank(rotated, now, candidates, wanted, self.quantizer, self.context.scale, run)
-        return topk(found, candidates, wanted, budget, self._first, self.context.scale, self._merge)
+        rotated, scores, width = self._score(query, budget)
+        now, scale = self.summaries, self.context.scale
+        lengths, wanted = (self.tables[name][: query.shape[0]] for name in ("lengths", "wanted"))
+        candidates = bucket_topk(scores, lengths, wanted, width)
+        found = rerank(rotated, now, candidates, wanted, self.quantizer, scale, run_length(width, budget) or TILE)
+        return topk(found, candidates, wanted, budget, self._first, scale, self._merge)
 
     def candidates(self, query: Tensor, budget: int) -> Tensor:
         """The rows among which select(query, budget) chooses: what the collisions leave for the codes to rank, and so the ceiling
@@ -253,14 +255,16 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
         self._enough(budget)
         found = []
         for head in self._heads(query):
-            _, _, places, wanted = self._collect(head, budget // self._sets)
+            _, scores, width = self._score(head, budget // self._sets)
+            lengths, wanted = (self.tables[name][: query.shape[0]] for name in ("lengths", "wanted"))
+            places = bucket_topk(scores, lengths, wanted, width)
             known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
             found.append(torch.where(known[:, None], places + self._first, -1))
         return found[0] if len(found) == 1 else once(torch.cat(found, dim=2))
 
-    def _collect(self, query: Tensor, budget: int) -> tuple[Rotated, Summaries, Tensor, Tensor]:
-        """The first stage. Rotated queries [B, H, P, 8, subspaces], the summaries that they are compared with, candidates [B, H,
-        width] as positions in them, and how many of each sequence's are wanted [B]."""
+    def _score(self, query: Tensor, budget: int) -> tuple[Rotated, Scores, int]:
+        """The first stage. Rotated queries [B, H, P, 8, subspaces], the coarse scores of keys, and room for the candidates of any
+        sequence."""
         batch, mean = query.shape[0], self.policy == "mean_query"
         if batch > len(self.counts):
             self._reserve(batch, 0)
@@ -268,7 +272,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
             self._k = budget
             self._update()
         data, now = self.tables, self.summaries
-        lengths, wanted = data["lengths"][:batch], data["wanted"][:batch]
+        lengths = data["lengths"][:batch]
         n = max(1, self.context.looked_at(self.counts[:batch], now.capacity))
         ids = now.ids[:, :, :, : n if query.device.type == "cpu" else -(-n // CHUNK) * CHUNK]
         width = -(-max(budget, self.ratios.most(ids.shape[3], budget)) // TILE) * TILE
@@ -287,7 +291,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
                 table = pack(votes, self._combine)
                 totals.zero_()
             scores = collide(table, ids, lengths, totals, self._combine, self._shift)
-        return rotated, now, bucket_topk(scores, lengths, wanted, width), wanted
+        return rotated, scores, width
 
     def _enough(self, budget: int) -> None:
         if 0 < budget < self._sets:

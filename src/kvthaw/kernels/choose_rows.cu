@@ -1,8 +1,8 @@
 // choose_rows.py says what this computes. A cluster of CLUSTER blocks of THREADS threads serves one KV head; P query heads a KV head.
 
 constexpr int WARPS = THREADS / 32, BINS = 128, CHUNK = 2048, BLOCK = 512, SUBS = 16, TILE = 16;
-constexpr int LEVELS = 256;                       // of the histograms by which the best are found
-constexpr int ROOM = 384;                         // of the best that a block sends, and of the last to be ranked; k is less
+constexpr int LEVELS = 256;                       // of the histogram by which the best are found
+constexpr int ROOM = 512;                         // of the candidates that are compared with each other; k is less
 constexpr int FOURS = (P + 3) / 4, PAIRS = (P + 1) / 2;
 constexpr int HEADS = P > 4 ? 8 : P > 2 ? 4 : P;  // a power of two
 constexpr u32 ALL = 0xffffffffu;
@@ -20,13 +20,12 @@ struct Cut {
 };
 
 struct alignas(16) Shared {
-  u64 sent[CLUSTER][ROOM];  // first block only: the best of each block
-  u64 last[ROOM];
+  u64 last[ROOM];  // first block only: the best of all
   float2 parts[WARPS][HEADS], masses[CLUSTER][HEADS];
   int before[WARPS][4];
-  int levels[LEVELS], last_levels[LEVELS];
-  int chosen[ROOM], sizes[CLUSTER];
-  int taken, last_taken;
+  int levels[LEVELS], all_levels[LEVELS];  // of a block's candidates, then of all; in the first block: of all
+  int chosen[ROOM];
+  int taken;
 };
 
 DEVICE float2 joined(float2 a, float2 b) {  // maxima and sums of exp(x - maximum)
@@ -51,16 +50,12 @@ DEVICE u32 marks(uint4 x, int limit, int left) {
 
 // The levels (bytes) of four nibbles, v or ~v for negative ones.
 DEVICE u32 decoded(u32 x, u32 low, u32 high) {
-  return __byte_perm(low, high, x & 0x7777) ^ __byte_perm(x << 4, x, 0xd9c8);
+  return permuted(low, high, x & 0x7777) ^ permuted(x << 4, x, 0xd9c8);
 }
 
 DEVICE u64 composite(float weight, int place) {  // larger: heavier, or as heavy and earlier
   u32 bits = __float_as_int(weight + 0.0f);
   return (u64)(bits ^ ((int)bits < 0 ? ALL : 0x80000000u)) << 32 | ~(u32)place;
-}
-DEVICE float weight_of(u64 one) {
-  u32 bits = one >> 32;
-  return __int_as_float(bits ^ ((int)bits < 0 ? 0x80000000u : ALL));
 }
 
 DEVICE int level_of(float weight, float best) {  // 32 an octave of the distance to the best, from 1/16 to 16
@@ -87,38 +82,43 @@ DEVICE Cut find(const int* levels, int goal) {  // 1 <= goal <= all; each warp f
   return {__shfl_sync(ALL, bin, who), __shfl_sync(ALL, before, who), __shfl_sync(ALL, before + one, who)};
 }
 
-struct Kept {
-  u64 least;
+// Where the goal-th best of the cluster lies, by the levels of each block's candidates. Called by all threads.
+DEVICE Cut find_among_all(Shared& sm, int goal) {
+  __syncthreads();
+  for (int i = threadIdx.x; i < LEVELS; i += THREADS)
+    if (sm.levels[i]) add(&sm.all_levels[i], 0, sm.levels[i]);
+  cluster_arrive();
+  cluster_wait();
+  for (int i = threadIdx.x; i < LEVELS; i += THREADS) sm.levels[i] = get(&sm.all_levels[i], 0);
+  __syncthreads();
+  return find(sm.levels, goal);
+}
+
+struct Least {
+  u64 composite;
   int count;
 };
 
-// A number that at least goal and at most ROOM composites reach, which are distinct. at(begin), at(begin + step), ...: a thread's own.
-template <class At>
-DEVICE Kept narrow(int* levels, At at, int begin, int end, int step, int goal) {
+// Where a level holds too many: what at least goal and at most ROOM composites of the cluster reach, which all differ.
+DEVICE_COLD Least narrow(Shared& sm, const float* kept, const int* place, int own, int goal) {
   u64 prefix = 0;
   int above = 0;
   for (int shift = 56;; shift -= 8) {
-    __syncthreads();
-    for (int i = threadIdx.x; i < LEVELS; i += THREADS) levels[i] = 0;
-    __syncthreads();
-    for (int i = begin; i < end; i += step) {
-      const u64 one = at(i);
-      if (shift == 56 || one >> (shift + 8) == prefix) atomicAdd(&levels[255 - (int)(one >> shift & 255)], 1);
+    cluster_arrive();
+    cluster_wait();  // all blocks have read the levels before
+    for (int i = threadIdx.x; i < LEVELS; i += THREADS) sm.levels[i] = sm.all_levels[i] = 0;
+    cluster_arrive();
+    cluster_wait();
+#pragma unroll 1
+    for (int m = threadIdx.x; m < own; m += THREADS) {
+      const u64 one = composite(kept[m * P], place[m]);
+      if (shift == 56 || one >> (shift + 8) == prefix) atomicAdd(&sm.levels[255 - (int)(one >> shift & 255)], 1);
     }
-    __syncthreads();
-    const Cut cut = find(levels, goal - above);
+    const Cut cut = find_among_all(sm, goal - above);
     prefix = prefix << 8 | (u64)(255 - cut.bin);
     if (above + cut.through <= ROOM) return {prefix << shift, above + cut.through};
     above += cut.before;
   }
-}
-
-DEVICE int next_of(int* counter, bool mine) {  // a number for each thread that is in; called by whole warps
-  const u32 who = __ballot_sync(ALL, mine);
-  const int lane = threadIdx.x & 31;
-  int first = 0;
-  if (lane == 0 && who) first = atomicAdd(counter, __popc(who));
-  return __shfl_sync(ALL, first, 0) + __popc(who & ((1u << lane) - 1));
 }
 
 // The candidates that the histogram leaves, their positions dealt to the blocks in tiles. Ties to the lowest positions.
@@ -135,11 +135,13 @@ DEVICE void collect(Shared& sm, int* place, const u8* scores, const int* counts,
   const int threshold = __reduce_add_sync(ALL, (four.x >= want) + (four.y >= want) + (four.z >= want) + (four.w >= want)) - 1;
   const bool higher = threshold + 1 < BINS;
   int at_least = 0, over = 0, above = 0, ties = 0;
+#pragma unroll 1  // as all loops of unknown length: most of this code runs once, and must be fetched
   for (int c = tid; c < first_chunk; c += THREADS) {
     at_least += counts[threshold * chunks + c];
     if (higher) over += counts[(threshold + 1) * chunks + c];
   }
   const int quota = want - (higher ? totals[threshold + 1] : 0);
+#pragma unroll 1
   for (int b = begin; b < end; b++) {
     const uint4 x = b == begin ? head : *(const uint4*)(scores + key + b * BLOCK);
     const int left = length - key - b * BLOCK, more = __popc(marks(x, threshold + 1, left));
@@ -153,6 +155,7 @@ DEVICE void collect(Shared& sm, int* place, const u8* scores, const int* counts,
   above = __reduce_add_sync(ALL, part.z + (lane < warp ? part.x : 0));
   ties = __reduce_add_sync(ALL, part.w + (lane < warp ? part.y : 0));
   cluster_wait();  // all blocks run
+#pragma unroll 1
   for (int b = begin; b < end; b++) {
     const uint4 x = b == begin ? head : *(const uint4*)(scores + key + b * BLOCK);
     const int left = length - key - b * BLOCK;
@@ -165,6 +168,7 @@ DEVICE void collect(Shared& sm, int* place, const u8* scores, const int* counts,
       if (lane >= step) all += other;
     }
     const int mine_above = above + ((all - number) & 0xffff), mine_ties = ties + ((all - number) >> 16);
+#pragma unroll 1
     for (u32 rest = best | same; rest; rest &= rest - 1) {
       const int i = __ffs(rest) - 1, tie = mine_ties + __popc(same & ((1u << i) - 1));
       const u32 slot = mine_above + __popc(best & ((1u << i) - 1)) + min(tie, quota);
@@ -190,8 +194,8 @@ KERNEL(choose_rows)(const u8* scores, const int* counts, const int* totals, cons
   float* kept = (float*)(shared_memory() + FIXED);  // [share, P]
   int* place = (int*)(kept + share * P);
   cluster_arrive();
-  for (int i = tid; i < LEVELS; i += THREADS) sm.levels[i] = sm.last_levels[i] = 0;
-  if (tid == 0) sm.taken = sm.last_taken = 0;
+  for (int i = tid; i < LEVELS; i += THREADS) sm.levels[i] = sm.all_levels[i] = 0;
+  if (tid == 0) sm.taken = 0;
   // A product takes four subspaces, 4 t + s of lane t, and has a column for each of them and each of two heads, which is zero in the
   // others: a lane gets the sums of its own subspace. They start at 2^23 + 2^22, so that they are bits of a float.
   constexpr float MAGIC = 12582912.0f;
@@ -239,6 +243,7 @@ KERNEL(choose_rows)(const u8* scores, const int* counts, const int* totals, cons
 
   // Estimates: a warp takes tiles of 16 candidates, two at once; four lanes load the four words of each of two candidates of a tile.
   const float logit = P == 1 ? 1.0f : scale;
+#pragma unroll 1
   for (int tile = warp; tile * TILE < own; tile += 2 * WARPS) {
     uint4 code[2][2];
     uint2 weigh[2][2];
@@ -269,8 +274,8 @@ KERNEL(choose_rows)(const u8* scores, const int* counts, const int* totals, cons
         }
 #pragma unroll
         for (int j = 0; j < PAIRS; j++) {
-          int found[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};
-          multiply(found, key, columns[s][j]);
+          int found[4];
+          multiply(found, key, columns[s][j], 0x4b400000);
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             const int p = 2 * j + i % 2;
@@ -326,7 +331,8 @@ KERNEL(choose_rows)(const u8* scores, const int* counts, const int* totals, cons
 #pragma unroll
   for (int p = 0; p < P; p++) total[p] = __shfl_sync(ALL, less_own, p);
 
-  // The best of each block go to the first.
+  // The best of all go to the first block.
+#pragma unroll 1
   for (int m = tid; m < own; m += THREADS) {
     float most = kept[m * P] * logit - total[0];
 #pragma unroll
@@ -334,76 +340,56 @@ KERNEL(choose_rows)(const u8* scores, const int* counts, const int* totals, cons
     kept[m * P] = most;
     atomicAdd(&sm.levels[level_of(most, best)], 1);
   }
-  __syncthreads();
   PASSED(7);
-  if (own > 0) {
-    const int goal = min(k, own);
-    Cut cut = find(sm.levels, goal);
-    Kept these = {0, cut.through};
-    if (cut.through > ROOM) {
-      these = narrow(sm.levels, [=](int m) { return composite(kept[m * P], place[m]); }, tid, own, THREADS, goal);
-      cut.bin = LEVELS;
-    }
-    for (int m0 = 0; m0 < own; m0 += THREADS) {
-      const int m = m0 + tid;
-      const float one = m < own ? kept[m * P] : 0.0f;
-      const u64 what = m < own ? composite(one, place[m]) : 0;
-      const bool in = m < own && level_of(one, best) <= cut.bin && what >= these.least;
-      const int slot = next_of(&sm.taken, in);
-      if (in) put(&sm.sent[rank][slot], 0, what);
-    }
-    if (tid == 0) put(&sm.sizes[rank], 0, these.count);
-  } else if (tid == 0) {
-    put(&sm.sizes[rank], 0, 0);
-  }
+  const int goal = min(k, want);
+  Cut cut = find_among_all(sm, goal);
   PASSED(8);
+  Least least = {0, cut.through};
+  if (cut.through > ROOM) least = narrow(sm, kept, place, own, goal), cut.bin = LEVELS;
+#pragma unroll 1
+  for (int m0 = 0; m0 < own; m0 += THREADS) {
+    const int m = m0 + tid;
+    bool in = m < own && level_of(kept[m * P], best) <= cut.bin;
+    const u64 one = in ? composite(kept[m * P], place[m]) : 0;
+    in = in && one >= least.composite;
+    const u32 who = __ballot_sync(ALL, in);
+    if (!who) continue;
+    int slot = lane == 0 ? add(&sm.taken, 0, __popc(who)) : 0;
+    slot = __shfl_sync(ALL, slot, 0) + __popc(who & ((1u << lane) - 1));
+    if (in) put(&sm.last[slot], 0, one);
+  }
+  PASSED(9);
   cluster_arrive();
   cluster_wait();
-  PASSED(9);
+  PASSED(10);
   if (rank != 0) return;
 
   // Of those the k best.
-  constexpr int PER = THREADS / CLUSTER;  // threads that read what a block sent, whole warps
-  static_assert(PER % 32 == 0, "too few threads");
-  const u64* mine = sm.sent[tid / PER];
-  const int size = sm.sizes[tid / PER], goal = min(k, want);
-  for (int i = tid % PER; i < size; i += PER) atomicAdd(&sm.last_levels[level_of(weight_of(mine[i]), best)], 1);
-  __syncthreads();
-  PASSED(10);
-  Cut cut = find(sm.last_levels, goal);
-  Kept these = {0, cut.through};
-  if (cut.through > ROOM) {
-    these = narrow(sm.last_levels, [=](int i) { return mine[i]; }, tid % PER, size, PER, goal);
-    cut.bin = LEVELS;
-  }
-  for (int i0 = tid % PER / 32 * 32; i0 < size; i0 += PER) {
-    const u64 one = i0 + lane < size ? mine[i0 + lane] : 0;
-    const bool in = i0 + lane < size && level_of(weight_of(one), best) <= cut.bin && one >= these.least;
-    const int slot = next_of(&sm.last_taken, in);
-    if (in) sm.last[slot] = one;
+#pragma unroll 1
+  for (int i0 = 0; i0 < least.count; i0 += THREADS / 4) {  // four threads count those that are better than one
+    const int i = i0 + tid / 4;
+    const u64 one = i < least.count ? sm.last[i] : ~0ull;
+    int better = 0;
+#pragma unroll 4
+    for (int j = t; j < least.count; j += 4) better += sm.last[j] > one;
+    better += __shfl_xor_sync(ALL, better, 1);
+    better += __shfl_xor_sync(ALL, better, 2);
+    if (t == 0 && i < least.count && better < goal) sm.chosen[better] = ~(u32)one;
   }
   __syncthreads();
   PASSED(11);
-  for (int i0 = 0; i0 < these.count; i0 += THREADS / 4) {  // four threads count those that are better than one
-    const int i = i0 + tid / 4;
-    const u64 one = i < these.count ? sm.last[i] : ~0ull;
-    int better = 0;
-    for (int j = t; j < these.count; j += 4) better += sm.last[j] > one;
-    better += __shfl_xor_sync(ALL, better, 1);
-    better += __shfl_xor_sync(ALL, better, 2);
-    if (t == 0 && i < these.count && better < goal) sm.chosen[better] = ~(u32)one;
-  }
-  __syncthreads();
-  PASSED(12);
+#pragma unroll 1
   for (int i0 = 0; i0 < goal; i0 += THREADS / 4) {  // and those that stand before it
     const int i = i0 + tid / 4, one = i < goal ? sm.chosen[i] : 0;
     int before = 0;
+#pragma unroll 4
     for (int j = t; j < goal; j += 4) before += sm.chosen[j] < one;
     before += __shfl_xor_sync(ALL, before, 1);
     before += __shfl_xor_sync(ALL, before, 2);
     if (t == 0 && i < goal) rows[pair * k + before] = one + first;
   }
+#pragma unroll 1
   for (int i = goal + tid; i < k; i += THREADS) rows[pair * k + i] = -1;
   if (tid == 0) found[pair] = goal;
-  PASSED(13);
+  PASSED(12);
 }

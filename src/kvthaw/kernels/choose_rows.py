@@ -30,19 +30,20 @@ from kvthaw.kernels.encode import Quantizer, Summaries
 from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.query import Rotated
 from kvthaw.kernels.split import shared_memory
+from kvthaw.kernels.topk import Merge
 
 FILES = "cluster.cuh", "choose_rows.cu"
 SUBS, TILE, MOST, HEADS = 16, 16, 256, 8
 """Subspaces; candidates that a block takes in turn; most rows and most query heads a KV head."""
 BLOCKS = 8
 """Of a cluster; no more is promised on every GPU."""
-_FIXED = 36 << 10
+_FIXED = 12 << 10
 """Bytes of shared memory beside the candidates."""
 
 
 def constants(scored: int, blocks: int = BLOCKS) -> dict[str, int]:
     """What the source is compiled with for so many query heads a KV head."""
-    return {"P": scored, "CLUSTER": blocks, "THREADS": 512 if scored <= 4 else 256, "FIXED": _FIXED * max(1, blocks // 8)}
+    return {"P": scored, "CLUSTER": blocks, "THREADS": 512 if scored <= 4 and blocks <= 8 else 256, "FIXED": _FIXED}
 
 
 def _share(width: int, blocks: int) -> int:
@@ -50,10 +51,18 @@ def _share(width: int, blocks: int) -> int:
     return -(-width // (TILE * blocks)) * TILE
 
 
-def fits(device: torch.device, subs: int, scored: int, k: int, width: int, blocks: int = BLOCKS) -> bool:
-    """Whether the kernel takes so many subspaces, query heads a KV head, rows and candidates."""
-    held = constants(scored, blocks)["FIXED"] + _share(width, blocks) * 4 * (scored + 1)
-    return subs == SUBS and scored <= HEADS and k <= MOST and nvidia(device, (9, 0)) and held <= shared_memory(device)
+def _shared(scored: int, width: int, blocks: int) -> int:
+    """Bytes of shared memory of a block."""
+    return constants(scored, blocks)["FIXED"] + _share(width, blocks) * 4 * (scored + 1)
+
+
+def fits(found: Scores, rotated: Rotated, k: int, width: int, policy: Merge, blocks: int = BLOCKS) -> bool:
+    """Whether there is the kernel on this device, for so many query heads a KV head, subspaces, rows and candidates."""
+    scored, subs = rotated.factors.shape[2:]
+    device = found.scores.device
+    if found.counts is None or subs != SUBS or scored > HEADS or k > MOST or (policy == "mean" and scored > 1):
+        return False
+    return nvidia(device, (9, 0)) and cuda.available() and _shared(scored, width, blocks) <= shared_memory(device)
 
 
 @functools.cache
@@ -73,12 +82,12 @@ def launch(found: Scores, lengths: Tensor, wanted: Tensor, rotated: Rotated, sum
     given = [found.scores, found.counts, found.totals, lengths, wanted, rotated.whole, rotated.factors]
     given += [summaries.codes, summaries.weights]
     assert all(x.is_contiguous() for x in given) and found.scores.shape[2] == chunks * CHUNK and subs == SUBS
-    how, share = constants(scored, blocks), _share(width, blocks)
+    share = _share(width, blocks)
     rows = torch.empty((batch, heads, k), dtype=torch.int32, device=device)
     counts = torch.empty((batch, heads), dtype=torch.int32, device=device)
-    shared = how["FIXED"] + share * 4 * (scored + 1)
+    shared, threads = _shared(scored, width, blocks), constants(scored, blocks)["THREADS"]
     _kernel(device, scored, blocks)(
-        (blocks, heads, batch), how["THREADS"], shared, *given, rows, counts, c_int(heads), c_int(capacity), c_int(chunks),
+        (blocks, heads, batch), threads, shared, *given, rows, counts, c_int(heads), c_int(capacity), c_int(chunks),
         c_int(k), c_int(first), c_int(share), c_float(scale), *map(c_uint, quantizer.bytes),
     )  # fmt: skip
     return rows, counts

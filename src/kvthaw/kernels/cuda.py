@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import glob
 import sys
 from collections.abc import Callable, Mapping
@@ -46,6 +47,15 @@ def _nvrtc(version: str) -> ctypes.CDLL:
         except OSError:
             continue
     raise CacheError(f"{name} was not found; it comes with torch for CUDA")
+
+
+@functools.cache
+def available() -> bool:
+    """Whether torch is for CUDA and its compiler is found."""
+    try:
+        return torch.version.cuda is not None and bool(_nvrtc(torch.version.cuda))
+    except CacheError:
+        return False
 
 
 def compiled(files: tuple[str, ...], constants: Mapping[str, int], target: str, version: str) -> bytes:

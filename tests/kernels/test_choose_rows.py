@@ -1,9 +1,14 @@
-"""From coarse scores to rows in one launch, against the definitions of the three steps. pytest runs this file
-where it is named: a kernel that has run on no GPU yet could end the process of other tests."""
+"""From coarse scores to rows in one launch, against the definitions of the three steps: on a GPU, and as fibres of a CPU."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +22,10 @@ from kvthaw.kernels.encode import Summaries
 from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.query import in_bytes, rotate_queries
 
+pytestmark = pytest.mark.slow
+
 FIRST, SCALE = 5, 128**-0.5
+HERE = Path(__file__).parent
 Change = Callable[[Tensor, Tensor], Any]
 
 
@@ -62,15 +70,48 @@ CASES = [  # lengths, query heads, rows, coarse scores, what becomes of codes an
 ]
 
 
-@pytest.mark.gpu
+@functools.cache
+def on_cpu(_: torch.device, scored: int, blocks: int) -> Callable[..., None]:
+    """The kernel compiled for a CPU; launched as the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        library, kernels = f"{folder}/rows.so", Path(choose_rows.__file__).parent
+        given = [f"-D{name}={value}" for name, value in choose_rows.constants(scored, blocks).items()]
+        command = ["g++", "-O1", "-w", "-std=c++17", "-shared", "-fPIC", f"-I{kernels}", *given, str(HERE / "rows_on_cpu.cpp")]
+        subprocess.run([*command, "-o", library], check=True, timeout=100)
+        loaded = ctypes.CDLL(library)
+
+    def launch(grid: tuple[int, int, int], threads: int, shared: int, *given: Any) -> None:
+        assert (grid[0], threads) == (blocks, choose_rows.constants(scored, blocks)["THREADS"])
+        values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x for x in given]
+        loaded.run(*values, ctypes.c_int(grid[2]), ctypes.c_long(shared), ctypes.c_uint(len(given)))
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize("blocks", [8, 16])
 @pytest.mark.parametrize(("lengths", "group", "k", "draw", "change"), CASES)
 def test_rows(
-    lengths: tuple[int, ...], group: int, k: int, draw: Callable[..., Tensor], change: Change | None, blocks: int
+    lengths: tuple[int, ...],
+    group: int,
+    k: int,
+    draw: Callable[..., Tensor],
+    change: Change | None,
+    blocks: int,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device = torch.device("cuda")
-    if not nvidia(device, (9, 0)) or choose_rows.constants(group, blocks)["THREADS"] < 32 * blocks:
-        pytest.skip("needs clusters of blocks, and a warp for each block in the first")
+    device = torch.device(where, 0) if where == "cuda" else torch.device(where)
+    if where == "cuda" and not nvidia(device, (9, 0)):
+        pytest.skip("needs clusters of blocks")
+    if where == "cpu":
+        monkeypatch.setattr(choose_rows, "_kernel", on_cpu)
     case = Case(128, group, lengths, torch.bfloat16, device, k)
     rotated = in_bytes(rotate_queries(case.query, case.heads, case.rotation, mean=False))
     now = roomy(case.summaries)
