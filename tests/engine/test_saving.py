@@ -69,6 +69,20 @@ def test_a_loaded_cache_is_a_fork(tmp_path: Path, llama: PreTrainedModel, method
     assert torch.allclose(decode(llama, other, token), decode(llama, cache.fork("full", budget=None), token), atol=1e-5)
 
 
+@pytest.mark.parametrize(("room", "near"), [(1 << 20, 5), (240_000, 3), (100_000, 0)])
+@torch.no_grad()
+def test_blocks_lie_where_those_of_a_prompt_would(
+    saved: tuple[Path, torch.Tensor], llama: PreTrainedModel, room: int, near: int
+) -> None:
+    """The first ones on the device, as far as it has room."""
+    prefilled, token = Cache(llama, "oracle", device_memory=room, **SETTINGS), torch.tensor([[5]])
+    llama(saved[1], past_key_values=prefilled)
+    loaded = Cache.load(saved[0], llama, "oracle", device_memory=room, **SETTINGS)
+    for layer in (*prefilled.kv.offloaded, *loaded.kv.offloaded):
+        assert layer.store.on_host()[0, :5].tolist() == [False] * near + [True] * (5 - near)
+    assert torch.equal(decode(llama, loaded, token), decode(llama, prefilled, token))
+
+
 @pytest.mark.parametrize("architecture", ["gemma3", "gpt_oss"])
 @torch.no_grad()
 def test_rows_of_several_lengths_and_windows(tmp_path: Path, architecture: str) -> None:

@@ -368,9 +368,8 @@ class KVCache:
     def reorder(self, order: Sequence[int]) -> None:
         """Sequence i becomes what sequence order[i] was; sequences may repeat and may be fewer or more."""
         self.rollback_failed_step()
-        for layer in self.layers:
-            layer.reorder(order)
-        self.sequences.reorder(order)
+        for part in (*self.layers, self.sequences):
+            part.reorder(order)
 
     def reset(self) -> None:
         """Drop everything."""
@@ -394,6 +393,7 @@ class KVCache:
         for layer in self.layers:
             assert not isinstance(layer, WindowLayer)
             fill(layer, step)
+            self.streams.device.fixed[layer.number] = layer.fixed_bytes()
         self._commit(step)
 
     def stats(self) -> Stats:

@@ -118,11 +118,14 @@ class LayerStorage:
         if self.updater is not None:
             self.updater.begin(ends, recent_queries, passed)
 
-    def resume(self, seq: int, blocks: Sequence[Block], length: int, kept: Snapshot | None) -> None:
-        """Begin a sequence with `length` tokens whose rows are kept, and with them perhaps an index."""
+    def resume(self, seq: int, blocks: Sequence[Block], length: int, kept: Snapshot | None, *, alone: bool) -> None:
+        """Begin a sequence with `length` tokens whose rows are kept, and with them perhaps an index. alone: no other sequence takes
+        steps, which would wait while blocks go to the device; else they come one by one, see Placement.balance."""
         regions = self.slab.regions
         start = regions.first_indexed(length)
         self.store.adopt(seq, blocks, length)
+        if self.placement is not None and alone:
+            self.placement.bring(blocks[: length // self.store.block_size])
         self.slab.write(seq, 0, self.store.read(seq, 0, min(regions.sink, length)))
         self.offloader.refill(seq, start, length)
         if self.updater is not None:

@@ -199,7 +199,8 @@ class OffloadedLayer(LayerKV):
         """Take the first tokens of sequences from blocks of rows that are kept; see LayerStorage.resume."""
         self._before, self._prompts = (step, dict(self.recent_queries), None), {}
         for row in step.rows():
-            self.storage.resume(row.seq, blocks[row.seq], row.past + step.tokens - row.pad, kept.get(row.seq))
+            length = row.past + step.tokens - row.pad
+            self.storage.resume(row.seq, blocks[row.seq], length, kept.get(row.seq), alone=step.seq is None)
         self._taken = step, step.tokens
 
     def commit(self) -> None:

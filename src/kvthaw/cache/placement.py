@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain, zip_longest
 
@@ -85,6 +85,13 @@ class Placement:
         new = Block(data, on_device=True)
         new.owners, new.recalls = 0, block.recalls
         return new
+
+    def bring(self, blocks: Sequence[Block]) -> None:
+        """Begin to copy the first blocks of these to the device, as far as there is room: as those of a prompt lie there."""
+        for block in blocks:
+            if not (block.on_device or block.moving or self._move(block, self._to_device)):
+                break
+        self.finish()
 
     def finish(self) -> bool:
         """Point sequences at the blocks whose copies are complete. Returns whether addresses have changed."""
