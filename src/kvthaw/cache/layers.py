@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -91,14 +92,12 @@ def note_lost(layers: Sequence[object], lost: set[int]) -> None:
     lost.clear()
 
 
-def drop(layers: Sequence[LayerKV], seqs: list[int]) -> bool:
-    """Have layers drop the sequences listed, and empty the list. Returns whether there were any."""
-    some = list(seqs)
-    seqs.clear()
-    for layer in layers if some else ():
-        for seq in some:
-            layer.clear(seq)
-    return bool(some)
+def drop(cleared: deque[tuple[LayerKV, int]], most: int | None) -> bool:
+    """Have layers drop the sequences queued, at most so many. Returns whether there were any and none is left."""
+    for _ in range(count := len(cleared) if most is None else min(most, len(cleared))):
+        layer, seq = cleared.popleft()
+        layer.clear(seq)
+    return bool(count and not cleared)
 
 
 def reserve(layers: Sequence[LayerKV], sequences: Sequences, tokens: int) -> None:

@@ -209,7 +209,8 @@ class HybridIndex(ObservedIndex):
             choices.clear()
 
         jobs = [begin, *(lambda span=span: choices[0].observe(span) for span in spans)]
-        jobs += [*(lambda span=span: choices[0].weigh(span) for span in spans), lambda: choices[0].choose(), end]
+        jobs += [*(lambda span=span: choices[0].weigh(span) for span in spans), lambda: choices[0].choose()]
+        jobs += [*(lambda span=span: choices[0].bound(span) for span in spans), end]
         return jobs if len(spans) > 1 else [partial(_all, jobs)]
 
     def _count(self, seq: int, keys: Tensor, ends: Tensor | None) -> int:

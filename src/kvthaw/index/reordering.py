@@ -106,6 +106,7 @@ class StaticChoice:
     _sums: dict[int, Tensor] = field(default_factory=dict)
     _mass: dict[int, Tensor] = field(default_factory=dict)
     _order: list[Tensor] = field(default_factory=list)
+    _digests: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def spans(heads: int, tokens: int, key_bytes: int) -> list[slice]:
@@ -128,15 +129,23 @@ class StaticChoice:
         weighed = list(self._mass.values())
         self._order = [choose_static(weighed[0] if len(weighed) == 1 else torch.cat(weighed, dim=1), self.count, self.first)]
 
-    def finish(self) -> None:
-        """Make the pages of the others."""
+    def bound(self, span: slice) -> None:
+        """Make pages of the others, as many as some tokens have."""
         (order,), tokens = self._order, self.keys.shape[1]
-        others = tokens - self.count
-        rest = (order[:, self.count :] - self.first).long()
-        digests = page_bounds(self.keys, self.page, spread=self.spread, order=rest.contiguous())
+        start, stop = (self.count + min(at // self.page * self.page, tokens - self.count) for at in (span.start, span.stop))
+        stop = tokens if span.stop == tokens else stop
+        rest = (order[:, start:stop] - self.first).long()
+        self._digests[span.start] = page_bounds(self.keys, self.page, spread=self.spread, order=rest)
+
+    def finish(self) -> None:
+        """Put the pages together."""
+        (order,), tokens = self._order, self.keys.shape[1]
+        others, made = tokens - self.count, list(self._digests.values())
+        digests = made[0] if len(made) == 1 else torch.cat(made, dim=1)
         ends = torch.arange(digests.shape[1] + 1, device=order.device) * self.page
         stops = (self.count + ends.clamp(max=others)).expand(len(order), -1)
         kept = (others - 1) % self.page + 1 if others else 0
-        tail = self.keys.gather(1, rest[:, others - kept :, None].expand(-1, -1, self.keys.shape[2]))
+        rest = (order[:, tokens - kept :, None] - self.first).long()
+        tail = self.keys.gather(1, rest.expand(-1, -1, self.keys.shape[2]))
         of_seqs = (tensor.unflatten(0, (self.seqs, -1)).unbind() for tensor in (order, digests, stops.int(), tail))
         self.made = [Reordering(own, self.count, *pages) for own, *pages in zip(*of_seqs, strict=True)]

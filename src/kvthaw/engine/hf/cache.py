@@ -26,6 +26,7 @@ from kvthaw.cache.clone import clone
 from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.index_api import Index, Method
 from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layers import reserve
 from kvthaw.cache.no_effect import no_effect, stays_on_host
 from kvthaw.cache.plan import Settings, default_block_size, try_index
 from kvthaw.cache.rotary import Rotary
@@ -218,7 +219,7 @@ class Cache(DynamicCache):
     def reserve(self, tokens: int) -> None:
         """Allocate the host memory that the next tokens take, if they are decoded through the index. Raises HostMemoryError before
         anything has changed."""
-        self.kv.reserve(tokens)
+        reserve(self.kv.layers, self.kv.sequences, tokens)
 
     def check_finite(self) -> None:
         """Raise CacheError, with the layer, if the model gave keys or values that are not finite while decoding: on a CPU at the

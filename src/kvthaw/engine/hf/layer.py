@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
-from kvthaw.cache.layers import check_memory
+from kvthaw.cache.layers import check_memory, reserve
 from kvthaw.engine.hf.masks import attention_by_mask, causal_mask, dense_attention, is_padding
 from kvthaw.engine.ops import serves
 from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
@@ -261,7 +261,7 @@ class CacheLayer(CacheLayerMixin):
                     self._check_room(key, pads)
                 cache.finite.look(cache.layers)
                 with torch.inference_mode(False):
-                    cache.reserve(steps)
+                    reserve(cache.layers, cache.sequences, steps)
         except KvthawError:
             self.undo()
             raise
