@@ -44,6 +44,7 @@ class Admission:
         if kv.settings.host_bytes is not None:
             held = sum(one.swapped.host_bytes() for one in away if one.swapped is not None and one is not request)
             return self._on_host(every) + held <= kv.settings.host_bytes
+        kv.finish_clear()  # what those that ended held is free
         free, new = kv.streams.memory.free(), sum(max(0, self._blocks(one) - self._has(one)) for one in every)
         if free is None or kv.chooser.full:
             return free is None or self._on_host(every) <= free
