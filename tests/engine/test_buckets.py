@@ -104,6 +104,23 @@ def test_each_bucket_has_a_capture(method: str, kinds: list[int], small: None, m
     assert runner.captures == kinds[-1], "none is made again"
 
 
+def test_a_bucket_holds_what_indexes_have_not_dropped_yet(small: None) -> None:
+    """Layers drop a request that has ended behind coming steps; kernels of the next one still see its length."""
+    batch = Batch(
+        build_exact("llama", num_hidden_layers=2), "pariskv", max_seqs=2, capacity=CAPACITY, budget=32, dense_layers=0
+    )
+    long, short = (batch.join(prompt(1, n)[0], max_new_tokens=new, stop=()) for n, new in ((100, 3), (8, 12)))
+    kv, kept = batch.cache.kv, 0
+    while not short.finished:
+        batch.step()
+        held = max(max(layer.retriever.index.counts) for layer in kv.offloaded if layer.retriever is not None)
+        assert kv.sequences.bucket(2) >= held
+        kept += bool(long.finished) and held > 32
+    assert kept, "the case did not come"
+    kv.finish_clear()
+    assert kv.sequences.bucket(2) == 32
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "method", [*(name for name in DISTINCT if name != "infinigen"), "pariskv-plus", "clusterkv-plus", "prkv-plus"]

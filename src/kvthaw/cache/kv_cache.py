@@ -52,10 +52,8 @@ class KVCache:
         self.layers = make_layers(settings, numbers, depth, windows, self.sequences, self.streams, self.preallocator)
         self._prepared: tuple[int, int, bool] = -1, -1, False  # what before_step() has served, see _state()
         self._in_forward = self._prefilled = False  # _prefilled: a prompt was counted that may yet prove to have failed
-        self._flushed, self._cleared = (
-            -1,
-            deque[tuple[LayerKV, int]](),
-        )  # length at which full rings were flushed; what is to drop
+        self._flushed = -1  # length at which full rings were flushed
+        self._cleared = deque[tuple[LayerKV, int]]()  # what is to drop
         self._places = {layer.number: i for i, layer in enumerate(self.layers)}
         self.chooser = Chooser(self.layers, settings, self.sequences, self.streams)
 
@@ -304,6 +302,7 @@ class KVCache:
         """Drop one sequence, which is idle from then on; no tensor moves. later: layers do so behind coming replays."""
         self.rollback_failed_step(ahead=True)  # the others are decoded next
         prepared = self._prepared == self._state()
+        self.sequences.undropped = max(self.sequences.undropped, self.sequences.length(seq))
         self.sequences.clear(seq)
         self._prepared = self._state() if prepared else self._prepared  # for the others nothing has changed
         self.finite.forget(seq, self.layers)
@@ -313,10 +312,12 @@ class KVCache:
 
     def finish_clear(self, most: int | None = None) -> None:
         """Have layers drop sequences that were cleared, at most so many: each takes the host some 80 us."""
-        if drop(self._cleared, most) and not self.sequences.padded_length and self.chooser.returns:
-            self.streams.device.reset()
-            self.sequences.regions = None
-            self.chooser.reset()
+        if drop(self._cleared, most):
+            self.sequences.undropped = 0
+            if not self.sequences.padded_length and self.chooser.returns:
+                self.streams.device.reset()
+                self.sequences.regions = None
+                self.chooser.reset()
 
     def _take_back(self, step: Step, drop: int) -> int:
         """Undo the last `drop` tokens of a step, or all of them, exactly. Returns how many."""

@@ -29,7 +29,8 @@ class Sequences:
     sequence is its p-th token after that. idle: sequences that steps of the others give no token: those without tokens, and paused
     ones, whose prompt has come in part. ring_start: where each ring began at its last prefill; later starts follow from the length
     (`Regions.indexed`). capacity: tokens per sequence that every layer has device memory for; room: a fixed capacity, 0 for one
-    that grows; positions: the most that the model has. planned: tokens that steps are taken for at least, see bucket().
+    that grows; positions: the most that the model has. planned: tokens that steps are taken for at least, undropped: the most of a
+    cleared sequence that layers have yet to drop, see bucket().
     version: changes with everything but decoded tokens. step: the step under way, or one that failed. most_decoded: the most
     new tokens that are decoded one by one; verifying: any number is (the candidates of assisted decoding). decoded: tokens
     decoded so far; dense_tokens: those after the first prompt that attended to everything; cached_tokens: those that a prefix
@@ -40,6 +41,7 @@ class Sequences:
 
     room: int = 0
     planned: int = 0
+    undropped: int = 0
     positions: int | None = None
     regions: Regions | None = None
     version: int = 0
@@ -75,7 +77,7 @@ class Sequences:
     def reset(self) -> None:
         """Forget every sequence."""
         self.regions, self.padded_length, self.left_pad, self.idle, self.paused = None, 0, [], frozenset(), frozenset()
-        self.ring_start, self.capacity, self.decoded, self.dense_tokens, self.cached_tokens = [], 0, 0, 0, 0
+        self.ring_start, self.capacity, self.decoded, self.dense_tokens, self.cached_tokens, self.undropped = [], 0, 0, 0, 0, 0
         self.prompted = self.prompt_only = False
         self.step, self.held, self._prompt, self._committed = None, Held(), None, None
         self.version += 1
@@ -103,9 +105,9 @@ class Sequences:
 
     def bucket(self, count: int) -> int:
         """Return how many tokens none of the first `count` sequences exceeds with the next one, the same in all steps that a
-        capture serves; 0 where capacity grows. Paused sequences count: kernels see them."""
+        capture serves; 0 where capacity grows. Paused sequences count, cleared ones until layers drop them: kernels see both."""
         longest = self.padded_length - min(self.left_pad[:count], default=0) + 1
-        return bucket(max(longest, self.planned), self.room) if self.room else 0
+        return bucket(max(longest, self.planned, self.undropped), self.room) if self.room else 0
 
     @property
     def live_count(self) -> int:
