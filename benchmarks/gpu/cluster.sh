@@ -5,6 +5,7 @@
 # Expected (docs/notes/decode-path.md): choice 8 us at 36k for 15, so 5.6 ms a step for 5.79. publish: lines of kernels_rows.jsonl to
 # benchmarks/results, steps to the note alone, since decode.jsonl has no name for what the product does not use.
 out=$1 commit=$2 most=$3
+mkdir -p "$out"/steps_{0,16}
 for blocks in 0 16; do
   timeout -k 2 $((most / 3)) python3 -c "from benchmarks import kernels_rows, timings
 kernels_rows.use($blocks); timings.main()" --out "$out/steps_$blocks" --commit "$commit" --seconds $((most / 3 - 5)) \
