@@ -121,6 +121,30 @@ def test_a_bucket_holds_what_indexes_have_not_dropped_yet(small: None) -> None:
     assert kv.sequences.bucket(2) == 32
 
 
+def test_a_capture_is_of_the_bucket_that_it_is_kept_for(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the smaller one that is enough once layers have dropped a long request, which a capture waits for."""
+    made = list[tuple[int, int]]()
+
+    class Noted(StandIn):
+        def __enter__(self) -> StandIn:
+            made.append((batch.cache.kv.sequences.bucket(2), runner._kind[1]))
+            return self
+
+    captured_by(monkeypatch, Noted)
+    batch = Batch(build("llama", num_hidden_layers=2), "pariskv", max_seqs=2, capacity=CAPACITY, budget=32, dense_layers=0)
+    runner = batch.cache.replay = GraphRunner(batch.model.forward, batch.cache)
+    first, short = (batch.join(prompt(1, 8)[0], max_new_tokens=new, stop=()) for new in (1, 20))
+    for request in (first, short):
+        batch.prefill(request)
+    for _ in range(4):
+        assert batch.prefill(batch.join(prompt(1, 100)[0], max_new_tokens=1, stop=()))
+        batch.step()
+    while not short.finished:
+        batch.step()
+    assert made
+    assert all(size == kept for size, kept in made)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "method", [*(name for name in DISTINCT if name != "infinigen"), "pariskv-plus", "clusterkv-plus", "prkv-plus"]

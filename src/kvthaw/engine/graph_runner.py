@@ -176,6 +176,8 @@ class GraphRunner:
             self._prepare()
         if self._graph is None:
             kv.finish_clear()  # of which a capture must know nothing
+            if bucket(kv, len(ids)) != kind[1]:  # nor be kept for the bucket that it took until then
+                return self._take(ids, positions)
             self._steady += 1
             if self._steady <= _WARM:
                 return self._run()
