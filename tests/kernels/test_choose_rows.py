@@ -89,13 +89,13 @@ def on_cpu(_: torch.device, scored: int, blocks: int) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    "where",
+    ("where", "blocks"),
     [
-        pytest.param("cpu", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")),
-        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cpu", 8, marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")),
+        pytest.param("cuda", 8, marks=pytest.mark.gpu),
+        pytest.param("cuda", 16, marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize("blocks", [8, 16])
 @pytest.mark.parametrize(("lengths", "group", "k", "draw", "change"), CASES)
 def test_rows(
     lengths: tuple[int, ...],
@@ -103,8 +103,8 @@ def test_rows(
     k: int,
     draw: Callable[..., Tensor],
     change: Change | None,
-    blocks: int,
     where: str,
+    blocks: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = torch.device(where, 0) if where == "cuda" else torch.device(where)
