@@ -10,20 +10,17 @@ LEAST, RATIO = 2048, 4
 """Tokens of the smallest bucket, and of each of the others in those of the one before: few captures serve all lengths."""
 
 
-def bucket(longest: int, capacity: int) -> int:
-    """Return the tokens of the smallest bucket that holds so many; the last one is the capacity."""
-    size = LEAST
-    while size < longest:
-        size *= RATIO
-    return min(size, capacity)
-
-
 def buckets(capacity: int) -> list[int]:
     """Return all buckets of a capacity."""
     found = [LEAST]
     while found[-1] < capacity:
         found.append(found[-1] * RATIO)
     return [*found[:-1], capacity]
+
+
+def bucket(longest: int, capacity: int) -> int:
+    """Return the tokens of the smallest bucket that holds so many; the last one is the capacity."""
+    return next((size for size in buckets(capacity) if size >= longest), capacity)
 
 
 def roomier(have: int, need: int) -> int:
