@@ -22,7 +22,7 @@ from kvthaw.index.learned import assign, learn, subspaces
 from kvthaw.index.ratios import Ratios
 from kvthaw.index.tables import grown, row_from_host, row_to_host
 from kvthaw.kernels.bucket_topk import bucket_topk
-from kvthaw.kernels.collide import BINS, CHUNK, Scores, collide, shift
+from kvthaw.kernels.collide import BINS, CHUNK, collide, shift
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make_quantizer
 from kvthaw.kernels.flash_decode import definition as attend
@@ -237,11 +237,9 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
 
     def _best(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         """The rows [B, H, budget] of the best estimates, ascending, -1 padded, and how many there are [B, H]."""
-        rotated, scores, width = self._score(query, budget)
-        now, scale = self.summaries, self.context.scale
-        lengths, wanted = (self.tables[name][: query.shape[0]] for name in ("lengths", "wanted"))
-        candidates = bucket_topk(scores, lengths, wanted, width)
-        found = rerank(rotated, now, candidates, wanted, self.quantizer, scale, run_length(width, budget) or TILE)
+        rotated, candidates, wanted = self._collect(query, budget)
+        run, scale = run_length(candidates.shape[2], budget) or TILE, self.context.scale
+        found = rerank(rotated, self.summaries, candidates, wanted, self.quantizer, scale, run)
         return topk(found, candidates, wanted, budget, self._first, scale, self._merge)
 
     def candidates(self, query: Tensor, budget: int) -> Tensor:
@@ -255,16 +253,14 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
         self._enough(budget)
         found = []
         for head in self._heads(query):
-            _, scores, width = self._score(head, budget // self._sets)
-            lengths, wanted = (self.tables[name][: query.shape[0]] for name in ("lengths", "wanted"))
-            places = bucket_topk(scores, lengths, wanted, width)
+            _, places, wanted = self._collect(head, budget // self._sets)
             known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
             found.append(torch.where(known[:, None], places + self._first, -1))
         return found[0] if len(found) == 1 else once(torch.cat(found, dim=2))
 
-    def _score(self, query: Tensor, budget: int) -> tuple[Rotated, Scores, int]:
-        """The first stage. Rotated queries [B, H, P, 8, subspaces], the coarse scores of keys, and room for the candidates of any
-        sequence."""
+    def _collect(self, query: Tensor, budget: int) -> tuple[Rotated, Tensor, Tensor]:
+        """The first stage. Rotated queries [B, H, P, 8, subspaces], candidates [B, H, width] as positions, and how many of each
+        sequence's are wanted [B]."""
         batch, mean = query.shape[0], self.policy == "mean_query"
         if batch > len(self.counts):
             self._reserve(batch, 0)
@@ -272,7 +268,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
             self._k = budget
             self._update()
         data, now = self.tables, self.summaries
-        lengths = data["lengths"][:batch]
+        lengths, wanted = data["lengths"][:batch], data["wanted"][:batch]
         n = max(1, self.context.looked_at(self.counts[:batch], now.capacity))
         ids = now.ids[:, :, :, : n if query.device.type == "cpu" else -(-n // CHUNK) * CHUNK]
         width = -(-max(budget, self.ratios.most(ids.shape[3], budget)) // TILE) * TILE
@@ -291,7 +287,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
                 table = pack(votes, self._combine)
                 totals.zero_()
             scores = collide(table, ids, lengths, totals, self._combine, self._shift)
-        return rotated, scores, width
+        return rotated, bucket_topk(scores, lengths, wanted, width), wanted
 
     def _enough(self, budget: int) -> None:
         if 0 < budget < self._sets:
