@@ -47,7 +47,7 @@ def test_newer_lines_take_the_place_of_older_ones(speed: Any, tmp_path: Path, mo
     assert first not in kept
     median, high = (f"{1e3 * first[name]:.1f}" for name in ("itl_p50_s", "itl_p95_s"))
     assert f"**1.2 ({median}, {high})**" in speed.part()
-    assert "at 128k, 512k" in speed.part()
+    assert "128k, 512k, 1M layers share" in speed.part()
 
 
 def test_peaks_are_told_beside_full_attentions_best(speed: Any) -> None:
