@@ -2,8 +2,8 @@
 # The launches of a layer's retrieval in one graph, then compiled steps of one sequence.
 # usage: micro.sh FOLDER COMMIT SECONDS; an H200, alone on it, 170 s: what there is no time left for is left out.
 # What it must show: a layer's launches no slower than in benchmarks/results/kernels_chain.jsonl, choice.at_once_us less than in_chunks_us;
-# steps below 5.79 / 6.58 / 8.88 / 11.55 ms (pariskv-plus at 36k / 128k / 512k / 1M),
-# 7.07 / 7.20 (clusterkv-plus), 7.34 / 7.53 (prkv).
+# steps below 6.02 / 6.46 / 8.88 / 11.67 ms (pariskv-plus at 36k / 128k / 512k / 1M),
+# 6.47 / 6.96 (clusterkv-plus), 7.34 / 7.38 (prkv).
 set -u
 folder=$1 commit=$2 end=$((SECONDS + $3 - 4))
 timeout -k 3 60 python3 -m benchmarks.kernels_chain --out "$folder/kernels_chain.jsonl" --commit "$commit"
