@@ -9,7 +9,7 @@ import torch
 
 from kvthaw.cache import host_memory
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.offloader import Offloader, offload
+from kvthaw.cache.offloader import Offloader, offload, offload_prompt
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import HostMemoryError
@@ -90,3 +90,35 @@ def test_where_one_layer_finds_no_memory_none_is_said_to_hold_more(monkeypatch: 
     for layer, rows in zip(three, offload(three, spans), strict=True):
         for seq in range(2):
             assert torch.equal(layer.store.read(seq, 12, 18), rows[seq])
+
+
+@pytest.mark.parametrize("have", [14, 17])  # a kept prefix may reach into the piece
+def test_a_piece_of_a_prompt_is_stored_in_all_layers(have: int) -> None:
+    three, rows = layers(3), torch.randn(3, 2, 9, 2, 4)
+    for layer, own in zip(three, rows, strict=True):
+        layer.store.append(1, own[:, : have - 14])
+    offload_prompt(three, 1, 14, rows)
+    for layer, own in zip(three, rows, strict=True):
+        assert [layer.store.length(seq) for seq in range(2)] == [14, 23]
+        assert torch.equal(layer.store.read(1, 14, 23), own)
+        assert torch.equal(layer.store.read(1, 12, 14), layer.slab.read(1, 12, 14)), "nothing before it has changed"
+
+
+def test_where_one_layer_finds_no_memory_for_a_prompt_none_keeps_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    three, rows = layers(3), torch.randn(3, 2, 9, 2, 4)
+    for layer in three:
+        layer.store.truncate(1, 0)
+    real, given = host_memory.host_tensor, iter(range(5))
+
+    def give(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(given, None) is None:
+            raise HostMemoryError("no more")
+        return real(*args, **kwargs)
+
+    before = [layer.store.nbytes() for layer in three]
+    with monkeypatch.context() as patch:
+        patch.setattr(host_memory, "host_tensor", give)
+        with pytest.raises(HostMemoryError):
+            offload_prompt(three, 1, 0, rows)
+    assert [layer.store.nbytes() for layer in three] == before
+    assert [layer.store.length(1) for layer in three] == [0] * 3

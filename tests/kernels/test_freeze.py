@@ -57,6 +57,24 @@ def test_against_the_definition(spans: list[Span], head_dim: int, dtype: torch.d
         assert whole.isnan().all(), "what stands beside them is left as it was"
 
 
+@pytest.mark.parametrize(("head_dim", "dtype"), [(80, torch.bfloat16), (8, torch.float32)])
+def test_a_piece_of_a_prompt_goes_to_blocks(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Positions 13 to 40, of which the first three are stored already."""
+    pieces = [own[None] for own in torch.randn(LAYERS, HEADS, 27, 2, head_dim).to(dtype).to(device)]
+    none, spans = pieces[0].new_empty((LAYERS, 1, HEADS, 0, 2, head_dim)), [(0, 40, 40, 16)]
+    found, expected = ([own[:1] for own in blocks(head_dim, dtype)] for _ in range(2))
+    definition(pieces, expected, 16, spans, none, sink=0, ring=40, past=13)
+    tables = [torch.tensor([[data.data_ptr() for data in seq] for seq in own]).to(device) for own in found]
+    freeze(pieces, tables, 16, spans, none, sink=0, ring=40, past=13)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    for piece, mine, theirs in zip(pieces, found, expected, strict=True):
+        whole, other = torch.cat(mine[0], dim=1), torch.cat(theirs[0], dim=1)
+        torch.testing.assert_close(whole, other, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(whole[:, 16:40], piece[0, :, 3:].cpu())
+        assert torch.cat((whole[:, :16], whole[:, 40:]), dim=1).isnan().all()
+
+
 def test_what_a_method_evicts_is_read_alone(device: torch.device) -> None:
     slab, rows = torch.randn(SEQS, HEADS, 40, 2, 8, device=device), torch.empty(1, 1, HEADS, 4, 2, 8, device=device)
     freeze([slab], [None], 16, [(1, 6, 10, 10)], rows, sink=SINK, ring=RING)

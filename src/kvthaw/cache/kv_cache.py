@@ -21,6 +21,7 @@ from kvthaw.cache.layers import built, drop, indexed_layers, make_layers, note_l
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
+from kvthaw.cache.prompts import append
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.stats import Stats, collect
 from kvthaw.cache.step import Step
@@ -94,6 +95,7 @@ class KVCache:
             self._checkpoints.save(layer, step, (query, key, value), attention)
         out = take(step, query, key, value, attention)
         if step.dense:
+            append(self.offloaded if layer is self.layers[-1] else ())
             self.streams.device.fixed[layer.number] = layer.fixed_bytes()
         if layer is self.layers[-1]:
             self._commit(step)

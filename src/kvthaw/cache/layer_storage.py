@@ -81,29 +81,37 @@ class LayerStorage:
         return max(0, blocks - self.room // allocator.size) * allocator.held
 
     def append(
-        self, row: Row, query: Tensor, keys: Tensor, values: Tensor, remaining: int, passed: Tensor | None = None, *,
+        self, row: Row, queries: Tensor, keys: Tensor, values: Tensor, remaining: int, passed: Tensor | None = None, *,
         paused: bool = False,
     ) -> int:  # fmt: skip
         """Store and index a prompt's tokens [., n, D] of one sequence, which are what is stored from then on, in sink and ring too.
-        Returns where its ring begins then. paused: other sequences take steps before the rest of the prompt comes. passed: rows of
-        the whole prompt, whose last are written now."""
+        Returns where its ring begins then. passed: rows of the whole prompt, whose last are written now; the rest as for
+        index_prompt()."""
         regions, past, seq = self.slab.regions, row.past, row.seq
         length = past + keys.shape[1]
-        start = regions.first_indexed(length)
         keys, values = self.store.format.rounded(keys, values)
         if passed is not None:
             passed[:, past:, 0], passed[:, past:, 1] = keys, values
         self.offloader.prompt(seq, past, keys, values)
-        self.preallocate(seq, length)
-        if self.updater is not None and start > self.updater.indexed[seq]:
-            last = query if self.prompt_queries is None else query[:, -self.prompt_queries :]
-            self.updater.prompt(seq, start, keys, values, past, last, remaining, paused=paused)
+        start = self.index_prompt(row, queries, keys, values, remaining, paused=paused)
         sink = max(0, min(regions.sink, length) - past)
         if sink:
             self.slab.write(seq, past, torch.stack((keys[:, :sink], values[:, :sink]), dim=2))
         ring = max(start, past)
         if ring < length:
             self.slab.write(seq, ring, torch.stack((keys[:, ring - past :], values[:, ring - past :]), dim=2))
+        return start
+
+    def index_prompt(
+        self, row: Row, queries: Tensor, keys: Tensor, values: Tensor, remaining: int, *, paused: bool = False
+    ) -> int:
+        """Index a prompt's tokens [., n, D] of one sequence, which are stored. Returns where its ring begins then. queries: the
+        last ones. remaining: tokens of the prompt that are yet to come; paused: other sequences take steps before those."""
+        length = row.past + keys.shape[1]
+        start = self.slab.regions.first_indexed(length)
+        self.preallocate(row.seq, length)
+        if self.updater is not None and start > self.updater.indexed[row.seq]:
+            self.updater.prompt(row.seq, start, keys, values, row.past, queries, remaining, paused=paused)
         return start
 
     def indexes_whole(self, seq: int) -> bool:

@@ -11,7 +11,6 @@ A decode step, start to finish:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,12 +20,13 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block, HostMemory
 from kvthaw.cache.index_api import IndexContext, Transfer
 from kvthaw.cache.index_updater import IndexUpdater, Snapshot
-from kvthaw.cache.layer_base import AttentionParams, LayerKV, attend_rows, last_queries, reordered
+from kvthaw.cache.layer_base import AttentionParams, LayerKV, attend_rows, reordered
 from kvthaw.cache.layer_storage import LayerStorage, flush
 from kvthaw.cache.offloader import copied
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.preallocator import BlockPreallocator
+from kvthaw.cache.prompts import SHORT, Given, append, take_queries
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.sequences import Sequences
@@ -72,6 +72,7 @@ class OffloadedLayer(LayerKV):
         self._before: tuple[Step | None, dict[int, Tensor], Tensor | None] = None, {}, None  # a prefill; what was before it
         self._taken: tuple[Step | None, int] = None, 0
         self._prompts: dict[int, int] = {}  # where the rings begin of sequences whose prompts ended with the latest prefill
+        self.given: Given | None = None  # of a prefill, which append() has yet to store and index
         self.extremes: list[Tensor] = []  # of keys and values of prompts, not known to be finite
 
     # Reading
@@ -152,7 +153,9 @@ class OffloadedLayer(LayerKV):
             self.allocate(step, query, key, attention.scale)
         passed, ends = dict[int, Tensor](), self.sequences.announced and not step.remaining
         out = self._attend_dense(step, query, key, value, attention, passed if ends else None)
-        self.append(step, query, key, value, passed)
+        self._take(step, query, key, value, passed)
+        if key.nbytes > SHORT or len(key) > 1 or passed or self.on_host:
+            append([self])
         return out
 
     def _attend_dense(
@@ -176,23 +179,21 @@ class OffloadedLayer(LayerKV):
 
         return attend_rows(step, query, attend)
 
-    def append(
-        self, step: Step, query: Tensor, key: Tensor, value: Tensor, passed: Mapping[int, Tensor] = MappingProxyType({})
-    ) -> None:
-        assert self.plan is not None
+    def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
+        self._take(step, query, key, value, {})
+        append([self])
+
+    def _take(self, step: Step, query: Tensor, key: Tensor, value: Tensor, passed: Mapping[int, Tensor]) -> None:
+        """Take what append() is to store and index."""
         ring = self.slab.held().clone() if step.start and self.settings.method.evicts else None
         self._before = step, dict(self.recent_queries), ring
-        self.extremes += *torch.aminmax(key), *torch.aminmax(value)
-        ends = {}
-        for row in step.rows():
-            q = query[row.row, :, row.pad - step.tokens :]  # a clone has the last queries only
-            k, v = (x[row.row, :, row.pad :] for x in (key, value))
-            known, paused = self.recent_queries.get(row.seq), row.seq in self.sequences.paused
-            self.recent_queries[row.seq] = last_queries(known, q, row.past, self.storage.prompt_queries)
-            ends[row.seq] = self.storage.append(row, q, k, v, step.remaining, passed.get(row.seq), paused=paused)
-        self._taken = step, step.tokens
-        self._prompts = ends if self.sequences.announced and not step.remaining else {}
-        self.storage.index_ahead(self._prompts, self.recent_queries, passed)
+        last = take_queries(step, query, self.recent_queries, self.storage.prompt_queries)
+        self.given = Given(step, key, value, last, passed)
+
+    def appended(self, given: Given, ends: Mapping[int, int]) -> None:
+        self._taken = given.step, given.step.tokens
+        self._prompts = dict(ends) if self.sequences.announced and not given.step.remaining else {}
+        self.storage.index_ahead(self._prompts, self.recent_queries, given.passed)
         self.sparse.follow_blocks()  # beside the layers that follow; the next step would wait for it
 
     def resume(self, step: Step, blocks: Mapping[int, Sequence[Block]], kept: Mapping[int, Snapshot]) -> None:
@@ -331,6 +332,7 @@ class OffloadedLayer(LayerKV):
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
         if not repeated:
             self.drop_search()
+        self.given = None
         if self.plan is None:
             return
         if failed is not None and self.storage.updater is not None:

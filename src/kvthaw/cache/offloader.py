@@ -12,6 +12,7 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.streams import Streams
+from kvthaw.errors import HostMemoryError
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.freeze import Span, freeze
 from kvthaw.kernels.freeze import definition as freeze_definition
@@ -162,6 +163,39 @@ def offload(offloaders: Sequence[Offloader], spans: Sequence[Span]) -> Tensor:
         for each in offloaders:
             each.store.arrive(copied, ordered=True)
     return rows
+
+
+def offload_prompt(offloaders: Sequence[Offloader], seq: int, past: int, rows: Tensor) -> None:
+    """Copy rows [L, H, n, 2, D] of a sequence's prompt, from position `past` on, to the stores of layers of one kind, as far as
+    they lack them, which is equally far; after what of the first `past` tokens is only in rings. One copy beside later work, else
+    as Offloader.prompt(). Raises HostMemoryError before any store has more rows."""
+    one, stores, length = offloaders[0], [each.store for each in offloaders], past + rows.shape[2]
+    if not one.keeps:
+        return
+    for each in offloaders:
+        each.up_to({seq: past})
+    stored = one.store.length(seq)
+    try:
+        with one.streams.beside(rows.device):  # where blocks are written to first
+            for store in stores:
+                store.claim(seq, length)
+    except HostMemoryError:
+        for store in stores:
+            store.truncate(seq, store.length(seq))
+        raise
+    slabs, spans = [own[None] for own in rows], [(0, length, length, stored)]
+    how: dict[str, Any] = {"sink": 0, "ring": length, "past": past, "format": one.store.format}
+    none = rows.new_empty((len(rows), 1, rows.shape[1], 0, *rows.shape[3:]))  # an index takes them where they are
+    by_kernel = one.on_gpu and rows[0].nbytes % 16 == 0  # which reads 16 bytes at once
+    tables = [store.table_on(rows.device)[seq : seq + 1] for store in stores] if by_kernel else []
+    with one.streams.offloading(stores, rows):
+        if by_kernel:
+            freeze(slabs, tables, one.store.block_size, spans, none, **how)
+        else:
+            blocks = [[[block.data for block in store.blocks(seq)]] for store in stores]
+            freeze_definition(slabs, blocks, one.store.block_size, spans, none, **how)
+    for store in stores:
+        store.extend(seq, length)
 
 
 def _copy(offloaders: Sequence[Offloader], spans: Sequence[Span]) -> Tensor:

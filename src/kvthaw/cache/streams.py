@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import Any, TypeVar
 
@@ -63,6 +63,10 @@ class Streams:
             self.device.streams.append(self._stream)
         return self._stream
 
+    def beside(self, device: torch.device) -> AbstractContextManager[object]:
+        """Within it the copy stream is the current one, where the device is a GPU."""
+        return torch.cuda.stream(self.copy_stream(device)) if device.type == "cuda" else nullcontext()
+
     def follow(self, device: torch.device) -> None:
         """Remember the stream that the model runs on: whichever thread takes memory that was freed waits for what it may read."""
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
@@ -71,22 +75,30 @@ class Streams:
                 self.device.streams.append(current)
 
     def offload(self, store: HostStore, seq: int, keys: Tensor, values: Tensor) -> None:
-        """Append keys and values [H, n, D] to a sequence; the store knows when they have arrived.
+        """Append keys and values [H, n, D] to a sequence; see offloading()."""
+        with self.offloading([store], keys, values):
+            store.append(seq, torch.stack((keys, values), dim=2), non_blocking=keys.is_cuda)
 
-        On a GPU the copy goes beside later work; the device waits for the layer before the last, so that only few layers are
+    @contextmanager
+    def offloading(self, stores: Sequence[HostStore], *used: Tensor) -> Iterator[None]:
+        """Within it, rows of tensors are copied to stores, which know when they have arrived.
+
+        On a GPU the copy goes beside later work; the device waits for the one before the last, so that what few layers gave is
         ever held twice.
         """
-        if keys.device.type != "cuda":
-            store.append(seq, torch.stack((keys, values), dim=2))
+        device = used[0].device
+        if device.type != "cuda":
+            yield
             return
-        current, stream = torch.cuda.current_stream(keys.device), self.copy_stream(keys.device)
+        current, stream = torch.cuda.current_stream(device), self.copy_stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            store.append(seq, torch.stack((keys, values), dim=2), non_blocking=True)
-            for tensor in (keys, values):
+            yield
+            for tensor in used:
                 tensor.record_stream(stream)
             done = stream.record_event()
-        store.arrive(done, ordered=False)
+        for store in stores:
+            store.arrive(done, ordered=False)
         self._copies.append(done)
         if len(self._copies) > self._IN_FLIGHT:
             current.wait_event(self._copies.popleft())

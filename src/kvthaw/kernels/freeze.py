@@ -28,16 +28,19 @@ def definition(
     *,
     sink: int,
     ring: int,
+    past: int = 0,
     format: RowFormat | None = None,
 ) -> None:
     """Copy the rows of each span from the sink and ring of L slabs [B, H, N, 2, D]: positions stored .. stop to host blocks,
     positions start .. stop to rows [L, R, H, n, 2, D], of which later ones than the span's stay as they are.
 
+    past: the position of a slab's first slot, if it holds a piece of a prompt: then sink is 0 and ring at least its end.
+
     Row t of layer l and sequence b goes to blocks[l][b][t // block_size][:, t % block_size]. format: of the blocks, None for the
     slabs'; what it rounds is rounded in the slab, and in rows too."""
     for slab, own, taken in zip(slabs, blocks, rows, strict=True):
         for (seq, start, stop, stored), out in zip(spans, taken, strict=True):
-            place = place_of(torch.arange(stored, stop, device=slab.device), sink, ring)
+            place = place_of(torch.arange(stored, stop, device=slab.device), sink, ring) - past
             leaving = slab[seq].index_select(1, place)
             if format is not None and (encoded := format.encode(leaving)) is not leaving:
                 slab[seq].index_copy_(1, place, format.decode(encoded))
@@ -47,7 +50,7 @@ def definition(
                 some, leaving = leaving[:, : block_size - offset], leaving[:, block_size - offset :]
                 own[seq][number][:, offset : offset + some.shape[1]].copy_(some, non_blocking=True)
                 stored += some.shape[1]
-            place = place_of(torch.arange(start, stop, device=slab.device), sink, ring)
+            place = place_of(torch.arange(start, stop, device=slab.device), sink, ring) - past
             out[:, : stop - start] = slab[seq].index_select(1, place)
 
 
@@ -57,9 +60,9 @@ if HAS_TRITON:
 
     from kvthaw.kernels.row_format import copy_words, store_part
 
-    @triton.jit(do_not_specialize=["count", "most", "sink", "ring"])
+    @triton.jit(do_not_specialize=["count", "most", "sink", "ring", "past"])
     def _freeze(
-        numbers, rows, count, most, block_size, width, sink, ring, seq_stride, head_stride,
+        numbers, rows, count, most, block_size, width, sink, ring, past, seq_stride, head_stride,
         BLOCK: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr,
     ):  # fmt: skip
         # Program (token, head, sequence of a layer) copies 2 D contiguous elements, as 32-bit words; if DIM is given it stores them
@@ -69,7 +72,7 @@ if HAS_TRITON:
         seq, start, stop, stored = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
         row = tl.minimum(start, stored) + i
         if row < stop:
-            place = tl.where(row < sink, row, sink + (row - sink) % ring)
+            place = tl.where(row < sink, row, sink + (row - sink) % ring) - past
             # The compiler cannot infer the alignment of an address that it loads.
             source = tl.multiple_of(tl.load(layer).to(rows.dtype), 16) + seq * seq_stride + h * head_stride
             table = tl.load(layer + 1).to(tl.pointer_type(tl.int64)) + seq * tl.load(layer + 2)
@@ -101,6 +104,7 @@ def freeze(
     *,
     sink: int,
     ring: int,
+    past: int = 0,
     format: RowFormat | None = None,
 ) -> None:
     """Launch the kernel: as `definition`, on the slabs' current stream, without a sync.
@@ -117,7 +121,8 @@ def freeze(
     words, width, how = copying(rows[0], format)
     longest = max(stop - min(start, stored) for _, start, stop, stored in spans)
     _freeze[(max(1, longest), like.shape[1], len(spans) * len(slabs))](
-        torch.tensor(numbers).to(like.device, non_blocking=True), words, len(spans), rows.shape[3], block_size, width, sink, ring,
+        torch.tensor(numbers).to(like.device, non_blocking=True), words, len(spans), rows.shape[3], block_size, width,
+        sink, ring, past,
         *like.view(words.dtype).stride()[:2],
         **how,
     )  # fmt: skip

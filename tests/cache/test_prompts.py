@@ -1,0 +1,87 @@
+"""What layers store and index of a short prompt, all at once, is what each would alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import kvthaw
+from kvthaw.cache import offloaded_layer
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.engine.hf import PreTrainedModel
+from kvthaw.kernels.freeze import definition
+from zoo import build, prompt
+
+
+def held(kv: KVCache, seqs: int) -> list[torch.Tensor]:
+    """Sinks, rings and rows of all layers."""
+    found = []
+    for layer in kv.layers:
+        assert isinstance(layer, OffloadedLayer)
+        kept = layer.storage.offloader.keeps
+        found += [layer.slab.held()] + [layer.store.read(i, 0, layer.store.length(i)) for i in range(seqs if kept else 0)]
+    return found
+
+
+def serve(llama: PreTrainedModel, name: str, **settings: Any) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Two requests that join one after the other, prompts in chunks: their tokens and what the cache holds at the end."""
+    batch = kvthaw.Batch(llama, name, max_seqs=2, capacity=200, prefill_chunk=70, budget=48, dense_layers=0, **settings)
+    requests = [batch.join(prompt(1, n, seed=n)[0], max_new_tokens=30, stop=()) for n in (150, 33)]
+    while not all(len(request.tokens) > 6 for request in requests):
+        batch.step()
+    batch.cache.wait()
+    return [list(request.tokens) for request in requests], held(batch.cache.kv, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [(name, {}) for name in ("pariskv-plus", "clusterkv-plus", "snapkv", "infinigen", "streaming")]
+    + [("prkv", {"kv_dtype": "fp8"}), ("clusterkv-plus", {"block_size": 16, "device_memory": 1 << 14})],
+)
+def test_layers_are_as_if_each_had_stored_its_own(name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = build("llama", num_hidden_layers=3)
+    together = serve(llama, name, **settings)
+    monkeypatch.setattr(offloaded_layer, "SHORT", 0)
+    alone = serve(llama, name, **settings)
+    assert together[0] == alone[0]
+    for mine, theirs in zip(together[1], alone[1], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_prompt_is_offloaded_by_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(slabs: Sequence[torch.Tensor], *args: Any, **how: Any) -> None:
+        calls.append(len(slabs))
+        definition(slabs, *args, **how)
+
+    monkeypatch.setattr("kvthaw.cache.offloader.freeze_definition", counted)
+    model = build("llama", num_hidden_layers=5)
+    batch = kvthaw.Batch(model, "pariskv-plus", max_seqs=2, capacity=200, budget=48, dense_layers=2)
+    batch.prefill(batch.join(prompt(1, 90)[0]))
+    assert calls == [3]
+
+
+def test_a_prompt_that_fails_in_a_later_layer_leaves_nothing_to_store() -> None:
+    model = build("llama", num_hidden_layers=3)
+    batch = kvthaw.Batch(model, "pariskv-plus", max_seqs=2, capacity=200, budget=48, dense_layers=0)
+    first = batch.join(prompt(1, 90)[0], max_new_tokens=3, stop=())
+    bytes_before = batch.stats().kv_host_bytes
+    hook = model.model.layers[2].register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("no more")))
+    with pytest.raises(RuntimeError, match="no more"):
+        batch.prefill(first)
+    hook.remove()
+    assert all(layer.given is None for layer in batch.cache.kv.offloaded)
+    assert batch.stats().kv_host_bytes == bytes_before
+    again = batch.join(prompt(1, 90)[0], max_new_tokens=3, stop=())
+    while not again.finished:
+        batch.step()
+    alone = kvthaw.Batch(model, "pariskv-plus", max_seqs=1, capacity=200, budget=48, dense_layers=0)
+    request = alone.join(prompt(1, 90)[0], max_new_tokens=3, stop=())
+    while not request.finished:
+        alone.step()
+    assert again.tokens == request.tokens
