@@ -10,7 +10,10 @@ method's tokens are first compared, on a tiny model, with those of the requests 
 from __future__ import annotations
 
 import statistics
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +39,40 @@ MOST = 2000
 
 
 class Watch:
-    """Takes steps of a scheduler, each timed. steps: of each the time, tokens of prompts that it brought and those before them,
-    the layers it indexed, and the memory that was page-locked meanwhile. What it launched for a prompt the next one waits for."""
+    """Takes steps of a scheduler, each timed. steps: of each the time, tokens of prompts that it brought and those before them, the
+    layers it indexed, the memory that was page-locked meanwhile, and what the step itself did to that end (`lock`), launched of a
+    prompt (`launch`, locks included) and waited for the chunk before (`wait`): calls and milliseconds. What a step launches for a
+    prompt the next one waits for."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler, self.steps, self._locked = scheduler, list[dict[str, Any]](), 0
-        lock = page_locked.page_lock
+        self._scheduler, self.steps, self._sums = scheduler, list[dict[str, Any]](), dict[str, float]()
+        batch, lock, own = scheduler.batch, page_locked.page_lock, threading.get_ident()
+
+        def timed(name: str, call: Callable[..., Any], *given: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return call(*given)
+            finally:
+                if threading.get_ident() == own:
+                    self._add(name, 1)
+                    self._add(f"{name}_ms", round(1000 * (time.perf_counter() - begin), 2))
 
         def counted(size: int, blocks: int, runtime: Any) -> Any:
-            self._locked += size * blocks
-            return lock(size, blocks, runtime)
+            self._add("locked_mb", size * blocks >> 20)
+            return timed("lock", lock, size, blocks, runtime)
 
         page_locked.page_lock = counted
+        batch._prefill = partial(timed, "launch", batch._prefill)  # type: ignore[method-assign]
+        finite = batch.cache.kv.finite
+        finite.prompt = partial(timed, "wait", finite.prompt)  # type: ignore[method-assign]
+
+    def _add(self, name: str, value: float) -> None:
+        self._sums[name] = self._sums.get(name, 0) + value
 
     def step(self) -> float:
         """Take a step, whose tokens come back to the host. Returns the seconds that it took."""
-        scheduler, locked, stale = self._scheduler, self._locked, self._stale()
+        scheduler, stale = self._scheduler, self._stale()
+        self._sums.clear()
         before = {request: request.prefilled for request in scheduler.batch.requests}
         begin = time.perf_counter()
         scheduler.step()
@@ -59,7 +80,7 @@ class Watch:
         depths = {one: before.get(one, 0) for one in (*before, *scheduler.batch.requests)}
         moved = [(one.prefilled - depth, depth) for one, depth in depths.items() if one.prefilled > depth]
         step = {"step": len(self.steps), "ms": round(1000 * took, 2), "chunks": moved}
-        step |= {"indexed": max(0, stale - self._stale()), "locked_mb": (self._locked - locked) >> 20}
+        step |= {"indexed": max(0, stale - self._stale()), "locked_mb": 0, **self._sums}
         self.steps.append(step)
         return took
 
@@ -101,7 +122,8 @@ def serve(scheduler: Scheduler, others: list[Tensor], long: Tensor, short: Tenso
             f"{name}_max_s": ranked[-1],
             f"{name}_steps": len(ranked),
         }
-    return found | {"longest": sorted(watch.steps, key=lambda step: -step["ms"])[:8]}
+    locks = {name: sum(step.get(name, 0) for step in watch.steps) for name in ("lock", "lock_ms", "locked_mb")}
+    return found | locks | {"longest": sorted(watch.steps, key=lambda step: -step["ms"])[:8]}
 
 
 def alone(scheduler: Scheduler, long: Tensor) -> float:

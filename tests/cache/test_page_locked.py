@@ -178,6 +178,44 @@ def test_what_will_be_asked_for_soon_is_taken_by_the_same_call(runtime: Runtime)
         blocks += [memory.tensor(SHAPE, torch.bfloat16) for _ in range(2)]
     memory.prepare(HUGE, 2, 1000)
     assert list(runtime.held.values()) == [8 * HUGE, 128 * HUGE], "as much as one call takes"
+    blocks += [memory.tensor(SHAPE, torch.bfloat16) for _ in range(128)]
+    for _ in range(4):
+        memory.prepare(HUGE, 1, 4)
+        blocks.append(memory.tensor(SHAPE, torch.bfloat16))
+    assert list(runtime.held.values())[2:] == [4 * HUGE], "where each asks for one, too"
+
+
+def test_what_is_expected_is_taken_once_and_within_limits(runtime: Runtime) -> None:
+    memory, free = made(runtime), [1 << 40]
+    memory._available = lambda: free[0]
+    held = memory.tensor(SHAPE, torch.bfloat16)
+    assert memory.expect(HUGE, 200)
+    memory.take_ahead()
+    assert list(runtime.held.values()) == [HUGE, 128 * HUGE, 72 * HUGE]
+    assert not memory.expect(HUGE, 200), "it is there"
+    blocks = [memory.tensor(SHAPE, torch.bfloat16) for _ in range(150)]
+    assert memory.expect(HUGE, 60), "ten are lacking: as many as were asked for come, not one by one"
+    memory.take_ahead()
+    assert memory.spare_bytes == 110 * HUGE
+    assert memory.expect(HUGE, 120, most=113)
+    memory.take_ahead()
+    assert memory.spare_bytes == 113 * HUGE, "no more than there is room for"
+    free[0] = 4 * 120 * HUGE
+    assert memory.expect(HUGE, 300)
+    memory.take_ahead()
+    assert memory.spare_bytes == 113 * HUGE, "a quarter of what is free may stay unused"
+    free[0] = 1 << 40
+    memory.take_ahead()
+    assert memory.spare_bytes == 113 * HUGE, "until it is asked for again"
+    assert memory.expect(HUGE, 300)
+    assert not memory.expect(HUGE, 0)
+    memory.take_ahead()
+    runtime.limit = 0
+    assert memory.expect(HUGE, 300)
+    memory.take_ahead()
+    assert memory.spare_bytes == 113 * HUGE
+    assert not any(memory._coming.values())
+    del held, blocks
 
 
 def test_what_was_page_locked_together_is_given_back_together(runtime: Runtime) -> None:
@@ -298,3 +336,30 @@ def test_what_a_side_stream_reads_is_not_used_again_by_another_thread(device: to
     thread.join()
     side.synchronize()
     assert bool((there == 1).all())
+
+
+@pytest.mark.gpu
+def test_gpu_memory_is_taken_ahead_while_a_step_is_captured(device: torch.device) -> None:
+    """By a thread that knows nothing of it."""
+    cache, size = HostMemory(), SHAPE[0] * SHAPE[1] * SHAPE[2] * 2
+    there, failed = torch.zeros(8, device=device), list[Exception]()
+
+    def take() -> None:
+        try:
+            if (ahead := cache.expect(300, size)) is not None:
+                ahead()
+        except Exception as error:
+            failed.append(error)
+
+    thread, graph = threading.Thread(target=take), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        there.add_(1)
+        thread.start()
+        thread.join()
+        there.add_(1)
+    graph.replay()
+    assert not failed
+    assert host_memory._page_locked.spare_bytes >= 300 * HUGE
+    block = cache.allocate(SHAPE, torch.bfloat16, pinned=True).fill_(1)
+    assert bool((block.to(device, non_blocking=True) == 1).all())
+    assert there.tolist() == [2.0] * 8

@@ -161,7 +161,7 @@ class HostStore:
     def claim(self, seq: int, length: int) -> None:
         """Allocate what appending up to `length` tokens of a sequence takes, copies of shared blocks included."""
         blocks = self._blocks[seq]
-        self.allocator.prepare(-(-length // self.block_size) - len(blocks))
+        self.allocator.prepare(seq, -(-length // self.block_size) - len(blocks))
         while len(blocks) * self.block_size < length:
             blocks.append(self.allocator.allocate(seq))
             self.version += 1

@@ -136,8 +136,15 @@ class HostMemory:
         if self.limit is not None:
             room = (self.limit - self.used) // held_bytes(size, pinned=pinned)
             count, soon = min(count, room), min(soon, room)
-        if pinned and count > 1 and size > HUGE // 2:
+        if pinned and count > 0 and size > HUGE // 2:
             _page_locked.prepare(size, count, soon)
+
+    def expect(self, count: int, size: int) -> Callable[[], None] | None:
+        """Return what takes page-locked memory for so many blocks of so many bytes, on a thread beside the steps, for allocate() to
+        give; None where there is enough. A later call takes the place of this one: with 0, nothing more is taken."""
+        room = None if self.limit is None else max(0, (self.limit - self.used) // held_bytes(size, pinned=True))
+        few = size > HUGE // 2 and _page_locked.expect(size, count if room is None else min(count, room), room)
+        return _page_locked.take_ahead if few else None
 
     @property
     def used(self) -> int:
@@ -247,10 +254,14 @@ class BlockAllocator:
         if seq not in self.ahead:
             self.ahead[seq] = self.new()
 
-    def prepare(self, count: int) -> None:
-        """Have memory at hand for so many new blocks, which is faster than to take them one by one."""
+    def prepare(self, seq: int, count: int) -> None:
+        """Have memory at hand for so many more blocks of a sequence, which is faster than to take them one by one."""
+        self.memory.prepare(self.lacks(seq, count), self.size, pinned=self.pinned)
+
+    def lacks(self, seq: int, count: int) -> int:
+        """Return how much host memory, in blocks, so many more blocks of a sequence take."""
         near = 0 if self.device is None else max(0, self.device.room) // self.size
-        self.memory.prepare(count - near, self.size, pinned=self.pinned)
+        return max(0, count - near - (seq in self.ahead))
 
     def nbytes(self, *, on_device: bool = False) -> int:
         """Return the bytes of host or device memory of the blocks allocated ahead."""

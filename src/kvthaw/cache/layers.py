@@ -78,6 +78,14 @@ def indexed_layers(layers: Sequence[object]) -> list[tuple[OffloadedLayer, Index
     return [(layer, layer.storage.updater) for layer in offloaded if layer.storage.updater is not None]
 
 
+def expect(layers: Sequence[object], seq: int, tokens: int) -> None:
+    """See BlockPreallocator.expect; the layers are those whose rows are kept."""
+    some = [layer.storage for layer in layers if isinstance(layer, OffloadedLayer) and layer.plan is not None]
+    stores = [storage.store for storage in some if storage.offloader.keeps]
+    for storage in some[:1]:
+        storage.preallocator.expect(stores, seq, tokens)
+
+
 def wait_indexed(layers: Sequence[object]) -> None:
     """Wait until indexes have been given all tokens, and raise what went wrong. Copies to the host may be under way."""
     for _, updater in indexed_layers(layers):

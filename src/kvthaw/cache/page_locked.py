@@ -3,7 +3,7 @@
 The system gives memory as it is first written to, page by page, and page-locking costs by the page and by the call. So blocks have
 2 MiB pages where the system has them; those that are wanted together are written to on several threads and page-locked together:
 4 GiB take .24 s then, and 1.9 as torch page-locks them (H200). What is free again stays page-locked for the next block, a quarter
-of what the host has free at most; the rest is given back.
+of what the host has free at most; the rest is given back. What a long prompt will need is taken ahead within the same limit.
 """
 
 from __future__ import annotations
@@ -86,14 +86,15 @@ class PageLocked:
         self._available, self._runtime = available, runtime
         self._freed: deque[tuple[_Block, int, Sequence[Any]]] = deque()  # a finalizer appends
         self._spare: dict[int, deque[tuple[_Block, list[Any]]]] = {}
+        self._expected, self._coming = Counter[int](), Counter[int]()  # blocks of a size: to be taken ahead, and being taken
         self._lock = threading.Lock()
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes that are page-locked and unused."""
+        """Bytes that are page-locked and unused, with those that are being taken ahead."""
         self._settle()
         with self._lock:
-            return sum(size * len(held) for size, held in self._spare.items())
+            return self._unused_bytes()
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, streams: Sequence[torch.cuda.Stream] = ()) -> Tensor:
         """Return an uninitialised tensor, to be written on any stream or the host: whatever read its memory before is done.
@@ -113,14 +114,58 @@ class PageLocked:
         with self._lock:
             held = len(self._spare.get(size, ()))
         count, soon = count - held, soon - held
-        while count > 1:
+        while count > 0 and max(count, soon) > 1:
             try:
                 made = self._new(size, min(max(count, soon), max(1, _AT_ONCE // size)))
             except OSError:
                 return
-            with self._lock:
-                self._spare.setdefault(size, deque()).extendleft((block, []) for block in made)
+            self._keep(size, made)
             count, soon = count - len(made), soon - len(made)
+
+    def expect(self, size: int, count: int, most: int | None = None) -> bool:
+        """Have take_ahead() take memory for so many tensors of so many bytes each; a later call takes the place of this one. most:
+        how many tensors there is room for, None: not known. Returns whether there is anything to take."""
+        size = locked_bytes(size)
+        with self._lock:
+            held = len(self._spare.get(size, ())) + self._coming[size]
+            lack = count - held
+            if lack > 0:  # not one by one, where others take some meanwhile
+                lack = max(lack, min(count, _AT_ONCE // size))
+                lack = lack if most is None else min(lack, most - held)
+            self._expected[size] = max(0, lack)
+            return lack > 0
+
+    def take_ahead(self) -> None:
+        """Take what is expected, on a thread that nobody waits for, as far as so much may stay unused; what then lacks is taken by
+        whoever needs it. Notes nothing that was freed: the events of a step that is captured are no other thread's."""
+        while (found := self._next_expected()) is not None:
+            made = list[_Block]()
+            try:
+                made = self._new(*found)
+            except OSError:
+                with self._lock:
+                    self._expected.clear()
+            finally:
+                self._keep(found[0], made, found[1])
+
+    def _next_expected(self) -> tuple[int, int] | None:
+        """Return the size and number of blocks to take ahead by one call, None for none."""
+        free = self._available()
+        with self._lock:
+            for size, expected in self._expected.items():
+                count = min(expected, max(1, _AT_ONCE // size))
+                if count and (free is None or (self._unused_bytes() + size * count) * _SHARE <= free):
+                    self._expected[size] -= count
+                    self._coming[size] += count
+                    return size, count
+                self._expected[size] = 0
+        return None
+
+    def _keep(self, size: int, made: Sequence[_Block], coming: int = 0) -> None:
+        """Hold new blocks for those who ask first; so many were on their way."""
+        with self._lock:
+            self._spare.setdefault(size, deque()).extendleft((block, []) for block in made)
+            self._coming[size] -= coming
 
     def _new(self, size: int, count: int) -> list[_Block]:
         """Return so many new blocks, or fewer where memory is short. Raises OSError where there is none."""
@@ -131,6 +176,10 @@ class PageLocked:
             raise OSError(f"{free:,} bytes are free")
         with _a_device_in_use():
             return page_lock(size, count if free is None else min(count, free // size), self._runtime())
+
+    def _unused_bytes(self) -> int:
+        coming = sum(size * count for size, count in self._coming.items())
+        return coming + sum(size * len(held) for size, held in self._spare.items())
 
     def _unused(self, size: int) -> _Block | None:
         """Return memory of a size that nothing on the device may read any more."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.streams import Streams
@@ -37,6 +38,18 @@ class BlockPreallocator:
         """Return whether a sequence of `length` tokens may need its next block before its next turn."""
         steps = store.reserved(seq) + regions.window + 1 - length  # until it is needed, or some more
         return steps < self.rounds(store, regions)
+
+    def expect(self, stores: Sequence[HostStore], seq: int, tokens: int) -> None:
+        """Page-lock, on a thread beside the steps, what these stores will take until a sequence has so many tokens, and its next
+        block: chunks of its prompt, which others' steps wait for, find it there. Without tokens, no more is taken."""
+        needs = Counter[int]()
+        for store in stores:
+            blocks = -(-tokens // store.block_size) + 1 - store.reserved(seq) // store.block_size
+            needs[store.allocator.size] += store.allocator.lacks(seq, blocks) if tokens and store.pinned else 0
+        for size, count in needs.items():
+            take = self._streams.memory.expect(count, size)
+            if take is not None:
+                self._streams.run_beside(take)
 
     def take(self, store: HostStore, seq: int) -> None:
         """Take the next block of a sequence."""

@@ -2,7 +2,7 @@
 
 While the device computes the next layers, keys and values of a finished one leave it on a stream of their own, and a thread
 indexes them as soon as they have arrived, another those of the layer behind it. Another searches with predicted queries, two more
-build indexes of prompts, and of sequences that join others.
+build indexes of prompts, and of sequences that join others, and one page-locks memory for what is to come.
 """
 
 from __future__ import annotations
@@ -146,6 +146,10 @@ class Streams:
             return job()
 
         return self._threads[name].submit(run)
+
+    def run_beside(self, job: Callable[[], None]) -> None:
+        """Run a job that nobody waits for on a thread of its own."""
+        self._on("kvthaw-memory", None, job)
 
     def drain(self) -> None:
         """Wait until the threads have run every job that they were given."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.layers import wait_indexed
+from kvthaw.cache.layers import expect, wait_indexed
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.swapped import Swapped
 from kvthaw.engine.admission import Admission
@@ -189,6 +189,7 @@ class Batch:
             stop = request.prompt if self.cache.prefills_whole else min(request.prompt, start + (tokens or self.prefill_chunk))
             logits = self._prefill(request, start, stop)
             request.prefilled = stop
+            expect(self.cache.kv.layers, request.seq, request.prompt if stop < request.prompt else 0)
             self.cache.kv.finite.prompt(request.seq, self.cache.kv.offloaded)
             if stop == request.prompt:
                 self._indexing[request] = logits
@@ -396,5 +397,7 @@ class Batch:
                 request.error = error
         self._seqs[request.seq] = self._decoding[request.seq] = None
         self._joined.remove(request)
+        if 0 < request.prefilled < request.prompt:
+            expect(self.cache.kv.layers, request.seq, 0)
         self._indexing.pop(request, None)
         self._empty(request.seq, later=later)
