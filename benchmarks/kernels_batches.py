@@ -84,10 +84,11 @@ def attention(method: str, tokens: int, batch: int, *, eight: bool) -> dict[str,
         [replace(step, selected=one) for one in chosen],
         torch.zeros(batch * HEADS + 1, dtype=torch.int32, device="cuda"),
     )
-    own, first = of_first(step), replace(chosen[0], rows=chosen[0].rows[:1], table=table[:1])
+    own, mine = of_first(step), rows.int()[:1].contiguous()
+    first = replace(chosen[-1], rows=mine, table=table[:1])
     keys, values = in_place.definition(first, [list(blocks[: table.shape[1]])], own.keys, own.values, regions.held)
-    want = definition(replace(own, keys=keys, values=values, visible=first.rows >= 0)).out
-    error = agree(flash_decode(steps[0], tickets)[:1], want, "flash_decode over rows in blocks")
+    want = definition(replace(own, keys=keys, values=values, visible=mine >= 0)).out
+    error = agree(flash_decode(steps[-1], tickets)[:1], want, "flash_decode over rows in blocks")
     seconds = replay_time([partial(flash_decode, one, tickets) for one in steps])
     moved = batch * HEADS * (count * format.row_bytes + regions.held * 2 * DIM * _DTYPE.itemsize)
     line = {

@@ -112,9 +112,18 @@ def test_what_full_attention_holds_can_be_cropped_reordered_forked_and_saved(lla
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_batch_changes_by_its_tokens_and_back_when_it_is_empty(llama: PreTrainedModel) -> None:
-    settings: dict[str, Any] = {"max_seqs": 3, "capacity": 128, **SMALL, "budget": 4096}
-    batch, full = (Batch(llama, method, **settings, **more) for method, more in (("oracle", {"full_below": 40}), ("full", {})))
+def kv_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Of so many tokens in all layers."""
+    config = model.config
+    return 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize * config.num_hidden_layers * tokens
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_batch_changes_by_its_tokens_and_back_when_it_is_empty(llama: PreTrainedModel, *, blocks: bool) -> None:
+    """Whether full attention has room for the capacity of all sequences, or takes blocks as tokens come."""
+    settings: dict[str, Any] = {"max_seqs": 3, "capacity": 512 if blocks else 128, **SMALL, "budget": 4096}
+    more: dict[str, Any] = {"full_below": 40, "device_memory": kv_bytes(llama, 400) if blocks else None}
+    batch, full = Batch(llama, "oracle", **settings, **more), Batch(llama, "full", **settings)
     for lengths in ((30, 30, 70), (20,)):
         in_force = []
         for length in lengths:
@@ -123,11 +132,43 @@ def test_a_batch_changes_by_its_tokens_and_back_when_it_is_empty(llama: PreTrain
                 for each in (batch, full):
                     each.step()
             in_force.append(batch.stats().method)
+            assert batch.cache.kv.chooser.in_blocks == (blocks and in_force[-1] == "full")
             assert joined[0].tokens == joined[1].tokens
         assert in_force == (["full", "full", "oracle"] if len(lengths) > 1 else ["full"])
         while batch.requests:
             mine, its = batch.step(), full.step()
             assert [request.tokens for request in mine] == [request.tokens for request in its]
+
+
+def test_full_attention_in_blocks_takes_memory_for_the_tokens_there_are(llama: PreTrainedModel) -> None:
+    """Prompts in chunks, requests that give their places back and go on, steps that fail: tokens are those of full attention, no
+    row is on the host, and nothing is left."""
+    room = kv_bytes(llama, 900)
+    how: dict[str, Any] = {"max_seqs": 4, "capacity": 512, "prefill_chunk": 24, **SMALL}
+    batch, full = (
+        Batch(llama, name, **how, **more)
+        for name, more in (("pariskv-plus", {"full_below": 150, "device_memory": room}), ("full", {}))
+    )
+    prompts = [prompt(1, length, seed=length)[0] for length in (5, 90, 33, 70, 12, 64)]
+    told = []
+    for each in (batch, full):
+        waiting, requests, steps = list(prompts), [], 0
+        while waiting or each.requests:
+            while waiting and each.free:
+                requests.append(each.join(waiting.pop(0), max_new_tokens=40, stop=()))
+            each.step()
+            steps += 1
+            if steps == 12:
+                assert each.preempt(requests[0])
+                each.join(requests[0])
+            stats = each.stats()
+            assert (stats.method, stats.kv_host_bytes) == ("full", 0)
+        told.append([request.tokens for request in requests])
+    assert told[0] == told[1]
+    kv = batch.cache.kv
+    assert kv.chooser.in_blocks
+    assert stats.kv_dense_bytes <= room
+    assert sum(layer.store.nbytes() + layer.store.nbytes(on_device=True) for layer in kv.offloaded) == 0
 
 
 def test_a_step_that_fails_is_taken_again_behind_the_change(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,8 +215,10 @@ def attention(dtype: torch.dtype, dim: int) -> None:
     ):
         tally = None if slots is not None else (empty(2, HEADS), empty(4, dtype=torch.int64))
         selected = Selected(empty(2, HEADS, places), slots, empty(2, 8, dtype=torch.int64), 1024, tally, format)
-        step = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], regions=regions, selected=selected, **how)
-        flash_decode.flash_decode(step)
+        every = Selected(None, None, selected.table, 1024, None, format, places)
+        for each in (selected,) if slots is not None else (selected, every):
+            step = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], regions=regions, selected=each, **how)
+            flash_decode.flash_decode(step)
     tables = empty(2, HEADS, 9000), empty(2, HEADS, 101), empty(2, HEADS, 101), empty(4, dtype=torch.int64)
     admit.admit(empty(2, HEADS, 100), *tables)
     placed = admit.Placed(empty(2, 8, dtype=torch.bool), 1024, empty(2, HEADS, 100))

@@ -125,6 +125,30 @@ def test_shapes(dim: int, group: int, dtype: torch.dtype, kv_dtype: KvDtype | No
     compare(*case.make(device, pooled=pooled))
 
 
+@pytest.mark.parametrize(("splits", "kv_dtype"), [(None, None), (1, None), (3, None), (3, "fp8")])
+def test_all_rows_between_sink_and_ring(
+    splits: int | None, kv_dtype: KvDtype | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if they were listed, however many more a step has places for; of blocks of which the others' rows are NaN."""
+    if splits:
+        monkeypatch.setattr(module, "split_for", lambda *_: Split(16, splits, 4, 2))
+    step, blocks = Case(rows=70, kv_dtype=kv_dtype).make(device, pooled=False)
+    assert step.selected is not None
+    assert step.starts is not None
+    table, size, format = step.selected.table, step.selected.block_size, step.selected.format
+    for b, start in enumerate(step.starts.tolist()):
+        for position in range(step.regions.sink if step.regions else 0, start):
+            for block in blocks[b][position // size : position // size + 1]:
+                new = torch.randn(block.shape[0], 2, step.query.shape[2]).to(device, step.keys.dtype)
+                block[:, position % size] = format.encode(new) if format else new
+    every = Selected(None, None, table, size, None, format, 100)
+    assert step.regions is not None
+    listed = every.listed(step.keys.shape[1], step.regions.sink, step.starts)
+    want, found = expected(replace(step, selected=listed), blocks), flash_decode(replace(step, selected=every))
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found.float(), want, **TOLERANCE[step.keys.dtype])
+
+
 def test_softcap_weights_and_sinks(device: torch.device) -> None:
     case = Case()
     step, blocks = case.make(device, pooled=True)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from kvthaw.cache.buckets import roomier
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.full_layer import FullLayer
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.step import Step
+from kvthaw.cache.step import Held, Step
 from kvthaw.cache.streams import Streams
 from kvthaw.cache.window import WindowLayer
 from kvthaw.errors import HostMemoryError
@@ -25,6 +26,9 @@ _log = logging.getLogger(__name__)
 class Chooser:
     """Has a cache attend to everything up to `Settings.full_below`, or as far as its KV fits device memory, and by its method from
     the next step on, until reset(). Without full_below the method is in force from the first token on.
+
+    Until then KV lies in tensors with room for every sequence's capacity; where a running batch has no room for these, in blocks
+    (FullLayer), if there is room for as many tokens as full_below says.
 
     layers: those of the cache, in which it puts the ones in force. by_method: the layers under the method by their place there, in
     force or not. full: none of them is. reason: why what is in force is.
@@ -47,7 +51,7 @@ class Chooser:
     def reset(self) -> None:
         """Start over: the cache holds no tokens."""
         crossing, self._known, self._short = self.settings.full_below, -1, False
-        if crossing is None or self.full or not self.by_method:
+        if crossing is None or (self.full and not self.in_blocks) or not self.by_method:
             return
         self.full = True
         self.reason = f"full attention is the faster way up to {crossing.total(1):,} tokens of one sequence ({crossing.source})"
@@ -58,11 +62,16 @@ class Chooser:
             self.layers[i] = DenseLayer(layer.number, self.sequences, self.settings.method.prompt_queries)
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether full attention is in force, and its KV in blocks."""
+        return any(isinstance(layer, FullLayer) for layer in self.layers)
+
+    @property
     def returns(self) -> bool:
-        """Whether full attention is to be in force again once there are no tokens: not where the KV of sequences at their capacity,
-        which is given, never fits, for what steps read would move with every first request."""
+        """Whether full attention is to be in force again once there are no tokens: not where the KV of sequences whose capacity is
+        given never fits, for what steps read would move with every first request."""
         changed = self.settings.full_below is not None and not self.full
-        return changed and not (self.sequences.room and self._too_large(0))
+        return changed and not (self.sequences.room and self._too_large(0) and self._too_many_blocks())
 
     def before_prompt(self, tokens: int, pads: Sequence[int]) -> None:
         """Choose before a step of several tokens, or of the first."""
@@ -97,7 +106,12 @@ class Chooser:
 
     def _choose(self, lengths: Sequence[int]) -> None:
         """Change to the method if sequences of these lengths ask for it."""
-        reason = self._too_many(lengths) or self._too_large(max(lengths))
+        reason = self._too_many(lengths)
+        if not reason and not self.in_blocks:
+            reason = self._too_large(max(lengths))
+            if reason and not self.sequences.padded_length and not self._too_many_blocks():
+                self._use_blocks()
+                return
         if reason and not self._short:
             try:
                 self._change(reason)
@@ -126,11 +140,33 @@ class Chooser:
         capacity = sequences.room or sequences.capacity
         if capacity < longest:
             capacity = roomier(capacity, longest)
-        layers = sum(i in self.by_method or isinstance(layer, DenseLayer) for i, layer in enumerate(self.layers))
-        need = max(1, sequences.count) * capacity * crossing.token_bytes * layers
+        need = max(1, sequences.count) * capacity * crossing.token_bytes * (len(self.by_method) + self._dense())
         if need <= memory.bytes:
             return None
         return f"the KV of all layers takes {human(need)} of the device; device_memory is {human(memory.bytes)}"
+
+    def _dense(self) -> int:
+        """Return how many layers attend to everything whatever is in force."""
+        return sum(i not in self.by_method and isinstance(layer, DenseLayer) for i, layer in enumerate(self.layers))
+
+    def _too_many_blocks(self) -> bool:
+        """Return whether the device may lack room for blocks of as many tokens as full attention may have, or the batch for
+        them, or the method's rows are not those of full attention."""
+        sequences, settings, crossing = self.sequences, self.settings, self.settings.full_below
+        assert crossing is not None
+        if not sequences.room or not settings.method.stores or settings.kv_dtype is not None:
+            return True
+        tokens = crossing.total(sequences.count) + 2 * sequences.count * settings.block_size  # one begun, and one ahead
+        every = tokens * len(self.by_method) + sequences.count * sequences.room * self._dense()
+        return every * crossing.token_bytes > self.streams.device.bytes
+
+    def _use_blocks(self) -> None:
+        """Put layers in force whose KV lies in blocks; the cache holds no tokens."""
+        own = self.settings, self.streams, self.sequences
+        for i, layer in self.by_method.items():
+            self.layers[i] = FullLayer(layer.number, *own, layer.preallocator)
+        self.reason += "; KV lies in blocks on the device"
+        _log.info("full attention: %s", self.reason)
 
     def _change(self, reason: str) -> None:
         """Put the layers under the method in force, with the tokens that the cache has. Raises HostMemoryError, with nothing
@@ -141,12 +177,13 @@ class Chooser:
             self._check_memory(lengths)
             plan = settings.plan(max(lengths), sequences.limit)
             sequences.divide(plan.regions, min(settings.sparse_queries, plan.regions.window))
+            sequences.held = Held()
         self.full, self.reason = False, reason
         sequences.version += 1
         _log.info("%s from here on: %s", settings.method.name, reason)
         for i, layer in self.by_method.items():
             dense = self.layers[i]
-            assert isinstance(dense, DenseLayer)
+            assert isinstance(dense, DenseLayer | FullLayer)
             try:
                 clone_from(layer, dense, lengths)
             except BaseException:  # this layer and those behind it go on with full attention

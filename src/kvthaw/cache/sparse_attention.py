@@ -26,7 +26,7 @@ class SparseAttention:
     """Attends to sink, ring and the rows that a retriever chooses.
 
     retriever, transfer: None for a method that retrieves nothing. selects: whether this layer's queries choose the rows, else those
-    of the anchor that it follows.
+    of the anchor that it follows. everything: attends to all rows, without a retriever, where they lie.
     """
 
     def __init__(
@@ -37,8 +37,10 @@ class SparseAttention:
         transfer: Transfer | None,
         *,
         selects: bool,
+        everything: bool = False,
     ) -> None:
         self.storage, self.sequences, self.retriever, self.transfer = storage, sequences, retriever, transfer
+        self.everything = everything
         self.selects = selects and retriever is not None
         self._room = 0
         if self.selects and retriever is not None:
@@ -53,6 +55,9 @@ class SparseAttention:
         step of its own: None."""
         slab, choice, visible, selected, log_weight, partials = self.storage.slab, None, None, None, None, []
         seqs, on_device = len(query), self.sequences.on_device
+        if self.everything:
+            self.wait_on_stream()
+            selected = self._all(seqs)
         if self.retriever is not None and self.transfer is not None:
             choice = self._choose(self.retriever, step, query, t)
             self.wait_on_stream()
@@ -109,6 +114,12 @@ class SparseAttention:
         tally = counts if choice.slots is None and self.selects else None
         rows = selection.rows.contiguous()
         return Selected(rows, choice.slots, self._table()[: len(rows)], store.block_size, tally, store.format)
+
+    def _all(self, seqs: int) -> Selected:
+        """Return all rows of the first sequences; how many at most is the same in all steps of a bucket (Sequences.bucket)."""
+        table, store = self._table(), self.storage.store
+        most = self.sequences.bucket(seqs) if table.is_cuda else self.sequences.longest
+        return Selected(None, None, table[:seqs], store.block_size, None, store.format, most)
 
     def _table(self) -> Tensor:
         """Return the addresses of the blocks, as they are now, on the device."""
@@ -201,4 +212,6 @@ class SparseAttention:
     @property
     def reads_table(self) -> bool:
         """Whether a kernel finds rows by the addresses of their blocks."""
+        if self.everything:
+            return True
         return isinstance(self.transfer, UvaGather) or (self.retriever is not None and self.retriever.reads_blocks)

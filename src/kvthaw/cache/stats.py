@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.full_layer import FullLayer
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.step import Held
 from kvthaw.formatting import human, number, share
 from kvthaw.regions import Regions
 
@@ -56,7 +58,8 @@ class Stats:
     kv_device_bytes: int
     """Bytes of KV on the device, in layers that retrieve or evict."""
     kv_dense_bytes: int
-    """Bytes of KV on the device, in dense layers, and in sliding-window layers that kvthaw serves (those of a `Batch`)."""
+    """Bytes of KV on the device, in layers that attend to everything, and in sliding-window layers that kvthaw serves (those of a
+    `Batch`)."""
     kv_host_bytes: int
     """Bytes of KV on the host."""
     device_block_bytes: int = 0
@@ -101,8 +104,8 @@ class Stats:
 
 def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV], reason: str = "") -> Stats:
     """Return what the layers of a cache hold and did so far. Waits for the device."""
-    offloaded = [layer for layer in layers if isinstance(layer, OffloadedLayer)]
-    plan, held = offloaded[0].plan if offloaded else None, sequences.held
+    offloaded = [layer for layer in layers if isinstance(layer, OffloadedLayer) and not isinstance(layer, FullLayer)]
+    plan, held = (offloaded[0].plan, sequences.held) if offloaded else (None, Held())
     meters = [(layer, layer.retriever.meter) for layer in offloaded if layer.retriever is not None]
     groups = {id(meter): meter for _, meter in meters}.values()
     steps, selected = sum(meter.steps for meter in groups), sum(meter.selected for meter in groups)
@@ -121,7 +124,7 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV],
         regions=plan.regions if plan else None,
         paper_regions=settings.method.regions if plan else None,
         layers=len(layers),
-        dense_layers=sum(isinstance(layer, DenseLayer) for layer in layers),
+        dense_layers=sum(isinstance(layer, DenseLayer | FullLayer) for layer in layers),
         batch=sequences.count,
         tokens=sequences.padded_length,
         sparse_steps=held.tokens * len(offloaded) + sum(layer.asked_again for layer in offloaded),
@@ -133,7 +136,7 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV],
         device_rate=near / wanted if wanted else None,
         fetched_bytes=sum(rows * layer.store.row_bytes for layer, rows in crossed),
         kv_device_bytes=sum(layer.device_bytes() for layer in offloaded),
-        kv_dense_bytes=sum(layer.device_bytes() for layer in layers if not isinstance(layer, OffloadedLayer)),
+        kv_dense_bytes=sum(layer.device_bytes() for layer in layers if layer not in offloaded),
         kv_host_bytes=sum(layer.host_bytes() for layer in layers),
         device_block_bytes=sum(layer.store.nbytes(on_device=True) for layer in offloaded if layer.plan),
         cached_tokens=sequences.cached_tokens,

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvthaw.cache.full_layer import FullLayer
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
@@ -63,7 +64,7 @@ def capturable(cache: ModelCache) -> str | None:
 def search_needs_host(kv: KVCache) -> str | None:
     """Return why steps of the method in force cannot be captured, None if they can."""
     method, layers = kv.settings.method, kv.offloaded
-    if method.index is not None and layers:
+    if method.index is not None and layers and not kv.chooser.full:
         index = None if layers[0].retriever is None else layers[0].retriever.index
         return needs_host(method, safe=index is not None and (index.graph_safe or index.on_host))
     return None
@@ -84,7 +85,7 @@ def bucket(kv: KVCache, rows: int) -> int:
     that a capture serves all lengths."""
     first = next((layer for layer in kv.layers if isinstance(layer, OffloadedLayer)), None)
     selects = first is not None and first.retriever is not None and not first.on_host
-    return kv.sequences.bucket(rows) if selects else 0
+    return kv.sequences.bucket(rows) if selects or isinstance(first, FullLayer) else 0
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Recorder(Observer):
     def take(self, seq: int) -> Rows:
         """Return what a sequence selected in the latest step, empty where all layers attend to everything. On a GPU the copy goes
         behind the step; it has arrived once the device has done what it was given so far."""
-        if not self._latest or not self._kv.offloaded:
+        if not self._latest or self._kv.chooser.full:
             return {}
         own = [held[seq] for held in self._latest.values()]
         flat = torch.cat([rows.flatten() for rows in own]).to("cpu", non_blocking=True)

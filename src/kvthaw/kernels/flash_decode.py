@@ -128,20 +128,24 @@ elif HAS_TRITON:
             visible += b * m_seq + h * m_head
             near = begin + offset
             ahead = tl.load(visible + (near - behind).to(tl.int64) * m_row, mask=(near >= behind) & (near < end), other=0)
-        if picked is not None:  # so are the addresses of the rows
-            picked += pair.to(tl.int64) * (n - behind)
+        if table is not None:  # so are the addresses of the rows: those picked, or all from the sink to the ring
+            every = n
+            if picked is not None:
+                picked += pair.to(tl.int64) * (n - behind)
+            else:
+                every = tl.minimum(n, behind + tl.maximum(start - sink, 0))
             POOLED: tl.constexpr = slots is not None
             if POOLED:
                 slots += pair.to(tl.int64) * (n - behind)
             table += b * t_seq
             head_bytes = block_size * stored_bytes
             if PHASES == 1:
-                pick, slot = picks(picked, slots, begin + offset, end, behind)
+                pick, slot = picks(picked, slots, begin + offset, tl.minimum(end, every), behind, sink)
                 lie, apart = addresses(
                     keys, pick, slot, table, begin + offset, behind, h, row_bytes, stored_bytes, block_size, head_bytes, POOLED
                 )
                 if not ONE:  # loaded two blocks ahead, so that looking for an address waits for nothing
-                    pick, slot = picks(picked, slots, begin + BLOCK_N + offset, end, behind)
+                    pick, slot = picks(picked, slots, begin + BLOCK_N + offset, end, behind, sink)
             if totals is not None:
                 chosen = tl.load(counts + pair, mask=split == 0, other=0).to(tl.int64)
                 tl.atomic_add(totals, chosen, mask=split == 0, sem="relaxed")
@@ -149,7 +153,7 @@ elif HAS_TRITON:
                 tl.atomic_add(totals + 3, chosen, mask=split == 0, sem="relaxed")
         if ONE:  # issue all loads before waiting for any
             place = begin + offset
-            if picked is not None:
+            if table is not None:
                 at_keys = tl.multiple_of(lie.to(keys.dtype), ALIGN)[:, None] + d[None, :]
                 at_values = at_keys + DIM
                 both = ((place < end) & (lie != 0))[:, None] & is_dim[None, :]
@@ -201,17 +205,17 @@ elif HAS_TRITON:
         for phase in tl.static_range(PHASES):
             # In phase 0 some rows lie in the slab; in the last phase, if there are picked ones, where `addresses` says.
             if phase == 1:
-                begin, end = own_range(behind, n, split, splits, BLOCK_N)
-                pick, slot = picks(picked, slots, begin + offset, end, behind)
+                begin, end = own_range(behind, every, split, splits, BLOCK_N)
+                pick, slot = picks(picked, slots, begin + offset, end, behind, sink)
                 lie, apart = addresses(
                     keys, pick, slot, table, begin + offset, behind, h, row_bytes, stored_bytes, block_size, head_bytes, POOLED
                 )
-                pick, slot = picks(picked, slots, begin + BLOCK_N + offset, end, behind)
+                pick, slot = picks(picked, slots, begin + BLOCK_N + offset, end, behind, sink)
             for at in range(begin, end, BLOCK_N):
                 place = at + offset
                 inside = place < end
                 if not ONE:
-                    if picked is not None and phase == PHASES - 1:
+                    if table is not None and phase == PHASES - 1:
                         at_keys = tl.multiple_of(lie.to(keys.dtype), ALIGN)[:, None] + d[None, :]
                         at_values = at_keys + DIM
                         both = (inside & (lie != 0))[:, None] & is_dim[None, :]
@@ -229,14 +233,14 @@ elif HAS_TRITON:
                         k, k_scale = _decoded(k, lie, apart, d, 0, DIM, KIND, NATIVE)
                         v, v_scale = _decoded(v, lie, apart, d, 1, DIM, KIND, NATIVE)
                 seen = inside
-                if picked is not None and phase == PHASES - 1:
+                if table is not None and phase == PHASES - 1:
                     seen = (place >= behind) & (lie != 0)
                     if not ONE:
                         lie, apart = addresses(
                             keys, pick, slot, table, place + BLOCK_N, behind, h, row_bytes, stored_bytes, block_size, head_bytes,
                             POOLED,
                         )  # fmt: skip
-                        pick, slot = picks(picked, slots, place + 2 * BLOCK_N, end, behind)
+                        pick, slot = picks(picked, slots, place + 2 * BLOCK_N, end, behind, sink)
                 if visible is not None:  # masks the rows after they are loaded, so that their loads need not wait
                     seen = ahead != 0
                     if not ONE:
@@ -248,7 +252,7 @@ elif HAS_TRITON:
                     age = place - sink - oldest
                     age = tl.where(age < 0, age + ring, age)
                     kept = tl.where(place < sink, place < past, age < past - start) & (place < behind)
-                    seen = seen | kept if visible is not None or (picked is not None and PHASES == 1) else kept
+                    seen = seen | kept if visible is not None or (table is not None and PHASES == 1) else kept
                     seen = seen & inside
                 if ONE and new_key is not None:
                     seen = seen | is_new
@@ -332,10 +336,10 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         assert regions is not None and visible is None, "selected rows are of a slab"
         rows, slots, table = selected.rows, selected.slots, selected.table
         counts, totals = selected.tally or (None, None)
-        row_bytes, n = 2 * dim * keys.element_size(), behind + rows.shape[2]
+        row_bytes, n = 2 * dim * keys.element_size(), behind + selected.width
         stored_bytes, fp8 = (row_bytes, False) if selected.format is None else (selected.format.row_bytes, selected.format.fp8)
         assert values.storage_offset() - keys.storage_offset() == dim and keys.stride(2) == values.stride(2) == 2 * dim
-        for each in (rows,) if slots is None else (rows, slots):
+        for each in (one for one in (rows, slots) if one is not None):
             assert each.dtype == torch.int32 and each.is_contiguous() and each.shape == (batch, heads, n - behind)
         assert table.dtype == torch.int64 and table.stride(1) == 1 and len(table) == batch
         if counts is not None and totals is not None:

@@ -9,7 +9,7 @@ read 77 MB, 23 us at 3.35 TB/s, where copying the rows to the slab first writes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from kvthaw.native import gather_rows
 class Selected:
     """Rows that a step attends to, and where they lie.
 
-    rows [B, H, M] int32, -1 for none. slots [B, H, M] int32: the row's slot in the slab, counted behind sink and ring, or -1: it is
+    rows [B, H, M] int32, -1 for none; None: all rows between sink and ring, which are at most `most`.
+    slots [B, H, M] int32: the row's slot in the slab, counted behind sink and ring, or -1: it is
     read from its block; None: all are. table [B, blocks] int64: addresses of blocks [H, block_size, *tail] of a format, None for
     that of the slab.
 
@@ -31,16 +32,31 @@ class Selected:
     where rows have no slots; None: nothing is counted.
     """
 
-    rows: Tensor
+    rows: Tensor | None
     slots: Tensor | None
     table: Tensor
     block_size: int
     tally: tuple[Tensor, Tensor] | None = None
     format: RowFormat | None = None
+    most: int = 0
+
+    @property
+    def width(self) -> int:
+        """Places for rows, M."""
+        return self.most if self.rows is None else self.rows.shape[2]
+
+    def listed(self, heads: int, first: int, starts: Tensor) -> Selected:
+        """Return the same with its rows in a list. first: the first row behind the sink; starts [B] int32: where rings begin."""
+        if self.rows is not None:
+            return self
+        row = torch.arange(first, first + self.most, dtype=torch.int32, device=starts.device)
+        own = torch.where(row < starts[:, None], row, -1)
+        return replace(self, rows=own[:, None].expand(-1, heads, -1).contiguous())
 
     def gather(self, keys: Tensor, values: Tensor, held: int) -> tuple[Tensor, Tensor]:
         """Return `definition` for blocks in the memory of the CPU, and count the rows."""
         batch, heads, _, dim = keys.shape
+        assert self.rows is not None
         rows = self.rows if self.slots is None else torch.where(self.slots < 0, self.rows, -1)
         format, found = self.format or RowFormat(dim, keys.dtype), torch.zeros((rows.numel(), 2, dim), dtype=keys.dtype)
         stored = torch.empty((len(found), *format.tail), dtype=format.stored)
@@ -62,6 +78,7 @@ def definition(
 
     keys, values [B, H, N, D]: a slab whose first `held` slots are sink and ring. blocks[b][e]: block e of sequence b, whose
     address the table has."""
+    assert selected.rows is not None
     rows, format = selected.rows, selected.format or RowFormat(keys.shape[3], keys.dtype)
     there = keys.new_zeros((*rows.shape, 2, keys.shape[3]))
     lies = rows >= 0 if selected.slots is None else (rows >= 0) & (selected.slots < 0)
@@ -88,10 +105,13 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
-    def picks(rows, slots, place, end, held):
+    def picks(rows, slots, place, end, held, first):
         # Load the selected rows in these columns of a step, -1 for none, and their slots, or the rows again where none has one.
+        # Without rows all from the first one on are selected.
         behind = (place >= held) & (place < end)
-        row = tl.load(rows + (place - held), mask=behind, other=-1)
+        row = tl.where(behind, first + place - held, -1)
+        if rows is not None:
+            row = tl.load(rows + (place - held), mask=behind, other=-1)
         slot = row
         if slots is not None:
             slot = tl.load(slots + (place - held), mask=behind, other=-1)

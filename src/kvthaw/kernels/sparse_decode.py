@@ -27,9 +27,12 @@ def sparse_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         tickets[0] |= ~(finite.all(dim=(1, 2)) | (step.lengths <= 0)).all()
     if step.selected is not None:
         assert step.regions is not None
+        assert step.starts is not None
         step.write_newest()
-        keys, values = step.selected.gather(step.keys, step.values, step.regions.held)
-        step = replace(step, keys=keys, values=values, selected=None, visible=step.selected.rows >= 0)
+        selected = step.selected.listed(step.keys.shape[1], step.regions.sink, step.starts)
+        assert selected.rows is not None
+        keys, values = selected.gather(step.keys, step.values, step.regions.held)
+        step = replace(step, keys=keys, values=values, selected=None, visible=selected.rows >= 0)
     every = False
     if step.regions is None and step.lengths is not None:  # up to the longest sequence
         ends, begins = step.lengths.tolist(), [0] if step.starts is None else step.starts.tolist()

@@ -65,7 +65,7 @@ class Watcher:
         ranked = [recall.request.seq for recall in recalls if recall.exact and recall.open and recall.request in decoding]
         self._exact = ExactTopK(kv, ranked) if ranked else None
         self._steps += bool(decoding)
-        sample = self._sample if decoding and self._steps % EVERY == 0 and kv.offloaded else None
+        sample = self._sample if decoding and self._steps % EVERY == 0 and kv.offloaded and not kv.chooser.full else None
         if sample is not None:
             kv.streams.observers.append(sample)
         try:
