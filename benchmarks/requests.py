@@ -2,7 +2,8 @@
 
 `python -m benchmarks.requests --requests 10000`: tiny models, a method after the other. Requests come in bursts, with and without
 seeds and penalties; some are cancelled while they wait, prefill or decode; forwards fail between layers; memory of the host or of
-the device is short in the middle of a step; urgent ones take the places of others, which go on later. A request that ends by itself
+the device is short in the middle of a step; urgent ones take the places of others, which go on later. Of "auto" a batch attends to
+everything with KV in blocks, and from 60 tokens a request on by oracle, with a budget above every length. A request that ends by itself
 has the tokens that it has alone, one that was cancelled or failed the first of them; nothing waits for ever; architectures
 (--architecture, by commas) take turns at the methods; in the end no KV stays on the host, and a GPU (--device cuda) has as much
 memory allocated as before. Exits with 1 where that does not hold. A line is a method.
@@ -72,7 +73,13 @@ def kinds_of(model: PreTrainedModel, rng: random.Random, count: int) -> list[tup
 
 def batch_of(model: PreTrainedModel, method: str, seqs: int) -> Batch:
     """A batch of small budget and blocks, so that rings fill and blocks are many."""
-    sizes: dict[str, Any] = {} if resolve(method).dense else {"budget": 32, "device_memory": "256KiB"}
+    if method == "auto":
+        own = model.config.get_text_config(decoder=True)
+        head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+        a_token = 2 * own.num_key_value_heads * head_dim * model.dtype.itemsize * own.num_hidden_layers
+        method, sizes = "oracle", {"budget": CAPACITY, "full_below": 60, "device_memory": 500 * a_token}
+    else:
+        sizes = {} if resolve(method).dense else {"budget": 32, "device_memory": "256KiB"}
     return Batch(model, method, max_seqs=seqs, capacity=CAPACITY, prefill_chunk=48, block_size=16, **sizes)
 
 
@@ -171,7 +178,7 @@ def tiny(architecture: str, device: str = "cpu") -> PreTrainedModel:
 
 def main() -> None:
     """Run the methods one after the other, each with its share of the requests."""
-    given = options(__doc__, requests=10000, architecture="llama", methods=",".join(METHODS), seed=0, device="cpu")
+    given = options(__doc__, requests=10000, architecture="llama", methods=",".join([*METHODS, "auto"]), seed=0, device="cpu")
     methods, architectures = given.methods.split(","), given.architecture.split(",")
     failed = False
     models = {name: tiny(name, given.device) for name in architectures}
