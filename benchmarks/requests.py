@@ -3,8 +3,8 @@
 `python -m benchmarks.requests --requests 10000`: tiny models, a method after the other. Requests come in bursts, with and without
 seeds and penalties; some are cancelled while they wait, prefill or decode; forwards fail between layers; memory of the host or of
 the device is short in the middle of a step; urgent ones take the places of others, which go on later. Of "auto" a batch attends to
-everything with KV in blocks, and from 60 tokens a request on by oracle, with a budget above every length. A request that ends by itself
-has the tokens that it has alone, one that was cancelled or failed the first of them; nothing waits for ever; architectures
+everything with KV in blocks, and from 60 tokens a request on by oracle, with a budget above every length. A request that ends by
+itself has the tokens that it has alone, one that was cancelled or failed the first of them; nothing waits for ever; architectures
 (--architecture, by commas) take turns at the methods; in the end no KV stays on the host, and a GPU (--device cuda) has as much
 memory allocated as before. Exits with 1 where that does not hold. A line is a method.
 """

@@ -16,6 +16,7 @@ from kvthaw.bench.shapes import build
 from kvthaw.cache import host_memory
 from kvthaw.cache.crossing import Crossing
 from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.warm import warm
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.methods import auto
 from stand_in import StandIn, captured_by
@@ -171,6 +172,29 @@ def test_full_attention_in_blocks_takes_memory_for_the_tokens_there_are(llama: P
     assert sum(layer.store.nbytes() + layer.store.nbytes(on_device=True) for layer in kv.offloaded) == 0
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_batch_may_begin_with_the_method_once(llama: PreTrainedModel, *, blocks: bool) -> None:
+    """As warm() has it, to compile its kernels; full attention is in force once that request has left."""
+    settings: dict[str, Any] = {"max_seqs": 3, "capacity": 512, **SMALL}
+    more: dict[str, Any] = {"full_below": 40, "device_memory": kv_bytes(llama, 400) if blocks else None}
+    batch, in_force = Batch(llama, "pariskv-plus", **settings, **more), []
+    for seed in range(2):
+        request = batch.join(prompt(1, 30, seed=seed)[0], max_new_tokens=4, stop=())
+        if not seed:
+            batch.cache.kv.chooser.change("kernels are compiled")
+        while batch.requests:
+            batch.step()
+            in_force.append(batch.stats().method)
+    assert in_force[0] == "pariskv-plus"
+    assert in_force[-1] == "full"
+    assert batch.cache.kv.chooser.in_blocks == blocks
+    full = Batch(llama, "full", **settings)
+    own = full.join(prompt(1, 30, seed=1)[0], max_new_tokens=4, stop=())
+    while full.requests:
+        full.step()
+    assert request.tokens == own.tokens
+
+
 def test_a_step_that_fails_is_taken_again_behind_the_change(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, tokens = prompt(1, 50), prompt(1, 10, seed=1)
     caches = [Cache(llama, "pariskv-plus", full_below=55, **SMALL) for _ in range(2)]
@@ -291,3 +315,28 @@ def test_gpu_captured_steps_before_and_behind_the_change(method: str, device: to
             stats = handle.stats()
             assert (stats.method, stats.captures) == (method, 2 * capture)
     assert torch.equal(*found)
+
+
+@pytest.mark.gpu
+def test_gpu_full_attention_in_blocks(device: torch.device) -> None:
+    """Captured for two buckets, and then by the method, with a budget above every length: tokens are those of full attention."""
+    model = build("tiny", device).float()
+    how: dict[str, Any] = {"max_seqs": 4, "capacity": 8192, "prefill_chunk": 1000, "block_size": 64, "dense_layers": 0}
+    room = kv_bytes(model, 4 * 3000 + 4 * 2 * 64)
+    batch = Batch(model, "oracle", budget=8192, full_below=3000, device_memory=room, **how)
+    full, told, in_force = Batch(model, "full", **how), [], []
+    warm(batch)
+    for each in (batch, full):
+        waiting, requests = [(60, 80), (2000, 90), (1400, 70), (600, 60), (5000, 40), (5400, 40), (300, 50)], []
+        while waiting or each.requests:
+            while waiting and each.free:
+                length, new = waiting.pop(0)
+                ids = torch.randint(1, 1000, (length,), generator=torch.Generator().manual_seed(length))
+                requests.append(each.join(ids, max_new_tokens=new, stop=()))
+            each.step()
+            if each is batch:
+                in_force.append((batch.cache.kv.chooser.in_blocks, batch.cache.kv.chooser.full))
+        told.append([request.tokens for request in requests])
+    assert told[0] == told[1]
+    assert in_force[0] == (True, True)
+    assert (False, False) in in_force

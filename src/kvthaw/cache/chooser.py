@@ -114,7 +114,7 @@ class Chooser:
                 return
         if reason and not self._short:
             try:
-                self._change(reason)
+                self.change(reason)
             except HostMemoryError as error:
                 self._short = True
                 _log.warning("full attention goes on, host memory is short: %s", error)
@@ -168,7 +168,7 @@ class Chooser:
         self.reason += "; KV lies in blocks on the device"
         _log.info("full attention: %s", self.reason)
 
-    def _change(self, reason: str) -> None:
+    def change(self, reason: str) -> None:
         """Put the layers under the method in force, with the tokens that the cache has. Raises HostMemoryError, with nothing
         changed."""
         sequences, settings = self.sequences, self.settings

@@ -22,6 +22,8 @@ def warm(batch: Batch) -> None:
     """Allocate all that a step of a batch without requests needs, capture steps of every number of sequences and every bucket of
     lengths, compile kernels for prompts in chunks and plan their attention, so that no request waits for that."""
     seqs, on_gpu = 1, batch.cache.model.device.type == "cuda"
+    if on_gpu and batch.cache.kv.chooser.full:  # requests among which the method follows are to find its kernels compiled
+        _step(batch, 1, by_method=True)
     while True:
         _step(batch, seqs)
         if not on_gpu or seqs == batch.max_seqs:
@@ -32,10 +34,13 @@ def warm(batch: Batch) -> None:
     plan_attention(batch)
 
 
-def _step(batch: Batch, seqs: int) -> None:
-    """Take steps of so many sequences, as if they had the lengths of each bucket in turn."""
+def _step(batch: Batch, seqs: int, *, by_method: bool = False) -> None:
+    """Take steps of so many sequences, as if they had the lengths of each bucket in turn. by_method: instead of by the full
+    attention in force."""
     kv, sizes = batch.cache.kv, buckets(batch.capacity)
     requests = [batch.join([0], max_new_tokens=1 + _STEPS * len(sizes), stop=()) for _ in range(seqs)]
+    if by_method:
+        kv.chooser.change("kernels are compiled")
     for request in requests:
         batch.prefill(request)
     try:
