@@ -23,6 +23,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.joining import check, random_prompt, sizes_of
 from benchmarks.script import Report, options
 from kvthaw import Batch, Request, Scheduler
@@ -81,7 +83,7 @@ def replay(scheduler: Scheduler, coming: list[Arrival]) -> dict[str, Any]:
     vocabulary = scheduler.batch.cache.model.config.vocab_size
     prompts = [random_prompt(vocabulary, one.prompt, seed) for seed, one in enumerate(coming)]
     served: dict[Request, Served] = {}
-    begin, asked, waiting, full = time.perf_counter(), 0, 0, 0
+    begin, asked, waiting, full, held = time.perf_counter(), 0, 0, 0, 0
     launched, steps = (
         0.0,
         list[tuple[bool, float, float]](),
@@ -108,7 +110,9 @@ def replay(scheduler: Scheduler, coming: list[Arrival]) -> dict[str, Any]:
                 raise request.error
             served[request].tokens.append(time.perf_counter() - begin)
         steps.append((prompts_left, time.perf_counter() - start, max(0.0, launched - start)))
-        full += not scheduler.batch.cache.kv.offloaded
+        kv = scheduler.batch.cache.kv
+        full += kv.chooser.full or not kv.offloaded
+        held = max(held, torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
     whole = time.perf_counter() - begin
     return {
         **told(coming, list(served.values()), whole),
@@ -117,6 +121,7 @@ def replay(scheduler: Scheduler, coming: list[Arrival]) -> dict[str, Any]:
         "captures": scheduler.batch.stats().captures,
         "steps": len(steps),
         "full_steps": full,
+        "allocated_bytes": held,
         **parted(steps),
     }
 
