@@ -135,6 +135,30 @@ def alone(scheduler: Scheduler, long: Tensor) -> float:
     return time.perf_counter() - begin
 
 
+def page_locking() -> dict[str, float]:
+    """Milliseconds that it takes to page-lock a block of 4 MiB while the device is idle and while it has work for some 200 ms, for
+    all of which a call may wait; and those of the longest launch beside such work while another thread page-locks 64 blocks."""
+    work, lock = partial(torch.cuda._sleep, 400_000_000), partial(page_locked.page_lock, 4 << 20, runtime=torch.cuda.cudart())
+    held, number = [lock(1)], torch.zeros(1, device="cuda").add_(1)
+
+    def ms(call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        return round(1000 * (time.perf_counter() - begin), 2)
+
+    torch.cuda.synchronize()
+    found = {"idle": ms(lambda: held.append(lock(1)))}
+    work()
+    found |= {"at_work": ms(lambda: held.append(lock(1))), "work_left": ms(torch.cuda.synchronize), "longest_launch": 0.0}
+    beside = threading.Thread(target=lambda: held.append(lock(64)))
+    work()
+    beside.start()
+    while beside.is_alive():
+        found["longest_launch"] = max(found["longest_launch"], ms(lambda: number.add_(1)))
+        time.sleep(0.001)
+    return found | {"work_left_beside": ms(torch.cuda.synchronize)}
+
+
 def check(method: str, budget: int, device: torch.device) -> bool:
     """Return whether requests of a tiny model get the tokens in company that they get alone, and say so where they do not."""
     model = build("tiny", device).float()
@@ -175,7 +199,7 @@ def main() -> None:
     device, name = where()
     checked = {method: None if given.unchecked else check(method, given.budget, device) for method in given.method.split(",")}
     model, report = build(given.shape, device, layers=given.layers), Report(given.out, given.commit)
-    words = model.config.vocab_size
+    words, locking = model.config.vocab_size, page_locking() if device.type == "cuda" else None
     others = [random_prompt(words, given.length, seed) for seed in range(given.seqs)]
     long, short = random_prompt(words, given.long, 100), random_prompt(words, given.short, 101)
     for method, same in checked.items():
@@ -195,7 +219,7 @@ def main() -> None:
         setting = {key: value for key, value in vars(given).items() if key not in ("out", "commit", "method", "unchecked")}
         setting |= {"method": method, "device": name}
         found |= {"long_alone_s": quiet, "long_later": found["long_first_s"] / quiet, "captures": batch.stats().captures}
-        found |= {"same_alone": same}
+        found |= {"same_alone": same, "page_locking_ms": locking}
         report.record(setting, found)
         batch.cache.reset()
         del batch, scheduler
