@@ -189,7 +189,8 @@ class Batch:
             stop = request.prompt if self.cache.prefills_whole else min(request.prompt, start + (tokens or self.prefill_chunk))
             logits = self._prefill(request, start, stop)
             request.prefilled = stop
-            expect(self.cache.kv.layers, request.seq, request.prompt if stop < request.prompt else 0)
+            if start or stop < request.prompt:
+                expect(self.cache.kv.layers, request.seq, request.prompt if stop < request.prompt else 0)
             self.cache.kv.finite.prompt(request.seq, self.cache.kv.offloaded)
             if stop == request.prompt:
                 self._indexing[request] = logits
