@@ -172,6 +172,30 @@ def test_full_attention_in_blocks_takes_memory_for_the_tokens_there_are(llama: P
     assert sum(layer.store.nbytes() + layer.store.nbytes(on_device=True) for layer in kv.offloaded) == 0
 
 
+def test_blocks_of_full_attention_that_the_device_has_no_room_for(llama: PreTrainedModel) -> None:
+    """Are read from the host until the next prompt, with which the method is in force."""
+    settings: dict[str, Any] = {"max_seqs": 3, "capacity": 512, **SMALL, "budget": 4096}
+    room = kv_bytes(llama, 700)
+    batch, full = Batch(llama, "oracle", full_below=150, device_memory=room, **settings), Batch(llama, "full", **settings)
+    in_force, requests = [], []
+    for length in (40, 60, 30):
+        requests.append([each.join(prompt(1, length, seed=length)[0], max_new_tokens=40, stop=()) for each in (batch, full)])
+        for _ in range(9):
+            for each in (batch, full):
+                each.step()
+            stats = batch.stats()
+            in_force.append((stats.method, stats.kv_host_bytes > 0))
+            if len(in_force) == 5:
+                batch.cache.kv.streams.device.bytes = kv_bytes(llama, 20)  # as if something else had taken the rest
+    assert in_force[0] == ("full", False)
+    assert in_force[8] == ("full", True)
+    assert in_force[9] == ("oracle", True)
+    while batch.requests or full.requests:
+        for each in (batch, full):
+            each.step()
+    assert all(own.tokens == its.tokens for own, its in requests)
+
+
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_batch_may_begin_with_the_method_once(llama: PreTrainedModel, *, blocks: bool) -> None:
     """As warm() has it, to compile its kernels; full attention is in force once that request has left."""

@@ -106,7 +106,7 @@ class Chooser:
 
     def _choose(self, lengths: Sequence[int]) -> None:
         """Change to the method if sequences of these lengths ask for it."""
-        reason = self._too_many(lengths)
+        reason = self._too_many(lengths) or self._spilled()
         if not reason and not self.in_blocks:
             reason = self._too_large(max(lengths))
             if reason and not self.sequences.padded_length and not self._too_many_blocks():
@@ -129,6 +129,13 @@ class Chooser:
             f"{sum(live):,} tokens in {len(live)} sequence{'s' * (len(live) > 1)}; full attention is the faster way up to "
             f"{limit:,} ({crossing.source})"
         )
+
+    def _spilled(self) -> str | None:
+        """Say that blocks of full attention went to the host for lack of room on the device, as beside those of kept prompts."""
+        layers = [layer for layer in self.layers if isinstance(layer, FullLayer) and layer.plan is not None]
+        if not any(one.store.on_device.some_on_host and one.storage.room < one.store.allocator.size for one in layers):
+            return None
+        return f"device_memory is {human(self.streams.device.bytes)}, which has no room for all blocks of full attention"
 
     def _too_large(self, longest: int) -> str | None:
         """Say why the KV of all sequences at their capacity does not fit the device; None if it does."""
