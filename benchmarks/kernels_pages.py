@@ -83,7 +83,7 @@ def window(batch: int, device: torch.device) -> RecentQueries:
 def first_of_prompt(keys: Tensor, count: int) -> Tensor:
     """The keys [H, T, D] that a prompt's `count` clusters begin with."""
     positions, heads = (torch.arange(n, device=keys.device) for n in (keys.shape[1], keys.shape[0]))
-    return first_keys(keys, positions, count, start="covering", streams=heads[:, None])
+    return kmeans.whole(first_keys(keys, positions, count, start="covering", streams=heads[:, None]))
 
 
 def select_time(method: str, tokens: int, batch: int) -> dict[str, Any]:

@@ -14,26 +14,43 @@ CPU = torch.device("cpu")
 def test_work_is_spread_evenly_in_order() -> None:
     aux, done = AuxStream(), list[str]()
     for name in "ab":
-        aux.spread(CPU, [partial(done.append, f"{name}{i}") for i in range(4)])
+        aux.spread(CPU, [partial(done.append, f"{name}{i}") for i in range(4)], 3)
     sizes = []
-    for left in (3, 2, 1):
+    for _ in range(3):
         before = len(done)
-        aux.advance(left)
+        aux.advance()
         sizes.append(len(done) - before)
     assert sizes == [3, 3, 2]
     assert done == [f"{name}{i}" for name in "ab" for i in range(4)]
-    aux.advance(1)
+    aux.advance()
     assert len(done) == 8
+
+
+def test_work_is_done_when_it_is_due_whatever_is_due_besides() -> None:
+    aux, done = AuxStream(), list[str]()
+    aux.spread(CPU, [partial(done.append, "a")] * 8, 8)
+    for _ in range(2):
+        aux.advance()
+    aux.spread(CPU, [partial(done.append, "b")] * 6, 2)  # behind the other, and due before it
+    aux.spread(CPU, [partial(done.append, "c")] * 4, 20)
+    sizes = []
+    for _ in range(4):
+        before = len(done)
+        aux.advance()
+        sizes.append(len(done) - before)
+    assert sizes == [6, 6, 1, 1]
+    assert "".join(done[:14]) == 8 * "a" + 6 * "b"
 
 
 def test_work_is_finished_when_it_is_needed_and_dropped_when_it_is_not() -> None:
     aux, done = AuxStream(), list[str]()
-    first, second, third = (aux.spread(CPU, [partial(done.append, f"{name}{i}") for i in range(2)]) for name in "abc")
-    aux.advance(6)
+    first, second, third = (aux.spread(CPU, [partial(done.append, f"{name}{i}") for i in range(2)], 6) for name in "abc")
+    aux.advance()
     aux.finish(second)
     aux.cancel(first)
     assert done == ["a0", "b0", "b1"]
-    aux.advance(1)
+    for _ in range(4):
+        aux.advance()
     aux.finish(third)
     assert done == ["a0", "b0", "b1", "c0", "c1"]
 
@@ -47,8 +64,8 @@ def test_work_without_memory_is_taken_again_where_it_is_needed(device: torch.dev
             raise torch.OutOfMemoryError("no memory")
         made.append(x + 1)
 
-    work = aux.spread(device, [first, lambda: made.append(2 * made[0])], x)
-    aux.advance(2)
+    work = aux.spread(device, [first, lambda: made.append(2 * made[0])], 2, x)
+    aux.advance()
     assert not made
     aux.finish(work)
     if work.done is not None:

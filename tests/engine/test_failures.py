@@ -17,7 +17,7 @@ from kvthaw.cache import dense, sparse_attention
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import CacheError
-from kvthaw.index.batches import BatchGroup
+from kvthaw.index.formation import Units
 from zoo import build, prompt, ragged
 
 METHODS = [
@@ -203,7 +203,7 @@ def test_units_that_could_not_be_formed(
     for each in (cache, plain):
         step(llama, each, IDS[:, :90])
     with monkeypatch.context() as broken_off:
-        broken_off.setattr(BatchGroup, "write", boom)
+        broken_off.setattr(Units, "write", boom)
         with pytest.raises(BoomError):
             step(llama, cache, IDS[:, 90:91])
     if then == "crop":
@@ -228,7 +228,7 @@ def test_units_of_generated_tokens_that_could_not_be_formed(
         expected = step(llama, full, IDS[:, t : t + 1])
         with monkeypatch.context() as broken_off:
             if t > 91:
-                broken_off.setattr(BatchGroup, "write", boom)
+                broken_off.setattr(Units, "write", boom)
             try:
                 found = step(llama, cache, IDS[:, t : t + 1])
             except BoomError:

@@ -17,10 +17,11 @@ from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError
 from kvthaw.index import batches as module
+from kvthaw.index import formation
 from kvthaw.index.batches import BatchedIndex
 from kvthaw.index.clusters import ClusterIndex, covering
 from kvthaw.index.nodes import NodeConfig, NodeIndex
-from kvthaw.kernels.kmeans import kmeans
+from kvthaw.kernels.kmeans import kmeans, whole
 from kvthaw.kernels.rerank import TILE
 
 SMALL = partial(ClusterIndex, tokens_per_cluster=10, batch=40, clusters_per_batch=4)
@@ -70,7 +71,8 @@ def test_the_prompts_clusters_are_kmeans_of_its_keys() -> None:
     assert index.order is not None
     index.join()
     keys = seqs.keys[0][:, FIRST : FIRST + 120]
-    start = covering(keys, sample_positions(FIRST + torch.arange(120), 6, seed=7, layer=3, heads=2), 12)
+    drawn = sample_positions(FIRST + torch.arange(120), 6, seed=7, layer=3, heads=2)
+    start = whole(covering(keys, drawn, 12))
     means, order, stops = kmeans(keys, start, distance="cosine", iterations=8)
     torch.testing.assert_close(index.digests[0, :, :12], means)
     assert torch.equal(index.order[0, :, :120], order + FIRST)
@@ -101,10 +103,10 @@ def test_a_full_batch_is_clustered_among_itself_however_it_came() -> None:
         assert not torch.equal(batch, batch.sort(dim=1).values)  # clustered, no longer in text order
 
 
-@pytest.mark.parametrize("at_once", [module.AT_ONCE, 1])
+@pytest.mark.parametrize("at_once", [formation.AT_ONCE, 1])
 def test_layers_batches_are_clustered_at_once_time_after_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps are replayed nobody asks the indexes between one batch and the next. And layer by layer, in little memory."""
-    monkeypatch.setattr(module, "AT_ONCE", at_once)
+    monkeypatch.setattr(formation, "AT_ONCE", at_once)
     calls: list[int] = []
     real = module.form
     monkeypatch.setattr(module, "form", lambda every, count: (calls.append(len(every)), real(every, count))[1])
@@ -244,7 +246,7 @@ def test_covering_takes_the_keys_that_are_covered_worst(tokens: int, dim: int, f
     keys[1, 20:] = keys[1, :20].repeat(tokens // 20, 1)[: tokens - 20]  # ties: the same 20 keys again and again
     keys[2, 11:14] = 0
     drawn = sample_positions(torch.arange(tokens), few, seed=1, layer=2, heads=3)
-    found = covering(keys, drawn, count)
+    found = whole(covering(keys, drawn, count))
     assert found.dtype == torch.int64
     for own, first, chosen in zip(keys, drawn.tolist(), found.tolist(), strict=True):
         assert chosen == covering_in_float64(own, first, count)
@@ -254,10 +256,10 @@ def test_covering_takes_the_keys_that_are_covered_worst(tokens: int, dim: int, f
 
 def test_covering_depends_on_its_own_problem_alone_and_is_the_same_again() -> None:
     keys, drawn = torch.randn(4, 400, 64), sample_positions(torch.arange(400), 9, seed=1, layer=2, heads=4)
-    deferred = covering(keys, drawn, 30)
-    assert torch.equal(deferred, covering(keys, drawn, 30))
+    deferred = whole(covering(keys, drawn, 30))
+    assert torch.equal(deferred, whole(covering(keys, drawn, 30)))
     for n in range(4):
-        assert torch.equal(covering(keys[n : n + 1], drawn[n : n + 1], 30), deferred[n : n + 1])
+        assert torch.equal(whole(covering(keys[n : n + 1], drawn[n : n + 1], 30)), deferred[n : n + 1])
 
 
 def test_many_alike_that_nothing_covers_do_not_take_all_places() -> None:
@@ -267,7 +269,7 @@ def test_many_alike_that_nothing_covers_do_not_take_all_places() -> None:
     single = torch.arange(2000, 2008)
     text[single] = torch.randn(8, 64) - text.mean(dim=0)
     drawn = torch.arange(0, 20)[None]
-    chosen = covering(text[None], drawn, 40)[0]
+    chosen = whole(covering(text[None], drawn, 40))[0]
     assert torch.isin(single, chosen).all()
     assert ((chosen >= 1000) & (chosen < 1300)).any()
 

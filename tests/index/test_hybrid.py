@@ -42,7 +42,8 @@ def table(index: HybridIndex, seq: int) -> list[Tensor]:
 def run_all(seqs: Seqs) -> None:
     """Do what is spread over the coming steps."""
     assert seqs.context.aux is not None
-    seqs.context.aux.advance(1)
+    for _ in range(seqs.context.regions.buffer):
+        seqs.context.aux.advance()
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -113,7 +114,7 @@ def test_every_step_sees_the_old_set_or_the_new_one(monkeypatch: pytest.MonkeyPa
     for step in range(65, 130):
         before = [table(index, seq) for seq in range(2)]
         plans = [static.pending for static in index.statics]
-        index.context.aux.advance(9 - (step - 1) % 10)  # type: ignore[union-attr]
+        index.context.aux.advance()  # type: ignore[union-attr]
         seqs.select(40, step)
         assert all(same(table(index, seq), before[seq]) for seq in range(2))  # no step changes a set
         if step % 10 == 0:
@@ -154,16 +155,16 @@ def test_a_refresh_uses_the_last_queries_before_it_began(device: torch.device, m
     """However much of it the steps between have done, and whatever they asked."""
     monkeypatch.setattr(module, "_PIECE", 30 * 2 * 64 * 4)
     monkeypatch.setattr(reordering, "_OBSERVED", 50 * 2 * 64 * 4)
-    for pieces in (0, 3, 20):
+    for steps in (0, 3, 20):
         seqs = Seqs(partial(SMALL, share=0.5), [200], device=device)
         seqs.select(40, 100)
         for step in range(110, 190):  # more than the window's 64
             seqs.select(40, step)
         seqs.append(20)  # starts
-        for step in range(pieces):
+        for step in range(steps):
             seqs.select(40, step)
             assert seqs.context.aux is not None
-            seqs.context.aux.advance(20 - step)
+            seqs.context.aux.advance()
         seqs.append(1)  # puts in place
         keys, queries = seqs.keys[0][:, FIRST : FIRST + 220], seqs.queries[0][:, 126:190]
         weights = torch.full((128,), 1 / 128, device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
 from kvthaw.index import clusters, codes, nodes, units
+from kvthaw.kernels.kmeans import whole
 from kvthaw.methods import METHODS, resolve
 from zoo import DISTINCT
 
@@ -86,12 +87,13 @@ def test_going_ahead_changes_nothing_and_moves_nothing(method: str) -> None:
 
 SOON: dict[str, dict[str, int]] = {
     "clusterkv": {"batch": 12, "clusters_per_batch": 2},
+    "clusterkv-plus": {"batch": 16, "clusters_per_batch": 2},
     "prkv": {"interval": 16, "page": 8},
     "retroinfer": {"batch": 12, "tokens_per_cluster": 4, "segment": 64},
 }
 """Options with which batches are full, and sets chosen again, after a few tokens."""
 KEEP_WHAT_LEFT = ["full", "streaming", "h2o", "snapkv", "snapkv-refreshed", "icecache", "icecache-reuse", "icecache-digest"]
-REVERSIBLE = [name for name in DISTINCT if name not in KEEP_WHAT_LEFT]
+REVERSIBLE = [*(name for name in DISTINCT if name not in KEEP_WHAT_LEFT), "clusterkv-plus"]
 
 
 def until_full(one: OneLayer) -> OneLayer:
@@ -208,6 +210,12 @@ def test_which_methods_keep_what_left() -> None:
     assert found == [name for name in KEEP_WHAT_LEFT if name not in ("full", "streaming")]
 
 
+def done(made: Any) -> Generator[None, None, Any]:
+    """A work in pieces that has none left."""
+    return made
+    yield
+
+
 class Launches(TorchDispatchMode):
     """Counts what is asked of the device; to have memory is no launch."""
 
@@ -224,7 +232,8 @@ class Launches(TorchDispatchMode):
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.count, self.within = self.count + 1, True
             try:
-                return kernel(*args, **kwargs)
+                made = kernel(*args, **kwargs)
+                return made if not isinstance(made, Generator) else done(whole(made))
             finally:
                 self.within = False
 
@@ -251,7 +260,7 @@ KERNELS = [
     (codes, "encode"),
     (codes, "count"),
     (clusters, "first_keys"),
-    (clusters, "kmeans"),
+    (clusters, "kmeans_in_pieces"),
     (nodes, "node_digests"),
     (nodes, "nearest"),
     (nodes, "grouped"),

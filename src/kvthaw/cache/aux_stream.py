@@ -11,10 +11,11 @@ from torch import Tensor
 
 
 class SpreadWork:
-    """Jobs that run in order, some with each step. done: passes when all of them are complete; None where the device is no GPU."""
+    """Jobs that run in order, some with each step. due: how many advance() have been when all have begun. done: passes when all of
+    them are complete; None where the device is no GPU."""
 
-    def __init__(self, device: torch.device, jobs: Iterable[Callable[[], None]] = ()) -> None:
-        self.device, self.jobs = device, deque(jobs)
+    def __init__(self, device: torch.device, jobs: Iterable[Callable[[], None]] = (), due: int = 0) -> None:
+        self.device, self.jobs, self.due = device, deque(jobs), due
         self.start: torch.cuda.Event | None = None
         self.done: torch.cuda.Event | None = None
 
@@ -27,8 +28,9 @@ class AuxStream:
         self._made = [] if made is None else made  # streams of the cache, this one's included
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._waiting: deque[SpreadWork] = deque()
+        self._advanced = 0
 
-    def run(self, device: torch.device, job: Callable[[], None], *used: Tensor) -> torch.cuda.Event | None:
+    def run(self, device: torch.device, job: Callable[[], object], *used: Tensor) -> torch.cuda.Event | None:
         """Run a job behind what the current stream has been given so far; the event that ends it. Where the device is no GPU, now,
         and None. used: tensors that it reads and others may let go."""
         if device.type != "cuda":
@@ -43,10 +45,10 @@ class AuxStream:
             done: torch.cuda.Event = stream.record_event()
         return done
 
-    def spread(self, device: torch.device, jobs: Iterable[Callable[[], None]], *used: Tensor) -> SpreadWork:
-        """Queue jobs, of which advance() runs some with each step, behind what the current stream has been given so far. used: as
-        for run()."""
-        work = SpreadWork(device, jobs)
+    def spread(self, device: torch.device, jobs: Iterable[Callable[[], None]], steps: int, *used: Tensor) -> SpreadWork:
+        """Queue jobs, of which advance() runs some with each of the next steps, behind what the current stream has been given so
+        far. used: as for run()."""
+        work = SpreadWork(device, jobs, self._advanced + steps)
         if device.type == "cuda":
             work.start = torch.cuda.current_stream(device).record_event()
             for tensor in used:
@@ -54,15 +56,17 @@ class AuxStream:
         self._waiting.append(work)
         return work
 
-    def advance(self, steps: int) -> None:
-        """Run as many of the queued jobs that as many with each of `steps` steps are all of them. The host does not wait. A job
+    def advance(self) -> None:
+        """Run the jobs of a step: as many, in order, as with each step are all when they are due. The host does not wait. A job
         that finds too little memory is left to finish()."""
-        count = sum(len(work.jobs) for work in self._waiting)
-        if not count:
-            return
+        count = most = 0
+        for work in self._waiting:
+            count += len(work.jobs)
+            most = max(most, -(-count // max(1, work.due - self._advanced)))
+        self._advanced += 1
         # What the jobs make outlives the caller's mode.
         with torch.inference_mode(False), torch.no_grad(), suppress(torch.OutOfMemoryError):
-            for _ in range(-(-count // max(1, steps))):
+            for _ in range(most):
                 self._next(self._waiting[0])
 
     def finish(self, work: SpreadWork) -> None:

@@ -175,6 +175,18 @@ class Prepared(Protocol):
 
 
 @runtime_checkable
+class Foresees(Protocol):
+    """An index that begins its work on tokens before they leave the ring."""
+
+    def foreseen(self, seq: int) -> int:
+        """Return of how many tokens, behind those that the index holds, it would begin the work now; 0: of none."""
+
+    def foresee(self, seqs: Sequence[int], keys: Tensor) -> None:
+        """Begin the work on the next tokens of some sequences, as many as foreseen() said, keys [R, H, n, D]. The next appends
+        bring them, unless truncate() or undo() takes back a token before them."""
+
+
+@runtime_checkable
 class Remembers(Protocol):
     """An index whose select() changes what it selects later."""
 

@@ -270,7 +270,7 @@ class KVCache:
         for at, seq in self.preallocator.turns(sequences.decoded, sequences.count, rounds):
             if at in self._places and seq not in sequences.idle and isinstance(layer := self.layer(at), OffloadedLayer):
                 layer.preallocate(seq)
-        self.streams.aux.advance(sequences.until_full())
+        self.streams.aux.advance()
 
     def wait(self) -> None:
         """Wait until every token is offloaded and indexed; raise what went wrong."""

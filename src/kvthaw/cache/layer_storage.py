@@ -283,9 +283,29 @@ def flush(layers: Sequence[Ringed], leaving: Sequence[Leaving]) -> bool:
             for layer, own in zip(group, rows, strict=True):
                 if layer.storage.updater is not None:
                     layer.storage.updater.flush(spans, own, layer.recent_queries)
+            _foresee(group, spans)
             if len(some) > most:
                 group[0].storage.streams.deferred.flush()  # which holds the rows
     return not any(layer.storage.stale(seq) for layer in ringed for seq, _, _ in leaving)
+
+
+def _foresee(layers: Sequence[Ringed], spans: Sequence[Span]) -> None:
+    """Show indexes that begin work ahead of time the tokens that stand in the rings behind spans which have left."""
+    storages = [layer.storage for layer in layers]
+    asks = [(i, own.updater.retriever.foresees) for i, own in enumerate(storages) if own.updater is not None]
+    wanting = [(i, index) for i, index in asks if index is not None]
+    if not wanting:
+        return
+    alike, regions = dict[int, list[Span]](), storages[0].slab.regions
+    for seq, _, stop, _ in spans:
+        n = wanting[0][1].foreseen(seq)
+        if 0 < n <= regions.window and all(index.foreseen(seq) == n for _, index in wanting[1:]):
+            alike.setdefault(n, []).append((seq, stop, stop + n, stop + n))
+    for some in alike.values():
+        rows, seqs = offload([own.offloader for own in storages], some), [seq for seq, *_ in some]
+        for i, index in wanting:
+            keys, _ = storages[i].store.format.rounded(*rows[i].unbind(3))
+            index.foresee(seqs, keys)
 
 
 def take_effect(layers: Sequence[Ringed], leaving: Sequence[Leaving]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvthaw.cache.choice import Choice
 from kvthaw.cache.device_lengths import to_host
 from kvthaw.cache.index_api import (
+    Foresees,
     Index,
     IndexContext,
     Method,
@@ -80,6 +81,7 @@ class Retriever:
         self.rebuilds = index if isinstance(index, Rebuilds) else None
         self.reverses = index if isinstance(index, Reversible) else None
         self.prepared = index if isinstance(index, Prepared) else None
+        self.foresees = index if isinstance(index, Foresees) else None
         self.remembers = isinstance(index, Remembers) and index.remembers
 
     def _place(self, seqs: int) -> None:

@@ -152,10 +152,6 @@ class Sequences:
                 found.append((seq, begin, begin + regions.buffer))
         return found
 
-    def until_full(self) -> int:
-        """Return how many tokens come before one finds a ring full."""
-        return 0 if self.full() else self._full_at - self.padded_length
-
     def _next_full(self) -> int:
         """Return the padded length at which the next ring becomes full."""
         regions = self.regions

@@ -3,89 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
-import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext
-from kvthaw.index.draws import stream
-from kvthaw.index.target import Full, Target
+from kvthaw.cache.index_api import Foresees, IndexContext
+from kvthaw.index.formation import Batches, Formation, FormingIndex, form, formed
+from kvthaw.index.target import Full
 from kvthaw.index.unit_counts import Seq
-from kvthaw.index.units import UnitIndex
+from kvthaw.kernels.kmeans import whole
 from kvthaw.kernels.unit_select import Policy
 
-AT_ONCE = 1 << 28
-"""Bytes of keys that are clustered at once, of one layer at least: many sequences' need much memory."""
 _SHORT = 1 << 23
 """Bytes of a layer's keys up to which a prompt waits for those of other layers: few keys keep no GPU busy, and launches take the
 host longer than the model's own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """Of sequences of an index, batches of tokens that become units among themselves, and where the first is. given: their keys
-    [R, H, n, T, D], n batches of each sequence; None: one each, whose keys the index has."""
-
-    index: BatchedIndex
-    first: Sequence[Full]
-    given: Tensor | None = None
-
-    def keys(self) -> Tensor:
-        """Return the keys [R, H, n, T, D], a copy if the index has them."""
-        return self.index.last(self.first, self.index.recent)[:, :, None] if self.given is None else self.given
-
-
-class BatchGroup:
-    """Batches of indexes that differ in nothing but the layer, all of as many tokens and batches: keys [M, H, n, T, D], their
-    positions [M, 1, n, T], and the numbers of their heads [M, H, 1, 1], from which random choices derive."""
-
-    def __init__(self, every: Sequence[Batches]) -> None:
-        self.every = every
-        keys = torch.cat([each.keys() for each in every]) if len(every) > 1 else every[0].keys().contiguous()
-        of_rows = [(each.index.first, stream(each.index.context), own) for each in every for own in each.first]
-        where = [(first + own.begin, own.begin, number) for first, number, own in of_rows]
-        first, begin, streams = torch.tensor(where).to(keys.device, non_blocking=True).t()[:, :, None, None, None].unbind()
-        heads, batches, tokens = keys.shape[1:4]
-        self.starts = torch.arange(batches, device=keys.device)[:, None] * tokens  # of each batch
-        self.positions = first + self.starts + torch.arange(tokens, device=keys.device)
-        self.streams = streams + torch.arange(heads, device=keys.device)[:, None, None]
-        self.keys, self._first, self._begin = keys, first, begin
-
-    def write(self, digests: Tensor, order: Tensor, stops: Tensor) -> None:
-        """Write the units of all batches into the tables: digests [M H n, C, E]; order [M H n, T] of a batch's tokens, in which
-        unit c is stops[c] : stops[c + 1], [M H n, C + 1]."""
-        many, heads, batches, tokens = self.keys.shape[:4]
-        count = stops.shape[1] - 1
-        digests = digests.view(many, heads, batches * count, -1).to(self.every[0].index.digests.dtype)
-        ends = (stops.view(many, heads, batches, -1)[..., 1:] + self.starts + self._begin).flatten(2)
-        ends = torch.cat((self._begin[..., 0].expand(-1, heads, 1), ends), dim=2).int()
-        places = (order.view(many, heads, batches, tokens) + self.starts + self._first).int().flatten(2)
-        targets: dict[tuple[Full, ...], Target] = {}
-        done = 0
-        for each in self.every:
-            own, rows = tuple(each.first), slice(done, done + len(each.first))
-            if own not in targets:
-                targets[own] = Target.of(own, heads, self.keys.device)
-            at = targets[own]
-            assert each.index.order is not None
-            each.index.digests[at.units(batches * count)] = digests[rows]
-            each.index.stops[at.units(batches * count + 1)] = ends[rows]
-            each.index.order[at.places(batches * tokens)] = places[rows]
-            done += len(each.first)
-
-
-class BatchedIndex(UnitIndex):
+class BatchedIndex(FormingIndex, Foresees):
     """An index whose tokens are made into units batch by batch: `per_batch` units of a batch, as many as count of a prompt.
 
     A batch waits for those of other layers, which have theirs at the same step, and all are formed at once; so does a short prompt.
+    Where the last tokens of a batch are known before they leave the ring, its units are formed beside the steps until then, and
+    enter the tables when they would have been formed. begun: those of them that will.
     """
 
     mapped = True
 
     def __init__(self, context: IndexContext, *, batch: int, per_batch: int, width: int, policy: Policy) -> None:
         self.per_batch = per_batch
+        self.begun: dict[Full, Formation] = {}
         super().__init__(context, size=batch // per_batch, batch=batch, width=width, policy=policy)
 
     def make_room(self, seqs: int, tokens: int) -> None:
@@ -98,10 +45,7 @@ class BatchedIndex(UnitIndex):
         not wait for that."""
         none = Batches(self, [Full(seq, 0, 0) for seq in range(len(self.seqs))])
         form([none, none], self.per_batch)
-
-    def form(self, group: BatchGroup, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Make `count` units of each batch of a group. Returns their digests, order and stops as `BatchGroup.write` takes them."""
-        raise NotImplementedError
+        self._side.run(self.context.device, partial(whole, formed([none, none], self.per_batch)))
 
     @property
     def settings(self) -> Hashable:
@@ -139,18 +83,57 @@ class BatchedIndex(UnitIndex):
             self._set(seq, Seq(tokens, count, 0, [(0, 0), (tokens, count)]))
 
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
-        if keys is None:
-            work = partial(form, count=self.per_batch)
-            self.defer((self.kind(), "form", tuple(full)), work, Batches(self, full), (own.seq for own in full))
-        else:
+        begun: dict[Formation | None, list[Full]] = {}
+        for own in full:
+            begun.setdefault(self.begun.pop(own, None), []).append(own)
+        if keys is not None:
             self.form_now(full, keys, self.per_batch)
+            return
+        for formation, some in begun.items():
+            of, seqs = tuple(some), [own.seq for own in some]
+            if formation is None:
+                self.defer((self.kind(), "form", of), partial(form, count=self.per_batch), Batches(self, of), seqs)
+            else:
+                self.defer((formation, of), formation.write, (self, of), seqs)
+
+    # Ahead of time
+
+    def foreseen(self, seq: int) -> int:
+        host = self.seqs[seq]
+        open_batch = 0 < host.kept < self.batch and not any(own.seq == seq for own in self.begun)
+        return self.batch - host.kept if open_batch else 0
+
+    def foresee(self, seqs: Sequence[int], keys: Tensor) -> None:
+        buffer, full = self.context.regions.buffer, tuple(Full(seq, *self.seqs[seq].marks[-1]) for seq in seqs)
+        steps = -(-keys.shape[2] // buffer) * buffer
+        work = partial(begin, count=self.per_batch, steps=steps)
+        self.defer((self.kind(), "begin", full, steps), work, Batches(self, full, coming=keys), seqs)
+
+    def truncate(self, seq: int, length: int) -> None:
+        shorter = seq < len(self.seqs) and length - self.first < self.seqs[seq].tokens
+        super().truncate(seq, length)
+        if shorter:
+            self._drop_begun(seq)
+
+    def undo(self, seq: int, length: int) -> None:
+        super().undo(seq, length)
+        self._drop_begun(seq)
+
+    def reorder(self, seqs: Sequence[int]) -> None:
+        super().reorder(seqs)
+        self.begun.clear()
+
+    def clone_from(self, other: Self) -> None:
+        super().clone_from(other)
+        self.begun.clear()
+
+    def _drop_begun(self, seq: int) -> None:
+        self.begun = {own: formation for own, formation in self.begun.items() if own.seq != seq}
 
 
-def form(every: Sequence[Batches], count: int) -> None:
-    """Make `count` units of each batch and write them into the tables, as many batches at once as have AT_ONCE bytes of keys. All
-    have as many tokens and batches, and their indexes differ in nothing but the layer."""
-    first = every[0]
-    some = max(1, AT_ONCE // (first.index.recent[0].nbytes * len(first.first) if first.given is None else first.given.nbytes))
-    for at in range(0, len(every), some):
-        group = BatchGroup(every[at : at + some])
-        group.write(*group.every[0].index.form(group, count))
+def begin(every: Sequence[Batches], count: int, steps: int) -> None:
+    """Begin to form units of batches of which some tokens are still in the ring."""
+    formation = Formation(every, count, steps, every[0].index._side)
+    for each in every:
+        assert isinstance(each.index, BatchedIndex)
+        each.index.begun.update(dict.fromkeys(each.first, formation))

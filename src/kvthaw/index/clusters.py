@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Generator, Hashable
 from typing import Literal, get_args
 
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError, at_least, one_of
-from kvthaw.index.batches import BatchedIndex, BatchGroup
+from kvthaw.index.batches import BatchedIndex
 from kvthaw.index.draws import drawn
+from kvthaw.index.formation import BatchGroup, Formed
 from kvthaw.kernels.cover import cover, directions
-from kvthaw.kernels.kmeans import Distance, kmeans
+from kvthaw.kernels.kmeans import Distance, kmeans_in_pieces
 from kvthaw.kernels.unit_select import Policy
 
 Start = Literal["covering", "random"]
@@ -22,16 +23,16 @@ paper."""
 _ROUNDS, _MOST, _AMONG = 4, 256, 4  # rounds at least; what a round adds at most, and among how many times as many
 
 
-def covering(keys: Tensor, drawn: Tensor, count: int) -> Tensor:
-    """The keys drawn and those that the others cover worst: `count` of the keys [N, T, D], as indices [N, count] int64, ascending,
-    none twice. drawn [N, C], C at least 1 and at most count; count <= T. No host sync.
+def covering(keys: Tensor, drawn: Tensor, count: int) -> Generator[None, None, Tensor]:
+    """The keys drawn and those that the others cover worst, a round at a time: `count` of the keys [N, T, D], as indices [N, count]
+    int64, ascending, none twice. drawn [N, C], C at least 1 and at most count; count <= T. No host sync.
 
     In four rounds or more, each adding as many keys as the others: keys are ranked by their largest cosine with any key chosen so
     far, the smallest first, and those are added that are like none before them in the ranking (`unlike`).
     """
     chosen = new = drawn
     covered = torch.full(keys.shape[:2], -torch.inf, device=keys.device)
-    rounds = max(_ROUNDS, -(-(count - drawn.shape[1]) // _MOST))
+    rounds = rounds_of(count - drawn.shape[1])
     while lacking := count - chosen.shape[1]:
         cover(covered, keys, new)
         covered.scatter_(1, new, torch.inf)
@@ -39,7 +40,13 @@ def covering(keys: Tensor, drawn: Tensor, count: int) -> Tensor:
         new = unlike(keys, covered, more, among=min(_AMONG * more, keys.shape[1] - chosen.shape[1]))
         chosen = torch.cat((chosen, new), dim=1)
         rounds -= 1
+        yield
     return chosen.sort(dim=1).values
+
+
+def rounds_of(count: int) -> int:
+    """Return in how many rounds so many keys are added."""
+    return max(_ROUNDS, -(-count // _MOST))
 
 
 def unlike(keys: Tensor, covered: Tensor, count: int, *, among: int) -> Tensor:
@@ -58,12 +65,12 @@ def unlike(keys: Tensor, covered: Tensor, count: int, *, among: int) -> Tensor:
     return worst.gather(1, kept)
 
 
-def first_keys(keys: Tensor, positions: Tensor, count: int, *, start: Start, streams: Tensor) -> Tensor:
-    """The keys that k-means begins with: keys [..., T, D] at positions [..., T] of heads [..., 1], which broadcast; see `drawn`.
-    Returns [N, count] int64, ascending, N all of the former dimensions."""
+def first_keys(keys: Tensor, positions: Tensor, count: int, *, start: Start, streams: Tensor) -> Generator[None, None, Tensor]:
+    """The keys that k-means begins with, in pieces: keys [..., T, D] at positions [..., T] of heads [..., 1], which broadcast; see
+    `drawn`. Returns [N, count] int64, ascending, N all of the former dimensions."""
     few = drawn(positions, count - count // 2 if start == "covering" else count, streams)
     few = few.expand(*keys.shape[:-2], -1).flatten(0, -2)
-    return covering(keys.flatten(0, -3), few, count) if few.shape[1] < count else few
+    return (yield from covering(keys.flatten(0, -3), few, count)) if few.shape[1] < count else few
 
 
 class ClusterIndex(BatchedIndex):
@@ -114,6 +121,12 @@ class ClusterIndex(BatchedIndex):
     def most_units(self, tokens: int) -> int:
         return super().most_units(tokens) + max(self.clusters or 0, tokens // self.tokens_per_cluster)
 
-    def form(self, group: BatchGroup, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        chosen = first_keys(group.keys, group.positions, count, start=self.start, streams=group.streams)
-        return kmeans(group.keys.flatten(0, 2), chosen, distance=self.distance, iterations=self.iterations)
+    def form(self, group: BatchGroup, count: int) -> Generator[None, None, Formed]:
+        chosen = yield from first_keys(group.keys, group.positions, count, start=self.start, streams=group.streams)
+        yield
+        return (
+            yield from kmeans_in_pieces(group.keys.flatten(0, 2), chosen, distance=self.distance, iterations=self.iterations)
+        )
+
+    def pieces(self, count: int) -> int:
+        return self.iterations + (2 if self.start == "random" else 2 + rounds_of(count // 2))

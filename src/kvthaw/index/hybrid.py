@@ -271,7 +271,8 @@ class HybridIndex(ObservedIndex):
         *jobs, end = self._jobs(seqs, old + last.shape[2], held, windows, made)
         reads = [partial(read, own, at) for own in owns for at in range(0, old, most)]
         used = last, *(x for x in windows if x is not None)
-        work = self._side.spread(last.device, [*reads, *jobs, partial(finish, end)], *used)
+        steps = self.context.regions.buffer  # until the next append
+        work = self._side.spread(last.device, [*reads, *jobs, partial(finish, end)], steps, *used)
         for seq in seqs:
             self.statics[seq].pending = PendingReordering(seq, made, self._side, work)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, get_args
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import at_least, one_of, proportion, within
-from kvthaw.index.batches import BatchedIndex, BatchGroup
+from kvthaw.index.batches import BatchedIndex
 from kvthaw.index.draws import drawn
+from kvthaw.index.formation import BatchGroup, Formed
 from kvthaw.index.target import Full
 from kvthaw.kernels import HAS_TRITON, node_scores
 from kvthaw.kernels.extend import Destination
@@ -147,11 +148,16 @@ class NodeIndex(BatchedIndex):
                 (self.kind(), "open", last, n), partial(digest_open, last=last, n=n), self, (place.seq for place in some)
             )
 
-    def form(self, group: BatchGroup, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def form(self, group: BatchGroup, count: int) -> Generator[None, None, Formed]:
         flat, chosen = group.keys.flatten(0, 2), drawn(group.positions, count, group.streams)
+        yield
         order, stops = grouped(nearest(flat, chosen.flatten(0, 2)), count)
+        yield
         digests, order = node_digests(flat, order, stops, self.config.outliers)
         return digests, order, stops
+
+    def pieces(self, count: int) -> int:
+        return 3
 
     def sync_counts(self, seqs: Sequence[int]) -> None:
         """See UnitIndex: how many rows of a sequence get a true score."""

@@ -113,6 +113,10 @@ class WaveIndex(ClusterIndex, Attends):
             values = self._arriving[seq][None, :, at : at + self.batch]
             self._average([Full(seq, begin + at, before + i * self.per_batch)], self.per_batch, values)
 
+    def foreseen(self, seq: int) -> int:
+        """None: mean values follow a batch's clusters at once."""
+        return 0
+
     @property
     def attends(self) -> bool:
         return self.estimated > 0

@@ -10,7 +10,8 @@ labels did not change skips its products.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Generator
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.gpu import by_device, nvidia
 
 Distance = Literal["cosine", "l2", "inner"]
+_Made = TypeVar("_Made")
+Clusters = tuple[Tensor, Tensor, Tensor]
 SCORES = 1 << 22
 """float32 similarities that a definition holds at once."""
 
@@ -36,8 +39,20 @@ def probes(centroids: Tensor, distance: Distance) -> tuple[Tensor, Tensor]:
     return centroids, half if distance == "l2" else torch.zeros_like(half)
 
 
-def definition(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> tuple[Tensor, Tensor, Tensor]:
-    """Cluster keys [N, T, D] around C centroids, initially keys[n, start[n]]; start [N, C] int64.
+def whole(pieces: Generator[None, None, _Made]) -> _Made:
+    """Do all pieces of a work, and return what comes of it."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            made: _Made = end.value
+            return made
+
+
+def definition_in_pieces(
+    keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20
+) -> Generator[None, None, Clusters]:
+    """An iteration at a time: cluster keys [N, T, D] around C centroids, initially keys[n, start[n]]; start [N, C] int64.
 
     Assign every key to its nearest centroid (ties go to the first) and replace every centroid by the mean of its keys, until no
     assignment changes or for `iterations` iterations. An empty cluster keeps its centroid. Returns the means [N, C, D] float32
@@ -65,6 +80,7 @@ def definition(keys: Tensor, start: Tensor, *, distance: Distance, iterations: i
             sums.scatter_add_(1, part, keys[:, at : at + block].float())
         sizes = torch.zeros((problems, count), device=keys.device).scatter_add_(1, labels, ones)[..., None]
         centroids = torch.where(sizes > 0, sums / sizes.clamp(min=1), centroids)
+        yield
     return centroids, *grouped(labels, count)
 
 
@@ -190,9 +206,11 @@ def tiling(dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]
     return found | ({"maxnreg": 128} if row <= 512 and dtype.itemsize == 2 and nvidia(device) else {})
 
 
-def launch(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the Triton kernels, without a host sync; arguments and result as in `definition`. With 16-bit keys the centroids are
-    compared in 16 bits too."""
+def launch_in_pieces(
+    keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20
+) -> Generator[None, None, Clusters]:
+    """Launch the Triton kernels, without a host sync; arguments and result as in `definition_in_pieces`. With 16-bit
+    keys the centroids are compared in 16 bits too."""
     keys = keys.contiguous()
     problems, tokens, dim = keys.shape
     count = start.shape[1]
@@ -223,8 +241,19 @@ def launch(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int =
             keys, order, upto, means, m, bias, tokens, count, dim, blocks,
             CHUNK=32, DP=shape["DP"], COSINE=distance == "cosine", **metric, num_warps=4,
         )  # fmt: skip
+        yield
     ends = upto.view(problems, count, blocks)[:, :, -1] - torch.arange(problems, device=keys.device)[:, None] * tokens
     return means, order, torch.nn.functional.pad(ends, (1, 0)).int()
 
 
-kmeans = by_device(launch, definition)
+def definition(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> Clusters:
+    """As `definition_in_pieces`, at once."""
+    return whole(definition_in_pieces(keys, start, distance=distance, iterations=iterations))
+
+
+def launch(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> Clusters:
+    """As `launch_in_pieces`, at once."""
+    return whole(launch_in_pieces(keys, start, distance=distance, iterations=iterations))
+
+
+kmeans, kmeans_in_pieces = by_device(launch, definition), by_device(launch_in_pieces, definition_in_pieces)

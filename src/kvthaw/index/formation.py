@@ -1,0 +1,194 @@
+"""Units that batches of tokens become: formed at once, or in pieces beside the steps before they are needed."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.aux_stream import AuxStream
+from kvthaw.index.draws import stream
+from kvthaw.index.target import Full, Target
+from kvthaw.index.units import UnitIndex
+from kvthaw.kernels.kmeans import whole
+
+AT_ONCE = 1 << 28
+"""Bytes of keys that are clustered at once, of one layer at least: many sequences' need much memory."""
+
+Formed = tuple[Tensor, Tensor, Tensor]
+"""Of M batches of H heads: digests [M H, C, E]; order [M H, T] of a batch's tokens, in which unit c is stops[c] : stops[c + 1],
+[M H, C + 1]."""
+
+
+class FormingIndex(UnitIndex):
+    """An index that makes units of the tokens of a batch."""
+
+    def form(self, group: BatchGroup, count: int) -> Generator[None, None, Formed]:
+        """Make `count` units of each batch of a group, in pieces."""
+        raise NotImplementedError
+
+    def pieces(self, count: int) -> int:
+        """Return about how many pieces form() of so many units has."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Of sequences of an index, batches of tokens that become units among themselves, and where the first is. given: their keys
+    [R, H, n, T, D], n batches of each sequence; None: one each, whose keys the index has, but for the last ones, `coming`
+    [R, H, m, D]."""
+
+    index: FormingIndex
+    first: Sequence[Full]
+    given: Tensor | None = None
+    coming: Tensor | None = None
+
+    def keys(self) -> Tensor:
+        """Return the keys [R, H, n, T, D], a copy if the index has them."""
+        if self.given is not None:
+            return self.given
+        index, known = self.index, self.index.batch - (0 if self.coming is None else self.coming.shape[2])
+        keys = index.recent[index.last_places(self.first, known)]
+        return (keys if self.coming is None else torch.cat((keys, self.coming), dim=2))[:, :, None]
+
+    def nbytes(self) -> int:
+        """Return the bytes of the keys."""
+        return self.index.recent[0].nbytes * len(self.first) if self.given is None else self.given.nbytes
+
+
+class BatchGroup:
+    """Batches of indexes that differ in nothing but the layer, all of as many tokens and batches: keys [M, H, n, T, D], their
+    positions [M, 1, n, T], and the numbers of their heads [M, H, 1, 1], from which random choices derive."""
+
+    def __init__(self, every: Sequence[Batches]) -> None:
+        self.every = every
+        keys = torch.cat([each.keys() for each in every]) if len(every) > 1 else every[0].keys().contiguous()
+        of_rows = [(each.index.first, stream(each.index.context), own) for each in every for own in each.first]
+        where = [(first + own.begin, own.begin, number) for first, number, own in of_rows]
+        first, begin, streams = torch.tensor(where).to(keys.device, non_blocking=True).t()[:, :, None, None, None].unbind()
+        heads, batches, tokens = keys.shape[1:4]
+        self.starts = torch.arange(batches, device=keys.device)[:, None] * tokens  # of each batch
+        self.positions = first + self.starts + torch.arange(tokens, device=keys.device)
+        self.streams = streams + torch.arange(heads, device=keys.device)[:, None, None]
+        self.keys, self._first, self._begin = keys, first, begin
+
+    def units(self, digests: Tensor, order: Tensor, stops: Tensor) -> Units:
+        """Return what `form` made of all batches as it stands in the tables."""
+        many, heads, batches, tokens = self.keys.shape[:4]
+        count = stops.shape[1] - 1
+        digests = digests.view(many, heads, batches * count, -1).to(self.every[0].index.digests.dtype)
+        ends = (stops.view(many, heads, batches, -1)[..., 1:] + self.starts + self._begin).flatten(2)
+        ends = torch.cat((self._begin[..., 0].expand(-1, heads, 1), ends), dim=2).int()
+        places = (order.view(many, heads, batches, tokens) + self.starts + self._first).int().flatten(2)
+        return Units(self.every, digests, ends, places)
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Units of batches, ready for the tables: digests [M, H, U, E], ends [M, H, U + 1], places [M, H, T]."""
+
+    every: Sequence[Batches]
+    digests: Tensor
+    ends: Tensor
+    places: Tensor
+
+    def write(self, wanted: Mapping[FormingIndex, Sequence[Full]] | None = None) -> None:
+        """Write them into the tables, or those of some indexes' batches."""
+        at: dict[tuple[Full, ...], tuple[tuple[Tensor, ...], ...]] = {}
+        for index, full, rows in self._rows(wanted):
+            if full not in at:
+                target = Target.of(full, self.ends.shape[1], self.ends.device)
+                units = self.digests.shape[2]
+                at[full] = target.units(units), target.units(units + 1), target.places(self.places.shape[2])
+            assert index.order is not None
+            tables = zip((index.digests, index.stops, index.order), at[full], strict=True)
+            for (table, place), own in zip(tables, (self.digests, self.ends, self.places), strict=True):
+                table[place] = own[rows]
+
+    def _rows(
+        self, wanted: Mapping[FormingIndex, Sequence[Full]] | None
+    ) -> Iterator[tuple[FormingIndex, tuple[Full, ...], slice]]:
+        """Yield indexes, batches of each and their rows here: all at once where all are wanted."""
+        done = 0
+        for each in self.every:
+            full = tuple(each.first if wanted is None else wanted.get(each.index, ()))
+            if full == tuple(each.first):
+                yield each.index, full, slice(done, done + len(full))
+            else:
+                for i, own in enumerate(each.first):
+                    if own in full:
+                        yield each.index, (own,), slice(done + i, done + i + 1)
+            done += len(each.first)
+
+
+def groups(every: Sequence[Batches]) -> Iterator[Sequence[Batches]]:
+    """Yield as many batches at once as have AT_ONCE bytes of keys."""
+    some = max(1, AT_ONCE // every[0].nbytes())
+    for at in range(0, len(every), some):
+        yield every[at : at + some]
+
+
+def formed(every: Sequence[Batches], count: int) -> Generator[None, None, Units]:
+    """Make `count` units of each batch, a piece at a time. All have as many tokens and batches, and their indexes differ in nothing
+    but the layer."""
+    group = BatchGroup(every)
+    made = yield from every[0].index.form(group, count)
+    return group.units(*made)
+
+
+def form(every: Sequence[Batches], count: int) -> None:
+    """Make `count` units of each batch, and write them into the tables."""
+    for some in groups(every):
+        whole(formed(some, count)).write()
+
+
+class Formation:
+    """Units that are formed in pieces, some with each of `steps` steps, of batches whose last tokens are still in the ring. They
+    enter the tables whole, once these have left. Where nobody holds it any longer, what is left of the work is not done."""
+
+    def __init__(self, every: Sequence[Batches], count: int, steps: int, aux: AuxStream) -> None:
+        self._count, self._aux, self.made = count, aux, list[Units]()
+        self.groups = deque(formed(some, count) for some in groups(every))
+        index, own = every[0].index, weakref.ref(self)
+        jobs = [partial(_advance, own)] * (len(self.groups) * index.pieces(count) - 1)
+        used = [each.coming for each in every if each.coming is not None]
+        self.work = aux.spread(index.context.device, [*jobs, partial(_advance, own, last=True)], steps, *used)
+
+    def advance(self, *, last: bool = False) -> None:
+        """Do a piece, or all that are left. What fails is left to write(), which forms all units at once."""
+        while self.groups:
+            try:
+                next(self.groups[0])
+            except StopIteration as end:
+                self.made.append(end.value)
+                self.groups.popleft()
+            except BaseException:
+                self.groups.clear()
+                self.made.clear()
+                raise
+            if not last:
+                break
+
+    def write(self, wanted: Sequence[tuple[FormingIndex, Sequence[Full]]]) -> None:
+        """Write the units of some indexes' batches into their tables, on the current stream; the host does not wait."""
+        self._aux.finish(self.work)
+        if self.work.done is not None:
+            here = torch.cuda.current_stream(self.work.device)
+            here.wait_event(self.work.done)
+            for units in self.made:
+                for tensor in (units.digests, units.ends, units.places):
+                    tensor.record_stream(here)
+        for units in self.made:
+            units.write(dict(wanted))
+        if not self.made:
+            form([Batches(index, full) for index, full in wanted], self._count)
+
+
+def _advance(formation: weakref.ref[Formation], *, last: bool = False) -> None:
+    if (of := formation()) is not None:
+        of.advance(last=last)
