@@ -97,14 +97,14 @@ def encode_time(tokens: int) -> dict[str, Any]:
     index = make(1, tokens)
     keys = torch.randn(1, HEADS, tokens, DIM, device="cuda", dtype=torch.bfloat16)
     into, how = index.summaries, (index.rotation, index.quantizer)
-    encoding.launch(keys, *how, into, [0], [0])
+    encoding.launch(keys, *how, [into], [0], [0])
     ids, codes, weights = encoding.definition(keys[0], *how)
     for got, want in ((into.ids[0, :, :, :tokens], ids), (into.codes[0, :, :tokens], codes)):
         demand(float((got != want).float().mean()) < 1e-3, "encode: ids or codes differ from the definition's")
     agree(into.weights[0, :, :tokens], weights, "encode: weights", 2**-7)
 
     def encode() -> None:
-        encoding.launch(keys, *how, into, [0], [0], index.tables.get("centre"))
+        encoding.launch(keys, *how, [into], [0], [0], [index.tables["centre"]] if index.centred else [])
 
     def counted() -> None:
         encode()

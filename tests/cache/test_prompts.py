@@ -13,6 +13,7 @@ from kvthaw.cache import offloaded_layer
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.hf import PreTrainedModel
+from kvthaw.kernels.encode import encode
 from kvthaw.kernels.freeze import definition
 from zoo import build, prompt
 
@@ -64,6 +65,25 @@ def test_a_prompt_is_offloaded_by_one_launch(monkeypatch: pytest.MonkeyPatch) ->
     batch = kvthaw.Batch(model, "pariskv-plus", max_seqs=2, capacity=200, budget=48, dense_layers=2)
     batch.prefill(batch.join(prompt(1, 90)[0]))
     assert calls == [3]
+
+
+def test_codes_of_all_layers_are_written_by_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(keys: torch.Tensor, *args: Any) -> None:
+        calls.append(len(keys))
+        encode(keys, *args)
+
+    monkeypatch.setattr("kvthaw.index.codes.encode", counted)
+    model = build("llama", num_hidden_layers=5)
+    batch = kvthaw.Batch(model, "pariskv-plus", max_seqs=2, capacity=200, budget=48, dense_layers=2)
+    requests = [batch.join(prompt(1, n)[0], max_new_tokens=30, stop=()) for n in (90, 40)]
+    for _ in requests:
+        batch.step()
+    assert calls == [3, 3]
+    while not requests[1].finished:
+        batch.step()
+    assert set(calls[2:]) == {3}, "and so are those of tokens that leave their rings"
 
 
 def test_a_prompt_that_fails_in_a_later_layer_leaves_nothing_to_store() -> None:

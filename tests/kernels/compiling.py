@@ -182,7 +182,7 @@ def batches(dtype: torch.dtype, dim: int) -> None:
     )
     for rows in (1, 3, 4, 16, 64):
         seqs, starts, stops = list(range(rows)), [7] * rows, [519] * rows
-        encode.launch(empty(rows, HEADS, 512, 2, dim, dtype=dtype)[:, :, :, 0], rotation, quantizer, into, seqs, starts)
+        encode.launch(empty(rows, HEADS, 512, 2, dim, dtype=dtype)[:, :, :, 0], rotation, quantizer, [into], seqs, starts)
         encode.launch_count(into, seqs, starts, stops)
 
 

@@ -66,7 +66,7 @@ class Case:
         made = blank(len(lengths), self.heads, self.rotation, max(lengths), torch.device("cpu"))
         on_cpu = make_rotation(dim, SEED), make_quantizer()
         for seq, keys in enumerate(self.keys):
-            encode(keys[None].cpu(), *on_cpu, made, [seq], [0])
+            encode(keys[None].cpu(), *on_cpu, [made], [seq], [0])
         count(made, range(len(lengths)), [0] * len(lengths), lengths)
         self.summaries = Summaries(*(t.to(device) for t in (made.ids, made.codes, made.weights, made.sizes)))
         ratios = Ratios()

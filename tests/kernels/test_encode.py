@@ -69,7 +69,7 @@ def test_kernel(dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dty
     keys[0, 0, n // 2] = 0
     out = blank(len(lengths), heads, rotation, n + 5, device)
     untouched = out.ids.clone(), out.codes.clone()
-    op.launch(keys, rotation, quantizer, out, seqs, starts)
+    op.launch(keys, rotation, quantizer, [out], seqs, starts)
     cpu = make_rotation(dim, SEED), op.make_quantizer()
     for i, (seq, start) in enumerate(zip(seqs, starts, strict=True)):
         ids, codes, weights = op.definition(keys[i].cpu(), *cpu)
@@ -96,13 +96,27 @@ def test_kernel_takes_the_centre_off(device: torch.device) -> None:
     rotation, quantizer = make_rotation(80, SEED, device=device), op.make_quantizer(device)
     keys, centre = torch.randn(1, 2, 70, 80, device=device), torch.randn(3, 2, 80, device=device)
     out, want = (blank(3, 2, rotation, 70, device) for _ in range(2))
-    op.launch(keys, rotation, quantizer, out, [1], [0], centre)
-    op.launch(keys - centre[1:2, :, None], rotation, quantizer, want, [1], [0])
+    op.launch(keys, rotation, quantizer, [out], [1], [0], [centre])
+    op.launch(keys - centre[1:2, :, None], rotation, quantizer, [want], [1], [0])
     assert torch.equal(out.codes, want.codes)
     assert torch.equal(out.ids, want.ids)
-    op.encode(keys.cpu(), make_rotation(80, SEED), op.make_quantizer(), on_cpu := blank(3, 2, rotation, 70, torch.device("cpu")),
-              [1], [0], centre.cpu())  # fmt: skip
+    op.encode(keys.cpu(), make_rotation(80, SEED), op.make_quantizer(),
+              [on_cpu := blank(3, 2, rotation, 70, torch.device("cpu"))], [1], [0], [centre.cpu()])  # fmt: skip
     assert (on_cpu.codes[1, :, :70] != out.codes[1, :, :70].cpu()).float().mean() < 1e-2
+
+
+@triton_only
+def test_kernel_summarises_keys_of_several_layers(device: torch.device) -> None:
+    rotation, quantizer = make_rotation(80, SEED, device=device), op.make_quantizer(device)
+    keys, centres = torch.randn(4, 2, 70, 80, device=device), [torch.randn(3, 2, 80, device=device) for _ in range(2)]
+    found, alone = ([blank(3, 2, rotation, 90, device) for _ in range(2)] for _ in range(2))
+    op.launch(keys, rotation, quantizer, found, [2, 0], [3, 20], centres)
+    for i, (into, centre) in enumerate(zip(alone, centres, strict=True)):
+        op.launch(keys[2 * i : 2 * i + 2], rotation, quantizer, [into], [2, 0], [3, 20], [centre])
+    for mine, theirs in zip(found, alone, strict=True):
+        assert torch.equal(mine.ids, theirs.ids)
+        assert torch.equal(mine.codes, theirs.codes)
+        torch.testing.assert_close(mine.weights, theirs.weights, rtol=0, atol=0, equal_nan=True)
 
 
 @triton_only
@@ -132,7 +146,7 @@ def test_encoding_waits_for_nothing(device: torch.device) -> None:
     out.ids.zero_()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        op.launch(keys, rotation, quantizer, out, [0], [0])
+        op.launch(keys, rotation, quantizer, [out], [0], [0])
         op.launch_count(out, [0], [0], [70])
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, Self, get_args
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.device_lengths import upload
-from kvthaw.cache.index_api import Attends, Index, IndexContext, Reversible, Selection, Swaps
+from kvthaw.cache.index_api import Attends, Index, IndexContext, Reversible, Selection, Swaps, WorksBeside
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.joined import joined
 from kvthaw.index.learned import assign, learn, subspaces
@@ -39,6 +40,8 @@ from kvthaw.kernels.topk import Merge, run_length, topk
 
 Policy = Literal["max", "mean", "mean_query", "each"]
 Centroids = Literal["signs", "learned"]
+_SHORT = 1 << 22
+"""Bytes of a layer's keys up to which they are summarised with those of other layers."""
 
 
 def once(rows: Tensor) -> Tensor:
@@ -48,7 +51,7 @@ def once(rows: Tensor) -> Tensor:
     return ordered.masked_fill(again, -1).sort(dim=2, descending=True).values
 
 
-class CodesIndex(Index, Reversible, Swaps, Attends):
+class CodesIndex(Index, Reversible, Swaps, Attends, WorksBeside):
     """Collisions choose candidates, 4-bit codes rank them.
 
     policy: how the G query heads of a KV head agree. max, mean: votes and softmax weights are computed for each head and the
@@ -102,7 +105,8 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
         scored = context.group if policy in ("max", "mean") else 1
         self._combine: Combine = "sum" if policy == "mean" else "max"
         self._merge: Merge = "mean" if policy == "mean" else "max"
-        self._graded, self._centre = graded, centre
+        self.graded, self.centred = graded, centre
+        self._alike = context.seed, rotate, graded, centre, context.device
         votes = most(self._subs, self._combine) if graded else most_votes(self._subs, scored, self._combine)
         self._shift = shift(votes)
         self.learned: Tensor | None = None  # [L, H, B, 256, 8]
@@ -141,7 +145,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
         self.truncate(seq, 0)
         self._first = first
         self._reserve(seq + 1, 0)
-        if self._centre and keys.shape[1]:
+        if self.centred and keys.shape[1]:
             self.tables["centre"][seq] = keys.mean(dim=1, dtype=torch.float32).to(keys.dtype)
         if self._learn and keys.shape[1]:
             assert self.learned is not None
@@ -154,7 +158,9 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
         self._reserve(max(seqs) + 1, 0)
         starts = [self.counts[seq] for seq in seqs]
         self._reserve(0, max(starts) + n)
-        encode(keys, self.rotation, self.quantizer, self.summaries, seqs, starts, self.tables.get("centre"))
+        waits = self.context.deferred is not None and 0 < keys.nbytes <= _SHORT and self.learned is None
+        if not waits:
+            _summarise([(self, keys)], seqs, starts)
         for i, (seq, start) in enumerate(zip(seqs, starts, strict=True)):
             if self.learned is not None and n:
                 points = subspaces(self._moved(seq, keys[i]), self.rotation, normalise=self.normalise)
@@ -164,20 +170,27 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
                 for name, new in (("keys", keys), ("values", values)):
                     self.tables[name][seq, :, start : start + near] = new[i, :, :near]
             self.counts[seq] = start + n
-        if not self._graded:  # only tiers ask how many keys a cluster has
-            count(self.summaries, seqs, starts, [start + n for start in starts])
-        self._update()
+        if waits:
+            kind = CodesIndex, tuple(seqs), tuple(starts), keys.shape, keys.dtype, self.tables["ids"].shape, self._alike
+            self._deferred.defer(self, kind, partial(_enter, seqs=seqs, starts=starts), (self, keys), seqs)
+        else:
+            self._update()
+
+    def join(self) -> None:
+        """Run what was queued with other layers' work."""
+        self._deferred.flush_for(self)
 
     def _moved(self, seq: int, keys: Tensor) -> Tensor:
         """Keys [H, n, D] of a sequence, its centre taken off if there is one."""
-        return keys - self.tables["centre"][seq, :, None].to(keys.dtype) if self._centre else keys
+        return keys - self.tables["centre"][seq, :, None].to(keys.dtype) if self.centred else keys
 
     def truncate(self, seq: int, length: int) -> None:
         if seq < len(self.counts):
             old = self.counts[seq]
             new = min(old, max(0, length - self._first))
             if new < old:
-                if not self._graded:
+                self.join()
+                if not self.graded:
                     count(self.summaries, [seq], [new], [old], -1)
                 self.counts[seq] = new
                 self._update()
@@ -187,6 +200,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
         self.truncate(seq, length)
 
     def reorder(self, seqs: Sequence[int]) -> None:
+        self.join()
         self._reserve(max(seqs) + 1, 0)
         index = torch.tensor(seqs, device=self.context.device)
         for name, tensor in self.tables.items():
@@ -200,6 +214,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
         self._update()
 
     def swap_out(self, seq: int) -> tuple[dict[str, Tensor], int]:
+        self.join()
         self._reserve(seq + 1, 0)
         n = self.counts[seq]
         cut = {"ids": (3, 0, n), "codes": (2, 0, n), "weights": (2, 0, n)}
@@ -208,6 +223,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
 
     def swap_in(self, seq: int, held: tuple[dict[str, Tensor], int]) -> None:
         rows, n = held
+        self.join()
         self._reserve(seq + 1, n)
         for name, row in rows.items():
             row_from_host(self.tables[name], seq, row)
@@ -223,6 +239,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index. Raises ConfigError where a fixed number of candidates is less than budget, and with policy "each" for fewer
         rows than query heads."""
+        self.join()
         partial = self._dense(query)
         self._enough(budget)
         if self._sets == 1:
@@ -250,6 +267,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
         of a sequence that is attended to whole (dense_below). With policy "each" those of all heads, in descending order. Raises
         ConfigError as select. For measurements: it changes nothing, but leaves the number wanted on the device as a select of the
         same budget does."""
+        self.join()
         self._enough(budget)
         found = []
         for head in self._heads(query):
@@ -274,7 +292,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
         width = -(-max(budget, self.ratios.most(ids.shape[3], budget)) // TILE) * TILE
         totals = torch.empty((batch, self.context.kv_heads, BINS), dtype=torch.int32, device=query.device)
         sizes, limits = now.sizes[:batch], data["limits"][:batch]
-        if self.learned is None and self._graded:
+        if self.learned is None and self.graded:
             rotated, bits = planes(query, self.rotation, sizes.shape[1], totals, mean=mean, combine=self._combine)
             scores = signs(bits, ids, lengths, totals)
         else:
@@ -283,7 +301,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
             else:
                 rotated = in_bytes(rotate_queries(query, self.context.kv_heads, self.rotation, mean=mean))
                 similarity = torch.einsum("lhpjb,lhbcj->lhpbc", rotated.values, self.learned[:batch])
-                votes = grade(similarity, self._combine) if self._graded else definition(similarity, sizes, limits)
+                votes = grade(similarity, self._combine) if self.graded else definition(similarity, sizes, limits)
                 table = pack(votes, self._combine)
                 totals.zero_()
             scores = collide(table, ids, lengths, totals, self._combine, self._shift)
@@ -314,6 +332,8 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
         return [*self.tables.values(), self.rotation.basis, self.quantizer.thresholds, self.quantizer.levels]
 
     def clone_from(self, other: Self) -> None:
+        self.join()
+        other.join()
         self.tables = {name: tensor.clone() for name, tensor in other.tables.items()}
         self.counts, self._first, self._k = list(other.counts), other._first, other._k
         self._bind()
@@ -329,6 +349,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
         have = self.tables["ids"].shape[3]
         if seqs <= len(self.counts) and length <= have and have:
             return
+        self.join()
         self.counts += [0] * (seqs - len(self.counts))
         room = length + length // 8 if have == 0 else max(length, 2 * have)
         capacity = have if length <= have and have else max(CHUNK, -(-room // CHUNK) * CHUNK)
@@ -341,13 +362,38 @@ class CodesIndex(Index, Reversible, Swaps, Attends):
         """Lengths, candidates wanted and tier limits on the device follow the counts, in place; made and sent there once for all
         layers."""
         if self.counts:
-            key = "codes", tuple(self.counts), self._k, self.ratios, self.dense_below, self.context.device
-            given = self._deferred.once(key, self._numbers)
-            torch._foreach_copy_([self.tables[name] for name in ("lengths", "wanted", "limits")], given)
+            _update([self])
+
+    def numbers(self) -> list[Tensor]:
+        """Return lengths, candidates wanted and tier limits of all sequences, on the device."""
+        key = "codes", tuple(self.counts), self._k, self.ratios, self.dense_below, self.context.device
+        return self._deferred.once(key, self._numbers)
 
     def _numbers(self) -> list[Tensor]:
-        """Return lengths, candidates wanted and tier limits of all sequences."""
         wanted = [0 if n < self.dense_below else self.ratios.wanted(n, self._k) for n in self.counts]
         limits = [end for n in self.counts for end in self.ratios.limits(n)]
         sent, n = upload([*self.counts, *wanted, *limits], torch.int32, self.context.device), len(self.counts)
         return [sent[:n], sent[n : 2 * n], sent[2 * n :].view(n, -1)]
+
+
+def _summarise(given: Sequence[tuple[CodesIndex, Tensor]], seqs: Sequence[int], starts: Sequence[int]) -> None:
+    """Write summaries of the next keys [R, H, n, D] of some sequences in each of some alike indexes."""
+    first, every = given[0][0], [keys for _, keys in given]
+    tables, centres = [index.summaries for index, _ in given], [index.tables["centre"] for index, _ in given if index.centred]
+    encode(torch.cat(every) if len(every) > 1 else every[0], first.rotation, first.quantizer, tables, seqs, starts, centres)
+    for summaries in () if first.graded else tables:  # only tiers ask how many keys a cluster has
+        count(summaries, seqs, starts, [start + every[0].shape[2] for start in starts])
+
+
+def _enter(given: Sequence[tuple[CodesIndex, Tensor]], seqs: Sequence[int], starts: Sequence[int]) -> None:
+    _summarise(given, seqs, starts)
+    _update([index for index, _ in given])
+
+
+def _update(indexes: Sequence[CodesIndex]) -> None:
+    """As CodesIndex._update, of several."""
+    tables, numbers = list[Tensor](), list[Tensor]()
+    for index in indexes:
+        tables += [index.tables[name] for name in ("lengths", "wanted", "limits")]
+        numbers += index.numbers()
+    torch._foreach_copy_(tables, numbers)

@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -146,16 +147,21 @@ if HAS_TRITON:
             found = (x * slope > edge).to(tl.float32)
         return found
 
-    @triton.jit(do_not_specialize=["n", "loops"])  # else new values may compile another kernel in the middle of decoding
-    def _encode(keys, centre, basis, ids, codes, weights, spans, n, heads, capacity, scale, stride_r, stride_h, stride_n, dim,
-                loops, EDGES: tl.constexpr, LEVELS: tl.constexpr, SHARP: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr,
-                BLOCK: tl.constexpr, CENTRE: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    @triton.jit(do_not_specialize=["rows", "n", "loops"])  # else new values may compile another kernel in mid-decoding
+    def _encode(keys, centre, basis, ids, codes, weights, numbers, rows, n, heads, capacity, scale, stride_r, stride_h, stride_n,
+                dim, loops, EDGES: tl.constexpr, LEVELS: tl.constexpr, SHARP: tl.constexpr, SUBS: tl.constexpr,
+                SQUARE: tl.constexpr, BLOCK: tl.constexpr, CENTRE: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
                 NATIVE: tl.constexpr):  # fmt: skip
-        # Program: `loops` blocks of BLOCK keys of one head and sequence, so that it loads the basis once.
+        # Program: `loops` blocks of BLOCK keys of one head and sequence of a layer, so that it loads the basis once. numbers: the
+        # sequences, where their keys begin, and of each layer how far its tables stand behind those of the first.
         h = tl.program_id(1)
         r = tl.program_id(2)
-        pair = (tl.load(spans + r) * heads + h).to(tl.int64)
-        start = tl.load(spans + tl.num_programs(2) + r)
+        pair = tl.load(numbers + r % rows) * heads + h
+        start = tl.load(numbers + rows + r % rows)
+        layer = numbers + 2 * rows + 4 * (r // rows)
+        ids += tl.multiple_of(tl.load(layer), 16)
+        codes += tl.multiple_of(tl.load(layer + 1), 16)
+        weights += tl.multiple_of(tl.load(layer + 2), 16)
         source = keys + r.to(tl.int64) * stride_r + h.to(tl.int64) * stride_h
         i = tl.arange(0, SQUARE)
         b = tl.arange(0, SQUARE // 8)
@@ -166,7 +172,7 @@ if HAS_TRITON:
         matrix = tl.load(basis + i[:, None] * SQUARE + column[None, :])
         matrix = matrix.to(tl.float32).to(tl.bfloat16 if keys.dtype.element_ty == tl.float32 else keys.dtype.element_ty)
         if CENTRE:
-            middle = tl.load(centre + pair * dim + i, mask=i < dim, other=0.0)[None, :]
+            middle = tl.load(centre + tl.load(layer + 3) + pair * dim + i, mask=i < dim, other=0.0)[None, :]
         begin = tl.program_id(0) * loops * BLOCK
         for first in tl.range(begin, tl.minimum(begin + loops * BLOCK, n), BLOCK, num_stages=STAGES):
             token = first + tl.arange(0, BLOCK)
@@ -224,19 +230,26 @@ def _to_device(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor
     return torch.tensor([list(some) for some in numbers], dtype=torch.int32).to(device, non_blocking=True)
 
 
-def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summaries, seqs: Sequence[int], starts: Sequence[int],
-           centre: Tensor | None = None) -> None:  # fmt: skip
+def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, layers: Sequence[Summaries], seqs: Sequence[int],
+           starts: Sequence[int], centres: Sequence[Tensor] = ()) -> None:  # fmt: skip
     """Launch the kernel on any device; arguments as in `encode`."""
-    rows, heads, n, dim = keys.shape
-    assert keys.stride(3) == 1 and into.ids.is_contiguous() and into.codes.is_contiguous() and into.weights.is_contiguous()
-    assert into.codes.dtype == torch.int32 and into.weights.dtype == torch.bfloat16 and max(starts) + n <= into.capacity
+    many, heads, n, dim = keys.shape
+    first, apart = layers[0], list[int]()
+    for into, centre in zip_longest(layers, centres):
+        assert into.ids.is_contiguous() and into.codes.is_contiguous() and into.weights.is_contiguous()
+        assert into.codes.dtype == torch.int32 and into.weights.dtype == torch.bfloat16 and into.ids.shape == first.ids.shape
+        tables = (into.ids, first.ids), (into.codes, first.codes), (into.weights, first.weights)
+        apart += [(own.data_ptr() - its.data_ptr()) // own.element_size() for own, its in tables]
+        apart.append(0 if centre is None else (centre.data_ptr() - centres[0].data_ptr()) // centre.element_size())
+    assert keys.stride(3) == 1 and many == len(layers) * len(seqs) and max(starts) + n <= first.capacity
     wide, (edges, levels) = rotation.padded > 128, quantizer.constants
-    loops = max(1, min(LOOPS, n * heads * rows // (BLOCK * PROGRAMS)))
-    spans = _to_device([seqs, starts], keys.device)
-    _encode[(triton.cdiv(n, BLOCK * loops), heads, rows)](
-        keys, centre, rotation.basis, into.ids, into.codes, into.weights, spans, n, heads, into.capacity, 128 * rotation.scale,
+    loops = max(1, min(LOOPS, n * heads * many // (BLOCK * PROGRAMS)))
+    numbers = torch.tensor([*seqs, *starts, *apart]).to(keys.device, non_blocking=True)
+    _encode[(triton.cdiv(n, BLOCK * loops), heads, many)](
+        keys, centres[0] if centres else None, rotation.basis, first.ids, first.codes, first.weights, numbers, len(seqs), n, heads,
+        first.capacity, 128 * rotation.scale,
         keys.stride(0), keys.stride(1), keys.stride(2), dim, loops, EDGES=edges, LEVELS=levels, SHARP=SHARP,
-        SUBS=rotation.padded // SUB, SQUARE=rotation.basis.shape[0], BLOCK=BLOCK, CENTRE=centre is not None,
+        SUBS=rotation.padded // SUB, SQUARE=rotation.basis.shape[0], BLOCK=BLOCK, CENTRE=bool(centres),
         UPCAST=keys.device.type == "cpu", STAGES=1 if wide else STAGES, NATIVE=nvidia(keys.device),
         num_warps=2 * WARPS if wide else WARPS,
     )  # fmt: skip
@@ -252,21 +265,25 @@ def launch_count(into: Summaries, seqs: Sequence[int], starts: Sequence[int], st
     )  # fmt: skip
 
 
-def encode(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summaries, seqs: Sequence[int], starts: Sequence[int],
-           centre: Tensor | None = None) -> None:  # fmt: skip
-    """Summarise keys [R, H, n, d]: keys[i] become positions starts[i] .. starts[i] + n of sequence seqs[i].
+def encode(keys: Tensor, rotation: Rotation, quantizer: Quantizer, layers: Sequence[Summaries], seqs: Sequence[int],
+           starts: Sequence[int], centres: Sequence[Tensor] = ()) -> None:  # fmt: skip
+    """Summarise keys [N R, H, n, d] of N layers, one layer's after the other's: of each, keys[i] become positions starts[i] ..
+    starts[i] + n of sequence seqs[i].
 
-    Writes ids, codes and weights of `into`, not sizes. centre [L, H, d] float32: subtracted from a sequence's keys first, in
-    their dtype.
+    Writes ids, codes and weights of the layers' summaries, which are alike, not sizes. centres [L, H, d] float32: of each layer,
+    subtracted from a sequence's keys first, in their dtype.
     """
     n = keys.shape[2]
     if n == 0:
         return
     if keys.is_cuda and HAS_TRITON:
-        launch(keys if keys.stride(3) == 1 else keys.contiguous(), rotation, quantizer, into, seqs, starts, centre)
+        launch(keys if keys.stride(3) == 1 else keys.contiguous(), rotation, quantizer, layers, seqs, starts, centres)
         return
-    for i, (seq, start) in enumerate(zip(seqs, starts, strict=True)):
-        shifted = keys[i] if centre is None else keys[i] - centre[seq, :, None].to(keys.dtype)
+    for i, (own, seq, start) in enumerate(
+        (own, *span) for own in range(len(layers)) for span in zip(seqs, starts, strict=True)
+    ):
+        into = layers[own]
+        shifted = keys[i] - centres[own][seq, :, None].to(keys.dtype) if centres else keys[i]
         ids, codes, weights = definition(shifted, rotation, quantizer)
         into.ids[seq, :, :, start : start + n] = ids
         into.codes[seq, :, start : start + n] = codes
