@@ -132,8 +132,11 @@ class Chooser:
 
     def _spilled(self) -> str | None:
         """Say that blocks of full attention went to the host for lack of room on the device, as beside those of kept prompts."""
+        if not self.in_blocks:
+            return None
         layers = [layer for layer in self.layers if isinstance(layer, FullLayer) and layer.plan is not None]
-        if not any(one.store.on_device.some_on_host and one.storage.room < one.store.allocator.size for one in layers):
+        held = all(not one.store.on_device.some_on_host or one.storage.room >= one.store.allocator.size for one in layers)
+        if self.settings.ranks.least(held):  # where blocks lie may differ between processes
             return None
         return f"device_memory is {human(self.streams.device.bytes)}, which has no room for all blocks of full attention"
 
