@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from kvthaw.cache.addresses import Addresses
+from kvthaw.cache import addresses as module
+from kvthaw.cache.addresses import Addresses, write
 
 
 class Blocks:
@@ -27,3 +29,23 @@ def test_blocks_that_a_sequence_no_longer_has_are_nowhere() -> None:
     assert table[:, :3].tolist() == [[16, 0, 0], [80, 96, 0]]
     assert not addresses.on_host.any()
     assert not addresses.some_on_host
+
+
+def test_tables_of_several_stores_follow_by_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores, tables, sent, cpu = (
+        [Blocks([(16 + i, i == 1)], []) for i in range(3)],
+        [Addresses() for _ in range(3)],
+        [],
+        torch.device("cpu"),
+    )
+
+    def upload(numbers: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        sent.append(numbers)
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+    monkeypatch.setattr(module, "upload", upload)
+    write((own.changes(store, cpu) for store, own in zip(stores, tables, strict=True)), cpu)
+    assert sent == [[16, 17, 1, 18]]
+    assert [own.follow(store, cpu)[0, 0].item() for store, own in zip(stores, tables, strict=True)] == [16, 17, 18]
+    assert [own.on_host[0, 0].item() for own in tables] == [False, True, False]
+    assert len(sent) == 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_lengths import sent
+from kvthaw.cache.device_lengths import upload
 
 
 class Blocks(Protocol):
@@ -40,29 +41,41 @@ class Addresses:
 
     def follow(self, host: Blocks, device: torch.device) -> Tensor:
         """Return the table with the addresses as they are now; written only where the store's have changed. No host sync."""
+        write([self.changes(host, device)], device)
+        assert self.table is not None
+        return self.table
+
+    def changes(self, host: Blocks, device: torch.device) -> list[tuple[Tensor, list[int]]]:
+        """Return rows of the tensors, and what write() has yet to write there."""
         if self._version == host.version and self.table is not None:
-            return self.table
+            return []
         places = host.places()
         width = max(map(len, places), default=0)
         if self.table is None or self.table.shape[0] != len(places) or self.table.shape[1] < width:
             self._allocate(len(places), max(8, 2 * width), device)
+        assert self.table is not None
+        found = list[tuple[Tensor, list[int]]]()
         for seq, (row, written) in enumerate(zip(places, self._written, strict=True)):
             if row != written:
-                self._write(seq, row + [(0, False)] * (len(written) - len(row)))
+                most = max(len(row), len(written))
+                now, before = ([*some, *[(0, False)] * (most - len(some))] for some in (row, written))
+                for mine, column in ((self.table, 0), (self.on_host, 1)):
+                    its = [int(place[column]) for place in now]
+                    if its != [place[column] for place in before]:
+                        found.append((mine[seq, :most], its))
         self._version, self._written = host.version, places
         self.some_on_host = any(on_host for row in places for _, on_host in row)
-        assert self.table is not None
-        return self.table
-
-    def _write(self, seq: int, row: list[tuple[int, bool]]) -> None:
-        assert self.table is not None
-        before = self._written[seq] + [(0, False)] * (len(row) - len(self._written[seq]))
-        for mine, column, dtype in ((self.table, 0, torch.int64), (self.on_host, 1, torch.bool)):
-            its = [place[column] for place in row]
-            if its != [place[column] for place in before]:
-                mine[seq, : len(row)].copy_(sent(torch.tensor(its, dtype=dtype), mine.device), non_blocking=True)
+        return found
 
     def _allocate(self, seqs: int, width: int, device: torch.device) -> None:
         if self.table is None or self.table.shape[0] != seqs or self.table.shape[1] < width:
             self.table, self._version = torch.zeros((seqs, width), dtype=torch.int64, device=device), -1
             self.on_host, self._written = torch.zeros((seqs, width), dtype=torch.bool, device=device), [[] for _ in range(seqs)]
+
+
+def write(changes: Iterable[Sequence[tuple[Tensor, list[int]]]], device: torch.device) -> None:
+    """Write what has changed in tables, by one copy to the device. No host sync."""
+    every = [change for own in changes for change in own]
+    if every:
+        numbers = upload([number for _, its in every for number in its], torch.int64, device)
+        torch._foreach_copy_([mine for mine, _ in every], numbers.split([len(its) for _, its in every]))

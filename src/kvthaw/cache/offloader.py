@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.addresses import write
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.streams import Streams
@@ -187,6 +188,8 @@ def offload_prompt(offloaders: Sequence[Offloader], seq: int, past: int, rows: T
     how: dict[str, Any] = {"sink": 0, "ring": length, "past": past, "format": one.store.format}
     none = rows.new_empty((len(rows), 1, rows.shape[1], 0, *rows.shape[3:]))  # an index takes them where they are
     by_kernel = one.on_gpu and rows[0].nbytes % 16 == 0  # which reads 16 bytes at once
+    if by_kernel:
+        write((store.on_device.changes(store, rows.device) for store in stores), rows.device)
     tables = [store.table_on(rows.device)[seq : seq + 1] for store in stores] if by_kernel else []
     with one.streams.offloading(stores, rows):
         if by_kernel:
