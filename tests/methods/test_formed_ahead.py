@@ -10,6 +10,7 @@ from one_layer import OneLayer
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.index import batches
 from kvthaw.index.batches import BatchedIndex
 from kvthaw.index.formation import Formation
 from zoo import prompt
@@ -93,3 +94,35 @@ def test_requests_that_come_wait_and_leave_get_their_tokens(llama: PreTrainedMod
             found.append([request.tokens for request in requests])
     assert found[0] == found[1]
     assert len(left) >= 3
+
+
+def test_a_prompt_that_joins_is_clustered_beside_the_steps_of_others(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once where nobody waits; else it decodes some steps later, with the same tokens. One may leave before that."""
+    monkeypatch.setattr(batches, "_SHORT", 0)
+    found, waited = [], []
+    for spread in (True, False):
+        if not spread:
+            monkeypatch.setattr(batches, "_SHORT", 1 << 23)
+        batch = kvthaw.Batch(llama, "clusterkv-plus", max_seqs=3, capacity=256, budget=64, dense_layers=0)
+        requests = []
+        for i in range(4):
+            while not batch.free:
+                batch.step()
+            requests.append(batch.join(prompt(1, 150, seed=i)[0], max_new_tokens=20, stop=()))
+            batch.prefill(requests[-1], 150)
+            steps = 0
+            while requests[-1] in batch.indexing:
+                batch.step()
+                steps += 1
+                if i == 2 and steps == 1:
+                    batch.leave(requests[-1])
+            waited.append(steps)
+        while batch.requests:
+            batch.step()
+        found.append([request.tokens for i, request in enumerate(requests) if i != 2])
+    assert waited[0] == 0
+    assert all(2 <= steps <= 4 for steps in (waited[1], waited[3]))
+    assert waited[4:] == [0] * 4
+    assert found[0] == found[1]

@@ -20,6 +20,9 @@ from kvthaw.kernels.kmeans import whole
 AT_ONCE = 1 << 28
 """Bytes of keys that are clustered at once, of one layer at least: many sequences' need much memory."""
 
+_PIECES, _LITTLE = 3, 1 << 26
+"""How many pieces of a prompt's work a step of others does, if they are of so few bytes of keys: some .3 ms each."""
+
 Formed = tuple[Tensor, Tensor, Tensor]
 """Of M batches of H heads: digests [M H, C, E]; order [M H, T] of a batch's tokens, in which unit c is stops[c] : stops[c + 1],
 [M H, C + 1]."""
@@ -145,6 +148,42 @@ def form(every: Sequence[Batches], count: int) -> None:
     """Make `count` units of each batch, and write them into the tables."""
     for some in groups(every):
         whole(formed(some, count)).write()
+
+
+class PromptWork:
+    """Units of a paused sequence's prompt, which are formed in pieces: half of them and those of the layer before now, the others
+    some with each step. tokens, count: of how many tokens how many units."""
+
+    def __init__(self, batches: Batches, tokens: int, count: int, aux: AuxStream) -> None:
+        assert batches.given is not None
+        self.tokens, self.count, self._aux, index = tokens, count, aux, batches.index
+        self._left: Batches | None = batches  # until they are in the tables
+        pieces, many = self._form(batches), index.pieces(count)
+        jobs = [*[partial(next, pieces, None)] * (many - 1), partial(whole, pieces)]
+        steps = many // 2 // (_PIECES if batches.given.nbytes <= _LITTLE else 1)
+        self._work = aux.spread_latest(index.context.device, jobs, steps, batches.given)
+
+    @property
+    def done(self) -> bool:
+        """Whether the units are in the tables."""
+        return not self._work.jobs and (self._work.done is None or self._work.done.query())
+
+    def finish(self) -> None:
+        """Do what is left, and have the current stream wait for it. What failed is done again."""
+        self._aux.finish(self._work)
+        if self._work.done is not None:
+            torch.cuda.current_stream(self._work.device).wait_event(self._work.done)
+        if self._left is not None:
+            form([self._left], self.count)
+
+    def drop(self) -> None:
+        """Write nothing any more."""
+        self._aux.cancel(self._work)
+
+    def _form(self, batches: Batches) -> Generator[None, None, None]:
+        units = yield from formed([batches], self.count)
+        units.write()
+        self._left = None
 
 
 class Formation:
