@@ -10,10 +10,11 @@ from one_layer import OneLayer
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.cache.sequences import Sequences
 from kvthaw.index import batches
 from kvthaw.index.batches import BatchedIndex
 from kvthaw.index.formation import Formation
-from zoo import prompt
+from zoo import build, prompt
 
 SMALL = {"clusterkv-plus": {"batch": 24, "clusters_per_batch": 3}, "icecache-digest-device": {"nodes_per_batch": 1}}
 
@@ -125,4 +126,29 @@ def test_a_prompt_that_joins_is_clustered_beside_the_steps_of_others(
     assert waited[0] == 0
     assert all(2 <= steps <= 4 for steps in (waited[1], waited[3]))
     assert waited[4:] == [0] * 4
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capture", [False, True])
+def test_captured_steps_attend_to_what_was_formed_beside_them(capture: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of generated tokens, 320 a batch, and of prompts that join; as steps do that form all of it at once."""
+    llama, settings = build("llama", max_position_embeddings=4096).to("cuda"), {"max_seqs": 3, "capacity": 2048, "budget": 128}
+    monkeypatch.setattr(batches, "_SHORT", 0)
+    found = []
+    for ahead in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not ahead:
+                patch.setattr(BatchedIndex, "foreseen", lambda self, seq: 0)
+                patch.setattr(Sequences, "live_count", property(lambda self: 0))
+            batch = kvthaw.Batch(llama, "clusterkv-plus", capture=ahead and capture, **settings)
+            requests = []
+            for i in range(3):
+                requests.append(batch.join(prompt(1, 700 + 5 * i, seed=i)[0].cuda(), max_new_tokens=700, stop=()))
+                batch.prefill(requests[-1], 2048)
+                for _ in range(20):
+                    batch.step()
+            while batch.requests:
+                batch.step()
+            found.append([request.tokens for request in requests])
     assert found[0] == found[1]
