@@ -46,7 +46,8 @@ class BatchedIndex(FormingIndex, Foresees, BuildsInPieces):
         not wait for that."""
         none = Batches(self, [Full(seq, 0, 0) for seq in range(len(self.seqs))])
         form([none, none], self.per_batch)
-        self._side.run(self.context.device, partial(whole, formed([none, none], self.per_batch)))
+        self.beside(partial(whole, formed([none, none], self.per_batch)))  # which keeps the memory that it took
+        self.join()
 
     @property
     def settings(self) -> Hashable:

@@ -228,7 +228,7 @@ class UnitIndex(Index, Reversible, Swaps, WorksBeside):
 
     # Work beside the current stream, and work of several layers
 
-    def beside(self, job: Callable[[], None], *used: Tensor) -> None:
+    def beside(self, job: Callable[[], object], *used: Tensor) -> None:
         """Run a job that writes tables on the side stream, where there is one. used: tensors of others that it reads."""
         self._done = self._side.run(self.context.device, job, *used)
 
