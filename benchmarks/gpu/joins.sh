@@ -4,7 +4,7 @@
 # 11.1 as before, auto, which attends to everything in blocks, 13), plain ones as before (3.8; auto 2.6), and by function and kernel what is left of them.
 out=$1 commit=$2 most=$3
 joins() { timeout -k 2 $((most - SECONDS - 2)) python3 -m benchmarks.joins --device-memory 30GiB --commit "$commit" --out "$out/joins.jsonl" "$@"; }
+joins --method auto --seqs 28
 joins --method pariskv-plus --seqs 24
 joins --method clusterkv-plus --seqs 48
-joins --method auto --seqs 28
 joins --method full --seqs 7
