@@ -22,6 +22,7 @@ from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampler, Sampling, sample
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
+from kvthaw.index import batches
 from stand_in import StandIn, captured_by
 from zoo import DISTINCT, build, build_exact, prompt
 
@@ -488,6 +489,25 @@ def test_the_host_goes_on_with_a_prompt_while_a_step_is_under_way(
     while batch.requests:
         batch.step()
     assert request.tokens == alone(llama, method, prompt(1, 40)[0], 3, **settings_of(method))
+
+
+def test_a_first_token_is_drawn_before_clusters_are_formed(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether rings of the others are full or not: the device draws it while the host launches what clusters take."""
+    told, form, draw = list[str](), batches.form, Sampler.__call__
+    how: dict[str, Any] = {"budget": 48, "dense_layers": 0, "block_size": 16}
+    batch = Batch(llama, "clusterkv-plus", max_seqs=2, capacity=CAPACITY, **how)
+    prefilled(batch, prompt(1, 70)[0], max_new_tokens=60, stop=())
+    while not batch.cache.kv.sequences.full():
+        batch.step()
+    monkeypatch.setattr(batches, "form", lambda *args, **given: (told.append("form"), form(*args, **given)))
+    monkeypatch.setattr(Sampler, "__call__", lambda *args: (told.append("draw"), draw(*args))[1])
+    request = batch.join(prompt(1, 40)[0], max_new_tokens=3, stop=())
+    batch.prefill(request)
+    assert told[:2] == ["draw", "form"]
+    while not request.finished:
+        batch.step()
+    monkeypatch.undo()
+    assert request.tokens == alone(llama, "clusterkv-plus", prompt(1, 40)[0], 3, **how)
 
 
 @pytest.mark.gpu

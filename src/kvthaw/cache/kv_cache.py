@@ -250,8 +250,9 @@ class KVCache:
             self._prefilled = False
             if self._checkpoints.candidates is None and self.sequences.full():
                 take_effect(self.offloaded, self.sequences.leaving())
-                on_host = [layer for layer in self.offloaded if layer.on_host and self.streams.graph is None]
-                self._run_ahead([layer for layer in on_host if layer.can_run_ahead])
+                ahead = [layer for layer in self.offloaded if layer.on_host and layer.can_run_ahead]
+                if ahead and self.streams.graph is None:  # else what is queued waits: a first token is drawn before clusters form
+                    self._run_ahead(ahead)
 
     def _run_ahead(self, layers: Sequence[OffloadedLayer]) -> None:
         done = flush_early(layers, self.sequences.leaving())
