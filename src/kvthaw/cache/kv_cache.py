@@ -223,8 +223,10 @@ class KVCache:
         if sequences.capacity <= sequences.longest:
             sequences.capacity = roomier(sequences.capacity, sequences.longest + 1)
         note_lost(self.layers, self.streams.deferred.lost)
+        live = [] if sequences.regions is None else [seq for seq in range(sequences.count) if seq not in sequences.idle]
+        ends = {seq: sequences.indexed(seq) for seq in live}
         for own in self.offloaded:
-            own.renew()
+            own.renew(ends)
         flush(self.offloaded, sequences.leaving())
         self.streams.deferred.flush()
         for layer in self.layers:
@@ -251,7 +253,9 @@ class KVCache:
             if self._checkpoints.candidates is None and self.sequences.full():
                 take_effect(self.offloaded, self.sequences.leaving())
                 ahead = [layer for layer in self.offloaded if layer.on_host and layer.can_run_ahead]
-                if ahead and self.streams.graph is None:  # else what is queued waits: a first token is drawn before clusters form
+                if (
+                    ahead and self.streams.graph is None
+                ):  # else what is queued waits: a first token is drawn before clusters form
                     self._run_ahead(ahead)
 
     def _run_ahead(self, layers: Sequence[OffloadedLayer]) -> None:
