@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Steps in which clusters are formed, clusterkv-plus, 95 s on an H200: of generated tokens in one sequence of 128k (8 layers, KV drawn, two batches
 # of 320) and in eight of 32k; of prompts of 8k to 16k that join three others (all layers, rows on the device); clusterkv, whose last key comes late.
-# Goals: no step above 1.3 medians for generated tokens, a step after a join 1.2, the 95th percentile of a running batch 1.2.
+# Goals: no step above 1.3 medians for generated tokens, a step after a join 1.2.
 # Publish: lines to benchmarks/results/spikes.jsonl, spilling.jsonl and running.jsonl, their figures to docs/notes/index-updates.md and serving.md.
 out=$1 commit=$2 most=$3
 left() { echo $((most - SECONDS - 2)); }

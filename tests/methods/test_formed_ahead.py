@@ -10,8 +10,6 @@ from one_layer import OneLayer
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache.sequences import Sequences
-from kvthaw.index import batches
 from kvthaw.index.batches import BatchedIndex
 from kvthaw.index.formation import Formation
 from zoo import build, prompt
@@ -97,50 +95,16 @@ def test_requests_that_come_wait_and_leave_get_their_tokens(llama: PreTrainedMod
     assert len(left) >= 3
 
 
-def test_a_prompt_that_joins_is_clustered_beside_the_steps_of_others(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At once where nobody waits; else it decodes some steps later, with the same tokens. One may leave before that."""
-    monkeypatch.setattr(batches, "_SHORT", 0)
-    found, waited = [], []
-    for spread in (True, False):
-        if not spread:
-            monkeypatch.setattr(batches, "_SHORT", 1 << 23)
-        batch = kvthaw.Batch(llama, "clusterkv-plus", max_seqs=3, capacity=256, budget=64, dense_layers=0)
-        requests = []
-        for i in range(4):
-            while not batch.free:
-                batch.step()
-            requests.append(batch.join(prompt(1, 150, seed=i)[0], max_new_tokens=20, stop=()))
-            batch.prefill(requests[-1], 150)
-            steps = 0
-            while requests[-1] in batch.indexing:
-                batch.step()
-                steps += 1
-                if i == 2 and steps == 1:
-                    batch.leave(requests[-1])
-            waited.append(steps)
-        while batch.requests:
-            batch.step()
-        found.append([request.tokens for i, request in enumerate(requests) if i != 2])
-    assert waited[0] == 0
-    assert all(2 <= steps <= 4 for steps in (waited[1], waited[3]))
-    assert waited[4:] == [0] * 4
-    assert found[0] == found[1]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("capture", [False, True])
-def test_captured_steps_attend_to_what_was_formed_beside_them(capture: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of generated tokens, 320 a batch, and of prompts that join; as steps do that form all of it at once."""
+def test_captured_steps_attend_to_what_was_formed_beside_them(capture: bool) -> None:
+    """Of 320 generated tokens each; as steps do that form all of it at once."""
     llama, settings = build("llama", max_position_embeddings=4096).to("cuda"), {"max_seqs": 3, "capacity": 2048, "budget": 128}
-    monkeypatch.setattr(batches, "_SHORT", 0)
     found = []
     for ahead in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not ahead:
                 patch.setattr(BatchedIndex, "foreseen", lambda self, seq: 0)
-                patch.setattr(Sequences, "live_count", property(lambda self: 0))
             batch = kvthaw.Batch(llama, "clusterkv-plus", capture=ahead and capture, **settings)
             requests = []
             for i in range(3):

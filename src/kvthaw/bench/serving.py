@@ -29,8 +29,7 @@ _WARM = 8  # steps that do not count: two eager ones, the capture, and the first
 
 
 class _Step(NamedTuple):
-    """A step: seconds, requests that it gave a token, whether one had joined before it and had no token yet, and whether one ended
-    with it."""
+    """A step: seconds, requests that it gave a token, whether one had joined before it, and whether one ended with it."""
 
     took: float
     live: int
@@ -112,7 +111,7 @@ def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, An
     begin = time.perf_counter()
     _serve(batch, prompts, new_tokens, steps, joins)
     whole = time.perf_counter() - begin
-    full, stats = [one for one in steps[_WARM:] if one.live == seqs or (one.joined and one.live == seqs - 1)], batch.stats()
+    full, stats = [one for one in steps[_WARM:] if one.live == seqs], batch.stats()
     behind = [after for one, after in pairwise(steps[_WARM:]) if one.ended and after.live and not after.joined]
     times = sorted(1000 * one.took for one in full)
     if not times:
@@ -147,14 +146,11 @@ def _serve(batch: Batch, prompts: list[Tensor], new: int, steps: list[_Step], jo
             begin = time.perf_counter()
             served.append(batch.join(waiting.pop(0), max_new_tokens=new, stop=()))
             batch.prefill(served[-1], served[-1].prompt)
+            batch.start(timeout=None)
             joins.append(time.perf_counter() - begin)
-        coming = batch.indexing
         begin = time.perf_counter()
         told = batch.step()  # its tokens come back to the host, so it is over then
-        now = time.perf_counter()
-        if coming and not batch.indexing:
-            joins[-1] += now - begin
-        steps.append(_Step(now - begin, len(told), joined or bool(coming), any(one.finished for one in told)))
+        steps.append(_Step(time.perf_counter() - begin, len(told), joined, any(one.finished for one in told)))
     return served
 
 

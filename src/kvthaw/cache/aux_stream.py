@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import torch
@@ -29,7 +29,6 @@ class AuxStream:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._waiting: deque[SpreadWork] = deque()
         self._advanced = 0
-        self._latest: SpreadWork | None = None
 
     def run(self, device: torch.device, job: Callable[[], object], *used: Tensor) -> torch.cuda.Event | None:
         """Run a job behind what the current stream has been given so far; the event that ends it. Where the device is no GPU, now,
@@ -55,16 +54,6 @@ class AuxStream:
             for tensor in used:
                 tensor.record_stream(self._stream(device))
         self._waiting.append(work)
-        return work
-
-    def spread_latest(self, device: torch.device, jobs: Sequence[Callable[[], None]], steps: int, *used: Tensor) -> SpreadWork:
-        """As spread(), for works that layers have one after the other: half of the jobs run now, and what was left of the layer
-        before, beside the layers that follow. So steps are left half of the last layer's."""
-        if self._latest is not None:
-            self.finish(self._latest)
-        self._latest = work = self.spread(device, jobs, steps, *used)
-        for _ in range(len(jobs) // 2):
-            self._next(work)
         return work
 
     def advance(self) -> None:

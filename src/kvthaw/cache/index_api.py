@@ -175,17 +175,6 @@ class Prepared(Protocol):
 
 
 @runtime_checkable
-class BuildsInPieces(Protocol):
-    """An index that may build a paused sequence in pieces beside the steps of others. Until it is taken no step selects of it."""
-
-    def built(self, seq: int) -> bool:
-        """Return whether take_built() need not wait."""
-
-    def take_built(self, seq: int) -> None:
-        """Have steps select of a sequence that was built; the host does not wait."""
-
-
-@runtime_checkable
 class Foresees(Protocol):
     """An index that begins its work on tokens before they leave the ring."""
 

@@ -229,15 +229,10 @@ class IndexUpdater:
 
     def built(self, seq: int, timeout: float | None = 0.0) -> bool:
         """Return whether take_built() need not wait, after waiting at most `timeout` seconds; None: as long as it takes."""
-        in_pieces = self.retriever.in_pieces
-        if in_pieces is not None and timeout == 0 and not in_pieces.built(seq):
-            return False
         return seq not in self._sides or self._sides[seq].wait(timeout)
 
     def take_built(self, seq: int) -> None:
         """Have the index hold what was built of a sequence beside the steps of others, or beside the latest one. Does not wait."""
-        if self.retriever.in_pieces is not None:
-            self.retriever.in_pieces.take_built(seq)
         side = self._sides.pop(seq, None)
         if side is not None:
             index = self.retriever.index

@@ -15,7 +15,6 @@ from torch import Tensor
 from kvthaw.cache.choice import Choice
 from kvthaw.cache.device_lengths import to_host
 from kvthaw.cache.index_api import (
-    BuildsInPieces,
     Foresees,
     Index,
     IndexContext,
@@ -82,7 +81,6 @@ class Retriever:
         self.rebuilds = index if isinstance(index, Rebuilds) else None
         self.reverses = index if isinstance(index, Reversible) else None
         self.prepared = index if isinstance(index, Prepared) else None
-        self.in_pieces = index if isinstance(index, BuildsInPieces) else None
         self.foresees = index if isinstance(index, Foresees) else None
         self.remembers = isinstance(index, Remembers) and index.remembers
 

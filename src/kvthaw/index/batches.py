@@ -8,8 +8,8 @@ from typing import Self
 
 from torch import Tensor
 
-from kvthaw.cache.index_api import BuildsInPieces, Foresees, IndexContext
-from kvthaw.index.formation import Batches, Formation, FormingIndex, PromptWork, form, formed
+from kvthaw.cache.index_api import Foresees, IndexContext
+from kvthaw.index.formation import Batches, Formation, FormingIndex, form, formed
 from kvthaw.index.target import Full
 from kvthaw.index.unit_counts import Seq
 from kvthaw.kernels.kmeans import whole
@@ -20,7 +20,7 @@ _SHORT = 1 << 23
 host longer than the model's own."""
 
 
-class BatchedIndex(FormingIndex, Foresees, BuildsInPieces):
+class BatchedIndex(FormingIndex, Foresees):
     """An index whose tokens are made into units batch by batch: `per_batch` units of a batch, as many as count of a prompt.
 
     A batch waits for those of other layers, which have theirs at the same step, and all are formed at once; so does a short prompt.
@@ -33,7 +33,6 @@ class BatchedIndex(FormingIndex, Foresees, BuildsInPieces):
     def __init__(self, context: IndexContext, *, batch: int, per_batch: int, width: int, policy: Policy) -> None:
         self.per_batch = per_batch
         self.begun: dict[Full, Formation] = {}
-        self._prompts: dict[int, PromptWork] = {}
         super().__init__(context, size=batch // per_batch, batch=batch, width=width, policy=policy)
 
     def make_room(self, seqs: int, tokens: int) -> None:
@@ -46,7 +45,7 @@ class BatchedIndex(FormingIndex, Foresees, BuildsInPieces):
         not wait for that."""
         none = Batches(self, [Full(seq, 0, 0) for seq in range(len(self.seqs))])
         form([none, none], self.per_batch)
-        self.beside(partial(whole, formed([none, none], self.per_batch)))  # which keeps the memory that it took
+        self.beside(partial(whole, formed([none, none], self.per_batch)))  # which keeps memory
         self.join()
 
     @property
@@ -65,14 +64,8 @@ class BatchedIndex(FormingIndex, Foresees, BuildsInPieces):
 
     def build_prompt(self, seq: int, first: int, keys: Tensor, count: int) -> None:
         """Begin a sequence with a prompt, keys [H, T, D], of which `count` units are made: with those of other layers where it is
-        short, else beside the current stream; of a paused sequence in pieces, while others take steps."""
+        short, else beside the current stream."""
         tokens, given = keys.shape[1], Batches(self, (Full(seq, 0, 0),), keys[None, :, None])
-        sequences = self.context.sequences
-        if keys.nbytes > _SHORT and sequences is not None and seq in sequences.paused and sequences.live_count:
-            self.clear(seq, first)
-            self.reserve(0, count + 1, tokens)
-            self._prompts[seq] = PromptWork(given, tokens, count, self._side)
-            return
         if not 0 < keys.nbytes <= _SHORT:
             self.build_beside(seq, first, tokens, count, partial(form, [given], count), keys)
             return
@@ -104,16 +97,7 @@ class BatchedIndex(FormingIndex, Foresees, BuildsInPieces):
             else:
                 self.defer((formation, of), formation.write, (self, of), seqs)
 
-    # Beside the steps
-
-    def built(self, seq: int) -> bool:
-        return seq not in self._prompts or self._prompts[seq].done
-
-    def take_built(self, seq: int) -> None:
-        work = self._prompts.pop(seq, None)
-        if work is not None:
-            work.finish()
-            self._set(seq, Seq(work.tokens, work.count, 0, [(0, 0), (work.tokens, work.count)]))
+    # Ahead of time
 
     def foreseen(self, seq: int) -> int:
         host = self.seqs[seq]
@@ -127,10 +111,6 @@ class BatchedIndex(FormingIndex, Foresees, BuildsInPieces):
         self.defer((self.kind(), "begin", full, steps), work, Batches(self, full, coming=keys), seqs)
 
     def truncate(self, seq: int, length: int) -> None:
-        if seq in self._prompts and length > self.first:
-            self.take_built(seq)
-        elif seq in self._prompts:
-            self._prompts.pop(seq).drop()
         shorter = seq < len(self.seqs) and length - self.first < self.seqs[seq].tokens
         super().truncate(seq, length)
         if shorter:
@@ -141,18 +121,12 @@ class BatchedIndex(FormingIndex, Foresees, BuildsInPieces):
         self._drop_begun(seq)
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        self._take_all()
         super().reorder(seqs)
         self.begun.clear()
 
     def clone_from(self, other: Self) -> None:
-        other._take_all()
         super().clone_from(other)
         self.begun.clear()
-
-    def _take_all(self) -> None:
-        for seq in list(self._prompts):
-            self.take_built(seq)
 
     def _drop_begun(self, seq: int) -> None:
         self.begun = {own: formation for own, formation in self.begun.items() if own.seq != seq}

@@ -20,9 +20,6 @@ from kvthaw.kernels.kmeans import whole
 AT_ONCE = 1 << 28
 """Bytes of keys that are clustered at once, of one layer at least: many sequences' need much memory."""
 
-_PIECES, _LITTLE = 3, 1 << 26
-"""How many pieces of a prompt's work a step of others does, if they are of so few bytes of keys: some .3 ms each."""
-
 Formed = tuple[Tensor, Tensor, Tensor]
 """Of M batches of H heads: digests [M H, C, E]; order [M H, T] of a batch's tokens, in which unit c is stops[c] : stops[c + 1],
 [M H, C + 1]."""
@@ -79,6 +76,10 @@ class BatchGroup:
         self.positions = first + self.starts + torch.arange(tokens, device=keys.device)
         self.streams = streams + torch.arange(heads, device=keys.device)[:, None, None]
         self.keys, self._first, self._begin = keys, first, begin
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all tensors."""
+        return self.keys, self.starts, self.positions, self.streams, self._first, self._begin
 
     def units(self, digests: Tensor, order: Tensor, stops: Tensor) -> Units:
         """Return what `form` made of all batches as it stands in the tables."""
@@ -145,10 +146,10 @@ def groups(every: Sequence[Batches]) -> Iterator[Sequence[Batches]]:
         yield every[at : at + some]
 
 
-def formed(every: Sequence[Batches], count: int) -> Generator[None, None, Units]:
+def formed(every: Sequence[Batches], count: int, group: BatchGroup | None = None) -> Generator[None, None, Units]:
     """Make `count` units of each batch, a piece at a time. All have as many tokens and batches, and their indexes differ in nothing
-    but the layer."""
-    group = BatchGroup(every)
+    but the layer. group: of these, if it is made already."""
+    group = group or BatchGroup(every)
     made = yield from every[0].index.form(group, count)
     return group.units(*made)
 
@@ -159,52 +160,18 @@ def form(every: Sequence[Batches], count: int) -> None:
         whole(formed(some, count)).write()
 
 
-class PromptWork:
-    """Units of a paused sequence's prompt, which are formed in pieces: half of them and those of the layer before now, the others
-    some with each step. tokens, count: of how many tokens how many units."""
-
-    def __init__(self, batches: Batches, tokens: int, count: int, aux: AuxStream) -> None:
-        assert batches.given is not None
-        self.tokens, self.count, self._aux, index = tokens, count, aux, batches.index
-        self._left: Batches | None = batches  # until they are in the tables
-        pieces, many = self._form(batches), index.pieces(count)
-        jobs = [*[partial(next, pieces, None)] * (many - 1), partial(whole, pieces)]
-        steps = many // 2 // (_PIECES if batches.given.nbytes <= _LITTLE else 1)
-        self._work = aux.spread_latest(index.context.device, jobs, steps, batches.given)
-
-    @property
-    def done(self) -> bool:
-        """Whether the units are in the tables."""
-        return not self._work.jobs and (self._work.done is None or self._work.done.query())
-
-    def finish(self) -> None:
-        """Do what is left, and have the current stream wait for it. What failed is done again."""
-        self._aux.finish(self._work)
-        if self._work.done is not None:
-            torch.cuda.current_stream(self._work.device).wait_event(self._work.done)
-        if self._left is not None:
-            form([self._left], self.count)
-
-    def drop(self) -> None:
-        """Write nothing any more."""
-        self._aux.cancel(self._work)
-
-    def _form(self, batches: Batches) -> Generator[None, None, None]:
-        units = yield from formed([batches], self.count)
-        units.write()
-        self._left = None
-
-
 class Formation:
     """Units that are formed in pieces, some with each of `steps` steps, of batches whose last tokens are still in the ring. They
     enter the tables whole, once these have left. Where nobody holds it any longer, what is left of the work is not done."""
 
     def __init__(self, every: Sequence[Batches], count: int, steps: int, aux: AuxStream) -> None:
         self._count, self._aux, self.made = count, aux, list[Units]()
-        self.groups = deque(formed(some, count) for some in groups(every))
+        some, *others = groups(every)
+        first = BatchGroup(some)  # memory of the current stream, which kept some from prompts; the other would ask for it
+        self.groups = deque([formed(some, count, first), *(formed(other, count) for other in others)])
         index, own = every[0].index, weakref.ref(self)
         jobs = [partial(_advance, own)] * (len(self.groups) * index.pieces(count) - 1)
-        used = [each.coming for each in every if each.coming is not None]
+        used = [*first.tensors(), *(each.coming for each in every if each.coming is not None)]
         self.work = aux.spread(index.context.device, [*jobs, partial(_advance, own, last=True)], steps, *used)
 
     def advance(self, *, last: bool = False) -> None:
