@@ -223,10 +223,9 @@ class KVCache:
         if sequences.capacity <= sequences.longest:
             sequences.capacity = roomier(sequences.capacity, sequences.longest + 1)
         note_lost(self.layers, self.streams.deferred.lost)
-        live = [] if sequences.regions is None else [seq for seq in range(sequences.count) if seq not in sequences.idle]
-        ends = {seq: sequences.indexed(seq) for seq in live}
+        rings = sequences.rings()
         for own in self.offloaded:
-            own.renew(ends)
+            own.renew(rings)
         flush(self.offloaded, sequences.leaving())
         self.streams.deferred.flush()
         for layer in self.layers:

@@ -277,16 +277,15 @@ class OffloadedLayer(LayerKV):
             return not self.asked_again
         return self.storage.updater is None or self.storage.updater.reversible
 
-    def renew(self, ends: Mapping[int, int]) -> None:
-        """Check what prompts brought, and index again the sequences that ask for it, before tokens leave their rings. ends: where
-        the rings of the sequences that are not idle begin."""
+    def renew(self, rings: Mapping[int, int]) -> None:
+        """Check what prompts brought, and index again sequences that ask for it. rings: where those of all that decode begin."""
         if self.plan is None:
             return
         self.check_finite()
         if not self.sequences.paused:
             self.streams.prefetcher.release()
         if self.storage.updater is not None:
-            self.storage.updater.renew(ends, self.recent_queries)
+            self.storage.updater.renew(rings, self.recent_queries)
 
     def before_step(self) -> None:
         """See LayerKV. Afterwards a step of one token runs on the device alone if the index is graph-safe."""

@@ -124,6 +124,10 @@ class Sequences:
         assert self.regions is not None
         return self.regions.indexed(self.ring_start[seq], self.length(seq) if length is None else length)
 
+    def rings(self) -> dict[int, int]:
+        """Return where the rings of the sequences that are not idle begin."""
+        return {} if self.regions is None else {seq: self.indexed(seq) for seq in range(self.count) if seq not in self.idle}
+
     def held_at(self, seq: int, length: int) -> int:
         """Return the number of tokens in sink and ring at a length."""
         assert self.regions is not None
