@@ -83,17 +83,18 @@ def replay(scheduler: Scheduler, coming: list[Arrival]) -> dict[str, Any]:
     vocabulary = scheduler.batch.cache.model.config.vocab_size
     prompts = [random_prompt(vocabulary, one.prompt, seed) for seed, one in enumerate(coming)]
     served: dict[Request, Served] = {}
-    begin, asked, waiting, full, held = time.perf_counter(), 0, 0, 0, 0
-    launched, steps = (
-        0.0,
-        list[tuple[bool, float, float]](),
-    )  # whether a prompt took part; time, and until the device had the tokens
+    asked, waiting, full = 0, 0, 0
+    # Of each step: whether a prompt took part; its time, and until the device had the tokens
+    launched, steps, tokens_in = 0.0, list[tuple[bool, float, float]](), list[int]()
 
     def note() -> None:
         nonlocal launched
         launched = time.perf_counter()
 
     scheduler.batch.launched = note
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
     while asked < len(coming) or scheduler.busy:
         now = time.perf_counter() - begin
         while asked < len(coming) and coming[asked].at <= now:
@@ -105,14 +106,15 @@ def replay(scheduler: Scheduler, coming: list[Arrival]) -> dict[str, Any]:
             time.sleep(max(0.0, coming[asked].at - now))
             continue
         start, prompts_left = time.perf_counter(), bool(scheduler.prefilling or (scheduler.waiting and scheduler.batch.free))
+        before = sum(request.prefilled for request in served) if prompts_left else 0
         for request in scheduler.step():
             if request.error is not None:
                 raise request.error
             served[request].tokens.append(time.perf_counter() - begin)
         steps.append((prompts_left, time.perf_counter() - start, max(0.0, launched - start)))
+        tokens_in.append(sum(request.prefilled for request in served) - before if prompts_left else 0)
         kv = scheduler.batch.cache.kv
         full += kv.chooser.full or not kv.offloaded
-        held = max(held, torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
     whole = time.perf_counter() - begin
     return {
         **told(coming, list(served.values()), whole),
@@ -121,8 +123,9 @@ def replay(scheduler: Scheduler, coming: list[Arrival]) -> dict[str, Any]:
         "captures": scheduler.batch.stats().captures,
         "steps": len(steps),
         "full_steps": full,
-        "allocated_bytes": held,
+        "allocated_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         **parted(steps),
+        "longest": sorted(((took, new) for (_, took, _), new in zip(steps, tokens_in, strict=True)), reverse=True)[:12],
     }
 
 
