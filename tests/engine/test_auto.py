@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import kvthaw
-from kvthaw import Batch, Cache
+from kvthaw import Batch, Cache, PrefixCache
 from kvthaw.bench.shapes import build
 from kvthaw.cache import host_memory
 from kvthaw.cache.crossing import Crossing
@@ -194,6 +194,27 @@ def test_blocks_of_full_attention_that_the_device_has_no_room_for(llama: PreTrai
         for each in (batch, full):
             each.step()
     assert all(own.tokens == its.tokens for own, its in requests)
+
+
+def test_kept_prompts_and_full_attention_in_blocks(llama: PreTrainedModel) -> None:
+    """Requests share the blocks of a prefix, before and behind the change; tokens are those of full attention."""
+    settings: dict[str, Any] = {"max_seqs": 3, "capacity": 512, **SMALL, "budget": 4096}
+    kept = PrefixCache()
+    batch = Batch(llama, "oracle", full_below=300, device_memory=kv_bytes(llama, 1000), prefix_cache=kept, **settings)
+    full, prefix, in_force, requests = Batch(llama, "full", **settings), prompt(1, 180, seed=9)[0], [], []
+    for more in (7, 20, 1, 300, 290):
+        ids = torch.cat((prefix, prompt(1, more, seed=more)[0]))
+        requests.append([each.join(ids, max_new_tokens=20, stop=()) for each in (batch, full)])
+        for _ in range(8):
+            for each in (batch, full):
+                each.step()
+        in_force.append(batch.stats().method)
+    while batch.requests or full.requests:
+        for each in (batch, full):
+            each.step()
+    assert (in_force[:3], in_force[4]) == (["full"] * 3, "oracle")
+    assert [own.tokens for own, _ in requests] == [its.tokens for _, its in requests]
+    assert [own.cached_tokens > 0 for own, _ in requests] == [False, True, True, True, True]
 
 
 @pytest.mark.parametrize("blocks", [False, True])
