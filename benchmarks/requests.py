@@ -77,7 +77,7 @@ def batch_of(model: PreTrainedModel, method: str, seqs: int) -> Batch:
         own = model.config.get_text_config(decoder=True)
         head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
         a_token = 2 * own.num_key_value_heads * head_dim * model.dtype.itemsize * own.num_hidden_layers
-        method, sizes = "oracle", {"budget": CAPACITY, "full_below": 60, "device_memory": 500 * a_token}
+        method, sizes = "oracle", {"budget": CAPACITY, "full_below": 60, "device_memory": 760 * a_token}
     else:
         sizes = {} if resolve(method).dense else {"budget": 32, "device_memory": "256KiB"}
     return Batch(model, method, max_seqs=seqs, capacity=CAPACITY, prefill_chunk=48, block_size=16, **sizes)

@@ -173,9 +173,9 @@ def test_full_attention_in_blocks_takes_memory_for_the_tokens_there_are(llama: P
 
 
 def test_blocks_of_full_attention_that_the_device_has_no_room_for(llama: PreTrainedModel) -> None:
-    """Are read from the host until the next prompt, with which the method is in force."""
+    """Lie on the host for a step at most: the method is in force from the next one on."""
     settings: dict[str, Any] = {"max_seqs": 3, "capacity": 512, **SMALL, "budget": 4096}
-    room = kv_bytes(llama, 700)
+    room = kv_bytes(llama, 800)
     batch, full = Batch(llama, "oracle", full_below=150, device_memory=room, **settings), Batch(llama, "full", **settings)
     in_force, requests = [], []
     for length in (40, 60, 30):
@@ -187,9 +187,8 @@ def test_blocks_of_full_attention_that_the_device_has_no_room_for(llama: PreTrai
             in_force.append((stats.method, stats.kv_host_bytes > 0))
             if len(in_force) == 5:
                 batch.cache.kv.streams.device.bytes = kv_bytes(llama, 20)  # as if something else had taken the rest
-    assert in_force[0] == ("full", False)
-    assert in_force[8] == ("full", True)
-    assert in_force[9] == ("oracle", True)
+    assert in_force[:5] == [("full", False)] * 5
+    assert in_force[8] == ("oracle", True)
     while batch.requests or full.requests:
         for each in (batch, full):
             each.step()
@@ -200,7 +199,7 @@ def test_kept_prompts_and_full_attention_in_blocks(llama: PreTrainedModel) -> No
     """Requests share the blocks of a prefix, before and behind the change; tokens are those of full attention."""
     settings: dict[str, Any] = {"max_seqs": 3, "capacity": 512, **SMALL, "budget": 4096}
     kept = PrefixCache()
-    batch = Batch(llama, "oracle", full_below=300, device_memory=kv_bytes(llama, 1000), prefix_cache=kept, **settings)
+    batch = Batch(llama, "oracle", full_below=300, device_memory=kv_bytes(llama, 1200), prefix_cache=kept, **settings)
     full, prefix, in_force, requests = Batch(llama, "full", **settings), prompt(1, 180, seed=9)[0], [], []
     for more in (7, 20, 1, 300, 290):
         ids = torch.cat((prefix, prompt(1, more, seed=more)[0]))
@@ -367,7 +366,7 @@ def test_gpu_full_attention_in_blocks(device: torch.device) -> None:
     """Captured for two buckets, and then by the method, with a budget above every length: tokens are those of full attention."""
     model = build("tiny", device).float()
     how: dict[str, Any] = {"max_seqs": 4, "capacity": 8192, "prefill_chunk": 1000, "block_size": 64, "dense_layers": 0}
-    room = kv_bytes(model, 4 * 3000 + 4 * 2 * 64)
+    room = kv_bytes(model, 4 * 3000 + 4 * 3 * 64)
     batch = Batch(model, "oracle", budget=8192, full_below=3000, device_memory=room, **how)
     full, told, in_force = Batch(model, "full", **how), [], []
     warm(batch)

@@ -96,7 +96,8 @@ class Chooser:
             left = crossing.total(len(live)) - sum(live)
             self._known = sequences.version
             self._at = sequences.padded_length + max(0, left // max(1, len(live)))
-        return sequences.padded_length >= self._at or sequences.capacity <= sequences.longest
+        spills = self.settings.ranks.size == 1 and self._spills()  # processes agree with the next prompt
+        return spills or sequences.padded_length >= self._at or sequences.capacity <= sequences.longest
 
     def before_step(self) -> None:
         """Choose before a decode step."""
@@ -130,13 +131,14 @@ class Chooser:
             f"{limit:,} ({crossing.source})"
         )
 
+    def _spills(self) -> bool:
+        """Return whether blocks of full attention lie on the host, and the device has no room for them."""
+        layers = [layer for layer in self.layers if isinstance(layer, FullLayer) and layer.plan is not None]
+        return any(one.store.on_device.some_on_host and one.storage.room < one.store.allocator.size for one in layers)
+
     def _spilled(self) -> str | None:
         """Say that blocks of full attention went to the host for lack of room on the device, as beside those of kept prompts."""
-        if not self.in_blocks:
-            return None
-        layers = [layer for layer in self.layers if isinstance(layer, FullLayer) and layer.plan is not None]
-        held = all(not one.store.on_device.some_on_host or one.storage.room >= one.store.allocator.size for one in layers)
-        if self.settings.ranks.least(held):  # where blocks lie may differ between processes
+        if not self.in_blocks or self.settings.ranks.least(not self._spills()):  # which may differ between processes
             return None
         return f"device_memory is {human(self.streams.device.bytes)}, which has no room for all blocks of full attention"
 
@@ -167,6 +169,7 @@ class Chooser:
         if not sequences.room or not settings.method.stores or settings.kv_dtype is not None:
             return True
         tokens = crossing.total(sequences.count) + 2 * sequences.count * settings.block_size  # one begun, and one ahead
+        tokens += sequences.count * settings.plan(0, sequences.limit).regions.held  # sinks and rings
         every = tokens * len(self.by_method) + sequences.count * sequences.room * self._dense()
         return every * crossing.token_bytes > self.streams.device.bytes
 

@@ -133,7 +133,7 @@ elif HAS_TRITON:
             if picked is not None:
                 picked += pair.to(tl.int64) * (n - behind)
             else:
-                every = tl.minimum(n, behind + tl.maximum(start - sink, 0))
+                every = tl.minimum(n, behind + tl.maximum(tl.minimum(start, length) - sink, 0))  # none of a paused sequence
             POOLED: tl.constexpr = slots is not None
             if POOLED:
                 slots += pair.to(tl.int64) * (n - behind)
