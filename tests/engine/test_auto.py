@@ -384,3 +384,26 @@ def test_gpu_full_attention_in_blocks(device: torch.device) -> None:
     assert told[0] == told[1]
     assert in_force[0] == (True, True)
     assert (False, False) in in_force
+
+
+@pytest.mark.gpu
+def test_gpu_the_change_with_a_prompt_whose_blocks_lie_on_the_host(device: torch.device) -> None:
+    """The method's layers have them on the device all the same."""
+    model = build("tiny", device).float()
+    how: dict[str, Any] = {"max_seqs": 2, "capacity": 2048, "block_size": 16, "dense_layers": 0}
+    batch = Batch(model, "oracle", budget=2048, full_below=700, device_memory=kv_bytes(model, 2000), **how)
+    full, requests = Batch(model, "full", **how), []
+    for length, room in ((100, 2000), (64, 20), (1500, 20)):
+        batch.cache.kv.streams.device.bytes = kv_bytes(model, room)  # as if something else had taken the rest
+        ids = torch.randint(1, 1000, (length,), generator=torch.Generator().manual_seed(length))
+        while not (batch.free and full.free):
+            batch.step()
+            full.step()
+        requests.append([each.join(ids, max_new_tokens=20, stop=()) for each in (batch, full)])
+        for own, _ in requests[-1:]:
+            batch.prefill(own)
+    while batch.requests or full.requests:
+        batch.step()
+        full.step()
+    assert batch.stats().method == "oracle" or not batch.cache.kv.chooser.full
+    assert [own.tokens for own, _ in requests] == [its.tokens for _, its in requests]

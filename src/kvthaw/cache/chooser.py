@@ -235,8 +235,8 @@ def clone_from(layer: OffloadedLayer, dense: LayerKV, lengths: Sequence[int]) ->
     for seq in sorted(dense.recent_queries):
         if not lengths[seq]:
             continue
-        key, value = dense.read(seq, 0, lengths[seq])[None].unbind(3)
         query = dense.recent_queries[seq][None]
+        key, value = dense.read(seq, 0, lengths[seq]).to(query.device)[None].unbind(3)  # blocks may lie on the host
         if layer.plan is None:
             layer.allocate(Step(0, longest, tuple(sequences.left_pad), sequences.idle, seq), query, key, dense.scale)
         layer.append(Step(0, lengths[seq], tuple(sequences.left_pad), sequences.idle, seq), query, key, value)
