@@ -527,3 +527,22 @@ def test_a_prompt_joins_without_a_wait_for_the_device(method: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
         give()
         batch.leave(request)
+
+
+def test_a_plan_takes_effect_with_the_tokens_that_it_is_of_whoever_joins(llama: PreTrainedModel) -> None:
+    """A ring flushed beside a step begins PRKV's next plan; a prompt that joins before the next step does not hurry it."""
+    how: dict[str, Any] = {"capacity": 400, "budget": 16, "block_size": 16, "prefill_chunk": 400}
+    batch, alone = Batch(llama, "prkv:interval=16", max_seqs=2, **how), Batch(llama, "prkv:interval=16", max_seqs=1, **how)
+    ids = prompt(1, 147, seed=3)[0]
+    batch.join(prompt(1, 1, seed=1)[0], max_new_tokens=29, stop=())
+    batch.step()
+    request = batch.join(ids, max_new_tokens=100, stop=())
+    for _ in range(60):
+        batch.step()
+        if batch.free:  # one joins beside every step
+            batch.join(prompt(1, 1, seed=2)[0], max_new_tokens=1, stop=())
+    own = alone.join(ids, max_new_tokens=100, stop=())
+    for each in (batch, alone):
+        while each.requests:
+            each.step()
+    assert request.tokens == own.tokens

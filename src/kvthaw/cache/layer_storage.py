@@ -309,12 +309,13 @@ def _foresee(layers: Sequence[Ringed], spans: Sequence[Span]) -> None:
 
 
 def take_effect(layers: Sequence[Ringed], leaving: Sequence[Leaving]) -> None:
-    """Have what indexes prepared beside the steps take effect before tokens leave rings, so that they can take these back. What
-    cannot be done now is left to flush()."""
+    """Have what indexes prepared beside the steps take effect before tokens leave rings, so that they can take these back; not
+    where these have been given to them already, ahead of the step. What cannot be done now is left to flush()."""
     with suppress(Exception):
         for layer in layers:
             if layer.plan is not None and layer.storage.updater is not None:
-                layer.storage.updater.take_effect([seq for seq, _, _ in leaving])
+                updater = layer.storage.updater
+                updater.take_effect([seq for seq, _, stop in leaving if updater.indexed[seq] < stop])
 
 
 def flush_early(layers: Sequence[Ringed], leaving: Sequence[Leaving]) -> bool:
