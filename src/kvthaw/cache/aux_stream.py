@@ -64,6 +64,8 @@ class AuxStream:
             count += len(work.jobs)
             most = max(most, -(-count // max(1, work.due - self._advanced)))
         self._advanced += 1
+        if not most:
+            return
         # What the jobs make outlives the caller's mode.
         with torch.inference_mode(False), torch.no_grad(), suppress(torch.OutOfMemoryError):
             for _ in range(most):

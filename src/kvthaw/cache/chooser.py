@@ -133,7 +133,7 @@ class Chooser:
 
     def _spills(self) -> bool:
         """Return whether blocks of full attention lie on the host, and the device has no room for them."""
-        layers = [layer for layer in self.layers if isinstance(layer, FullLayer) and layer.plan is not None]
+        layers = (layer for layer in self.layers if isinstance(layer, FullLayer) and layer.plan is not None)
         return any(one.store.on_device.some_on_host and one.storage.room < one.store.allocator.size for one in layers)
 
     def _spilled(self) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from kvthaw.cache.layer_base import AttentionParams
@@ -21,7 +23,7 @@ class FullLayer(OffloadedLayer):
     """
 
     def allocate(self, step: Step, query: Tensor, key: Tensor, scale: float) -> None:
-        plan, self.scale = self.settings.plan(step.longest, self.sequences.limit).without_rows(), scale
+        plan, self.scale = replace(self.settings.plan(step.longest, self.sequences.limit), rows=0), scale
         self.storage = LayerStorage(len(step.left_pad), key, plan, self.settings, self.streams, self.preallocator)
         self.store, self.slab = self.storage.store, self.storage.slab
         self.storage.place_on_device(self.number)

@@ -68,10 +68,6 @@ class Plan:
         """The most tokens attended per KV head in a step, the buffer at its fullest."""
         return self.regions.held + self.rows
 
-    def without_rows(self) -> Plan:
-        """Return the sizes without rows that are brought."""
-        return replace(self, rows=0)
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:

@@ -212,6 +212,5 @@ class SparseAttention:
     @property
     def reads_table(self) -> bool:
         """Whether a kernel finds rows by the addresses of their blocks."""
-        if self.everything:
-            return True
-        return isinstance(self.transfer, UvaGather) or (self.retriever is not None and self.retriever.reads_blocks)
+        in_blocks = self.everything or (self.retriever is not None and self.retriever.reads_blocks)
+        return in_blocks or isinstance(self.transfer, UvaGather)
