@@ -112,12 +112,14 @@ def feed(model: PreTrainedModel, cache: Any, chunks: Sequence[Tensor], pads: Seq
 class Alone:
     """What rows get that have a cache for themselves, by their histories.
 
-    nudge: which embeddings differ in their last bit, and how. A tight budget may then select other tokens, or not.
+    nudge: which embeddings differ in their last bit, and how. A tight budget may then select other tokens, and a router other
+    experts, or not.
     """
 
     def __init__(self, model: PreTrainedModel, fresh: Callable[[], Any], nudge: int = 0) -> None:
         self._model, self._fresh, self._nudge = model, fresh, nudge
         self._known: dict[History, tuple[Any, Tensor]] = {}  # a cache that has such a history, and the last logits it gave
+        self._others = [] if nudge else [Alone(model, fresh, other) for other in range(1, 9)]
 
     @torch.no_grad()
     def logits(self, history: History) -> Tensor:
@@ -139,24 +141,16 @@ class Alone:
             self._known[history] = cache, logits
         return self._known[history][1]
 
+    def hangs_on_a_bit(self, history: History) -> bool:
+        """Whether logits of a history change with the last bits of the embeddings, so that nothing can be said of them."""
+        expected = self.logits(history)
+        return any(error(other.logits(history), expected) > 1 for other in self._others)
+
     def _nudged(self, module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
         if not self._nudge:
             return None
         wave = torch.cos(self._nudge * torch.arange(out.shape[-1], device=out.device))
         return out * (1 + torch.finfo(out.dtype).eps * wave).to(out.dtype)
-
-
-class Ours(Alone):
-    """Rows alone in a cache of kvthaw's."""
-
-    def __init__(self, model: PreTrainedModel, fresh: Callable[[], kvthaw.Cache]) -> None:
-        super().__init__(model, fresh)
-        self._others = [Alone(model, fresh, nudge) for nudge in range(1, 9)]
-
-    def hangs_on_a_bit(self, history: History) -> bool:
-        """Whether logits of a history change with the last bits of the embeddings, so that nothing can be said of them."""
-        expected = self.logits(history)
-        return any(error(other.logits(history), expected) > 1 for other in self._others)
 
 
 class InjectedError(RuntimeError):
@@ -281,7 +275,7 @@ class Caches(RuleBasedStateMachine):
     def begin(self, setting: Setting, lengths: list[int], cuts: list[int], announced: bool) -> None:
         pair = Pair.of(setting.architecture, setting.dtype, self.device, True)
         self.setting, self.model, self.given, self.called = setting, pair.model, 0, 0
-        self.as_ours = Ours(pair.model, functools.partial(setting.make, pair.model))
+        self.as_ours = Alone(pair.model, functools.partial(setting.make, pair.model))
         self.as_theirs = Alone(pair.plain, lambda: DynamicCache(config=pair.plain.config))
         with self.mode():
             cache = setting.make(pair.model)
@@ -458,10 +452,12 @@ class Caches(RuleBasedStateMachine):
             logits = feed(self.model, subject.cache, chunks, subject.pads, announced)
         self.taken(subject, chunks, announced, before)
         subject.exact &= before == 0 or subject.method != "full"
+        alone = self.as_theirs if subject.ample else self.as_ours
+        may_hang = not subject.ample or self.setting.architecture in ROUTED
         for row, (history, pad) in enumerate(zip(subject.rows, subject.pads, strict=True)):
             found = logits[row, max(0, pad - before) :].clone()
-            off = error(found, (self.as_theirs if subject.ample else self.as_ours).logits(history))
-            if off > 1 and not subject.ample and self.as_ours.hangs_on_a_bit(history):
+            off = error(found, alone.logits(history))
+            if off > 1 and may_hang and alone.hangs_on_a_bit(history):
                 self.again(subject)
                 return
             assert off <= 1, f"row {row}"
@@ -515,7 +511,7 @@ class Batches(RuleBasedStateMachine):
         self.model = Pair.of(architecture, dtype, self.device, False).model
         self.twin = Pair.of(architecture, dtype, self.device, True).model
         settings: dict[str, Any] = {"method": method, "budget": budget, "block_size": block_size}
-        self.alone = Ours(self.twin, lambda: kvthaw.Cache(self.twin, **settings))
+        self.alone = Alone(self.twin, lambda: kvthaw.Cache(self.twin, **settings))
         self.batch = kvthaw.Batch(self.model, max_seqs=seqs, capacity=400, prefill_chunk=chunk, **settings)
         self.chunk = 400 if method == "streaming" else chunk
         self.asked: list[Asked] = []
