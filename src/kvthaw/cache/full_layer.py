@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from kvthaw.cache.layer_base import AttentionParams
-from kvthaw.cache.layer_storage import LayerStorage
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.sparse_attention import SparseAttention
 from kvthaw.cache.step import Step
 from kvthaw.kernels.places import Newest
 
@@ -22,15 +18,7 @@ class FullLayer(OffloadedLayer):
     attention reads it over the bus.
     """
 
-    def allocate(self, step: Step, query: Tensor, key: Tensor, scale: float) -> None:
-        plan, self.scale = replace(self.settings.plan(step.longest, self.sequences.limit), rows=0), scale
-        self.storage = LayerStorage(len(step.left_pad), key, plan, self.settings, self.streams, self.preallocator)
-        self.store, self.slab = self.storage.store, self.storage.slab
-        self.storage.place_on_device(self.number)
-        self.sparse = SparseAttention(self.storage, self.sequences, None, None, selects=False, everything=True)
-        self.plan = plan
-        self.sparse.make_room(self.sequences.capacity)
-        self.streams.device.fixed[self.number] = self.fixed_bytes()
+    everything = True
 
     def _attend(self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
         return self.sparse.attend(step, t, query, newest, attention)[0]

@@ -51,6 +51,7 @@ class OffloadedLayer(LayerKV):
     slab: Slab
     storage: LayerStorage
     sparse: SparseAttention
+    everything = False  # attended to where it lies, without an index; see FullLayer
 
     def __init__(
         self, number: int, settings: Settings, streams: Streams, sequences: Sequences, preallocator: BlockPreallocator,
@@ -119,12 +120,12 @@ class OffloadedLayer(LayerKV):
     def allocate(self, step: Step, query: Tensor, key: Tensor, scale: float) -> None:
         """Make the parts by the sizes of the first tokens: query [., Hq, T, D], key [., H, T, D]."""
         plan, count = self.settings.plan(step.longest, self.sequences.limit), len(step.left_pad)
-        method, (_, heads, _, dim) = self.settings.method, key.shape
-        self.scale = scale
+        plan = Plan(plan.regions, rows=0) if self.everything else plan
+        method, (_, heads, _, dim), self.scale = self.settings.method, key.shape, scale
         self.storage = LayerStorage(count, key, plan, self.settings, self.streams, self.preallocator)
         self.store, self.slab = self.storage.store, self.storage.slab
         transfer: Transfer | None = None
-        if method.index is not None:
+        if method.index is not None and not self.everything:
             transfer = (method.transfer or UvaGather)()
             if transfer.graph_safe and key.is_cpu:
                 transfer = BulkCopy()
@@ -140,9 +141,10 @@ class OffloadedLayer(LayerKV):
                 self.storage.updater = IndexUpdater(self.retriever, self.store, self.slab)
             else:
                 self.retriever = self.leader.retriever
-        if transfer is not None and not self.on_host and (transfer.graph_safe or key.is_cpu):
+        if self.everything or (transfer is not None and not self.on_host and (transfer.graph_safe or key.is_cpu)):
             self.storage.place_on_device(self.number)  # what the host reads stays there
-        self.sparse = SparseAttention(self.storage, self.sequences, self.retriever, transfer, selects=self.chooses)
+        how = {"selects": self.chooses, "everything": self.everything}
+        self.sparse = SparseAttention(self.storage, self.sequences, self.retriever, transfer, **how)
         self.plan = plan
         self.sparse.make_room(self.sequences.capacity)
         self.streams.device.fixed[self.number] = self.fixed_bytes()

@@ -19,10 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvthaw.cache.full_layer import FullLayer
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.segmented_graph import SegmentedGraph
 from kvthaw.cache.streams import Observer
 from kvthaw.engine.ops import serving
@@ -64,7 +62,7 @@ def capturable(cache: ModelCache) -> str | None:
 def search_needs_host(kv: KVCache) -> str | None:
     """Return why steps of the method in force cannot be captured, None if they can."""
     method, layers = kv.settings.method, kv.offloaded
-    if method.index is not None and layers and not kv.chooser.full:
+    if method.index is not None and layers and not layers[0].everything:
         index = None if layers[0].retriever is None else layers[0].retriever.index
         return needs_host(method, safe=index is not None and (index.graph_safe or index.on_host))
     return None
@@ -83,9 +81,9 @@ def needs_host(method: Method, *, safe: bool) -> str | None:
 def bucket(kv: KVCache, rows: int) -> int:
     """Return the bucket (Sequences.bucket) of the next step of the first sequences; 0 where nothing is selected on the device, so
     that a capture serves all lengths."""
-    first = next((layer for layer in kv.layers if isinstance(layer, OffloadedLayer)), None)
-    selects = first is not None and first.retriever is not None and not first.on_host
-    return kv.sequences.bucket(rows) if selects or isinstance(first, FullLayer) else 0
+    first = next(iter(kv.offloaded), None)
+    on_device = first is not None and (first.everything or (first.retriever is not None and not first.on_host))
+    return kv.sequences.bucket(rows) if on_device else 0
 
 
 @contextmanager
