@@ -207,7 +207,14 @@ class KVCache:
             or sequences.capacity <= sequences.longest
             or self.chooser.due()
             or (sequences.full() and self._flushed != sequences.padded_length)
+            or self._blocks_move()
         )
+
+    def _blocks_move(self) -> bool:
+        """Return whether blocks of a running batch may lie elsewhere than at its step before: where some lie on the device and some
+        on the host, prompts, copies that end and requests that leave move those of others too."""
+        device = self.streams.device
+        return self.sequences.room > 0 and bool(device.limit) and device.spills
 
     def _state(self) -> tuple[int, int, bool]:
         """Return what decides where the tensors of a step lie: version, capacity, whether blocks may lie on the host."""
