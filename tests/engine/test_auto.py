@@ -16,11 +16,11 @@ from kvthaw.bench.shapes import build
 from kvthaw.cache import host_memory
 from kvthaw.cache.crossing import Crossing
 from kvthaw.engine.graph_runner import GraphRunner
-from kvthaw.engine.warm import warm
+from kvthaw.engine.warm import _serve, warm
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.methods import auto
 from stand_in import StandIn, captured_by
-from zoo import prompt
+from zoo import build_exact, prompt
 
 HOW: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 SMALL: dict[str, Any] = {"budget": 32, "block_size": 16, "dense_layers": 0}
@@ -359,6 +359,29 @@ def test_gpu_captured_steps_before_and_behind_the_change(method: str, device: to
             stats = handle.stats()
             assert (stats.method, stats.captures) == (method, 2 * capture)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("by_method", [False, True])
+def test_prompts_of_every_kind_are_served_beforehand(monkeypatch: pytest.MonkeyPatch, *, by_method: bool) -> None:
+    """Whole ones, and one in chunks of which the last is small, under the attention in force and under the method."""
+    model = build_exact("llama", max_position_embeddings=4096)
+    monkeypatch.setattr("kvthaw.engine.warm.STEP_TOKENS", 1024)
+    how: dict[str, Any] = {"full_below": 4000, "device_memory": kv_bytes(model, 9000), **SMALL}
+    batch, chunks, prefill = Batch(model, "pariskv-plus", max_seqs=3, capacity=4096, **how), [], Batch.prefill
+
+    def noted(self: Batch, request: Any, tokens: int | None = None) -> bool:
+        before = request.prefilled
+        got = prefill(self, request, tokens)
+        chunks.append((before, request.prefilled, self.stats().method))
+        return got
+
+    monkeypatch.setattr(Batch, "prefill", noted)
+    _serve(batch, 1, by_method=by_method)
+    assert {method for *_, method in chunks} == {"pariskv-plus" if by_method else "full"}
+    assert [chunk[:2] for chunk in chunks if not chunk[0]] == [(0, 1000), (0, 685), (0, 1024)]
+    start, stop, _ = chunks[-1]
+    assert stop - start == 11
+    assert not batch.requests
 
 
 @pytest.mark.gpu

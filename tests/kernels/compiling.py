@@ -229,6 +229,18 @@ def attention(dtype: torch.dtype, dim: int) -> None:
     merge.launch([(part.float(), lse), (part, lse)], torch.float32)
 
 
+def chunks(dtype: torch.dtype, dim: int) -> None:
+    """Attention of a prompt's chunks of several lengths."""
+    from kvthaw.kernels import merge
+
+    for steps in (16, 11, 1):
+        part, lse = (
+            empty(1, steps, HEADS * GROUP, dim, dtype=dtype).transpose(1, 2),
+            empty(1, HEADS * GROUP, steps, dtype=torch.float32),
+        )
+        merge.launch([(part, lse)] * 2, dtype)
+
+
 CASES: dict[str, Callable[[torch.dtype, int], None]] = {
     "attention": attention,
     "nodes": nodes,
@@ -239,6 +251,7 @@ CASES: dict[str, Callable[[torch.dtype, int], None]] = {
     "codes": codes,
     "elsewhere": elsewhere,
     "batches": batches,
+    "chunks": chunks,
 }
 
 

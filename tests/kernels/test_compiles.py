@@ -84,3 +84,11 @@ def test_clusters_of_later_tokens_need_no_other_kernels_than_the_prompts(said: d
         if line["case"] == "clusters":
             assert set(line["kinds"]) == {"_direct", "_cover", "_assign", "_rank", "_sort", "_average"}
             assert set(line["kinds"].values()) == {1}, line["kinds"]
+
+
+@for_nvidia
+def test_a_chunk_of_any_length_needs_no_other_kernel(said: dict[str, list[dict[str, Any]]]) -> None:
+    """A prompt's last one had 11 tokens, where all before had been multiples of 16."""
+    for line in said["cuda:90"]:
+        if line["case"] == "chunks":
+            assert line["kinds"] == {"_merge_parts": 1}

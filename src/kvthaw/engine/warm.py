@@ -24,13 +24,14 @@ def warm(batch: Batch) -> None:
     seqs, on_gpu = 1, batch.cache.model.device.type == "cuda"
     if on_gpu and batch.cache.kv.chooser.full:  # requests among which the method follows are to find its kernels compiled
         _step(batch, 1, by_method=True)
+        _serve(batch, 1, by_method=True)
     while True:
         _step(batch, seqs)
         if not on_gpu or seqs == batch.max_seqs:
             break
         seqs = min(2 * seqs, batch.max_seqs)
     if on_gpu:
-        _serve(batch)
+        _serve(batch, min(2, batch.max_seqs))
     plan_attention(batch)
 
 
@@ -109,24 +110,29 @@ def _lengths(capacity: int, most: int, *, streams: bool) -> set[tuple[int, int]]
     return met
 
 
-def _serve(batch: Batch) -> None:
-    """Serve long prompts in chunks until tokens have left their rings, which compiles what indexes do then."""
-    tokens = STEP_TOKENS + chunk_tokens(STEP_TOKENS, STEP_TOKENS)
-    if batch.capacity <= 2 * STEP_TOKENS or batch.cache.prefills_whole:
-        return
-    regions = batch.cache.kv.sequences.regions
-    new = min(2 + (0 if regions is None else regions.buffer), batch.capacity - tokens)
-    ids = torch.arange(tokens) % batch.vocabulary
-    requests = [batch.request(ids, max_new_tokens=new, stop=()) for _ in range(min(2, batch.max_seqs))]
-    if batch.admission.lacks(*requests):
-        return
-    kept, batch.prefix_cache = batch.prefix_cache, None
-    try:
-        for request in requests:
-            batch.join(request)
-            while request.prefilled < tokens:
-                batch.prefill(request, chunk_tokens(STEP_TOKENS, request.prefilled))
-        while batch.requests:
-            batch.step()
-    finally:
-        batch.prefix_cache = kept
+def _serve(batch: Batch, seqs: int, *, by_method: bool = False) -> None:
+    """Serve so many prompts at once of each length that layers store in a way of their own: for all layers together, layer by
+    layer, and in chunks of which the last is small; until tokens have left their rings, which compiles what indexes do then. No
+    length is a multiple of a block's. by_method: see _step()."""
+    kv = batch.cache.kv
+    for tokens in (1000, STEP_TOKENS // 2 + 173, STEP_TOKENS + chunk_tokens(STEP_TOKENS, STEP_TOKENS) + 11):
+        new = 2 + (0 if kv.sequences.regions is None else kv.sequences.regions.buffer)
+        ids = torch.arange(tokens) % batch.vocabulary
+        if tokens + new > batch.capacity or (tokens > STEP_TOKENS and batch.cache.prefills_whole):
+            return
+        requests = [batch.request(ids, max_new_tokens=new, stop=()) for _ in range(seqs)]
+        if batch.admission.lacks(*requests):
+            return
+        kept, batch.prefix_cache = batch.prefix_cache, None
+        try:
+            for request in requests:
+                batch.join(request)
+            if by_method and kv.chooser.full:
+                kv.chooser.change("kernels are compiled")
+            for request in requests:
+                while request.prefilled < tokens:
+                    batch.prefill(request, chunk_tokens(STEP_TOKENS, request.prefilled))
+            while batch.requests:
+                batch.step()
+        finally:
+            batch.prefix_cache = kept

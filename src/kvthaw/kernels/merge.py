@@ -68,7 +68,7 @@ if HAS_TRITON:
         rows = tl.load(part + where, mask=inside & (weight > 0.0)[:, None], other=0.0).to(tl.float32)
         return total + weight, sum + rows * weight[:, None]
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["steps"])  # else a prompt's last chunk, of any length, compiles another kernel
     def _merge_parts(out, lse, a, b, c, d, lse_a, lse_b, lse_c, lse_d, heads, steps, dim, a_b, a_h, a_t, b_b, b_h, b_t,
                      c_b, c_h, c_t, d_b, d_h, d_t, COUNT: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr):  # fmt: skip
         # Program (block of queries; sequence and head). Parts may be strided.
