@@ -366,7 +366,7 @@ def test_prompts_of_every_kind_are_served_beforehand(monkeypatch: pytest.MonkeyP
     """Whole ones, and one in chunks of which the last is small, under the attention in force and under the method."""
     model = build_exact("llama", max_position_embeddings=4096)
     monkeypatch.setattr("kvthaw.engine.warm.STEP_TOKENS", 1024)
-    how: dict[str, Any] = {"full_below": 4000, "device_memory": kv_bytes(model, 9000), **SMALL}
+    how: dict[str, Any] = {"full_below": 2500, "device_memory": kv_bytes(model, 9000), **SMALL}
     batch, chunks, prefill = Batch(model, "pariskv-plus", max_seqs=3, capacity=4096, **how), [], Batch.prefill
 
     def noted(self: Batch, request: Any, tokens: int | None = None) -> bool:
