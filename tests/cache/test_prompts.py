@@ -67,6 +67,32 @@ def test_a_prompt_is_offloaded_by_one_launch(monkeypatch: pytest.MonkeyPatch) ->
     assert calls == [3]
 
 
+def test_a_long_chunk_brings_the_addresses_of_all_layers_by_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy would wait for the KV of the layers that follow, which is on its way meanwhile."""
+    sent = []
+
+    def upload(numbers: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        sent.append(len(numbers))
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+    monkeypatch.setattr(offloaded_layer, "SHORT", 0)
+    monkeypatch.setattr("kvthaw.cache.addresses.upload", upload)
+    model = build("llama", num_hidden_layers=5)
+    some: dict[str, Any] = {"budget": 48, "dense_layers": 0, "block_size": 16, "full_below": 200}
+    device = 5 * 1200 * 2 * model.config.num_key_value_heads * model.config.head_dim * model.dtype.itemsize  # of 3 * 500 tokens
+    batch = kvthaw.Batch(model, "pariskv-plus", max_seqs=3, capacity=500, device_memory=device, **some)
+    request = batch.join(prompt(1, 150)[0])
+    batch.prefill(request, 60)
+    batch.prefill(request, 70)
+    assert all(layer.everything for layer in batch.cache.kv.offloaded), "attended to where it lies"
+    assert len(sent) == 2
+    for layer in batch.cache.kv.offloaded:
+        blocks = [block.data.data_ptr() for block in layer.store.blocks(0)]
+        table = layer.store.on_device.table
+        assert table is not None
+        assert table[0, : len(blocks)].tolist() == blocks
+
+
 def test_codes_of_all_layers_are_written_by_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 

@@ -17,7 +17,7 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
 from kvthaw.cache.layer_storage import flush, flush_early, take_effect
-from kvthaw.cache.layers import built, drop, indexed_layers, make_layers, note_lost, offloaded_numbers
+from kvthaw.cache.layers import built, drop, follow_blocks, indexed_layers, make_layers, note_lost, offloaded_numbers
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
@@ -177,7 +177,9 @@ class KVCache:
     def _commit(self, step: Step) -> None:
         self.sequences.commit()
         self._prefilled = step.dense
-        if not step.dense:
+        if step.dense:
+            follow_blocks(self.offloaded)  # beside the work under way; the next step would wait for it
+        else:
             self.after_step()
             self._checkpoints.commit(step)
         self._continue_host_work()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from kvthaw.cache.addresses import write
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.index_updater import IndexUpdater
@@ -98,6 +99,17 @@ def note_lost(layers: Sequence[object], lost: set[int]) -> None:
         for seq in lost:
             updater.begin_again(seq)
     lost.clear()
+
+
+def follow_blocks(layers: Sequence[object]) -> None:
+    """Bring the addresses of all layers' new blocks to the device by one copy: each would wait for KV that is on its way there."""
+    some = [layer.sparse for layer in layers if isinstance(layer, OffloadedLayer) and layer.plan is not None]
+    own = [(one, one.storage.store) for one in some if one.reads_table]
+    if own:
+        device = own[0][0].storage.slab.data.device
+        write((store.on_device.changes(store, device) for _, store in own), device)
+    for one, _ in own:
+        one.follow_blocks()
 
 
 def drop(cleared: deque[tuple[LayerKV, int]], most: int | None) -> bool:

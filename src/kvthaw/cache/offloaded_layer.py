@@ -196,7 +196,6 @@ class OffloadedLayer(LayerKV):
         self._taken = given.step, given.step.tokens
         self._prompts = dict(ends) if self.sequences.announced and not given.step.remaining else {}
         self.storage.index_ahead(self._prompts, self.recent_queries, given.passed)
-        self.sparse.follow_blocks()  # beside the layers that follow; the next step would wait for it
 
     def resume(self, step: Step, blocks: Mapping[int, Sequence[Block]], kept: Mapping[int, Snapshot]) -> None:
         """Take the first tokens of sequences from blocks of rows that are kept; see LayerStorage.resume."""
