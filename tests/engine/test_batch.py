@@ -546,3 +546,16 @@ def test_a_plan_takes_effect_with_the_tokens_that_it_is_of_whoever_joins(llama: 
         while each.requests:
             each.step()
     assert request.tokens == own.tokens
+
+
+def test_a_prompt_that_is_whole_comes_no_further(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its index is being built; the first token was to be chosen from no logits at all."""
+    batch, ids = Batch(llama, "icecache-digest", max_seqs=2, capacity=CAPACITY, budget=48), prompt(1, 60)[0]
+    with monkeypatch.context() as slow:
+        slow.setattr(batch.cache.kv, "built", lambda *_, **__: False)
+        request = batch.join(ids, max_new_tokens=5, stop=())
+        assert [batch.prefill(request), batch.prefill(request)] == [False, False]
+    batch.start(timeout=None)
+    while not request.finished:
+        batch.step()
+    assert request.tokens == alone(llama, "icecache-digest", ids, 5, budget=48)

@@ -175,11 +175,13 @@ class Batch:
     def prefill(self, request: Request, tokens: int | None = None) -> bool:
         """Bring the next `tokens` tokens of a request's prompt into its sequence, in chunks of at most `prefill_chunk`; None: one
         chunk. With the last of them choose the request's first token, and return True if it is a new one; where indexes are still
-        being built start() chooses it.
+        being built start() chooses it, and further calls do nothing.
 
         Under a method that evicts, and in models with linear attention, the whole prompt is one chunk. Where the prefill fails, the
         request has no place any longer and may join again; the batch is as it was."""
         sequences, first = self.cache.kv.sequences, request.prefilled == 0
+        if request in self._indexing:
+            return False
         try:
             if first:
                 if not self._reuse(request, tokens):
