@@ -11,11 +11,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import kvthaw
-from kvthaw import Batch, Cache, PrefixCache
+from kvthaw import Batch, Cache, PrefixCache, Scheduler
 from kvthaw.bench.shapes import build
 from kvthaw.cache import host_memory
 from kvthaw.cache.crossing import Crossing
 from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.hf.dry_run import sequence_bytes
 from kvthaw.engine.warm import _serve, warm
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.methods import auto
@@ -139,6 +140,37 @@ def test_a_batch_changes_by_its_tokens_and_back_when_it_is_empty(llama: PreTrain
         while batch.requests:
             mine, its = batch.step(), full.step()
             assert [request.tokens for request in mine] == [request.tokens for request in its]
+
+
+@pytest.mark.parametrize("lengths", [(60, 70, 80, 90), (40, 50, 60, 300)])
+def test_fewer_sequences_where_device_memory_holds_no_more_under_the_method(
+    llama: PreTrainedModel, lengths: tuple[int, ...]
+) -> None:
+    """The method follows when four have grown, or when a long prompt comes that is the last of them: tokens are those of full
+    attention, which is in force again once all have left."""
+    settings: dict[str, Any] = {"capacity": 512, **SMALL, "budget": 4096}
+    one = sequence_bytes(llama, "oracle", **settings)
+    more: dict[str, Any] = {"full_below": 100, "device_memory": 5 * one // 2}
+    schedulers = [
+        Scheduler(Batch(llama, name, max_seqs=4, **settings, **own), step_tokens=64)
+        for name, own in (("oracle", more), ("full", {}))
+    ]
+    batch, again = schedulers[0].batch, [20, 30, 25, 40]
+    for of in (lengths, again):
+        told = []
+        for each in schedulers:
+            requests = [each.submit(prompt(1, n, seed=n)[0], max_new_tokens=30, stop=()) for n in of]
+            seen = set()
+            while each.busy:
+                each.step()
+                stats = each.batch.stats()
+                seen.add((stats.method, each.batch.max_seqs))
+                assert len(each.batch.requests) <= each.batch.max_seqs
+            told.append(([request.tokens for request in requests], seen))
+        assert told[0][0] == told[1][0]
+        assert told[0][1] == ({("full", 4), ("oracle", 2)} if of == lengths else {("full", 4)})
+    assert schedulers[0].preemptions == schedulers[0].recomputed >= 1
+    assert batch.max_seqs == 4
 
 
 def test_full_attention_in_blocks_takes_memory_for_the_tokens_there_are(llama: PreTrainedModel) -> None:
@@ -407,6 +439,34 @@ def test_gpu_full_attention_in_blocks(device: torch.device) -> None:
     assert told[0] == told[1]
     assert in_force[0] == (True, True)
     assert (False, False) in in_force
+
+
+@pytest.mark.gpu
+def test_gpu_fewer_sequences_under_the_method(device: torch.device) -> None:
+    """Captured before and behind the change, and before another one: tokens are those of full attention."""
+    model = build("tiny", device).float()
+    how: dict[str, Any] = {"capacity": 2048, "block_size": 64, "dense_layers": 1}
+    memory = 7 * sequence_bytes(model, "oracle", **how, budget=2048) // 2
+    some: dict[str, Any] = {"budget": 2048, "full_below": 500, "device_memory": memory}
+    schedulers = [
+        Scheduler(Batch(model, "oracle", max_seqs=6, **how, **some), step_tokens=500),
+        Scheduler(Batch(model, "full", max_seqs=6, **how)),
+    ]
+    batch, told, seen = schedulers[0].batch, [], set()
+    warm(batch)
+    for each in schedulers:
+        requests = []
+        for lengths in ((400, 500, 450, 480, 460, 440, 430), (60, 70, 1500, 300), (30, 40)):
+            for n in lengths:
+                ids = torch.randint(1, 1000, (n,), generator=torch.Generator().manual_seed(n))
+                requests.append(each.submit(ids, max_new_tokens=90, stop=()))
+            while each.busy:
+                each.step()
+                if each.batch is batch:
+                    seen.add((batch.cache.kv.chooser.full, batch.max_seqs))
+        told.append([request.tokens for request in requests])
+    assert told[0] == told[1]
+    assert seen == {(True, 6), (False, 3)}
 
 
 @pytest.mark.gpu

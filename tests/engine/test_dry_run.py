@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvthaw import Batch, Cache
 from kvthaw.cache.dry_run import Needs
-from kvthaw.engine.hf.dry_run import dry_run
+from kvthaw.engine.hf.dry_run import dry_run, sequence_bytes
 from kvthaw.methods import METHODS, resolve
 from zoo import build, prompt
 
@@ -110,3 +110,13 @@ def test_bytes_of_trees_are_those_of_a_sample() -> None:
 @pytest.mark.parametrize("method", ["full", "clusterkv-plus", "pariskv-plus", "prkv", "shadowkv", "icecache-digest"])
 def test_gpu_bytes(method: str, device: torch.device) -> None:
     agree(build("llama", head_dim=64).to(device, torch.bfloat16), method)
+
+
+@pytest.mark.parametrize("method", ["pariskv-plus", "clusterkv-plus", "prkv", "oracle", "snapkv"])
+def test_what_a_sequence_of_a_batch_takes(method: str) -> None:
+    """Wherever rows lie, and whatever full attention takes before."""
+    llama, how = build("llama", num_hidden_layers=3), {"budget": 64, "dense_layers": 1, "block_size": 32}
+    batch = Batch(llama, method, max_seqs=4, capacity=200, **how)
+    batch.prefill(batch.join(prompt(1, 90)[0]))
+    held = sum(layer.fixed_bytes() for layer in batch.cache.kv.layers)
+    assert sequence_bytes(llama, method, 200, full_below=50, **how) == pytest.approx(held / 4, rel=0.02)

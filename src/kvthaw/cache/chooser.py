@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvthaw.cache.buckets import roomier
 from kvthaw.cache.dense import DenseLayer
@@ -31,7 +31,8 @@ class Chooser:
     (FullLayer), if there is room for as many tokens as full_below says.
 
     layers: those of the cache, in which it puts the ones in force. by_method: the layers under the method by their place there, in
-    force or not. full: none of them is. reason: why what is in force is.
+    force or not. full: none of them is. reason: why what is in force is. seq_bytes: returns what a sequence of a running batch
+    takes of the device under the method wherever its rows lie; None where that is not known.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Chooser:
         self.layers, self.settings, self.sequences, self.streams = layers, settings, sequences, streams
         self.by_method = {i: layer for i, layer in enumerate(layers) if isinstance(layer, OffloadedLayer)}
         self.full, self.reason = False, ""
+        self.seq_bytes: Callable[[], int] | None = None
         self._known, self._at = -1, 0  # version, and the padded length at which the tokens are too many
         self._short = False  # of host memory
         self.reset()
@@ -51,6 +53,10 @@ class Chooser:
     def reset(self) -> None:
         """Start over: the cache holds no tokens."""
         crossing, self._known, self._short = self.settings.full_below, -1, False
+        if self.sequences.count < self.sequences.opened:
+            self.sequences.widen()
+            for layer in self.layers:
+                layer.reset()
         if crossing is None or (self.full and not self.in_blocks) or not self.by_method:
             return
         self.full = True
@@ -78,13 +84,15 @@ class Chooser:
         if not self.full:
             return
         sequences, new = self.sequences, max(tokens, self.sequences.prefill_remaining)
-        if not sequences.count:
-            lengths = [new - pad for pad in pads]
-        else:
-            lengths = [0 if seq in sequences.idle else sequences.length(seq) for seq in range(sequences.count)]
-            for seq in range(sequences.count) if sequences.filling is None else [sequences.filling]:
-                lengths[seq] += new if sequences.filling is not None or lengths[seq] else 0
-        self._choose(lengths)
+        self._choose([new - pad for pad in pads] if not sequences.count else self._lengths(new, sequences.filling))
+
+    def _lengths(self, new: int, seq: int | None = None) -> list[int]:
+        """Return the lengths of all sequences after so many tokens of each that is not idle, or of one whose prompt comes."""
+        sequences = self.sequences
+        lengths = [0 if one in sequences.idle else sequences.length(one) for one in range(sequences.count)]
+        for one in range(sequences.count) if seq is None else [seq]:
+            lengths[one] += new if seq is not None or lengths[one] else 0
+        return lengths
 
     def due(self) -> bool:
         """Return whether the next decode step may be the method's."""
@@ -102,23 +110,51 @@ class Chooser:
     def before_step(self) -> None:
         """Choose before a decode step."""
         if self.due():
-            idle = self.sequences.idle
-            self._choose([0 if seq in idle else self.sequences.length(seq) + 1 for seq in range(self.sequences.count)])
+            self._choose(self._lengths(1))
+
+    def narrows(self, prompt: tuple[int, int] | None = None) -> tuple[str, int] | None:
+        """Return why the method follows full attention with the next decode step or, given its sequence and how many it lacks, with
+        the next tokens of a prompt, and how many sequences device_memory holds then; None if it does not, or holds all."""
+        if not self.full or self._short or self.sequences.step is not None or not (prompt or self.due()):
+            return None
+        most, (seq, new) = self.most(), prompt or (None, 1)
+        lengths = self._lengths(new, seq)
+        reason = self._reason(lengths) if most < self.sequences.count else None
+        return None if reason is None or self._fits_in_blocks(lengths) else (reason, most)
+
+    def most(self) -> int:
+        """Return how many sequences device_memory holds under the method wherever their rows lie; all where that is not known."""
+        sequences, memory, crossing = self.sequences, self.streams.device, self.settings.full_below
+        if self.seq_bytes is None or crossing is None:
+            return sequences.count
+        memory.resolve(crossing.device)
+        return max(1, min(sequences.count, memory.bytes // self.seq_bytes())) if memory.bytes else sequences.count
+
+    def _reason(self, lengths: Sequence[int]) -> str | None:
+        """Say why sequences of these lengths ask for something else than what is in force; None if they do not."""
+        reason = self._too_many(lengths) or self._spilled()
+        return reason or (None if self.in_blocks else self._too_large(max(lengths)))
+
+    def _fits_in_blocks(self, lengths: Sequence[int]) -> bool:
+        """Return whether full attention, whose tensors do not fit, is to go on in blocks: before the first token."""
+        return not (self.in_blocks or self.sequences.padded_length or self._too_many(lengths) or self._too_many_blocks())
 
     def _choose(self, lengths: Sequence[int]) -> None:
         """Change to the method if sequences of these lengths ask for it."""
-        reason = self._too_many(lengths) or self._spilled()
-        if not reason and not self.in_blocks:
-            reason = self._too_large(max(lengths))
-            if reason and not self.sequences.padded_length and not self._too_many_blocks():
-                self._use_blocks()
-                return
-        if reason and not self._short:
-            try:
-                self.change(reason)
-            except HostMemoryError as error:
-                self._short = True
-                _log.warning("full attention goes on, host memory is short: %s", error)
+        if (reason := self._reason(lengths)) is None:
+            return
+        if self._fits_in_blocks(lengths):
+            self._use_blocks()
+        elif not self._short:
+            self.try_change(reason)
+
+    def try_change(self, reason: str, seqs: int | None = None) -> None:
+        """As change(), where host memory suffices; else full attention goes on."""
+        try:
+            self.change(reason, seqs)
+        except HostMemoryError as error:
+            self._short = True
+            _log.warning("full attention goes on, host memory is short: %s", error)
 
     def _too_many(self, lengths: Sequence[int]) -> str | None:
         crossing, live = self.settings.full_below, [n for n in lengths if n]
@@ -152,7 +188,9 @@ class Chooser:
         capacity = sequences.room or sequences.capacity
         if capacity < longest:
             capacity = roomier(capacity, longest)
-        need = max(1, sequences.count) * capacity * crossing.token_bytes * (len(self.by_method) + self._dense())
+        need = (
+            max(1, sequences.opened, sequences.count) * capacity * crossing.token_bytes * (len(self.by_method) + self._dense())
+        )
         if need <= memory.bytes:
             return None
         return f"the KV of all layers takes {human(need)} of the device; device_memory is {human(memory.bytes)}"
@@ -164,13 +202,13 @@ class Chooser:
     def _too_many_blocks(self) -> bool:
         """Return whether the device may lack room for blocks of as many tokens as full attention may have, or the batch for
         them, or the method's rows are not those of full attention."""
-        sequences, settings, crossing = self.sequences, self.settings, self.settings.full_below
+        sequences, settings, crossing, seqs = self.sequences, self.settings, self.settings.full_below, self.sequences.opened
         assert crossing is not None
         if not sequences.room or not settings.method.stores or settings.kv_dtype is not None:
             return True
-        tokens = crossing.total(sequences.count) + 2 * sequences.count * settings.block_size  # one begun, and one ahead
-        tokens += sequences.count * settings.plan(0, sequences.limit).regions.held  # sinks and rings
-        every = tokens * len(self.by_method) + sequences.count * sequences.room * self._dense()
+        tokens = crossing.total(seqs) + 2 * seqs * settings.block_size  # one begun, and one ahead
+        tokens += seqs * settings.plan(0, sequences.limit).regions.held  # sinks and rings
+        every = tokens * len(self.by_method) + seqs * sequences.room * self._dense()
         return every * crossing.token_bytes > self.streams.device.bytes
 
     def _use_blocks(self) -> None:
@@ -181,13 +219,18 @@ class Chooser:
         self.reason += "; KV lies in blocks on the device"
         _log.info("full attention: %s", self.reason)
 
-    def change(self, reason: str) -> None:
-        """Put the layers under the method in force, with the tokens that the cache has. Raises HostMemoryError, with nothing
-        changed."""
+    def change(self, reason: str, seqs: int | None = None) -> None:
+        """Put the layers under the method in force, with the tokens that the cache has. seqs: hold so many sequences until it is
+        empty; the others have no tokens. Raises HostMemoryError, with nothing changed."""
         sequences, settings = self.sequences, self.settings
-        lengths = [sequences.length(seq) for seq in range(sequences.count)]
+        seqs = sequences.count if seqs is None else seqs
+        lengths = [sequences.length(seq) for seq in range(seqs)]
         if any(lengths):
             self._check_memory(lengths)
+        if seqs < sequences.count:
+            reason += f"; device_memory is {human(self.streams.device.bytes)}, which holds {seqs} sequences under it"
+            sequences.narrow(seqs)
+        if any(lengths):
             plan = settings.plan(max(lengths), sequences.limit)
             sequences.divide(plan.regions, min(settings.sparse_queries, plan.regions.window))
             sequences.held = Held()

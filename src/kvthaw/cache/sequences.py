@@ -29,8 +29,8 @@ class Sequences:
     sequence is its p-th token after that. idle: sequences that steps of the others give no token: those without tokens, and paused
     ones, whose prompt has come in part. ring_start: where each ring began at its last prefill; later starts follow from the length
     (`Regions.indexed`). capacity: tokens per sequence that every layer has device memory for; room: a fixed capacity, 0 for one
-    that grows; positions: the most that the model has. planned: tokens that steps are taken for at least, undropped: the most of a
-    cleared sequence that layers have yet to drop, see bucket().
+    that grows; opened: how many sequences open() was given; positions: the most that the model has. planned: tokens that steps are
+    taken for at least, undropped: the most of a cleared sequence that layers have yet to drop, see bucket().
     version: changes with everything but decoded tokens. step: the step under way, or one that failed. most_decoded: the most
     new tokens that are decoded one by one; verifying: any number is (the candidates of assisted decoding). decoded: tokens
     decoded so far; dense_tokens: those after the first prompt that attended to everything; cached_tokens: those that a prefix
@@ -40,6 +40,7 @@ class Sequences:
     """
 
     room: int = 0
+    opened: int = 0
     planned: int = 0
     undropped: int = 0
     positions: int | None = None
@@ -85,8 +86,20 @@ class Sequences:
     def open(self, count: int, capacity: int) -> None:
         """Hold `count` idle sequences with room for `capacity` tokens each."""
         self.reset()
-        self.room, self.left_pad, self.ring_start = capacity, [0] * count, [0] * count
+        self.room, self.opened, self.left_pad, self.ring_start = capacity, count, [0] * count, [0] * count
         self.idle = frozenset(range(count))
+
+    def narrow(self, count: int) -> None:
+        """Hold the first `count` sequences only; the others have no tokens."""
+        self.left_pad, self.ring_start = self.left_pad[:count], self.ring_start[:count]
+        self.idle &= frozenset(range(count))
+        self.version += 1
+
+    def widen(self) -> None:
+        """Hold all that open() was given again; none has tokens."""
+        self.left_pad, self.ring_start = [0] * self.opened, [0] * self.opened
+        self.idle = frozenset(range(self.opened))
+        self.version += 1
 
     def divide(self, regions: Regions, most_decoded: int) -> None:
         """Set the regions of the token positions; called with the first prompt."""

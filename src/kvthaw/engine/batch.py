@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
@@ -20,6 +21,7 @@ from kvthaw.engine.hf import PreTrainedModel, Stats
 from kvthaw.engine.hf.attention import unwrap
 from kvthaw.engine.hf.batch_cache import BatchCache, check_positions
 from kvthaw.engine.hf.chunks import CHUNK, spans
+from kvthaw.engine.hf.dry_run import sequence_bytes
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.logprobs import TokenLogprobs, logprobs, score
 from kvthaw.engine.request import Request, RequestOptions, new_request
@@ -96,6 +98,10 @@ class Batch:
         self._sampler = Sampler(max_seqs, self.vocabulary, model.device)
         self._forward = compiled_step(model.forward) if compile else model.forward
         self._compile, self._capture = compile, capture and model.device.type == "cuda"
+        if not compile and not self.cache.states:  # whose steps are always of all sequences
+            self.cache.kv.chooser.seq_bytes = functools.cache(
+                functools.partial(sequence_bytes, model, method, capacity, **settings)
+            )
         self.launched: Callable[[], object] = lambda: None  # called when a step is on the device, before its tokens are read
 
     @property
@@ -120,13 +126,13 @@ class Batch:
 
     @property
     def max_seqs(self) -> int:
-        """How many requests there is room for."""
-        return len(self._seqs)
+        """How many requests there is room for: fewer than were asked for after give_way()."""
+        return self.cache.kv.sequences.count
 
     @property
     def free(self) -> int:
         """How many more can join."""
-        return self._seqs.count(None)
+        return self._seqs[: self.max_seqs].count(None)
 
     def streams_back(self, request: Request) -> bool:
         """Return whether the next chunk of a prompt may bring some of what came before it back over the bus."""
@@ -144,7 +150,7 @@ class Batch:
         prompt, how: as for request(), or a request that has none of them. For several outputs join with each of
         `sampling.split(n)`. Raises CacheError where no sequence is free, otherwise as request(); then the batch is as it was."""
         if not self.free:
-            raise CacheError(f"all {len(self._seqs)} sequences are taken; one must leave first")
+            raise CacheError(f"all {self.max_seqs} sequences are taken; one must leave first")
         request = self.request(prompt, **how)
         if request.finished or request in self._joined:
             raise CacheError(f"the request {'has finished' if request.finished else 'is in the batch'}")
@@ -293,6 +299,26 @@ class Batch:
             request.rewind()
         request.swapped = swapped
         return swapped is not None
+
+    def give_way(self, coming: Request | None = None) -> list[Request]:
+        """Where the method follows full attention with the next decode step, or with the next tokens of a request's prompt, and
+        device_memory holds fewer sequences of it than there are, have it follow now, with as many. Returns the requests that have
+        lost their places by that and may join again, their next tokens as after preempt()."""
+        kv = self.cache.kv
+        found = kv.chooser.narrows(None if coming is None else (coming.seq, coming.prompt - coming.prefilled))
+        if found is None:
+            return []
+        kv.finish_clear()
+        reason, seqs = found
+        lost = [request for request in self.requests if request.seq >= seqs]
+        for request in lost:
+            self.preempt(request, keep=False)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                kv.chooser.try_change(reason, seqs)
+        except torch.OutOfMemoryError as error:
+            _log.warning("the last layers go on with full attention, device memory is short: %s", str(error).splitlines()[0])
+        return lost
 
     def _swap_in(self, request: Request, swapped: Swapped) -> None:
         """Let a request that was preempted decode on, or begin again where what it held cannot come back."""

@@ -48,6 +48,8 @@ class Scheduler:
       once another has ended.
     - What a request that gives its place back (preemption) holds moves to host memory and back, without the model. Where host
       memory is what is short, and where its prompt is not whole, its prompt and its tokens go through the model again.
+    - Where full attention ends (method="auto") and device_memory has no room for the index of as many sequences as there are
+      places, there are fewer until all have ended; requests that lose theirs go through the model again.
     - Of the prompts that have places the one that came first and the one that is shortest take turns.
     - A method that evicts cannot take a prompt in chunks; its prompts go through the model whole.
     - Where a model is split over processes every process makes the same calls (see `kvthaw.engine.lockstep`). Only what all of
@@ -170,6 +172,9 @@ class Scheduler:
 
     def _prefill(self, request: Request, decoded: int) -> list[Request]:
         """Bring a prompt on, beside so many tokens that are decoded. Returns the request if it got a token or failed."""
+        self._give_way(request)
+        if request.seq < 0:
+            return []
         try:
             return [request] if self.batch.prefill(request, self._chunk(request, decoded) if decoded else None) else []
         except Exception as error:
@@ -182,7 +187,13 @@ class Scheduler:
             request.fail(error)
             return [request]
 
+    def _give_way(self, coming: Request | None = None) -> None:
+        """Let those wait that lose their places where the method follows full attention; see Batch.give_way."""
+        for request in self.batch.give_way(coming):
+            self._preempted(request)
+
     def _launch(self) -> Callable[[], list[Request]]:
+        self._give_way()
         try:
             return self.batch.launch()
         except MEMORY_ERRORS as error:

@@ -41,7 +41,7 @@ def _step(batch: Batch, seqs: int, *, by_method: bool = False) -> None:
     kv, sizes = batch.cache.kv, buckets(batch.capacity)
     requests = [batch.join([0], max_new_tokens=1 + _STEPS * len(sizes), stop=()) for _ in range(seqs)]
     if by_method:
-        kv.chooser.change("kernels are compiled")
+        kv.chooser.change("kernels are compiled", kv.chooser.most())
     for request in requests:
         batch.prefill(request)
     try:
@@ -128,7 +128,7 @@ def _serve(batch: Batch, seqs: int, *, by_method: bool = False) -> None:
             for request in requests:
                 batch.join(request)
             if by_method and kv.chooser.full:
-                kv.chooser.change("kernels are compiled")
+                kv.chooser.change("kernels are compiled", kv.chooser.most())
             for request in requests:
                 while request.prefilled < tokens:
                     batch.prefill(request, chunk_tokens(STEP_TOKENS, request.prefilled))

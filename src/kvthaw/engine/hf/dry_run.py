@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from kvthaw.cache import dry_run as cache_dry_run
 from kvthaw.cache.dry_run import Needs
 from kvthaw.cache.index_api import Method
 from kvthaw.engine.hf.cache import Cache, head_dim, of_layer
+from kvthaw.engine.hf.tensor_parallel import ranks
 
 
 def dry_run(
@@ -21,22 +23,33 @@ def dry_run(
 ) -> Needs:
     """Return what a `Cache` of a model on the meta device takes for `batch` prompts of so many tokens and answers of at most
     `new_tokens`. pinned: rows on the host are page-locked. settings: as for `Cache`."""
-    config = model.config.get_text_config(decoder=True)
-
-    def tensors(layer: int) -> tuple[Tensor, Tensor]:
-        own = of_layer(config, layer)
-        q_heads = own.num_attention_heads
-        heads = getattr(own, "num_key_value_heads", None) or q_heads
-        query, key = (torch.empty(batch, n, prompt, head_dim(own), dtype=model.dtype, device="meta") for n in (q_heads, heads))
-        return query, key
-
-    cache = Cache(model, method, **settings)
+    cache, tensors = Cache(model, method, **settings), partial(_tensors, model, batch, prompt)
     needs = cache_dry_run.dry_run(cache.kv, tensors, batch, prompt, new_tokens, pinned=pinned)
     windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
     for layer in windows:
         key = tensors(cache.layers.index(layer))[1]
         layer.update(key, key)
     return replace(needs, windows=sum(layer.keys.nbytes + layer.values.nbytes for layer in windows))
+
+
+def sequence_bytes(model: PreTrainedModel, method: str | Method, capacity: int, **settings: Any) -> int:
+    """Return what a sequence of a running batch takes of the device under the method, its rows on the host. settings: as for
+    `Batch`."""
+    cache = Cache(model, method, **settings | {"full_below": 0, "device_memory": 0})
+    cache.kv.sequences.room = capacity
+    return cache_dry_run.dry_run(cache.kv, partial(_tensors, model, 1, capacity), 1, capacity, 0, pinned=False).device
+
+
+def _tensors(model: PreTrainedModel, batch: int, tokens: int, layer: int) -> tuple[Tensor, Tensor]:
+    """Return a layer's query and key, of this process's heads, on the meta device."""
+    config, processes = of_layer(model.config.get_text_config(decoder=True), layer), ranks(model)
+    q_heads = config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or q_heads
+    query, key = (
+        torch.empty(batch, n // processes.all_heads(1), tokens, head_dim(config), dtype=model.dtype, device="meta")
+        for n in (q_heads, heads)
+    )
+    return query, key
 
 
 def weight_bytes(model: PreTrainedModel, tokens: int = 0) -> int:
