@@ -24,9 +24,9 @@ DEPTH = 32768
 of them, and 29 us."""
 STREAMED = 2048
 """The fewest tokens of a chunk for which the KV before it comes over the bus."""
-BUS = 3150
+BUS = 2800
 """Tokens whose attention to an earlier one takes as long as the bus that brings its KV, of an 8B model on an H200: .79 ns each, and
-131 kB in all layers at 52.6 GB/s."""
+131 kB in all layers at 52.6 GB/s, which are 3,150; less a tenth, since a step has more to do."""
 _FEW = 512
 """Longer chunks are multiples of this, powers of two or 3/2 of one, for attention has plans for few lengths, see
 kvthaw.kernels.dense. Others would take as long as the next multiple: the tiles of this many queries of 32 heads, 128 of each, are
