@@ -274,17 +274,19 @@ def test_entries_with_a_name_stay(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["full", "quest", "pariskv", "icecache-digest"])
-def test_reuse_on_a_gpu(method: str) -> None:
-    """From blocks on the device, on the host, and on both; steps are captured."""
+@pytest.mark.parametrize(
+    ("method", "memory"),
+    [("full", None), *((name, size) for name in ("quest", "pariskv", "icecache-digest") for size in (None, DEVICE, 1 << 30))],
+)
+def test_reuse_on_a_gpu(method: str, memory: int | None) -> None:
+    """From blocks on the host, on both, and on the device; steps are captured."""
     model = build("llama", num_hidden_layers=3).cuda()
     document, question = prompt(1, 300)[0], prompt(1, 140, seed=3)[0]
     ids = torch.cat((document, question))
     fresh = tokens_of(batch_of(model, method, None), ids)[0]
-    for memory in (None,) if method == "full" else (None, DEVICE, 1 << 30):
-        batch = batch_of(model, method, PrefixCache(), **({} if memory is None else {"device_memory": memory}))
-        tokens_of(batch, document)
-        found, cached = tokens_of(batch, ids)
-        assert cached == 300
-        assert found[0] == fresh[0]
-        assert tokens_of(batch, ids)[0] == found
+    batch = batch_of(model, method, PrefixCache(), **({} if memory is None else {"device_memory": memory}))
+    tokens_of(batch, document)
+    found, cached = tokens_of(batch, ids)
+    assert cached == 300
+    assert found[0] == fresh[0]
+    assert tokens_of(batch, ids)[0] == found
