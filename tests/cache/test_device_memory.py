@@ -1,4 +1,4 @@
-"""Blocks on the device that requests leave are given out again behind the work that may read them."""
+"""Blocks on the device are given out behind the work that may use their memory, whoever had it before."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvthaw.cache.device_memory import BlockArena
+from kvthaw.cache.streams import Streams
 
 
 def test_blocks_that_are_freed_together_wait_for_the_same_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +22,35 @@ def test_blocks_that_are_freed_together_wait_for_the_same_events(monkeypatch: py
     assert recorded == [6]  # before any of the nine could be given out
     assert len(arena._ready) == 15
     assert arena.take().data_ptr() != blocks[0].data_ptr() != left
+
+
+@pytest.mark.gpu
+def test_a_stream_waits_for_work_on_memory_that_blocks_come_to() -> None:
+    """Memory that the model's stream has freed and not yet written to for the last time."""
+    arena, stream = BlockArena((1 << 16,), torch.float32, torch.device("cuda"), []), torch.cuda.Stream()
+    freed = torch.zeros((16, 1 << 16), device="cuda")
+    begin = freed.data_ptr()
+    torch.cuda._sleep(100_000_000)
+    freed.fill_(1)
+    del freed
+    with torch.cuda.stream(stream):
+        block = arena.take()
+        assert block.data_ptr() == begin
+        block.fill_(2)
+    torch.cuda.synchronize()
+    assert block.eq(2).all()
+
+
+@pytest.mark.gpu
+def test_what_goes_beside_the_model_comes_after_what_it_was_given() -> None:
+    """A block is copied where a sequence writes into one that it shares, perhaps to memory taken on the model's stream."""
+    streams, device = Streams(), torch.device("cuda")
+    block, copy = torch.zeros((2, 1 << 16), device=device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    block.fill_(1)
+    copy.fill_(2)
+    with streams.beside(device):
+        copy.copy_(block)
+    torch.cuda.synchronize()
+    assert copy.eq(1).all()

@@ -96,7 +96,8 @@ class BlockArena:
                 chunk = torch.empty((_CHUNK, *self.shape), dtype=self.dtype, device=self.device)
             for stream in self.streams:
                 chunk.record_stream(stream)
-            self._ready.extend((chunk, i, []) for i in range(_CHUNK))
+            before = [] if self._stream is None else [self._stream.record_event()]  # whose work may still use that memory
+            self._ready.extend((chunk, i, before) for i in range(_CHUNK))
         chunk, i, events = self._ready.popleft()
         for event in events:
             torch.cuda.current_stream(self.device).wait_event(event)

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeVar
 
@@ -63,9 +63,17 @@ class Streams:
             self.device.streams.append(self._stream)
         return self._stream
 
-    def beside(self, device: torch.device) -> AbstractContextManager[object]:
-        """Within it the copy stream is the current one, where the device is a GPU."""
-        return torch.cuda.stream(self.copy_stream(device)) if device.type == "cuda" else nullcontext()
+    @contextmanager
+    def beside(self, device: torch.device) -> Iterator[None]:
+        """Within it the copy stream is the current one, where the device is a GPU, behind what the current one has been given: work
+        on memory that is freed, and about to be taken here, may not be done."""
+        if device.type != "cuda":
+            yield
+            return
+        stream = self.copy_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
 
     def follow(self, device: torch.device) -> None:
         """Remember the stream that the model runs on: whichever thread takes memory that was freed waits for what it may read."""
@@ -90,10 +98,10 @@ class Streams:
         if device.type != "cuda":
             yield
             return
-        current, stream = torch.cuda.current_stream(device), self.copy_stream(device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        current = torch.cuda.current_stream(device)
+        with self.beside(device):
             yield
+            stream = torch.cuda.current_stream(device)
             for tensor in used:
                 tensor.record_stream(stream)
             done = stream.record_event()
