@@ -341,6 +341,23 @@ def test_host_memory_is_needed_for_what_the_device_has_no_room_for() -> None:
     take(cache, tokens.draw(1, 1))
 
 
+def test_a_copy_begun_before_a_block_was_written_to_takes_nobodys_place() -> None:
+    """Nor where a later copy of the block is under way, which has all of it."""
+    cache = make(device_memory=1 << 20)
+    take(cache, Tokens().draw(1, 20))
+    store, placement = cache.offloaded[0].store, cache.offloaded[0].storage.placement
+    assert placement is not None
+    block, stored = store.blocks(0)[-1], store.length(0)
+    assert stored % BLOCK
+    assert placement._move(block, placement._to_host)
+    rows = torch.randn((HEADS, BLOCK - stored % BLOCK, 2, DIM))
+    store.append(0, rows)
+    assert placement._move(block, placement._to_host)
+    placement.finish()
+    assert store.blocks(0)[-1] is not block
+    assert torch.equal(store.read(0, stored, store.length(0)), rows)
+
+
 def test_a_freed_block_is_used_again_at_its_address() -> None:
     memory = DeviceMemory(1 << 20, [0])
     arena = memory.arena((2, 3), torch.float32, torch.device("cpu"))

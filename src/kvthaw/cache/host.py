@@ -176,7 +176,7 @@ class HostStore:
         kept = [key for key, block in self.kept.items() if block is old]
         self.kept.update((key, new) for key in kept)
         places += kept
-        new.owners, new.recalls, old.moving = len(places), old.recalls, False
+        new.owners, new.recalls, old.moving = len(places), old.recalls, None
         old.owners -= len(places)
         self.version += bool(places)
         return bool(places)
@@ -381,7 +381,7 @@ class HostStore:
 
     def _writable(self, seq: int, number: int) -> Tensor:
         block = self._blocks[seq][number]
-        block.moving = False  # what a copy under way has of it is not all
+        block.moving = None  # what a copy under way has of it is not all
         if block.owners > 1:
             copy = self.allocator.allocate(seq)
             copy.data.copy_(block.data)

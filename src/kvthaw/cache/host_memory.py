@@ -194,15 +194,16 @@ class HostMemory:
 class Block:
     """E tokens of all KV heads of one sequence, data [H, E, 2, D], on the device or in host memory.
 
-    owners: how many sequences point at it. moving: it is being copied to the other place. recalls: how many of its rows were
-    selected of late, infinite before they were first counted.
+    owners: how many sequences point at it. moving: the copy that is being made in the other place. recalls: how many of its rows
+    were selected of late, infinite before they were first counted.
     """
 
     __slots__ = ("address", "data", "moving", "on_device", "owners", "recalls")
 
     def __init__(self, data: Tensor, *, on_device: bool = False) -> None:
         self.data, self.on_device, self.address = data, on_device, data.data_ptr()
-        self.owners, self.moving, self.recalls = 1, False, math.inf
+        self.owners, self.recalls = 1, math.inf
+        self.moving: Block | None = None
 
 
 class BlockAllocator:

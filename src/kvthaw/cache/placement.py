@@ -101,8 +101,8 @@ class Placement:
         self._moves = [move for move in self._moves if move not in complete]
         changed = False
         for old, new, _ in complete:
-            if not (old.moving and self.store.replace(old, new)):
-                continue  # cropped or written to since
+            if old.moving is not new or not self.store.replace(old, new):
+                continue  # cropped or written to since, perhaps copied again
             changed = True
             self.moved_bytes += old.data.nbytes
             if new.on_device:
@@ -153,24 +153,13 @@ class Placement:
     def _move(self, block: Block, place: Callable[[], Block | None]) -> bool:
         """Begin to copy a block to a new one. Returns whether there was one."""
         device = self.device.device
-        if device.type != "cuda":
+        with self.streams.beside(device):  # behind what has yet to write to the block
             new = place()
-            if new is not None:
-                new.data.copy_(block.data)
-        else:
-            stream = self.streams.copy_stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))  # all of the block has been written then
-            with torch.cuda.stream(stream):
-                new = place()
-                if new is not None:
-                    new.data.copy_(block.data, non_blocking=True)
-        if new is None:
-            return False
-        done = None
-        if device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record(stream)
-        block.moving = True
+            if new is None:
+                return False
+            new.data.copy_(block.data, non_blocking=True)
+            done = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        block.moving = new
         self._moves.append((block, new, done))
         return True
 
