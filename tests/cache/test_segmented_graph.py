@@ -28,6 +28,7 @@ def steps(model: PreTrainedModel, cache: kvthaw.Cache, mask: Tensor) -> Tensor:
         for t in range(STEPS):
             mask = torch.cat((mask, torch.ones_like(mask[:, :1])), dim=1)
             ids = torch.full((len(mask), 1), 5 + t)
+            cache.kv.before_step()  # of which nothing is recorded
             logits.append(model(ids, past_key_values=cache, attention_mask=mask).logits)
     return torch.cat(logits, dim=1)
 

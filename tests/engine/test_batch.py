@@ -355,6 +355,40 @@ def test_one_capture_serves_every_company(method: str, compiled: bool) -> None:
     assert stats.capture_seconds > 0
 
 
+def test_the_addresses_of_dropped_blocks_are_gone_before_a_step_is_captured(llama: PreTrainedModel) -> None:
+    """Else each replay of the capture that follows would write them to the table, whoever has the place by then."""
+    batch = Batch(llama, "quest", max_seqs=2, capacity=CAPACITY, device_memory=1 << 20, **settings_of("quest"))
+    requests = [prefilled(batch, prompt(1, 60, seed=n)[0], max_new_tokens=n, stop=()) for n in (3, 9)]
+    while not requests[0].finished:
+        batch.step()
+    batch.cache.kv.finish_clear()
+    for layer in batch.cache.kv.offloaded:
+        assert layer.sparse.reads_table
+        assert not layer.store.on_device.changes(layer.store, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["pariskv", "quest"])
+@pytest.mark.parametrize("memory", [None, 1 << 30])
+def test_a_step_is_captured_when_another_request_has_just_left(method: str, memory: int | None) -> None:
+    """A third gets its place, and steps replay what was captured."""
+    model = build("llama").to("cuda")
+    how: dict[str, Any] = {"capacity": CAPACITY, "budget": 48, "block_size": 16, "device_memory": memory}
+    ids = [prompt(1, n, seed=n)[0].cuda() for n in (120, 30, 125)]
+    expected = [alone(model, method, own, 12, capture=False, budget=48, block_size=16) for own in ids]
+    for new in range(2, 8):
+        batch = Batch(model, method, max_seqs=2, **how)
+        first = prefilled(batch, ids[0], max_new_tokens=new, stop=())
+        second = prefilled(batch, ids[1], max_new_tokens=12, stop=())
+        while not first.finished:
+            batch.step()
+        third = prefilled(batch, ids[2], max_new_tokens=12, stop=())
+        assert third.seq == 0
+        while batch.requests:
+            batch.step()
+        assert [second.tokens, third.tokens] == expected[1:], new
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["full", "quest", "pariskv"])
 @pytest.mark.parametrize("architecture", ["gemma3", "olmo3"])

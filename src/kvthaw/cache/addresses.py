@@ -77,5 +77,7 @@ def write(changes: Iterable[Sequence[tuple[Tensor, list[int]]]], device: torch.d
     """Write what has changed in tables, by one copy to the device. No host sync."""
     every = [change for own in changes for change in own]
     if every:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("blocks have moved while a step is captured; every replay would bring these addresses back")
         numbers = upload([number for _, its in every for number in its], torch.int64, device)
         torch._foreach_copy_([mine for mine, _ in every], numbers.split([len(its) for _, its in every]))

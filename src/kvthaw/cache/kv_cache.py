@@ -131,7 +131,7 @@ class KVCache:
         elif step.dense and step.seq is None:  # what ran ahead in the sequences beside one that is filled stays
             for layer in self.layers:
                 layer.rollback(None)
-        if not step.dense:
+        if not step.dense and self.streams.graph is None:  # else that was seen to, and nothing may move
             self.before_step()
 
     def _divide(self, tokens: int, pads: Sequence[int]) -> None:
@@ -329,6 +329,7 @@ class KVCache:
         """Have layers drop sequences that were cleared, at most so many: each takes the host some 80 us."""
         if drop(self._cleared, most):
             self.sequences.undropped = 0
+            follow_blocks(self.offloaded)  # no step may be captured before
             if not self.sequences.padded_length and self.chooser.returns:
                 self.streams.device.reset()
                 self.sequences.regions = None
