@@ -162,13 +162,13 @@ def serve(
     return {"steps": steps, "ended": dict(ended), "failures": dict(disturbance.count), **told}
 
 
-def tiny(architecture: str, device: str = "cpu") -> PreTrainedModel:
+def tiny(architecture: str, device: str = "cpu", **more: Any) -> PreTrainedModel:
     """A model of two to four layers with random weights, whose products of other shapes round alike: in float64, or on a GPU, whose
-    kernels take fewer digits, in float32 with such linear layers."""
+    kernels take fewer digits, in float32 with such linear layers. more: of its config."""
     sys.path.insert(0, "tests")
     from zoo import build, build_exact, multiply_in_float64  # the tests' models
 
-    sizes: dict[str, Any] = {"num_hidden_layers": 2} if architecture == "llama" else {}
+    sizes: dict[str, Any] = ({"num_hidden_layers": 2} if architecture == "llama" else {}) | more
     if device == "cpu":
         return build_exact(architecture, **sizes)
     model = build(architecture, **sizes).to(device)
