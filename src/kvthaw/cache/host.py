@@ -176,7 +176,7 @@ class HostStore:
         kept = [key for key, block in self.kept.items() if block is old]
         self.kept.update((key, new) for key in kept)
         places += kept
-        new.owners, new.recalls, old.moving = len(places), old.recalls, None
+        new.owners, new.recalls = len(places), old.recalls
         old.owners -= len(places)
         self.version += bool(places)
         return bool(places)

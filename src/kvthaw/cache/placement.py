@@ -101,8 +101,11 @@ class Placement:
         self._moves = [move for move in self._moves if move not in complete]
         changed = False
         for old, new, _ in complete:
-            if old.moving is not new or not self.store.replace(old, new):
-                continue  # cropped or written to since, perhaps copied again
+            if old.moving is not new:
+                continue  # written to since, perhaps copied again
+            old.moving = None
+            if not self.store.replace(old, new):
+                continue  # cropped
             changed = True
             self.moved_bytes += old.data.nbytes
             if new.on_device:
