@@ -33,7 +33,7 @@ METHODS = "quest", "pariskv", "oracle", "clusterkv", "prkv", "icecache-digest"
 
 
 def prompts_of(vocabulary: int) -> list[Tensor]:
-    """Prompts that begin alike: 30 to 300 tokens of a document and 128 to 155 of a question."""
+    """Prompts that begin alike: 97 to 300 tokens of a document and 128 to 155 of a question."""
     rng = torch.Generator().manual_seed(0)
     documents, questions = (
         [torch.randint(1, vocabulary, (n,), generator=rng) for n in sizes] for sizes in ((300, 300), (128, 140, 155))
@@ -63,8 +63,7 @@ def run(model: PreTrainedModel, methods: Sequence[str], count: int, seed: int) -
 
     while ended.total() < count:
         method, memory, bytes_kept = rng.choice(methods), rng.choice(DEVICE_MEMORY), rng.choice(HOST_BYTES)
-        more = {} if memory is None else {"device_memory": memory}
-        batch = batch_of(model, method, rng.choice((2, 3, 4)), PrefixCache(host_bytes=bytes_kept), **more)
+        batch = batch_of(model, method, rng.choice((2, 3, 4)), PrefixCache(host_bytes=bytes_kept), device_memory=memory)
         scheduler, some = Scheduler(batch, step_tokens=rng.choice((70, 150, 300))), rng.sample(range(len(prompts)), 6)
         asked = list[tuple[Request, int]]()
         for _ in range(min(TOGETHER, count - ended.total())):

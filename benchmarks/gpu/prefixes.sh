@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # prefixes.sh FOLDER COMMIT SECONDS: 16,000 random requests that begin alike, with prefix caches, in 16 processes on one GPU, which so is far
-# behind its hosts; 150 s of an H200. Goal: every request has the tokens that it has alone. FOLDER: a line a process.
+# behind its hosts; not timed in this form. Goal: every request has the tokens that it has alone. FOLDER: a line a process.
 set -u
 out=$1 most=$3
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
