@@ -111,7 +111,7 @@ class Stores(RuleBasedStateMachine):
 
     @invariant()
     def a_spare_is_one_seqs_own(self) -> None:
-        spares = [spare.address for store, _ in self.known for spare in store.allocator.ahead.values()]
+        spares = [spare.place[0] for store, _ in self.known for spare in store.allocator.ahead.values()]
         used = {int(at) for store, _ in self.known for seq in range(store.seqs) for at in store.addresses(seq)}
         assert len(set(spares)) == len(spares)
         assert not used & set(spares)

@@ -62,7 +62,7 @@ def test_blocks_are_brought_as_they_lie(kv_dtype: Any, span: tuple[int, int], de
     for some in ((), (1, 3, 4), range(9)):
         for block in (store.blocks(1)[i] for i in some):
             block.data, block.on_device = block.data.to(device), True
-            block.address = block.data.data_ptr()
+            block.place = block.data.data_ptr(), False
         store.version += 1
         place = torch.zeros(10 * size, dtype=torch.uint8, device=device)
         addresses = place.data_ptr() + torch.arange(0, 10 * size, size, device=device)

@@ -95,7 +95,7 @@ class HostStore:
 
     def addresses(self, seq: int) -> Tensor:
         """[blocks] int64: where each block of a sequence begins."""
-        return torch.tensor([block.address for block in self._blocks[seq]], dtype=torch.int64)
+        return torch.tensor([block.place[0] for block in self._blocks[seq]], dtype=torch.int64)
 
     def table(self) -> Tensor:
         """[seqs, most blocks] int64: the addresses of all sequences, 0 padded."""
@@ -112,7 +112,7 @@ class HostStore:
 
     def places(self) -> list[list[tuple[int, bool]]]:
         """Return of each sequence's blocks the address, and whether it is one on the host."""
-        return [[(block.address, not block.on_device) for block in blocks] for blocks in self._blocks]
+        return [[block.place for block in blocks] for blocks in self._blocks]
 
     def table_on(self, device: torch.device) -> Tensor:
         """Return the table on the device, as it is now. It stays where it is while there is room. No host sync."""

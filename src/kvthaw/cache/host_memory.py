@@ -194,14 +194,14 @@ class HostMemory:
 class Block:
     """E tokens of all KV heads of one sequence, data [H, E, 2, D], on the device or in host memory.
 
-    owners: how many sequences point at it. moving: the copy that is being made in the other place. recalls: how many of its rows
-    were selected of late, infinite before they were first counted.
+    place: its address, and whether that is one on the host. owners: how many sequences point at it. moving: the copy that is being
+    made in the other place. recalls: how many of its rows were selected of late, infinite before they were first counted.
     """
 
-    __slots__ = ("address", "data", "moving", "on_device", "owners", "recalls")
+    __slots__ = ("data", "moving", "on_device", "owners", "place", "recalls")
 
     def __init__(self, data: Tensor, *, on_device: bool = False) -> None:
-        self.data, self.on_device, self.address = data, on_device, data.data_ptr()
+        self.data, self.on_device, self.place = data, on_device, (data.data_ptr(), not on_device)
         self.owners, self.recalls = 1, math.inf
         self.moving: Block | None = None
 
