@@ -9,7 +9,6 @@ method's tokens are first compared, on a tiny model, with those of the requests 
 
 from __future__ import annotations
 
-import gc
 import statistics
 import threading
 import time
@@ -28,7 +27,7 @@ from kvthaw.bench.card import noted, where
 from kvthaw.bench.shapes import build
 from kvthaw.cache import page_locked
 from kvthaw.cache.layers import indexed_layers
-from kvthaw.engine.warm import warm
+from kvthaw.engine.warm import frozen, warm
 from kvthaw.formatting import read_bytes
 from kvthaw.methods import resolve
 from kvthaw.methods.auto import AUTO
@@ -208,17 +207,16 @@ def main() -> None:
         batch = Batch(model, method, max_seqs=given.seqs + 2, capacity=given.long + 2048, **sizes)
         begin = time.perf_counter()
         warm(batch)
-        gc.collect()
-        gc.freeze()  # as the server does: a collection of all that torch has loaded takes a quarter of a second
         noted(f"{method}: warm after {time.perf_counter() - begin:.1f} s")
         scheduler = Scheduler(batch, step_tokens=given.step_tokens)
         for some in (short, long[: 3 * len(long) // 8]):
             alone(scheduler, some)  # compiles kernels, and plans attention of all of its chunks
         with prompts_drawn(model):
             alone(scheduler, long)  # takes host memory
-        quiet = alone(scheduler, long)
-        noted(f"{method}: the long prompt alone {quiet:.2f} s, {time.perf_counter() - begin:.1f} s after the beginning")
-        found = serve(scheduler, others, long, short, 16)
+        with frozen():
+            quiet = alone(scheduler, long)
+            noted(f"{method}: the long prompt alone {quiet:.2f} s, {time.perf_counter() - begin:.1f} s after the beginning")
+            found = serve(scheduler, others, long, short, 16)
         setting = {key: value for key, value in vars(given).items() if key not in ("out", "commit", "method", "unchecked")}
         setting |= {"method": method, "device": name}
         found |= {"long_alone_s": quiet, "long_later": found["long_first_s"] / quiet, "captures": batch.stats().captures}
@@ -226,7 +224,6 @@ def main() -> None:
         report.record(setting, found)
         batch.cache.reset()
         del batch, scheduler
-        gc.unfreeze()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ prompt, and the next ones, ms; those with a prompt that joins as soon as another
 from __future__ import annotations
 
 import cProfile
-import gc
 import pstats
 import statistics
 import time
@@ -23,7 +22,7 @@ from benchmarks.script import Report, options
 from kvthaw import Batch, Scheduler
 from kvthaw.bench.card import where
 from kvthaw.bench.shapes import build
-from kvthaw.engine.warm import warm
+from kvthaw.engine.warm import frozen, warm
 
 _PLAIN, _JOINS, _PROFILED = 40, 16, 6
 _NAMED = 40
@@ -67,42 +66,41 @@ def main() -> None:
     scheduler = Scheduler(Batch(model, given.method, max_seqs=given.seqs, capacity=given.capacity, **sizes))
     begin = time.perf_counter()
     warm(scheduler.batch)
-    gc.collect()
-    gc.freeze()  # as the server does: a collection of all that torch has loaded takes a quarter of a second
     print(f"warm after {time.perf_counter() - begin:.1f} s", flush=True)
-    for seed in range(given.seqs - 1):
-        new = min(MOST, given.capacity - given.length)
-        scheduler.submit(random_prompt(scheduler.batch.vocabulary, given.length, seed), max_new_tokens=new, stop=())
-    while len(scheduler.batch.decoding) < given.seqs - 1:
-        scheduler.step()
-    for seed in range(3):
-        joined(scheduler, given.length, seed, scheduler.step)
-    plain = []
-    for _ in range(_PLAIN):
-        begin = time.perf_counter()
-        scheduler.step()
-        plain.append(1000 * (time.perf_counter() - begin))
-    took = [joined(scheduler, given.length, seed, scheduler.step) for seed in range(_JOINS)]
-    found: dict[str, Any] = {"plain_ms": round(statistics.median(plain), 2), "captures": scheduler.batch.stats().captures}
-    found["joins_ms"] = [[round(ms, 2) for ms in own] for own in took]
-    found |= {"join_ms": round(statistics.median(own[0] for own in took), 2)}
-    report.record(setting | {"what": "steps"}, found | {"next_ms": round(statistics.median(own[1] for own in took), 2)})
-    watch = Watch(scheduler)
-    for seed in range(_JOINS):
-        scheduler.submit(random_prompt(scheduler.batch.vocabulary, given.length, seed), max_new_tokens=3, stop=())
-    while scheduler.waiting or len(scheduler.batch.requests) == given.seqs:
-        watch.step()
-    relay = [(step["ms"], step["locked_mb"]) for step in watch.steps if step["chunks"]]
-    report.record(setting | {"what": "relay"}, {"relay": relay, "join_ms": statistics.median(ms for ms, _ in relay)})
-    python = cProfile.Profile()
-    for seed in range(_PROFILED):
-        joined(scheduler, given.length, seed, lambda: python.runcall(scheduler.step))
-    report.record(setting | {"what": "python"}, {"functions": by_function(python, _PROFILED)})
-    if device.type == "cuda":
-        report.record(setting | {"what": "plain"}, profiled(scheduler.step))
-        of_join = dict[str, Any]()
-        joined(scheduler, given.length, 0, lambda: of_join.update(profiled(scheduler.step)))
-        report.record(setting | {"what": "join"}, of_join)
+    with frozen():
+        for seed in range(given.seqs - 1):
+            new = min(MOST, given.capacity - given.length)
+            scheduler.submit(random_prompt(scheduler.batch.vocabulary, given.length, seed), max_new_tokens=new, stop=())
+        while len(scheduler.batch.decoding) < given.seqs - 1:
+            scheduler.step()
+        for seed in range(3):
+            joined(scheduler, given.length, seed, scheduler.step)
+        plain = []
+        for _ in range(_PLAIN):
+            begin = time.perf_counter()
+            scheduler.step()
+            plain.append(1000 * (time.perf_counter() - begin))
+        took = [joined(scheduler, given.length, seed, scheduler.step) for seed in range(_JOINS)]
+        found: dict[str, Any] = {"plain_ms": round(statistics.median(plain), 2), "captures": scheduler.batch.stats().captures}
+        found["joins_ms"] = [[round(ms, 2) for ms in own] for own in took]
+        found |= {"join_ms": round(statistics.median(own[0] for own in took), 2)}
+        report.record(setting | {"what": "steps"}, found | {"next_ms": round(statistics.median(own[1] for own in took), 2)})
+        watch = Watch(scheduler)
+        for seed in range(_JOINS):
+            scheduler.submit(random_prompt(scheduler.batch.vocabulary, given.length, seed), max_new_tokens=3, stop=())
+        while scheduler.waiting or len(scheduler.batch.requests) == given.seqs:
+            watch.step()
+        relay = [(step["ms"], step["locked_mb"]) for step in watch.steps if step["chunks"]]
+        report.record(setting | {"what": "relay"}, {"relay": relay, "join_ms": statistics.median(ms for ms, _ in relay)})
+        python = cProfile.Profile()
+        for seed in range(_PROFILED):
+            joined(scheduler, given.length, seed, lambda: python.runcall(scheduler.step))
+        report.record(setting | {"what": "python"}, {"functions": by_function(python, _PROFILED)})
+        if device.type == "cuda":
+            report.record(setting | {"what": "plain"}, profiled(scheduler.step))
+            of_join = dict[str, Any]()
+            joined(scheduler, given.length, 0, lambda: of_join.update(profiled(scheduler.step)))
+            report.record(setting | {"what": "join"}, of_join)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ their medians, beside the mean of the two runs without it.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import multiprocessing
 import threading
@@ -29,7 +28,7 @@ from benchmarks.trace import Arrival, Served, arrivals, replay, told
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import where
 from kvthaw.bench.shapes import build
-from kvthaw.engine.warm import warm
+from kvthaw.engine.warm import frozen, warm
 from kvthaw.serve.server import Server, listen
 from kvthaw.serve.service import Service
 
@@ -149,9 +148,8 @@ def main() -> None:
         few = [Arrival(0.0, min(600, one.prompt), min(100, one.new)) for one in coming[: given.seqs]]
         alone(batch, few)  # compiles kernels
         over_http(batch, few, clients)
-        gc.collect()
-        gc.freeze()  # as kvthaw serve does
-        before, found, after = alone(batch, coming), over_http(batch, coming, clients), alone(batch, coming)
+        with frozen():
+            before, found, after = alone(batch, coming), over_http(batch, coming, clients), alone(batch, coming)
     mean = {key: (before[key] + after[key]) / 2 for key in COMPARED}
     setting = {key: value for key, value in vars(given).items() if key not in ("out", "commit", "trace")}
     setting |= {"device": name, "trace": given.trace.name if given.trace else "drawn"}

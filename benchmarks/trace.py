@@ -11,7 +11,6 @@ compared, on a tiny model, with those of the requests alone.
 from __future__ import annotations
 
 import csv
-import gc
 import gzip
 import json
 import random
@@ -30,7 +29,7 @@ from benchmarks.script import Report, options
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import where
 from kvthaw.bench.shapes import build
-from kvthaw.engine.warm import warm
+from kvthaw.engine.warm import frozen, warm
 
 
 @dataclass(frozen=True)
@@ -181,16 +180,15 @@ def main() -> None:
         # Kernels are compiled, and cuBLAS chooses its own for each length: some 3 ms, which the first method alone would pay.
         replay(scheduler, [Arrival(0.0, one.prompt, 1) for one in coming])
         replay(scheduler, [Arrival(0.0, min(600, one.prompt), min(200, one.new)) for one in coming[:seqs]])
-        gc.collect()
-        gc.freeze()  # as the server does: a collection of all that torch has loaded takes a quarter of a second
         setting = {
             key: value for key, value in vars(given).items() if key not in ("out", "commit", "method", "trace", "unchecked")
         }
         setting |= {"method": method, "seqs": seqs, "device": name, "trace": given.trace.name if given.trace else "drawn"}
-        report.record(setting, {**replay(scheduler, coming), "same_alone": same})
+        with frozen():
+            found = replay(scheduler, coming)
+        report.record(setting, {**found, "same_alone": same})
         scheduler.batch.cache.reset()
         del scheduler
-        gc.unfreeze()
 
 
 if __name__ == "__main__":

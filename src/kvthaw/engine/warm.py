@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from kvthaw.cache.buckets import buckets
@@ -16,6 +20,18 @@ from kvthaw.kernels.dense import BLOCK, LONG, continued, plan, runs
 from kvthaw.kernels.merge import PARTS
 
 _STEPS = 4  # of which two are eager, and one is captured
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Within it collections leave out what is loaded by now: one that looks through all of it stops every thread for a quarter of a
+    second."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()  # else extension modules report at the end of the process, as leaks, what was never collected
 
 
 def warm(batch: Batch) -> None:

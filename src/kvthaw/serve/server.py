@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import socket
 import time
@@ -11,6 +10,7 @@ from types import FrameType
 
 import uvicorn
 
+from kvthaw.engine.warm import frozen
 from kvthaw.errors import KvthawError
 from kvthaw.serve.app import create_app
 from kvthaw.serve.service import Service
@@ -51,12 +51,8 @@ def run(service: Service, listener: socket.socket, *, grace: float, api_keys: Se
     """Serve until SIGTERM or Ctrl-C, as the last thing that the process does. Raises KeyboardInterrupt after the latter and
     KvthawError where the model cannot go on."""
     server = Server(service, grace=grace, api_keys=api_keys)
-    gc.collect()
-    gc.freeze()  # what is loaded stays: a collection that looks through all of it stops every thread for a quarter of a second
-    try:
+    with frozen():
         server.run([listener])
-    finally:
-        gc.unfreeze()  # else extension modules report at the end of the process, as leaks, what was never collected
     if service.worker.failure is not None:
         raise KvthawError(f"the model cannot go on: {service.worker.failure}")
     if server.signal == signal.SIGINT:
