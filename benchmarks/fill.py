@@ -21,6 +21,7 @@ from kvthaw.cache.clone import clone
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import PrefillKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
@@ -91,14 +92,14 @@ def prompts_drawn(model: PreTrainedModel) -> Iterator[None]:
     def forward(input_ids: Tensor, past_key_values: Cache, **_: object) -> SimpleNamespace:
         tokens, kv = input_ids.shape[1], past_key_values.kv
 
-        def take(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
+        def take(layer: OffloadedLayer | DenseLayer, step: Step) -> PrefillKV | None:
             of = drawn(model, layer.number, tokens, step.start + (step.seq or 0))
             (query,), (key, value) = of.recent_queries.values(), of.rows.unbind(3)
             if isinstance(layer, DenseLayer):
                 layer.scale = of.scale
             elif layer.plan is None:
                 layer.allocate(step, query[None], key, of.scale)
-            layer.append(step, query[None], key, value)
+            return layer.append(step, query[None], key, value)
 
         kv.append_stored_prompt(tokens, None, take)
         return SimpleNamespace(logits=torch.zeros((1, 1, model.config.vocab_size), device=input_ids.device))
@@ -126,7 +127,7 @@ def _fill(cache: KVCache, tokens: Iterator[Tokens], batch: int, shared: bool, co
     cache.wait()
     if batch > 1:
         cache.reorder([0] * batch)
-    for layer in cache.offloaded if coming and not cache.settings.method.evicts else ():
+    for layer in cache.offloaded if coming else ():
         for seq in range(batch):  # after all have shared: what is taken is each one's own
             layer.store.claim(seq, layer.store.length(seq) + coming)
 

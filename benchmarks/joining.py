@@ -26,11 +26,11 @@ from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import noted, where
 from kvthaw.bench.shapes import build
 from kvthaw.cache import page_locked
-from kvthaw.cache.layers import indexed_layers
+from kvthaw.cache.passes import updaters
 from kvthaw.engine.warm import frozen, warm
 from kvthaw.formatting import read_bytes
+from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve
-from kvthaw.methods.auto import AUTO
 
 WARM = 30
 """Steps before the long prompt joins."""
@@ -85,7 +85,7 @@ class Watch:
         return took
 
     def _stale(self) -> int:
-        return sum(len(updater.stale) for _, updater in indexed_layers(self._scheduler.batch.cache.kv.layers))
+        return sum(len(updater.stale) for _, updater in updaters(self._scheduler.batch.cache.kv.offloaded))
 
 
 def serve(scheduler: Scheduler, others: list[Tensor], long: Tensor, short: Tensor, new: int) -> dict[str, Any]:

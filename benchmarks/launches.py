@@ -14,7 +14,7 @@ from kvthaw.errors import CacheError
 _STEPS = 8
 
 KERNELS = {
-    "attention": ("_attend",),
+    "attention": ("_attend", "_remainder", "_merge_splits"),
     "fetch": ("_uva_gather",),
     "residency": ("_admit",),
     "query": (
@@ -22,7 +22,7 @@ KERNELS = {
         *("_choose", "_mean", "_score", "_narrow", "_read"),
     ),
     "updates": (
-        *("_encode", "_offload", "_freeze", "_extend", "_stream_keys", "_denominators", "_mass", "_page_bounds"),
+        *("_encode", "_offload", "_freeze", "_extend", "_stream_keys", "_denominators", "_mass", "_page_bounds", "_page_means"),
         *("_assign", "_average", "_rank", "_sort", "_cover", "_direct", "_nearest", "_digest", "_static_first"),
     ),
     "prompt": ("_merge_parts",),

@@ -61,7 +61,7 @@ def timed(work: Callable[[], Result]) -> tuple[Result, float]:
 
 def save(library: Library) -> float:
     """Save the document that is kept; return the seconds."""
-    return timed(lambda: library.save("document", library.parts("document")))[1]
+    return timed(lambda: library.save("document"))[1]
 
 
 def forget(folder: Path) -> None:

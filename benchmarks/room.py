@@ -53,8 +53,7 @@ def need(setting: DecodeSetting, dtype: torch.dtype) -> Need:
         passing = _MADE * token * setting.length * (setting.batch if setting.hf else 1)
     else:  # the widest layer of the model: the two inputs of its MLP and their product
         passing = setting.batch * setting.length * (3 * config.intermediate_size + 4 * config.hidden_size) * size
-    evicts = not setting.hf and setting.resolved().evicts
-    rows = 0 if evicts else token * tokens * (layers if offloaded else frozen)
+    rows = token * tokens * (layers if offloaded else frozen)
     if setting.shared:
         rows = min(rows, 2 * token * tokens)
     elif setting.prompt in ("run", "once") or setting.hf:

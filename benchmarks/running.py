@@ -26,8 +26,8 @@ from kvthaw.bench.serving import Serving, measure
 from kvthaw.bench.shapes import build
 from kvthaw.bench.steps import random_ids
 from kvthaw.engine.warm import warm
+from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve
-from kvthaw.methods.auto import AUTO
 
 WARM, STEPS = 24, 40
 """Steps before those that are timed, and these; the profiler takes a few more."""

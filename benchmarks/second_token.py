@@ -33,7 +33,7 @@ from kvthaw.bench.prefill import PrefillSetting, build_alone
 from kvthaw.bench.settings import DecodeSetting, possible, setting
 from kvthaw.bench.shapes import build
 from kvthaw.bench.steps import WARM, random_ids, random_tokens, take
-from kvthaw.cache.layers import indexed_layers
+from kvthaw.cache.passes import updaters
 from kvthaw.cache.segmented_graph import SegmentedGraph
 from kvthaw.engine.hf import Cache, DynamicCache, Handle, PreTrainedModel, attach
 from kvthaw.errors import ConfigError, KvthawError
@@ -128,10 +128,10 @@ class Prompts:
         if not last:
             handle.cache.wait()
             found["indexed_s"] = now(self.model.device) - begin
-        updaters = [updater for _, updater in indexed_layers(handle.cache.kv.layers)]
+        alone = [updater for _, updater in updaters(handle.cache.kv.offloaded)]
         self.model(ids[:, -1:], past_key_values=handle.cache)
         found["tt2t_s"] = now(self.model.device) - begin
-        found["index_alone_s"] = build_alone(updaters) if run and last else None
+        found["index_alone_s"] = build_alone(alone) if run and last else None
         sizes: dict[str, Any] = {"budget": one.budget, "retrieved": one.retrieved}
         asked = PrefillSetting(
             shape=self.shape, method=one.method, length=one.length, chunk=self.chunk, **sizes,

@@ -68,7 +68,7 @@ def search(layer: int, queries: Tensor, keys: Tensor, rows: int, options: dict[s
     store, regions = HostStore(1, heads, dim, keys.dtype), Regions(32, 32, 16)
     store.append(0, torch.stack((keys, keys), 2))
     context = IndexContext(layer, heads, heads, dim, keys.dtype, torch.device("cpu"), store, regions, dim**-0.5)
-    index = TreeIndex(context, TreeConfig(**options, unit="token"), threads=1)
+    index = TreeIndex(context, TreeConfig(**options | {"unit": "token"}), threads=1)
     begin = time.thread_time()
     index.build(0, regions.sink, torch.empty(heads, length - regions.sink - regions.window, 0))
     means = {"build_us_a_key": 1e6 * (time.thread_time() - begin) / heads / length, "search_ms": 0.0}

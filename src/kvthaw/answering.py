@@ -25,9 +25,10 @@ Progress = Callable[[int, int], None]
 class Answer:
     """The answer of a cache of one row, in pieces of text as tokens come; to be iterated once.
 
-    logits [V]: after the prompt. prompt: its tokens, for penalties. sampling: its max_tokens counts, 128 where it is None. text,
-    tokens: so far. times: when each token came, as `time.perf_counter` says. finish: "stop" for a stop token or string, "length";
-    "interrupted" where the iteration was ended from outside.
+    logits [V]: after the prompt. prompt: its tokens, for penalties. after: those whose text the answer goes on; without any its
+    text begins for itself. sampling: its max_tokens counts, 128 where it is None. text, tokens: so far. times:
+    when each token came, as `time.perf_counter` says. finish: "stop" for a stop token or string, "length"; "interrupted" where the
+    iteration was ended from outside.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class Answer:
         *,
         sampling: Sampling = GREEDY,
         prompt: Sequence[int] = (),
+        after: Sequence[int] = (),
     ) -> None:
         self.tokens: list[int] = []
         self.times: list[float] = []
         self.finish = "interrupted"
-        self._out, self._cache, self._most = AnswerText(tokenizer, sampling.stop), cache, positions(model)
+        self._out = AnswerText(tokenizer, sampling.stop, after=after)
+        self._cache, self._most = cache, positions(model)
         self._limit = 128 if sampling.max_tokens is None else sampling.max_tokens
         stops = stop_tokens(model, tokenizer)
         self._coming = generate(model, cache, logits, limit=self._limit, stops=stops, sampling=sampling, prompt=prompt)
@@ -90,7 +93,7 @@ def shared_tokens(parts: Sequence[tuple[list[int], list[int]]]) -> list[int]:
 class Prompts:
     """Prompts that begin alike, of which the beginning is prefilled once; each goes on from a fork of its cache.
 
-    Those of a method that evicts tokens, or of a model with a state that cannot be continued, are prefilled each for itself.
+    Those of a model with a state that cannot be continued are prefilled each for itself.
 
     cache: of method, and empty, or with the first `taken` tokens. shared: what all begin with. chunk: as for prefill().
     """

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvthaw.answering import Answer, Progress
+from kvthaw.engine.chat_template import dates_of, dates_said
 from kvthaw.engine.hf import Cache, PreTrainedModel, saving
 from kvthaw.engine.hf.kv_dir import common, fill, keep
-from kvthaw.engine.hf.model import check_prompt
+from kvthaw.engine.hf.model import check_prompt, check_text, positions
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import GREEDY, Sampling
+from kvthaw.engine.text import tokens_after
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.text import Chat, following
@@ -48,6 +53,10 @@ def plain_template(tokenizer: Any) -> str:
     )
 
 
+def _joined(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
 class Conversation:
     """A conversation through a tokenizer's chat template, on an empty cache of one row.
 
@@ -55,7 +64,8 @@ class Conversation:
     text would have. A turn that fails or is interrupted leaves the conversation as it was before.
 
     messages: what was said, as chat templates take them. tokens: of the conversation, which the cache may hold in part. prefilled:
-    how many tokens of the latest prompt were not in the cache. answer: the latest. recording: what it recalled.
+    how many tokens of the latest prompt were not in the cache. answer: the latest. recording: what it recalled. dates: what
+    the template says of the date in every turn, by format; of what was kept what it said then.
     """
 
     def __init__(
@@ -72,6 +82,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         self.tokens: list[int] = []
         self.document = ""
+        self.dates = dates_of(tokenizer, datetime.now())
         self.prefilled = 0
         self.ttft_s = 0.0
         self.answer: Answer | None = None
@@ -84,6 +95,9 @@ class Conversation:
     def read(self, document: str, *, kept: Path | None = None, progress: Progress = lambda done, total: None) -> None:
         """Begin with a document, which the first question follows. kept: a folder with its KV, which is read, or written."""
         self.document = document.rstrip()
+        if kept is not None and kept.exists():
+            with suppress(CacheError):  # which fill() tells
+                self._date(self._text(saving.check_header(self.model, kept)["token_ids"][0]))
         text = self._begin(self.document)
         ids = self._tokens(text)
         check_prompt(self.model, len(ids) + 1)
@@ -91,25 +105,33 @@ class Conversation:
         prefill(self.model, self.cache, ids[done:], chunk=self._chunk, progress=progress)
         self.cache.wait()
         if kept is not None and done < len(ids) - 1:
-            keep(self.cache, kept, ids)
+            keep(self.cache, kept, ids, about={"document": document})
         self.tokens, self._segments, self.prefilled = ids, [(text, ids)], len(ids) - done
 
     def save(self, path: Path) -> None:
         """Save the conversation and its KV in a folder, which resume() takes up, and a server as a context."""
-        held = self.tokens[: self.cache.get_seq_length()]
-        saving.save(self.model, self.cache.kv, self.cache.layers, path, torch.tensor(held), about=self.messages or None)
+        held, about = self.tokens[: self.cache.get_seq_length()], list[dict[str, Any]](self.messages)
+        alone = {"document": self.document} if self.document else None
+        if about and self.document:  # two parts tell where the document ends
+            parts = self.document, self.messages[0]["content"][len(self.document) :]
+            about[0] = about[0] | {"content": [{"type": "text", "text": part} for part in parts]}
+        saving.save(self.model, self.cache.kv, self.cache.layers, path, torch.tensor(held), about=about or alone)
 
     def resume(self, path: Path) -> None:
         """Take up a conversation or a document that was saved. Raises CacheError where there is none, and ConfigError for a text
         that was kept without this chat template."""
         header = saving.check_header(self.model, path)
         ids = header["token_ids"][0]
-        text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        messages, head = header.get("about") or [], self._begin("")
+        text = self._text(ids)
+        self._date(text)
+        said, head = header.get("about"), self._begin("")
         if not text.startswith(head):
             raise ConfigError(f"{path} was kept without this chat template and system prompt; give its text as --file")
         saving.load(self.model, self.cache.kv, self.cache.layers, path)
-        self.messages, self.document = list(messages), "" if messages else text[len(head) :]
+        about = said if isinstance(said, list) else []  # otherwise of a document
+        first = about[0]["content"] if about else text[len(head) :]
+        self.document = first[0]["text"] if isinstance(first, list) else "" if about else first
+        self.messages = [one | {"content": _joined(one["content"])} for one in about]
         self.tokens, self._segments = ids, [(text, ids)]
 
     def ask(self, question: str, *, progress: Progress = lambda done, total: None) -> None:
@@ -118,7 +140,7 @@ class Conversation:
         opened = not self.messages and self.document
         content = self.document + following(self.document, question) if opened else question
         messages = [*self.messages, {"role": "user", "content": content}]
-        segments = self._encode(self.chat.turns(self.tokenizer, messages))
+        segments = self._encode(self.chat.turns(self.tokenizer, messages, dates=self.dates))
         ids = [token for _, part in segments for token in part]
         check_prompt(self.model, len(ids))
         kept = self._rewind(ids)
@@ -192,10 +214,23 @@ class Conversation:
 
     def _begin(self, content: str) -> str:
         """Return what all prompts begin with whose first message begins with a text."""
-        one, other = (self.chat.turns(self.tokenizer, [{"role": "user", "content": content + end}]) for end in ("a", "b"))
+        one, other = (self._render(content + end) for end in ("a", "b"))
         return one[: common(one, other)]
 
+    def _render(self, content: str) -> str:
+        return self.chat.render(self.tokenizer, content, self.dates)
+
+    def _date(self, text: str) -> None:
+        """Say the dates that a text says which was kept, if it began with this template."""
+        if self.dates and not text.startswith(self._begin("")):
+            self.dates = dates_said(text, partial(self.chat.render, self.tokenizer), self.dates) or self.dates
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
     def _tokens(self, text: str) -> list[int]:
+        check_text(self.tokenizer, text, positions(self.model))
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _encode(self, text: str) -> list[tuple[str, list[int]]]:
@@ -207,7 +242,8 @@ class Conversation:
                 break
             found.append((as_it_is, ids))
             at += len(as_it_is)
-        return [*found, (text[at:], self._tokens(text[at:]))]
+        rest = text[at:]
+        return [*found, (rest, tokens_after(self.tokenizer, rest) if found else self._tokens(rest))]
 
     def _rewind(self, ids: list[int]) -> int:
         """Have the cache hold nothing but the beginning of a prompt. Returns how much; its last token is not included."""

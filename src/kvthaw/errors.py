@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Iterable
 
 
@@ -49,7 +50,7 @@ def at_least(least: float, **values: float | None) -> None:
 def within(least: float, most: float, **values: float | None) -> None:
     """Raise ConfigError for the first field whose value is not finite and from `least` to `most`. Fields that are None pass."""
     for field, value in values.items():
-        if value is not None and not (least <= value <= most and abs(value) < math.inf):
+        if value is not None and not (least <= value <= most and abs(value) <= sys.float_info.max):
             allowed = f"at least {least} and finite" if most == math.inf else f"from {least} to {most}"
             raise ConfigError(f"{field} is {value}; it must be {allowed}")
 

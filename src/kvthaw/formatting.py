@@ -19,14 +19,12 @@ def human(count: float | None) -> str:
 
 
 def read_bytes(given: int | str | None, name: str) -> int:
-    """Return a number of bytes given as such, or as text with a unit: "500MB", "8 GiB". Raises ConfigError, by name."""
-    units = {"": 1, "B": 1} | {
-        f"{letter}{end}": base**n for end, base in (("B", 1000), ("iB", 1024)) for n, letter in enumerate("KMGT", 1)
-    }
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(given))
-    unit = None if found is None else {text.lower(): size for text, size in units.items()}.get(found[2].lower())
-    if found is None or unit is None:
+    """Return a number of bytes given as such, or as text with a unit: "500MB", "8 GiB". Units are powers of 1024, as memory is sold
+    and as kvthaw prints them: "24GB" and "24GiB" are the same. Raises ConfigError, by name."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])?(?:i?B)?)\s*", str(given), re.IGNORECASE)
+    if found is None:
         raise ConfigError(f'{name} is {given!r}; it must be a number of bytes, or one with a unit such as "8GiB"')
+    unit = 1024 ** " KMGT".index((found[2] or " ").upper())
     return int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
 
 

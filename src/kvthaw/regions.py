@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from kvthaw.errors import ConfigError, at_least
 
+BUDGET = 1024
+"""Tokens attended per KV head and step, where neither a budget nor a number of rows is given."""
+
 
 @dataclass(frozen=True, slots=True)
 class Regions:

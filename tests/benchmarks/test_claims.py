@@ -173,9 +173,9 @@ def test_cells_survive_their_file_and_become_records(tmp_path: Path) -> None:
     assert [(one.method, one.n, one.accuracy) for one in cells_of(records)] == [
         (one.method, one.n, one.accuracy) for one in toy()
     ]
-    tasks, none = summaries(records)
-    assert none == []
-    assert len(tasks) == len(toy())
+    found = summaries(records)
+    assert found.perplexities == []
+    assert len(found.tasks) == len(toy())
     path.write_bytes(path.read_bytes() + b"\xff\n")
     with pytest.raises(ConfigError, match=rf"line {len(toy()) + 1} of .*cells\.jsonl"):
         read_cells(path)

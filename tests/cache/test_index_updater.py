@@ -12,6 +12,7 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.pool import Slab
+from kvthaw.cache.side_index import State
 from kvthaw.regions import Regions
 
 SINK, HEADS, DIM = 2, 2, 4
@@ -35,6 +36,12 @@ class Recorder:
     def append(self, seqs: list[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         self.calls.append(("append", seqs, keys, -1 if queries is None else queries.shape[2]))
 
+    def recover(self) -> None:
+        pass
+
+    def reorder(self, seqs: list[int]) -> None:
+        self.calls.append(("reorder", seqs, torch.empty(0), -1))
+
     def truncate(self, seq: int, length: int) -> None:
         self.calls.append(("truncate", seq, torch.empty(length), -1))
 
@@ -51,6 +58,12 @@ def an_updater(*, grows: bool, on_host: bool = False) -> tuple[IndexUpdater, Rec
     return IndexUpdater(index, store, slab), index, rows  # type: ignore[arg-type]
 
 
+def upto(updater: IndexUpdater, *ends: int) -> None:
+    """The index has been given that much of each sequence."""
+    for own, end in zip(updater._of, ends, strict=True):
+        own.upto = end
+
+
 def flush(updater: IndexUpdater, rows: Tensor, *leaving: tuple[int, int, int]) -> None:
     """Tokens (sequence, start, stop) leave their rings; their rows come with them."""
     updater.flush([(*each, each[2]) for each in leaving], torch.stack([rows[:, at:end] for _, at, end in leaving]), {})
@@ -60,7 +73,7 @@ def flush(updater: IndexUpdater, rows: Tensor, *leaving: tuple[int, int, int]) -
 def test_positions_come_from_the_ring_and_the_pass(old: int) -> None:
     updater, index, rows = an_updater(grows=True)
     start = 20 if old > SINK else 0
-    updater.indexed[0] = old
+    updater._of[0].upto = old
     updater.prompt(0, 26, rows[:, start:, 0], rows[:, start:, 1], start, torch.randn(HEADS, 3, DIM), 0)
     (call, _, keys, width), *rest = index.calls
     assert (call, width, rest) == ("build" if old == SINK else "append", 3, [])
@@ -81,17 +94,17 @@ def test_a_sequence_that_chunks_make_much_longer_is_indexed_once_and_whole() -> 
 
 def test_what_leaves_rings_goes_in_one_append_but_for_sequences_that_had_none() -> None:
     updater, index, rows = an_updater(grows=True)
-    updater.indexed[:] = 12, 12
+    upto(updater, 12, 12)
     for _ in range(2):  # what it was given is not given again
         flush(updater, rows, (0, 12, 16), (1, 12, 16))
-    updater.indexed[1] = SINK
+    upto(updater, 16, SINK)
     flush(updater, rows, (1, SINK, SINK + 2))
     (first, seqs, keys, none), (second, seq, _, width) = index.calls
     assert (first, seqs, none) == ("append", [0, 1], -1)
     assert torch.equal(keys, rows[:, 12:16, 0].expand(2, -1, -1, -1))
     assert (second, seq, width) == ("build", 1, 0), "a sequence without a prompt has no last queries"
     index.calls.clear()
-    updater.indexed[:] = 16, 12
+    upto(updater, 16, 12)
     flush(updater, rows, (0, 12, 16), (1, 12, 16))
     assert [call[1] for call in index.calls] == [[1]], "what one has already is given to the other alone"
     assert torch.equal(index.calls[0][2][0], rows[:, 12:16, 0])
@@ -106,7 +119,7 @@ def test_an_index_on_the_host_is_given_numbers_only() -> None:
 
 def test_what_an_index_did_not_take_is_given_again() -> None:
     updater, index, rows = an_updater(grows=True)
-    updater.indexed[:] = 12, 12
+    upto(updater, 12, 12)
     append = index.append
 
     def fail(*args: Any) -> None:
@@ -118,16 +131,64 @@ def test_what_an_index_did_not_take_is_given_again() -> None:
     index.append = append  # type: ignore[method-assign]
     flush(updater, rows, (0, 12, 16))
     assert [call[:2] for call in index.calls] == [("truncate", 0), ("append", [0])]
-    assert updater.indexed == [16, 12]
+    assert [updater.indexed(seq) for seq in range(2)] == [16, 12]
 
 
 def test_an_append_that_fails_on_the_worker_is_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
     updater, index, rows = an_updater(grows=True)
-    updater.indexed[:] = 12, 12
+    upto(updater, 12, 12)
     failures: list[Any] = []
     monkeypatch.setattr(index, "submit", lambda after, job, failed: failures.append(failed))
     flush(updater, rows, (0, 12, 16))
     flush(updater, rows, (0, 16, 20))
     for failed in reversed(failures):
         failed()
-    assert updater.indexed == [12, 12]
+    assert [updater.indexed(seq) for seq in range(2)] == [12, 12]
+
+
+@pytest.mark.parametrize("how", ["clear", "crop", "reorder", "fails"])
+def test_an_append_that_waits_for_its_step_goes_with_its_sequence(how: str) -> None:
+    """An index on the host is given a prompt's tokens once the step is counted; the sequence may leave or move before."""
+    updater, index, rows = an_updater(grows=True, on_host=True)
+    upto(updater, 12, 12)
+    updater.prompt(0, 14, rows[:, 16:20, 0], rows[:, 16:20, 1], 16, torch.randn(HEADS, 3, DIM), 0)
+    match how:
+        case "clear":
+            updater.clear(0)
+        case "crop":
+            updater.truncate(0, 8)
+        case "reorder":
+            updater.reorder([1, 0])
+        case "fails":
+            updater.drop()
+    index.calls.clear()
+    updater.commit()
+    assert [call[:2] for call in index.calls] == ([("append", [1])] if how == "reorder" else [])
+    assert [updater.indexed(seq) for seq in range(2)] == {
+        "clear": [SINK, 12], "crop": [8, 12], "reorder": [12, 14], "fails": [12, 12],
+    }[how]  # fmt: skip
+
+
+@pytest.mark.parametrize("then", ["commit", "drop"])
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_step_that_fails_returns_each_sequence_to_its_state(stale: bool, then: str) -> None:
+    """One that was to be indexed again still is; one that the step marked is not."""
+    updater, _, rows = an_updater(grows=False)
+    if stale:
+        updater.begin_again(1)
+    else:
+        upto(updater, SINK, 12)
+    updater.prompt(1, 26, rows[:, 20:, 0], rows[:, 20:, 1], 20, torch.randn(HEADS, 3, DIM), 0)
+    assert updater.stale == {1}
+    if stale:
+        updater.begin({1: 26}, {}, {1: rows})
+        assert updater.stale == set()
+    getattr(updater, then)()
+    assert updater.stale == ({1} if stale == (then == "drop") else set())
+    assert updater.indexed(1) == (SINK if then == "drop" else 26) if stale else 12
+
+
+def test_a_state_follows_only_those_that_lead_to_it() -> None:
+    updater, *_ = an_updater(grows=True)
+    with pytest.raises(AssertionError, match=r"INDEXED to State\.BUILDING"):
+        updater._of[0].enter(State.BUILDING)

@@ -18,9 +18,10 @@ import kvthaw
 from kvthaw.cache import host_memory
 from kvthaw.cache import placement as module
 from kvthaw.cache.device_memory import BlockArena, DeviceMemory
+from kvthaw.cache.host_memory import Block
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
-from kvthaw.cache.layers import check_memory
+from kvthaw.cache.passes import check_memory
 from kvthaw.cache.placement import count_by_block, full_blocks
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.transfer import UvaGather
@@ -328,9 +329,9 @@ def test_where_the_device_has_no_memory_blocks_go_to_the_host(monkeypatch: pytes
 
 def test_host_memory_is_needed_for_what_the_device_has_no_room_for() -> None:
     cache = make(device_memory=1 << 20, host_bytes=3 * SIZE * LAYERS)
-    check_memory(cache.layers, cache.streams, 9, SIZE, torch.device("cpu"))
+    check_memory(cache.offloaded, cache.streams, 9, SIZE, torch.device("cpu"))
     with pytest.raises(HostMemoryError):
-        check_memory(cache.layers, cache.streams, 10_000, SIZE, torch.device("cpu"))
+        check_memory(cache.offloaded, cache.streams, 10_000, SIZE, torch.device("cpu"))
     tokens = Tokens()
     take(cache, tokens.draw(1, 40))
     room_for(cache, 6)
@@ -371,7 +372,7 @@ def test_a_freed_block_is_used_again_at_its_address() -> None:
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [(0, 0), (5, 5), ("8GiB", 8 << 30), ("1.5 mb", 1_500_000), ("100", 100), ("auto", "auto"), (None, None)],
+    [(0, 0), (5, 5), ("8GiB", 8 << 30), ("1.5 mb", 3 << 19), ("100", 100), ("auto", "auto"), (None, None)],
 )
 def test_sizes_are_bytes_or_text(given: Any, expected: Any) -> None:
     assert Settings(resolve("oracle"), device_memory=given).device_memory == expected
@@ -396,3 +397,18 @@ def test_what_counts_them_is_loaded_before_a_block_spills(monkeypatch: pytest.Mo
         cache = make(device_memory=room)
         take(cache, Tokens().draw(1, 60))
         assert len(calls) == loaded
+
+
+def test_where_blocks_may_lie_is_known_before_a_step_and_not_changed_by_reading() -> None:
+    """It decides which tensors a step has: the layers of one step must not differ in it."""
+    cache, tokens = make(device_memory=1 << 30), Tokens()
+    take(cache, tokens.draw(1, 60))
+    take(cache, tokens.draw(1, 1))
+    device, layer = cache.streams.device, cache.offloaded[0]
+    assert not device.spills
+    block = layer.store.blocks(0)[0]
+    layer.store.replace(block, Block(block.data.clone()))
+    cache.attend(layer, *tokens.draw(1, 1)[0], HOW, [0])
+    assert not device.spills, "in mid-step"
+    layer.sparse.update_table()  # as before_step() does
+    assert device.spills

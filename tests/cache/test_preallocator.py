@@ -146,10 +146,8 @@ def test_a_prompt_takes_what_is_needed_before_every_sequence_has_had_its_turn(mo
     assert max(taken(fewer, blocks, 200)) <= 2
 
 
-def test_methods_that_evict_and_idle_sequences_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_sequences_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = Blocks(monkeypatch)
-    evicts = Stack(monkeypatch, "streaming", replayed=True)
-    assert sum(taken(evicts, blocks, 100)) == 0
     idle = Stack(monkeypatch, block_size=64, layers=20, replayed=True)  # of which there are so many that turns are far apart
     idle.kv.clear(1)
     taken(idle, blocks, 100)

@@ -6,8 +6,12 @@ import random
 
 import pytest
 import torch
+from hypothesis import given as random_cases
+from hypothesis import settings
+from hypothesis import strategies as st
 
-from kvthaw.cache.prefix_tree import PrefixTree
+from kvthaw.cache import prefix_tree
+from kvthaw.cache.prefix_tree import Node, PrefixTree
 
 SIZE = 4
 
@@ -89,3 +93,48 @@ def test_a_salt_whose_only_prefix_is_dropped_meanwhile_is_found() -> None:
             tree.remove(next(tree.unpinned()))
     assert matched(tree, [2] * 8, "new") == 8
     assert matched(tree, [1] * 4, "old") == 0
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@random_cases(
+    steps=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 2), min_size=1, max_size=SIZE)), max_size=20),
+    asked=st.lists(st.integers(0, 2), min_size=1, max_size=SIZE),
+)
+def test_children_are_found_as_if_all_were_compared(steps: list[tuple[bool, list[int]]], asked: list[int]) -> None:
+    parent, held = Node(None, torch.tensor([])), list[list[int]]()
+    for adds, tokens in steps:
+        if adds and tokens not in held:
+            parent.add(Node(parent, torch.tensor(tokens)))
+            held.append(tokens)
+        elif held and not adds:
+            parent.drop(parent.children[torch.tensor(held.pop(0)).numpy().tobytes()])
+    found, same = parent.nearest(torch.tensor(asked))
+    assert same == max((common(each, asked) for each in held), default=0)
+    assert (found is not None) == (same > 0)
+    assert found is None or common(found.tokens.tolist(), asked) == same
+    beginnings = [each for each in held if len(each) < len(asked) and asked[: len(each)] == each]
+    assert [child.tokens.tolist() for child in parent.beginnings(torch.tensor(asked))] == sorted(
+        beginnings, key=len, reverse=True
+    )
+
+
+def test_prompts_are_compared_with_few_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10,000 different beginnings and as many salts, each of a block and some; the time does not grow with them."""
+    tree, compared = PrefixTree(SIZE), list[int]()
+    for number in range(10_000):
+        given(tree, [number, 1, 2, 3, number], str(number))
+        given(tree, [number, 1, 2, 3, number])
+    monkeypatch.setattr(prefix_tree, "common", lambda *two: compared.append(1) or common(*(each.tolist() for each in two)))
+    assert matched(tree, [5000, 1, 2, 9]) == 3
+    assert matched(tree, [5000, 1, 2, 3, 5000, 7]) == 5
+    given(tree, [5000, 1, 2])
+    given(tree, [10_001, 1, 2, 3])
+    for _ in range(4):  # leaves, and what is before them
+        tree.remove(next(tree.unpinned()))
+    assert len(compared) <= 12
+
+
+def test_a_long_prompt_is_pinned_in_time_linear_in_its_blocks() -> None:
+    tree, ids = PrefixTree(SIZE), torch.arange(SIZE * 20_000)
+    assert sum(new for _, new in tree.insert(ids, "")) == 20_000
+    assert tree.pinned == 0

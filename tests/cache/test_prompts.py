@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvthaw
-from kvthaw.cache import offloaded_layer
+from kvthaw.cache import passes
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.hf import PreTrainedModel
@@ -23,8 +23,7 @@ def held(kv: KVCache, seqs: int) -> list[torch.Tensor]:
     found = []
     for layer in kv.layers:
         assert isinstance(layer, OffloadedLayer)
-        kept = layer.storage.offloader.keeps
-        found += [layer.slab.held()] + [layer.store.read(i, 0, layer.store.length(i)) for i in range(seqs if kept else 0)]
+        found += [layer.slab.held()] + [layer.store.read(i, 0, layer.store.length(i)) for i in range(seqs)]
     return found
 
 
@@ -46,7 +45,7 @@ def serve(llama: PreTrainedModel, name: str, **settings: Any) -> tuple[list[list
 def test_layers_are_as_if_each_had_stored_its_own(name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     llama = build("llama", num_hidden_layers=3)
     together = serve(llama, name, **settings)
-    monkeypatch.setattr(offloaded_layer, "SHORT", 0)
+    monkeypatch.setattr(passes, "SHORT", 0)
     alone = serve(llama, name, **settings)
     assert together[0] == alone[0]
     for mine, theirs in zip(together[1], alone[1], strict=True):
@@ -75,7 +74,7 @@ def test_a_long_chunk_brings_the_addresses_of_all_layers_by_one_copy(monkeypatch
         sent.append(len(numbers))
         return torch.tensor(numbers, dtype=dtype, device=device)
 
-    monkeypatch.setattr(offloaded_layer, "SHORT", 0)
+    monkeypatch.setattr(passes, "SHORT", 0)
     monkeypatch.setattr("kvthaw.cache.addresses.upload", upload)
     model = build("llama", num_hidden_layers=5)
     some: dict[str, Any] = {"budget": 48, "dense_layers": 0, "block_size": 16, "full_below": 200}
@@ -121,7 +120,6 @@ def test_a_prompt_that_fails_in_a_later_layer_leaves_nothing_to_store() -> None:
     with pytest.raises(RuntimeError, match="no more"):
         batch.prefill(first)
     hook.remove()
-    assert all(layer.given is None for layer in batch.cache.kv.offloaded)
     assert batch.stats().kv_host_bytes == bytes_before
     again = batch.join(prompt(1, 90)[0], max_new_tokens=3, stop=())
     while not again.finished:
@@ -131,3 +129,27 @@ def test_a_prompt_that_fails_in_a_later_layer_leaves_nothing_to_store() -> None:
     while not request.finished:
         alone.step()
     assert again.tokens == request.tokens
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_between_layers_a_chunk_is_not_counted_however_long_it_is(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that reads layers in mid-forward finds in each the tokens before it, whether a layer's prompt is stored at once or
+    with the others'."""
+    llama, found = build("llama", num_hidden_layers=3), list[list[torch.Tensor]]()
+
+    def read(*_: Any) -> None:
+        for layer in cache.kv.layers:
+            lengths = [layer.length(seq) for seq in range(rows)]
+            found[-1] += [torch.tensor(lengths), *(layer.read(seq, 0, n) for seq, n in enumerate(lengths))]
+
+    for most in (passes.SHORT, 0):
+        monkeypatch.setattr(passes, "SHORT", most)
+        cache = kvthaw.Cache(llama, "quest", budget=48, dense_layers=1)
+        found.append([])
+        with torch.no_grad():
+            llama(prompt(rows, 100), past_key_values=cache)
+            hook = llama.model.layers[1].register_forward_hook(read)
+            llama(prompt(rows, 70, seed=3), past_key_values=cache)
+            hook.remove()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+    assert found[0][0].tolist() == [100] * rows

@@ -34,14 +34,14 @@ def test_a_conversation_about_a_document(talk: Any, tmp_path: Path) -> None:
     assert said.code == 0, said.err
     assert "no chat template" in said.err
     assert f"{len(DOCUMENT) - 1:,} tokens, {len(DOCUMENT) - 1:,} of them prefilled" in said.err, "without the last blank"
-    assert "5 tokens prefilled" in said.err
+    assert re.search(r"First token after .* \(prompt: 5 tokens; [\d,]+ were there already\)", said.err)
     assert " %  tokens " in said.out
-    assert "tokens attended a step" in said.err
+    assert ": each step read " in said.err
     assert "Down the rabbit hole." in page.read_text()
     again = talk("--context", "talk", *sparse, says=("And now?",))
     assert "4 messages" in again.err
     assert again.code == 0
-    prefilled = re.search(r"([\d,]+) tokens prefilled", again.err)
+    prefilled = re.search(r"prompt: ([\d,]+) tokens", again.err)
     assert prefilled is not None
     assert int(prefilled[1].replace(",", "")) < 30, "the question, and what is no text at the end of an answer"
 
@@ -55,6 +55,52 @@ def test_a_document_is_prefilled_once(talk: Any, tmp_path: Path) -> None:
     refused(talk("--context", "../up", says=("Who?",)), 1, "../up")
 
 
+def test_what_is_kept_has_a_name_that_a_server_can_serve(talk: Any, tmp_path: Path) -> None:
+    said = talk(says=("/save my talk", "/save Gespräch", "/save -", "/save a@b"))
+    assert said.err.count("/save: NAME is") == 4
+    assert all(better in said.err for better in ("'my-talk'", "'Gesprach'", "'a-b'"))
+    assert not (tmp_path / "kv").exists()
+    file = ("--file", str(tmp_path / "book.txt"))
+    refused(talk(*file, "--context", "my book", says=("Who?",)), 1, "--context", "'my book'", "'my-book'")
+    refused(talk("--context", "", says=("Who?",)), 1, "--context", "''")
+    talk(*file, "--context", "book", says=("Who?",))
+    (tmp_path / "kv" / "book").rename(tmp_path / "kv" / "my book")
+    assert talk("--context", "my book", says=("Who?",)).code == 0, "one that was kept so before"
+
+
+def test_settings_change_within_a_conversation(talk: Any) -> None:
+    said = talk(
+        says=(
+            "/set",
+            "/set temperature 1.5",
+            "/set top_k=7",
+            "/set --seed 3",
+            "Who?",
+            "/set top-k none",
+            "/set max-new-tokens 2",
+            "Why?",
+        )
+    )
+    assert said.code == 0, said.err
+    assert "temperature 0.0, top-k None, top-p 1.0" in said.err
+    assert "temperature 1.5, top-k 7, top-p 1.0, min-p 0.0, repetition-penalty 1.0, max-new-tokens 5, seed 3" in said.err
+    drawn = talk("--temperature", "1.5", "--top-k", "7", "--seed", "3", says=("Who?",))
+    assert said.out.startswith(drawn.out)
+    assert " 2 tokens" in said.err
+    wrong = talk(
+        says=("/set temprature 1", "/set temperature warm", "/set top-p 2", "/set temperature", "/set seed 1.5", "/set")
+    )
+    for words in (
+        "'temperature'",
+        "'warm' is not a number",
+        "/set top-p is 2.0",
+        "'' is not a number",
+        "'1.5' is not a whole number",
+    ):
+        assert words in wrong.err
+    assert "temperature 0.0, top-k None, top-p 1.0" in wrong.err
+
+
 def test_a_command_that_lacks_something_says_so(talk: Any) -> None:
     said = talk(says=("/save", "/recalled five", "/help"))
     assert "/save: NAME is missing" in said.err
@@ -66,7 +112,7 @@ def test_what_recalled_nothing_says_why(talk: Any, tmp_path: Path) -> None:
     pages = f"/recalled {tmp_path / 'page.html'}"
     said = talk(says=("/recalled", "Who?", "/recalled", pages))
     assert said.err.count("no question was answered yet") == 1
-    assert said.err.count("nothing was recalled: full attended to all") == 2
+    assert said.err.count("nothing was recalled: full attention is faster up to") == 2
     assert not (tmp_path / "page.html").exists()
 
 
@@ -92,5 +138,5 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(talk: Any, monkeypatch: 
     monkeypatch.setattr(AnswerText, "push", third)
     said = talk(says=("Who?", "Why?"))
     assert said.code == 0
-    assert "; stopped" in said.err
+    assert " Stopped." in said.err
     assert len(tokens) == 3 + 5

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from said import Said, refused
@@ -16,7 +21,10 @@ def test_generate_from_argument_file_and_stdin(model: str, tmp_path: Path) -> No
     streamed = Said("generate", text, *common)
     assert streamed.code == 0
     assert streamed.out.strip()
-    assert "tokens attended a step" in streamed.err
+    assert re.search(r"oracle: each step read \d\d of 40\d tokens\.", streamed.err)
+    assert re.search(r"First token after .* \(prompt: 400 tokens, [\d,]+ per second\), then .* per token", streamed.err)
+    assert "KV: " not in streamed.err
+    assert re.search(r"KV: .* on the device, .* on the host", Said("generate", text, *common, "-v").err)
     assert streamed.out == Said("generate", "--file", str(path), *common, "--no-stream").out
     assert streamed.out == Said("generate", *common, stdin=text).out
     record = Said("generate", text, *common, "--json").records[0]
@@ -28,6 +36,54 @@ def test_generate_from_argument_file_and_stdin(model: str, tmp_path: Path) -> No
     assert record["sparse_steps"] == 2 * 5
     assert record["attended_max"] <= record["budget"] == 64
     assert record["ttft_s"] < record["tt2t_s"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("--method", "auto"), "Every step read all 44 tokens: full attention is faster up to 8,192 tokens"),
+        (("--method", "auto"), "--method icecache-digest recalls instead"),
+        (("--method", "full"), "Every step read all 44 tokens."),
+        (("--method", "quest", "--budget", "256"), "quest: there was nothing to choose, the 44 tokens fit the budget of 256."),
+    ],
+    ids=str,
+)
+def test_generate_says_why_nothing_was_recalled(model: str, asked: tuple[str, ...], words: str) -> None:
+    said = Said("generate", "The grass is green. " * 2, "--model", model, "--max-new-tokens", "5", *asked)
+    assert words in said.err
+    assert " - " not in said.err
+
+
+def test_a_chat_template_that_is_not_used_is_told(model: str, tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    asked = ("generate", "The grass is green. ", "--model", model, "--max-new-tokens", "2")
+    template = ("--chat-template", str(tmp_path / "template.jinja"))
+    assert "has a chat template: --chat asks through it" in Said(*asked, *template).err
+    assert all(
+        "has a chat template" not in Said(*asked, *how).err for how in ((), (*template, "--no-chat"), (*template, "--chat"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"%PDF-1.7 all of it ASCII", ("a PDF", "pdftotext")),
+        (b"PK\x03\x04 word/document.xml", (".docx", "pandoc")),
+        (b"\x1f\x8b\x08", ("gunzip",)),
+        ("naïve".encode("latin1") * 9, ("not UTF-8", "iconv")),
+    ],
+    ids=str,
+)
+def test_a_file_that_is_no_text_says_what_it_is(model: str, tmp_path: Path, data: bytes, words: tuple[str, ...]) -> None:
+    (tmp_path / "text").write_bytes(data)
+    refused(Said("generate", "--model", model, "--file", str(tmp_path / "text")), 1, str(tmp_path / "text"), *words)
+
+
+@pytest.mark.parametrize("coding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_marks_of_byte_order_are_no_text(model: str, tmp_path: Path, coding: str) -> None:
+    (tmp_path / "text").write_bytes("The grass is green.".encode(coding))
+    said = Said("generate", "--model", model, "--file", str(tmp_path / "text"), "--max-new-tokens", "2", "--json")
+    assert said.records[0]["prompt_tokens"] == 19
 
 
 def test_generate_takes_fractions_and_retrieved(model: str) -> None:
@@ -64,7 +120,7 @@ def test_generate_keeps_the_kv_of_a_prompt(model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["oracle", "streaming"])
 def test_several_questions_of_one_prompt(model: str, tmp_path: Path, method: str) -> None:
-    """The prompt is prefilled once, unless the method drops tokens; each answer is that to a question alone."""
+    """The prompt is prefilled once; each answer is that to a question alone."""
     text = "The grass is green. The sky is blue." * 10
     common = ("--model", model, "--method", method, "--budget", "64", "--max-new-tokens", "5")
     asked = ("Who?", "Why?", "When?")
@@ -72,13 +128,40 @@ def test_several_questions_of_one_prompt(model: str, tmp_path: Path, method: str
     alone = [Said("generate", f"{text}\n{one}", *common, "--json").records[0] for one in asked]
     assert [one["text"] for one in both] == [one["text"] for one in alone]
     assert [one["question"] for one in both] == list(asked)
-    assert [one["kept_tokens"] for one in both] == [0, *[len(text) if method == "oracle" else 0] * 2]
+    assert [one["kept_tokens"] for one in both] == [0, len(text), len(text)]
     if method == "oracle":
         plain = Said("generate", text, *common, "--question", "Who?", "--question", "Why?")
         assert plain.out == f"> Who?\n{alone[0]['text']}\n> Why?\n{alone[1]['text']}\n"
         kv = ("--kv", str(tmp_path / "kept"), "--question", "Who?", "--json")
         kept = [Said("generate", text, *common, *kv).records[0] for _ in range(2)]
         assert [one["kept_tokens"] for one in kept] == [0, len(text) - 1], "the question is not kept"
+
+
+@pytest.mark.parametrize("place", ["--kv", "--kv-dir"])
+def test_what_was_kept_on_another_day_is_gone_on_from(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Where a chat template says the date; another document has today's."""
+    (tmp_path / "t.jinja").write_text(
+        "Today is {{ strftime_now('%d %B %Y') }}.{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
+    )
+    text, kept = "The grass is green. The sky is blue. " * 10, list[int]()
+    common = ("--model", model, "--method", "full", "--max-new-tokens", "2", "--json", "--chat")
+    common += ("--chat-template", str(tmp_path / "t.jinja"), place, str(tmp_path / "kv"))
+    for month, document in ((1, text), (5, text), (9, text), (9, text.upper())):
+
+        class Then(datetime):
+            @classmethod
+            def now(cls, tz: Any = None) -> datetime:
+                return datetime(2026, month, 1, tzinfo=tz)  # noqa: B023
+
+        monkeypatch.setattr("kvthaw.evaluate.text.datetime", Then)
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Then)
+        kept += [Said("generate", document, *common, "--question", "Who?").records[0]["kept_tokens"]]
+    held = len(f"Today is 01 January 2026.[user]{text.rstrip()}")
+    assert kept[0] == 0
+    assert held - 2 <= kept[1] == kept[2]
+    assert kept[3] < 40
 
 
 def test_generate_through_a_chat_template(model: str, tmp_path: Path) -> None:
@@ -147,3 +230,25 @@ def test_generate_replays_graphs_on_a_gpu(model: str, method: str) -> None:
         "--json",
     )
     assert Said("generate", text, *common).records[0]["captures"] > 0
+
+
+def test_a_model_is_sampled_as_its_generation_config_says(endless: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(endless, folder)
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(config | {"do_sample": True, "temperature": 1.5, "top_k": 50}))
+
+    def text(where: Path, *options: str) -> tuple[str, float, str]:
+        said = Said(
+            "generate", "The sky is", "--model", str(where), "--method", "full", "--max-new-tokens", "16", "--json", *options
+        )
+        return said.records[0]["text"], said.records[0]["temperature"], said.err
+
+    greedy, drawn = text(endless), text(folder)
+    assert greedy[1] == 0
+    assert "generation config" not in greedy[2]
+    assert drawn[1] == 1.5
+    assert "temperature 1.5, top_k 50" in drawn[2]
+    assert drawn[0] == text(endless, "--temperature", "1.5", "--top-k", "50")[0] != greedy[0]
+    assert text(folder, "--temperature", "0")[::2] == greedy[::2]
+    assert text(folder, "--temperature", "1")[:2] == text(endless, "--temperature", "1", "--top-k", "50")[:2]

@@ -37,10 +37,10 @@ def test_every_help_has_examples(command: list[str]) -> None:
 
 
 def test_examples_name_methods_that_there_are() -> None:
-    from kvthaw.cli import chat, compare, demo, evaluate, generate, harness, inspect, perplexity, serve
+    from kvthaw.cli import agreement, chat, compare, demo, evaluate, generate, harness, inspect, perplexity, serve
     from kvthaw.evaluate.describe import describe
 
-    texts = [one.EXAMPLES for one in (chat, compare, demo, evaluate, generate, harness, inspect, perplexity, serve)]
+    texts = [one.EXAMPLES for one in (agreement, chat, compare, demo, evaluate, generate, harness, inspect, perplexity, serve)]
     examples = " ".join(texts)
     methods = re.findall(r"--methods? (\S+)|\bmethod=([^, ]+)", examples)
     assert len(methods) > 10

@@ -22,6 +22,14 @@ def test_it_writes_a_page(model: str, tmp_path: Path) -> None:
     assert "pariskv, budget 64" in page.read_text()
 
 
+def test_it_prints_the_answer_of_generate(model: str, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("Down the rabbit hole. " * 20)
+    asked = ("--model", model, "--file", str(tmp_path / "book.txt"), "--question", "Who went down the hole, and which way?")
+    asked += ("--method", "quest", "--budget", "24", "--max-new-tokens", "12")
+    inspected, generated = Said("inspect", *asked, "-o", str(tmp_path / "page.html")), Said("generate", *asked)
+    assert inspected.out.rstrip("\n") == generated.out.rstrip("\n").removeprefix("> Who went down the hole, and which way?\n")
+
+
 def test_too_many_runs_cost_no_loading(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("text")
     files = ["--file", str(tmp_path / "book.txt"), "-o", str(tmp_path / "page.html")]

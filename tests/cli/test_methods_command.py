@@ -56,6 +56,30 @@ def test_a_method_tells_its_options_in_a_table(name: str) -> None:
         assert of["takes"] in row
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_tells_its_paper_and_how_it_differs(name: str) -> None:
+    method, said = kvthaw.methods.resolve(name), Said("methods", name).out
+    paper = said.partition("Paper: ")[2].splitlines()
+    assert paper[:1] == ([method.paper] if method.paper != "-" else [])
+    assert ("Differs from the paper in: " in said) == (method.differs != "-")
+    assert method.differs == "-" or method.differs in said
+    assert f"Choose it when: {method.choose}" in said
+
+
+def test_the_methods_of_papers_say_how_they_differ() -> None:
+    papers = [resolved for name in METHODS if (resolved := kvthaw.methods.resolve(name)).paper != "-"]
+    assert [method.name for method in papers if method.differs == "-"] == []
+
+
+@pytest.mark.parametrize(
+    ("option", "takes"),
+    [("descend", "one of node, level, digest"), ("unit", "one of page, token"), ("promotion", "one of random, in_order")],
+)
+def test_an_option_of_a_few_words_tells_them(option: str, takes: str) -> None:
+    (told,) = Said("methods", "icecache-digest", "--json").records
+    assert told["options"][option]["takes"] == takes
+
+
 def test_options_are_told_with_what_they_take() -> None:
     (told,) = Said("methods", "prkv", "--json").records
     assert told["options"]["share"] == {"default": 0.25, "takes": "a number or one of auto"}
@@ -71,7 +95,7 @@ def test_options_are_told_with_what_they_take() -> None:
 def test_auto_tells_what_it_chooses() -> None:
     said = Said("methods", "auto").out
     assert said.startswith("auto: Full attention while")
-    assert all(word in said for word in ("NVIDIA H100", "35,700", "pariskv-plus", "icecache-digest"))
+    assert all(word in said for word in ("NVIDIA H100", "35,700", "thaw", "icecache-digest"))
     (told,) = Said("methods", "auto", "--json").records
-    assert [one["then"] for one in told["by_device"]] == [*["pariskv-plus"] * 3, "icecache-digest"]
+    assert [one["then"] for one in told["by_device"]] == [*["thaw"] * 3, "icecache-digest"]
     assert "'auto'" in Said("methods", "autto").err

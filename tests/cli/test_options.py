@@ -41,7 +41,7 @@ def test_lists_are_separated_by_commas_or_repeated() -> None:
     assert listed(["1k", "2K, 1024", "300"], tokens_of, "--length") == [1024, 2048, 300]
     by_commas = variants_of(["oracle,quest:budget=64"], ["64,128"], ["16,32"], ["0,1"])
     assert by_commas == variants_of(["oracle", "quest:budget=64"], ["64", "128"], ["16", "32"], ["0", "1"])
-    assert variants_of(["oracle"], None, None, ["auto"]) == variants_of(["oracle"], ["256"], None, None)
+    assert variants_of(["oracle"], None, None, ["auto"]) == variants_of(["oracle"], ["1024"], None, None)
     for wrong in ("0", "-1k", "k", "4m"):
         with pytest.raises(typer.BadParameter):
             listed([wrong], tokens_of, "--length")

@@ -22,13 +22,34 @@ def test_json_has_the_bytes_of_every_method() -> None:
     assert (full["method"], full["in_force"], full["host_bytes"]) == ("full", "full", 0)
     assert full["needs"]["dense"] >= 65536 * 16 * 2 * 8 * 64 * 2
     assert auto["fits"]
-    assert auto["basis"] == "reckoned"
+    assert auto["basis"] == "estimated"
     assert auto["longest"] >= full["longest"] > 65536
+
+
+def test_the_memory_of_a_card_is_what_it_is_sold_with() -> None:
+    asked = ("plan", "--shape", "llama-3.1-8b", "--length", "128k", "--method", "auto", "--json")
+    told = [
+        Said(*asked, *card).records[0] for card in (("--gpu", "RTX-4090"), ("--gpu-memory", "24GB"), ("--gpu-memory", "24GiB"))
+    ]
+    known, sold, binary = (one["forecasts"][0] for one in told)
+    assert known["fits"] is sold["fits"] is binary["fits"] is True
+    assert known["in_force"] == sold["in_force"]
+    assert sold == binary
+    assert known["longest"] == pytest.approx(sold["longest"], rel=0.01)
 
 
 def test_tables_name_the_place_of_the_bytes() -> None:
     said = Said(*SHAPE, "--length", "262144", *GPU).out
-    assert all(word in said for word in ("weights", "index", "rows", "NVIDIA L4", "longest prompt", "full", "reckoned"))
+    assert all(word in said for word in ("weights", "index", "rows", "NVIDIA L4", "longest prompt", "full", "estimated"))
+
+
+def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    said = Said("plan", "--shape", "llama-3.1-8b", "--length", "128k", *GPU, "--gpu-memory", "16GB").out
+    table, _, words = said.partition("\nauto: ")
+    assert max(map(len, table.splitlines())) <= 80
+    assert table.count("icecache-digest-device") == 1, "in one part"
+    assert "What would fit: " in words
 
 
 def test_what_rows_are_stored_in_matters_only_where_rows_are_stored() -> None:
@@ -63,6 +84,8 @@ def test_a_model_that_decodes_nothing_is_refused_by_name(tmp_path: Path) -> None
         (("--shape", "tiny", "--gpu", "H10"), 1, ("gpu", "'H100'")),
         (("--shape", "tiny", "--gpu-memory", "24XB"), 1, ("--gpu-memory", "24XB", "8GiB")),
         (("--shape", "tiny", "--gpu", "none", "--gpu-memory", "24GB"), 1, ("--gpu-memory",)),
+        (("--shape", "tiny", "--gpu-memory", "24"), 1, ("--gpu-memory", "24 bytes", "24GB")),
+        (("--shape", "tiny", "--host-memory", "64"), 1, ("--host-memory", "64 bytes")),
         (("--shape", "tiny", "--length", "1m"), 2, ("--length", "1m")),
         (("--shape", "tiny", "--model", "shipped"), 2, ("--model", "--shape")),
         (("--model", "./nothing-here"), 1, ("./nothing-here",)),

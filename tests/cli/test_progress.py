@@ -71,6 +71,7 @@ def test_a_terminal_gets_bars_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
         ("generate", "Hello"),
         ("eval", "passkey"),
         ("eval", "perplexity"),
+        ("eval", "agreement", "--file", __file__),
         ("compare",),
         ("demo",),
         ("inspect", "--file", __file__, "--question", "What?", "-o", "page.html"),

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from said import Said, refused
 
+from kvthaw.reproduce import Experiment, Lab, Outcome, run
+
 
 def test_the_list_says_what_each_needs() -> None:
     listed = {one["name"]: one for one in Said("reproduce", "list", "--json").records}
@@ -40,3 +42,24 @@ def test_what_is_missing_is_said_in_one_line(model: str) -> None:
     refused(Said("reproduce", "icecache-t3", "--model", model), 1, "gsm8k", "data")
     refused(Said("reproduce", "icecache-t33"), 1, "icecache-t3")
     refused(Said("reproduce", "icecache-f7"), 1, "GPU", "--quick")
+
+
+def test_what_was_measured_is_printed_though_another_name_could_not_be(model: str) -> None:
+    said = Said("reproduce", "icecache-f7,icecache-f6,pariskv-t1,clusterkv-f12", "--model", model, "--limit", "1", "--json")
+    assert {one["name"] for one in said.records} == {"pariskv-t1"}
+    assert said.code == 1
+    *notes, error = said.err.splitlines()
+    assert all(line.startswith("icecache-f6: ") and "positions end at" in line for line in notes)
+    assert all(words in error for words in ("icecache-f7, clusterkv-f12: ", "GPU", "icecache-f6: ", "positions end at"))
+
+
+def test_what_was_measured_is_printed_where_a_run_is_stopped(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(one: Experiment, lab: Lab) -> Outcome:
+        if one.name == "icecache-t3":
+            raise KeyboardInterrupt
+        return run(one, lab)
+
+    monkeypatch.setattr("kvthaw.reproduce.run", stopped)
+    said = Said("reproduce", "pariskv-t1,icecache-t3", "--quick", "--model", model, "--json")
+    assert {one["name"] for one in said.records} == {"pariskv-t1"}
+    assert said.code == 130

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from kvthaw import Batch, HostMemoryError, PrefixCache, Scheduler
 from kvthaw.cache import host_memory
 from kvthaw.engine import admission
+from kvthaw.engine.library import Library
 from zoo import build, prompt
 
 BLOCK, SIZE = 24, 24 * 2 * 2 * 16 * 4  # tokens; bytes in a layer, three quarters of a power of two
@@ -77,3 +79,40 @@ def test_no_request_that_was_admitted_is_preempted(
     assert preempted == 0
     room = host - keeps / LAYERS + (device or 0)
     assert refused == sum(-(-sum(one) // BLOCK) > room for one in asked)
+
+
+@pytest.mark.parametrize("settings", [{"method": "quest"}, {"method": "auto", "full_below": 64}])
+@torch.no_grad()
+def test_entries_with_a_name_refuse_nobody_for_good(
+    model: PreTrainedModel, settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though the prefix cache may have more memory than the batch: the longest request is served beside as many as there may be,
+    and after a restart that finds more of them, too."""
+
+    def batch_of(host: int) -> Batch:
+        kept = PrefixCache(host_bytes=1 << 30)
+        sizes = {"max_seqs": 2, "capacity": 130, "block_size": BLOCK, "host_bytes": LAYERS * host * HELD}
+        return Batch(model, prefix_cache=kept, budget=32, **sizes, **settings)
+
+    def served(batch: Batch, tokens: int, new: int, **how: Any) -> Exception | None:
+        scheduler = Scheduler(batch)
+        request = scheduler.submit(prompt(1, tokens, seed=tokens)[0], max_new_tokens=new, stop=(), **how)
+        while scheduler.busy:
+            scheduler.step()
+        return request.error
+
+    small, large = batch_of(11), batch_of(100)  # the longest request takes 6 blocks, and one for a copy
+    for batch, kept in (small, 2), (large, 4):
+        errors = [served(batch, tokens, 1, name=str(tokens)) for tokens in range(40, 44)]
+        assert errors[:kept] == [None] * kept
+        assert all("too little host memory" in str(error) for error in errors[kept:])
+    assert served(small, 100, 30) is None
+    library = Library(large.cache, large.prefix_cache, tmp_path)
+    for salt, name in large.prefix_cache.entries:
+        library.save(name, salt)
+    restarted = batch_of(11)
+    assert served(restarted, 3, 1) is None
+    with caplog.at_level("WARNING"):
+        Library(restarted.cache, restarted.prefix_cache, tmp_path, restarted.admission.leaves_room).restore()
+    assert caplog.text.count("too little host memory") == 2
+    assert served(restarted, 100, 30) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,10 @@ from kvthaw import Batch, Cache, PrefixCache, Scheduler
 from kvthaw.bench.shapes import build
 from kvthaw.cache import host_memory
 from kvthaw.cache.crossing import Crossing
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.graph_runner import GraphRunner
-from kvthaw.engine.hf.dry_run import sequence_bytes
+from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.engine.warm import _serve, warm
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.methods import auto
@@ -285,6 +288,19 @@ def test_a_step_that_fails_is_taken_again_behind_the_change(llama: PreTrainedMod
     torch.testing.assert_close(found, expected[:, 6:], rtol=1e-4, atol=1e-5)
 
 
+def test_the_layers_in_force_change_as_a_set(llama: PreTrainedModel) -> None:
+    """Who goes through them finds those that it began with, whatever is chosen meanwhile."""
+    cache = Cache(llama, "pariskv-plus", full_below=55, **SMALL)
+    sets = [cache.kv.layers]
+    follow(llama, cache, prompt(1, 50), prompt(1, 10, seed=1))
+    sets.append(cache.kv.layers)
+    cache.reset()
+    sets.append(cache.kv.layers)
+    kinds = [{type(layer) for layer in layers} for layers in sets]
+    assert kinds == [{DenseLayer}, {OffloadedLayer}, {DenseLayer}]
+    assert not set(sets[0]) & set(sets[2])
+
+
 def test_where_the_host_has_no_memory_full_attention_goes_on(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -377,6 +393,59 @@ def test_every_device_has_a_method() -> None:
         auto.find("auto", torch.device("cpu"), reuse=2)
     with pytest.raises(ConfigError, match=r"no option 'sink'; it has none of its own$"):
         auto.check_name("auto:sink=4")
+
+
+def test_auto_takes_the_fastest_method_that_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """On a CPU as on a GPU; of this small model pariskv-plus keeps less than clusterkv-plus."""
+    fast, small = "clusterkv-plus", "pariskv-plus"
+    monkeypatch.setitem(auto.BEST, "cpu", auto.Best((fast, small), Crossing(((1, 100),), 0, "for a test")))
+    model = build_exact("llama", max_position_embeddings=4096)
+    most, least = (
+        Cache(model, name, device_memory=1, **SMALL).needs(1, 2000, 0, pinned=False).device for name in (fast, small)
+    )
+    for memory, name, fits in ((most, fast, True), (most - 1, small, True), (least - 1, small, False)):
+        cache = Cache(model, device_memory=memory, sized_for=(1, 2000), **SMALL)
+        assert cache.settings.method.name == name
+        assert ("no method fits" in caplog.text) is not fits
+        with kvthaw.attach(model, device_memory=memory, **SMALL) as handle:
+            model.generate(prompt(1, 2000 - 256), max_new_tokens=3, **HOW)
+            stats = handle.stats()
+        assert stats.method == name
+        assert (f"{fast} would need" in stats.reason) == (name != fast)
+        batch = Batch(model, max_seqs=2, capacity=2000, device_memory=memory, **SMALL)
+        assert batch.cache.settings.method.name == cache.fork("auto").settings.method.name == name
+    assert Cache(model, device_memory=most - 1, sized_for=(1, 200), **SMALL).settings.method.name == fast
+
+
+@pytest.mark.gpu
+def test_gpu_auto_takes_the_fastest_method_that_fits(device: torch.device) -> None:
+    """And a second call the same, though the first left its cache behind."""
+    model, how = build("tiny", device), {"budget": 128, "dense_layers": 0}
+    needs = {
+        name: Cache(model, name, device_memory=1, **how).needs(1, 20_256, 0, pinned=True).device
+        for name in auto.BEST["cuda"].methods
+    }
+    assert sorted(needs.values(), reverse=True) == list(needs.values())
+    ids = torch.randint(1, 1000, (1, 20_000), device=device)
+    for name, memory in needs.items():
+        with kvthaw.attach(model, device_memory=memory, full_below=100, **how) as handle:
+            for _ in range(2):
+                model.generate(ids, max_new_tokens=4, **HOW)
+                assert handle.stats().method == name
+
+
+def test_an_attached_model_gives_the_memory_of_the_latest_call_back_first(llama: PreTrainedModel) -> None:
+    with kvthaw.attach(llama, "oracle", **SMALL) as handle:
+        llama.generate(prompt(1, 90), max_new_tokens=3, **HOW)
+        before, made, gone = weakref.ref(handle.cache), handle._forward.make, list[bool]()
+
+        def make(sized_for: tuple[int, int] | None) -> Cache:
+            gone.append(before() is None)
+            return made(sized_for)
+
+        handle._forward.make = make
+        llama.generate(prompt(1, 90), max_new_tokens=3, **HOW)
+    assert gone == [True]
 
 
 @pytest.mark.gpu

@@ -318,8 +318,8 @@ def test_a_mask_of_every_query(llama: PreTrainedModel) -> None:
         cache.crop(-6)
         torch.testing.assert_close(expected, forward(llama, cache, IDS[:, :6]), atol=1e-4, rtol=1e-4)
         cache.reset()
-    with pytest.raises(CacheError, match=r"attention_mask is torch.float32 of shape \[1, 1, 6, 6\]"):
-        forward(llama, cache, IDS[:, :6], torch.zeros(1, 1, 6, 6))
+    with pytest.raises(CacheError, match=r"attention_mask is torch.float32 of shape \[1, 1, 6, 6\].*2-D.*or of 0 and -inf"):
+        forward(llama, cache, IDS[:, :6], torch.full((1, 1, 6, 6), -1.0))
     with pytest.raises(CacheError, match=r"on the left only"):
         forward(llama, cache, IDS[:, :6], both_ways.transpose(2, 3))
     still_works(llama, cache)
@@ -461,24 +461,6 @@ def test_other_caches(llama: PreTrainedModel, implementation: str) -> None:
         with pytest.raises(CacheError, match=r"StaticCache; kvthaw works with its own Cache or a DynamicCache"):
             forward(llama, StaticCache(config=llama.config, max_cache_len=100), IDS)
         assert llama.generate(IDS, max_new_tokens=2, do_sample=False).shape == (1, 62)
-
-
-def test_fork_of_a_cache_that_evicts(llama: PreTrainedModel) -> None:
-    cache = kvthaw.Cache(llama, "streaming", budget=32)
-    forward(llama, cache, IDS)
-    with pytest.raises(CacheError, match=r"streaming has dropped tokens"):
-        cache.fork("oracle")
-
-
-def test_crop_of_a_cache_that_evicts(llama: PreTrainedModel) -> None:
-    cache = kvthaw.Cache(llama, "streaming", budget=32)
-    forward(llama, cache, IDS)
-    with pytest.raises(CacheError, match=r"streaming has dropped the tokens that crop\(-40\)"):
-        cache.crop(-40)
-    assert cache.get_seq_length() == 60
-    cache.crop(-5)
-    assert cache.get_seq_length() == 55
-    assert forward(llama, cache, IDS[:, :1]).isfinite().all()
 
 
 # What is not bad at all

@@ -12,8 +12,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvthaw import Batch, Cache
 from kvthaw.cache.dry_run import Needs
-from kvthaw.engine.hf.dry_run import dry_run, sequence_bytes
-from kvthaw.methods import METHODS, resolve
+from kvthaw.engine.hf.cache import sequence_bytes
+from kvthaw.methods import METHODS
 from zoo import build, prompt
 
 
@@ -42,7 +42,8 @@ def held(cache: Cache) -> dict[str, int]:
 def agree(model: PreTrainedModel, method: str, length: int = 300, new: int = 3, rows: int = 2, **settings: Any) -> Needs:
     """Check a dry run against a cache that takes prompts and some tokens. Returns what it said."""
     settings = {"budget": 64, "dense_layers": 1, "block_size": 32, **settings}
-    needs = dry_run(copy.deepcopy(model).to("meta"), resolve(method), rows, length, new, pinned=False, **settings)
+    unreal = copy.deepcopy(model).to("meta")
+    needs = Cache(unreal, method, **settings).needs(rows, length, new, pinned=False)
     cache, ids = Cache(model, method, **settings), prompt(rows, length + new).to(model.device)
     with torch.no_grad():
         model(ids[:, :length], past_key_values=cache)
@@ -94,7 +95,8 @@ def test_admission_counts_the_same_rows() -> None:
     batch = Batch(model, "quest", max_seqs=2, capacity=400, budget=64, dense_layers=1)
     request = batch.join(prompt(1, 300)[0], max_new_tokens=20)
     batch.prefill(request)
-    told = dry_run(copy.deepcopy(model).to("meta"), resolve("quest"), 1, 300, 20, pinned=False, budget=64, dense_layers=1)
+    unreal = copy.deepcopy(model).to("meta")
+    told = Cache(unreal, "quest", budget=64, dense_layers=1).needs(1, 300, 20, pinned=False)
     assert batch.admission.need(request) == told.rows
 
 

@@ -23,7 +23,7 @@ from kvthaw.methods.options import digest
 from zoo import build, prompt, ragged
 
 SETTINGS: dict[str, Any] = {"budget": 32, "dense_layers": 0, "block_size": 16}
-STORES = [name for name, make in METHODS.items() if not make().evicts and not make().dense]
+STORES = [name for name, make in METHODS.items() if not make().dense]
 HEADS, DIM, HOW = 2, 16, AttentionParams(0.25)
 
 
@@ -117,8 +117,8 @@ def test_what_is_not_finite_is_told(bad: float, tokens: list[tuple[Tensor, ...]]
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="streaming"):
-        Cache(model(), "streaming", kv_dtype="fp8")
+    with pytest.raises(ConfigError, match="full"):
+        Cache(model(), "full", kv_dtype="fp8")
     with pytest.raises(ConfigError, match="kv_dtype"):
         Cache(model(), "quest", kv_dtype="int4")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kv_dtype"):

@@ -10,7 +10,9 @@ import torch
 
 import bytemodel
 from kvthaw import Batch
+from kvthaw.engine import grammar
 from kvthaw.engine.grammar import Grammar, Grammars, TokenMasks
+from kvthaw.engine.json_schema import check_schema
 from kvthaw.engine.sampling import Sampler, Sampling, sample
 from kvthaw.errors import ConfigError
 
@@ -154,6 +156,30 @@ def test_an_output_that_no_token_continues_ends_with_an_error(loaded: tuple[Any,
         ({"type": "object", "properties": {str(i): {} for i in range(200)}}, "properties"),
         ({"type": "array", "items": {"type": "float"}}, "float"),
         ({"enum": []}, "enum"),
+        ({"discriminator": {}, "oneOf": [{}]}, "oneOf is not served; anyOf is"),
+        ({"description": "x", "allOf": [{}], "type": "object"}, "allOf"),
+        *(({"type": "object", "required": wrong}, "required") for wrong in (5, None, "ab", [5], {"a": 1})),
+        *(({"type": "string", "format": wrong}, "format") for wrong in ([], {}, None, 5)),
+        *(({"type": "string", "pattern": wrong}, "pattern") for wrong in ([], None, 5)),
+        *(({"type": wrong}, "type") for wrong in ([], [[]], {}, None, 5, ["string", 5])),
+        *(({"type": "array", "minItems": wrong}, "minItems") for wrong in ([], True, None, 0.5, -1)),
+        *(({"type": "integer", "minimum": wrong}, "minimum") for wrong in ([], True, None, "5")),
+        *(({"type": "integer", "multipleOf": wrong}, "multipleOf") for wrong in (0, -1, 1025, 1.5, True, "2", None, [])),
+        ({"type": "array", "minItems": 3, "maxItems": 1}, "cannot be met: minItems is greater than maxItems: 3 > 1"),
+        ({"type": "string", "minLength": 3, "maxLength": 1}, "cannot be met: minLength 3 is greater than maxLength 1"),
+        ({"type": "integer", "minimum": 3, "maximum": 1}, "cannot be met: Invalid range"),
+        ({"type": "array", "prefixItems": [{"type": "null"}], "maxItems": 0}, "cannot be met: maxItems is less than"),
+        ({"enum": 5}, "enum"),
+        ({"const": 1 << 63}, "64 bits"),
+        ({"enum": [{"a": [-(1 << 64)]}]}, "64 bits"),
+        ({"type": "string", "const": 5}, "not of its type"),
+        ({"type": "integer", "enum": [1, True]}, "not of its type"),
+        ({"type": "string", "const": float("nan")}, "finite"),
+        ({"$ref": "#"}, "no end"),
+        ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "no end"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no end"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "no end"),
+        ({"anyOf": [{"$ref": "#"}, {"type": "array", "prefixItems": [{"$ref": "#"}]}]}, "no end"),
         ({"type": "object", "description": "x" * (17 << 10)}, "bytes"),
     ],
 )
@@ -168,3 +194,127 @@ def test_a_schema_may_not_be_nested_without_end(grammars: Grammars) -> None:
         schema = {"type": "array", "items": schema}
     with pytest.raises(ConfigError, match="deep"):
         grammars.json_schema(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        {"type": "object", "properties": {"next": {"$ref": "#"}}},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"$defs": {"a": {"type": "object", "properties": {"b": {"$ref": "#/$defs/c"}}, "required": ["b"]},
+                   "c": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}, "$ref": "#/$defs/a"},
+        {"type": ["integer", "null"], "const": None},
+        {"const": (1 << 63) - 1},
+    ],
+)  # fmt: skip
+def test_a_schema_that_something_finite_meets_is_served(grammars: Grammars, schema: Any) -> None:
+    grammars.json_schema(schema)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(.{1,4000}){1,4000}", "((a{1,1000}){1,1000}){1,1000}", "([a-z]{1,50} ?){1,50}", "(.?.?.?.?.?.?.?.?){1,16}", "a" * 300,
+        "(.|..|...|....){1,32}", ".?" * 65, ".*" * 60, "(.?){50}", ".{1000}", "(((.{9}){9}){9}){9}", "(.?){0,64}", "a{1,129}",
+        "a{2000000000}", "(" * 2000 + "." + "){9}" * 2000, "(a|" * 300 + "a" + ")*" * 300, "(.*a?){40}",
+    ],
+)  # fmt: skip
+def test_a_pattern_that_a_text_goes_through_in_many_ways_is_refused(grammars: Grammars, pattern: str) -> None:
+    with pytest.raises(ConfigError, match=r"pattern (has|lets|repeats)"):
+        grammars.json_schema({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(.?é*)+", "(.|(é{8})*)+", "((a*)*b)*", "(a?){3}", "(|a)+", "(a*){0,2}", "(a|b*c*){2,}", "()*"]
+)
+def test_a_group_that_may_be_empty_is_not_repeated(grammars: Grammars, pattern: str) -> None:
+    """xgrammar looks for a way through it without end."""
+    with pytest.raises(ConfigError, match="may be empty"):
+        grammars.json_schema({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize("pattern", [r".(([a-z]+){6}){5}((..é[0-9a-f]){4})?\d", "(.+[^x][^x]*(.|日|. )){5}", ".*.*.*.*.*é"])
+def test_beyond_ascii_a_text_may_go_on_in_few_ways(grammars: Grammars, pattern: str) -> None:
+    with pytest.raises(ConfigError, match="too many ways"):
+        grammars.json_schema({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize(
+    "pattern", ["[一-鿿]{1,60}", "(rouge|bleu|doré)(, (rouge|bleu|doré))*", "[a-zà-ÿ]+( [a-zà-ÿ]+)*", ".*é.*"]
+)
+def test_usual_patterns_beyond_ascii_are_served(grammars: Grammars, pattern: str) -> None:
+    grammars.json_schema({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize("pattern", ["a$b", "a^", "^a$|^b$", r"\ba", "(^a)", r"a\b", "$a"])
+def test_an_anchor_within_a_pattern_is_refused(grammars: Grammars, pattern: str) -> None:
+    """xgrammar passes over it."""
+    with pytest.raises(ConfigError, match="anchor"):
+        grammars.json_schema({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize("pattern", ["^a$", r"\^a\$", "[$^]a", r"[\]^]"])
+def test_what_only_looks_like_an_anchor_is_served(grammars: Grammars, pattern: str) -> None:
+    grammars.json_schema({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize(
+    ("schema", "passes"),
+    [
+        ({"type": "string", "pattern": ".{0,64}"}, 64),
+        ({"type": "string", "pattern": ".*a.*b.*"}, 25),
+        ({"type": "string", "pattern": ".?.?.?.?.?"}, 135),
+        ({"type": "string", "pattern": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"}, 32),
+        ({"type": "string", "maxLength": 40}, 40),
+        ({"type": "string", "minLength": 4000}, 192),
+        ({"type": "array", "prefixItems": [{"type": "string", "maxLength": n} for n in (30, 40, 50, 200)]}, 242),
+        ({"type": "object", "properties": {str(n): {"type": "string"} for n in range(100)}}, 10),
+    ],
+)
+def test_what_a_schema_takes_to_compile_is_told_before(schema: Any, passes: int) -> None:
+    assert check_schema(schema) == pytest.approx(passes, rel=0.1, abs=1)
+
+
+def test_a_schema_that_takes_long_to_compile_for_a_vocabulary_is_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = {"type": "object", "properties": {str(n): {"type": "string", "maxLength": 200} for n in range(8)}}
+    source, tries = grammars.read(schema)
+    assert source == (json.dumps(schema), False)
+    monkeypatch.setattr(grammar, "MOST_TRIES", tries - 1)
+    with pytest.raises(ConfigError, match="passes over a vocabulary of 258 tokens"):
+        grammars.json_schema(schema)
+
+
+def test_a_grammar_that_was_compiled_is_known(grammars: Grammars) -> None:
+    source, _ = grammars.read({"type": "boolean", "title": "to be known"})
+    assert grammars.known(source) is None
+    assert grammars.compile(source) is grammars.known(source) is grammars.compile(source)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "fits"),
+    [
+        (r"[0-9]{4}-[0-9]{2}-[0-9]{2}", "2024-02-29", True),
+        (r"[0-9]{4}-[0-9]{2}-[0-9]{2}", "2024-2-29", False),
+        (r"([0-9]{1,3}\.){3}[0-9]{1,3}", "10.0.0.255", True),
+        (r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "123e4567-e89b-12d3-a456-426614174000", True),
+        (r"\(?\d{3}\)?[-. ]?\d{3}[-. ]?\d{4}", "(555) 123-4567", True),
+        (r"[A-Za-z_][A-Za-z0-9_]{0,63}", "a_name", True),
+        (r"(red|green|blue)(, (red|green|blue))*", "red, blue", True),
+    ],
+)
+def test_usual_patterns_are_served(grammars: Grammars, loaded: tuple[Any, Any], pattern: str, text: str, fits: bool) -> None:
+    grammar = grammars.json_schema({"type": "string", "pattern": pattern})
+    assert follow(grammar, loaded[1], json.dumps(text)) == fits
+
+
+def test_counts_of_a_whole_schema_are_bounded(grammars: Grammars) -> None:
+    def properties(one: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "object", "properties": {str(i): {**one, "title": str(i)} for i in range(100)}}
+
+    with pytest.raises(ConfigError, match="counts"):
+        grammars.json_schema(properties({"type": "string", "maxLength": 4000}))
+    with pytest.raises(ConfigError, match="multipleOf"):
+        grammars.json_schema(properties({"type": "integer", "multipleOf": 100}))

@@ -50,7 +50,7 @@ def test_a_dropped_cache_is_freed(llama: PreTrainedModel, method: str) -> None:
     before = searching()
     decode(llama, cache)
     cache.replay = GraphRunner(llama.forward, cache, capture=False)
-    twin = cache.fork("oracle") if method not in ("streaming",) else None
+    twin = cache.fork("oracle")
     found = held(cache)
     workers = [thread for thread in threading.enumerate() if thread.name.startswith("kvthaw")]
     del cache
@@ -58,7 +58,7 @@ def test_a_dropped_cache_is_freed(llama: PreTrainedModel, method: str) -> None:
     for thread in workers[before:]:
         thread.join(10)
     assert searching() <= before
-    assert twin is None or twin.get_seq_length() == 96
+    assert twin.get_seq_length() == 96
 
 
 @pytest.mark.parametrize("method", ["full", "oracle", "icecache-digest", "clusterkv"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -12,9 +13,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from transformers import PreTrainedModel
 
+import owners
 from kvthaw import Batch, CacheError, PrefixCache, Request, Scheduler, attach
 from kvthaw.engine.library import Library
 from kvthaw.index.forest import TreeIndex
@@ -63,7 +65,7 @@ def test_reuse_gives_the_tokens_of_a_fresh_prefill(model: PreTrainedModel, metho
     found = [tokens_of(batch, ids) for ids in prompts]
     assert [tokens for tokens, _ in found] == fresh
     kind = batch.cache.settings.method
-    refused = kind.evicts or kind.prompt_queries is None
+    refused = kind.prompt_queries is None
     assert [cached for _, cached in found] == ([0, 0, 0] if refused else [0, 200, 362])
     assert batch.stats().cached_tokens == prefix.stats().hits == sum(cached for _, cached in found)
     assert (prefix.stats().refused is not None) == refused
@@ -117,6 +119,11 @@ class Requests(RuleBasedStateMachine):
     def drop(self) -> None:
         self.prefix.drop_oldest()
 
+    @invariant()
+    def owners_are_counted(self) -> None:
+        swapped = [request.swapped for request, _ in self.given if request.swapped is not None]
+        owners.check(owners.held([self.batch.cache.kv], self.prefix, swapped))
+
     @precondition(lambda self: any(request.finished == "length" for request, _ in self.given))
     @rule(which=st.integers(0, 20))
     def pin(self, which: int) -> None:
@@ -139,6 +146,24 @@ class Requests(RuleBasedStateMachine):
         self.prefix.clear()
         assert memory.used == 0
         assert self.prefix.stats().kept_bytes == 0
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_cache_that_is_reset_or_dropped_is_no_owner(model: PreTrainedModel, drops: bool) -> None:
+    """Of kept blocks on the device: one that seems to have another owner never makes room."""
+    prefix = PrefixCache()
+    batch = batch_of(model, "oracle", prefix, device_memory=DEVICE)
+    tokens_of(batch, prompt(1, 200)[0])
+    request = batch.join(prompt(1, 230)[0])
+    batch.prefill(request)
+    kept = list(owners.held([], prefix))
+    assert max(block.owners for block in kept) > 1
+    if drops:
+        del batch, request
+        gc.collect()
+    else:
+        batch.cache.reset()
+    assert [block.owners for block in kept] == [1] * len(kept)
 
 
 Requests.TestCase.settings = settings(max_examples=6, stateful_step_count=8)
@@ -215,7 +240,7 @@ def test_a_tree_is_shared_where_little_is_new(tmp_path: Path, monkeypatch: pytes
     assert tokens_of(batch, question) == found
     tokens_of(batch, ids, name="document")
     library = Library(batch.cache, prefix, tmp_path)
-    library.save("document", library.parts("document"))
+    library.save("document")
     restored = batch_of(model, "icecache-digest", PrefixCache(), capacity=1000)
     assert restored.prefix_cache is not None
     Library(restored.cache, restored.prefix_cache, tmp_path).restore()

@@ -287,3 +287,12 @@ def test_documents_come_back_to_a_gpu(method: str, tmp_path: Path) -> None:
             assert found[0][0] == before[0][0]
         assert prefix.stats().evicted_tokens == 0
         assert prefix.stats().disk_bytes
+
+
+def test_a_folder_that_is_made_is_its_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        PrefixCache(host_bytes=1, kv_dir=tmp_path / "kv")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, QueueFullError, Request, Sampling, Scheduler
-from kvthaw.engine.scheduler import BUS, DEPTH, STREAMED, chunk_tokens, streamed_tokens
+from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, PrefixCache, QueueFullError, Request, Sampling, Scheduler
+from kvthaw.engine.scheduler import BUS, DEPTH, STREAMED, chunk_tokens, cpu_tokens, streamed_tokens
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.forest import TreeIndex
 from kvthaw.kernels.dense import worth_a_plan
@@ -32,9 +32,9 @@ def settings_of(method: str) -> dict[str, Any]:
     return {"budget": 48, "dense_layers": int(method in ("streaming", "h2o", "quest", "oracle")), "block_size": 16}
 
 
-def alone(model: PreTrainedModel, method: str, *asked: tuple[torch.Tensor, int]) -> list[list[int]]:
+def alone(model: PreTrainedModel, method: str, *asked: tuple[torch.Tensor, int], capacity: int = 200) -> list[list[int]]:
     """The tokens of requests whose prompts go through the model at once; a batch gives each what it gets alone."""
-    batch = Batch(model, method, max_seqs=len(asked), capacity=200, **settings_of(method))
+    batch = Batch(model, method, max_seqs=len(asked), capacity=capacity, **settings_of(method))
     requests = [batch.join(ids, max_new_tokens=new, stop=()) for ids, new in asked]
     while batch.requests:
         batch.step()
@@ -87,7 +87,7 @@ def test_everyone_gets_the_tokens_of_being_alone(model: PreTrainedModel, method:
         if step == 9 and scheduler.decoding:
             scheduler.cancel(scheduler.decoding[0])
     assert not scheduler.busy
-    assert beside or method in ("streaming", "h2o") or batch.cache.settings.method.evicts
+    assert beside or method == "h2o"
     assert sum(one.finished == "left" for one in requests) in (2, 3)
     assert sum(len(one.tokens) for one in requests) == len(seen)
     for one, own, (_, new) in zip(requests, alone(model, method, *asked), asked, strict=True):
@@ -642,3 +642,49 @@ def test_a_request_that_leaves_costs_few_launches_a_layer(method: str) -> None:
     with Count() as count:
         batch.leave(requests[0])
     assert count.launches <= 8 * 5
+
+
+@torch.no_grad()
+def test_a_long_prompt_that_comes_first_lets_a_short_one_by() -> None:
+    """On a CPU, though nobody decodes when it begins."""
+    model = build("llama", max_position_embeddings=4096)
+    scheduler = Scheduler(Batch(model, "quest", max_seqs=2, capacity=4000, **settings_of("quest")))
+    long = scheduler.submit(prompt(1, 3000)[0], max_new_tokens=1, stop=())
+    scheduler.step()
+    assert 0 < long.prefilled <= 512
+    short = scheduler.submit([1, 2, 3, 4, 5], max_new_tokens=1, stop=())
+    for _ in range(3):
+        scheduler.step()
+    assert short.tokens
+    assert long.prefilled <= 1536
+
+
+def test_a_cpu_takes_fewer_tokens_of_a_large_model_at_a_time() -> None:
+    sizes = [cpu_tokens(weights) for weights in (1, 10**8, 5 * 10**8, 10**9, 10**11)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[:2] == [512, 512]
+    assert sizes[-1] == 128
+
+
+@pytest.mark.parametrize("method", ["full", "oracle", "icecache-digest"])
+def test_a_prompt_that_is_given_up_again_and_again_goes_on_from_where_it_was(model: PreTrainedModel, method: str) -> None:
+    """Each try takes two steps and is cancelled; the tries after it begin with the whole blocks that those before had computed."""
+    ids, how = prompt(1, 360)[0], settings_of(method) | {"block_size": 16}
+    batch = Batch(model, method, max_seqs=2, capacity=400, prefill_chunk=40, prefix_cache=PrefixCache(host_bytes="1 GB"), **how)
+    scheduler, cached = Scheduler(batch, step_tokens=40), []
+    other = scheduler.submit(prompt(1, 20, seed=1)[0], max_new_tokens=300, stop=())
+    while not other.tokens:
+        scheduler.step()
+    for _ in range(3):
+        request = scheduler.submit(ids, max_new_tokens=4, stop=())
+        for _ in range(2):
+            scheduler.step()
+        assert request.prefilled < len(ids)
+        scheduler.cancel(request)
+        cached.append(request.cached_tokens)
+    request = scheduler.submit(ids, max_new_tokens=4, stop=())
+    while request.finished is None:
+        scheduler.step()
+    assert cached[0] == 0 < cached[1] < cached[2] < request.cached_tokens
+    assert request.tokens == alone(model, method, (ids, 4), capacity=400)[0]
+    assert not request.error

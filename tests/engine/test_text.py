@@ -12,8 +12,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from kvthaw.engine.hf.model import shipped_path
-from kvthaw.engine.text import Detokenizer, StopStrings, TextStream
+from kvthaw.engine.text import Detokenizer, StopStrings, TextStream, tokens_after
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate.text import AnswerText
+from tokenizers_of import KINDS, WORDS
 
 HALF = "�"
 TEXTS = [
@@ -168,3 +170,146 @@ def test_stop_strings_that_are_none_are_refused(tokenizer: Any) -> None:
     for stop in ("abc", ["a", ""]):
         with pytest.raises(ConfigError, match="the stop strings are"):
             Detokenizer(tokenizer, stop)
+
+
+def spelled(kind: str, *parts: str) -> tuple[Any, list[int]]:
+    """A tokenizer, and the tokens of texts, each for itself."""
+    tokenizer = KINDS[kind]()
+    return tokenizer, [token for part in parts for token in tokenizer(part, add_special_tokens=False)["input_ids"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("stop", "parts", "text"),
+    [
+        ("<|im_end|>", ["a日", "<|im_end|>", "b"], "a日"),
+        ("\n<|im_end|>", ["a<|im_end|>b\n<|im_end|>c"], "ab"),
+        ("<|im_end|> the", ["a<|im_end|>b<|im_end|> the c"], "ab"),
+        (" <|im_end|>\n", ["a  <|im_end|>\nb"], "a"),
+        ("<|im_end|><|im_end|>", ["a<|im_end|>b<|im_end|><|im_end|>"], "ab"),
+        ("本<|im_end|>", ["日本<|im_end|>"], "日"),
+        ("</s>", ["a", "<|im_end|>", "b</s>c"], "ab"),
+    ],
+)
+def test_a_stop_string_that_spells_a_special_token(kind: str, stop: str, parts: list[str], text: str) -> None:
+    tokenizer, tokens = spelled(kind, *parts)
+    if kind == "llama":  # begins each text behind a special token with a space
+        space = tokenizer.convert_tokens_to_ids("▁")
+        tokens = [token for before, token in zip([None, *tokens], tokens, strict=False) if token != space or before == space]
+    for include in (False, True):
+        out = Detokenizer(tokenizer, ["never", stop], include_stop=include)
+        shown = ""
+        for token in tokens:
+            shown += out.push(token)
+            if out.stopped_by is not None:
+                break
+        assert out.stopped_by == stop
+        assert shown == out.text
+        assert out.text.removesuffix(stop).replace(" ", "") == text
+        assert out.text.endswith(stop) is include
+    answer = AnswerText(tokenizer, [stop])
+    for token in tokens:
+        answer.push(token)
+    answer.finish()
+    assert answer.stopped
+    assert answer.text.replace(" ", "") == text
+
+
+def test_special_tokens_that_end_nothing_are_not_shown() -> None:
+    tokenizer, tokens = spelled("byte-level", "a<|im_end|>b<|im_end|>")
+    out = Detokenizer(tokenizer, ["<|im_end|>c"])
+    assert "".join([*map(out.push, tokens), out.finish()]) == "ab"
+    out = Detokenizer(tokenizer, ["<|im_end|>"], min_tokens=3)
+    assert "".join([*map(out.push, tokens), out.finish()]) == "ab"
+    assert out.stopped_by == "<|im_end|>"
+
+
+def test_half_a_character_before_a_special_token_is_shown() -> None:
+    tokenizer, tokens = spelled("byte-level", "a日")
+    out = Detokenizer(tokenizer, ["<|im_end|>"])
+    said = "".join([*map(out.push, tokens[:-1]), out.push(tokenizer.convert_tokens_to_ids("<|im_end|>"))])
+    assert (said, out.stopped_by) == (f"a{HALF}", "<|im_end|>")
+
+
+def test_letters_that_spell_a_special_token_end_the_text_too() -> None:
+    tokenizer, tokens = spelled("byte-level", "a<|im_", "end|>b")
+    out = Detokenizer(tokenizer, ["<|im_end|>"])
+    assert "".join(map(out.push, tokens)) == "a"
+
+
+@pytest.mark.parametrize("kind", [*WORDS, "Python"])
+def test_a_text_and_what_goes_on_it_are_the_whole_text(kind: str) -> None:
+    """Wherever between two characters the prompt ends, with and without a special token at its beginning."""
+    tokenizer = WORDS[kind]() if kind in WORDS else ByT5Tokenizer()
+    text = (
+        "the king, playing the playing!"
+        if kind in WORDS and kind not in KINDS
+        else "the  king, playing the 日本 🙂 é the playing!"
+    )
+    for special in (True, False):
+        ids = [tokenizer.eos_token_id] * special + tokenizer(text, add_special_tokens=False)["input_ids"]
+        whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for at in range(len(ids)):
+            before = tokenizer.decode(ids[:at], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            if HALF not in before:
+                found = pieces(tokenizer, ids[at:], after=ids[:at])
+                assert before + "".join(found) == whole
+                assert not any(HALF in piece for piece in found)
+
+
+def test_a_prompt_that_ends_within_a_character_takes_nothing_from_the_text() -> None:
+    for kind in KINDS:
+        tokenizer = KINDS[kind]()
+        ids = tokenizer("a 日 the", add_special_tokens=False)["input_ids"]
+        at = next(i for i in range(len(ids)) if HALF in tokenizer.decode(ids[:i]))
+        assert "".join(pieces(tokenizer, ids[at:], after=ids[:at])).endswith(" the")
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_a_stop_string_may_begin_with_the_space_behind_the_prompt(kind: str) -> None:
+    tokenizer = WORDS[kind]()
+    ids = tokenizer("a the the", add_special_tokens=False)["input_ids"]
+    before = tokenizer("a", add_special_tokens=False)["input_ids"]
+    out = Detokenizer(tokenizer, [" the"], after=before)
+    for token in ids[len(before) :]:
+        out.push(token)
+    assert (out.text, out.stopped_by) == ("", " the")
+
+
+def test_an_answer_goes_on_its_prompt() -> None:
+    tokenizer = KINDS["llama"]()
+    a, the = (tokenizer.convert_tokens_to_ids(token) for token in ("a", "▁the"))
+    for after, text in (([a], " the the"), ((), "the the")):
+        answer = AnswerText(tokenizer, after=after)
+        assert "".join([answer.push(the), answer.push(the), answer.finish()]) == answer.text == text
+
+
+def test_text_behind_half_a_character_keeps_its_first_space() -> None:
+    tokenizer = KINDS["llama"]()
+    a, half, the = (tokenizer.convert_tokens_to_ids(token) for token in ("a", "<0xE6>", "▁the"))
+    stream = TextStream(tokenizer)
+    said = [stream.push(a), stream.push(half), stream.finish(), stream.push(the), stream.push(the)]
+    assert said == ["a", "", HALF, " the", " the"]
+
+
+@pytest.mark.parametrize("kind", WORDS)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("the king", " the"),
+        ("the", "the"),
+        ("a", "\nthe king"),
+        ("a\n", "\nthe"),
+        ("a b", "nd so"),
+        ("a", "日本"),
+        ("<|im_end|>", "the"),
+    ],
+)
+def test_tokens_of_a_text_that_goes_on_another_one(kind: str, one: str, other: str) -> None:
+    if kind not in KINDS and ("\n" in one + other or "日" in other):
+        pytest.skip("it has no tokens for these")
+    tokenizer = WORDS[kind]()
+    before = tokenizer(one, add_special_tokens=False)["input_ids"]
+    said = tokenizer.decode([*before, *tokens_after(tokenizer, other)], clean_up_tokenization_spaces=False)
+    glued = {"wordpiece": f"{one} {other.strip()}"}.get(kind, one + other)  # word pieces begin a word
+    assert said.replace("<|im_end|> ", "<|im_end|>") == glued.replace("<|im_end|> ", "<|im_end|>")

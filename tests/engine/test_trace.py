@@ -18,7 +18,7 @@ PACKAGE = Path(kvthaw.__file__).parent
 
 
 @pytest.mark.parametrize("method", ["quest", "icecache", "full"])
-def test_a_query_crosses_five_files_none_twice(method: str) -> None:
+def test_a_query_is_handed_through_five_files_none_twice(method: str) -> None:
     """Beside those of indexes and kernels; docs/architecture.md lists them."""
     llama = zoo.build("llama")
     cache = kvthaw.Cache(llama, method, **({} if method == "full" else {"budget": 64}))
@@ -44,3 +44,30 @@ def test_a_query_crosses_five_files_none_twice(method: str) -> None:
             name for name, _ in groupby(name for name, _ in entered[start:stop] if not name.startswith(("index", "kernels")))
         ]
         assert len(files) == len(set(files)) <= 5, files
+
+
+@pytest.mark.parametrize(("method", "most"), [("quest", (18, 29)), ("full", (5, 10))])
+def test_all_calls_of_a_layers_step_cross_few_files(method: str, most: tuple[int, int]) -> None:
+    """Whatever they carry, in a layer that neither begins the step nor commits it: files outside kernels/, and how often one is
+    entered again. These numbers only fall."""
+    llama = zoo.build("llama", num_hidden_layers=3)
+    cache = kvthaw.Cache(llama, method, **({} if method == "full" else {"budget": 64, "dense_layers": 0}))
+    entered: list[tuple[str, str]] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            entered.append((path.relative_to(PACKAGE).as_posix(), frame.f_code.co_name))
+
+    with torch.no_grad():
+        llama(zoo.prompt(1, 100), past_key_values=cache)
+        cache.wait()
+        llama(zoo.prompt(1, 1), past_key_values=cache)
+        sys.setprofile(note)
+        try:
+            llama(zoo.prompt(1, 1), past_key_values=cache)
+        finally:
+            sys.setprofile(None)
+    start, stop = [place for place, call in enumerate(entered) if call[1] == "attention"][1:]
+    files = [name for name, _ in groupby(name for name, _ in entered[start:stop] if not name.startswith("kernels"))]
+    assert (len(set(files)), len(files) - len(set(files))) <= most, files

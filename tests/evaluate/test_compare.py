@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,9 +31,12 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 GRID = Grid(("passkey",), ("full", "oracle", "streaming"), (64,), (320, 400), samples=3, depths=(0.0, 0.5))
 
 
-def compute(loaded: tuple[Any, Any], path: Path | None, grid: Grid = GRID, **how: Any) -> ResultsFile:
+def compute(
+    loaded: tuple[Any, Any], path: Path | None, grid: Grid = GRID, courses: Sequence[Course] = (), **how: Any
+) -> ResultsFile:
     results = ResultsFile(path)
-    run(Runner(*loaded, results, batch=2), Reader(*loaded, results, batch=2), grid, **how)
+    runner, reader = Runner(*loaded, results, batch=2), Reader(*loaded, results, batch=2)
+    run([*((runner, job) for job in grid.jobs()), *((reader, one) for one in courses)], grid.variants(), **how)
     return results
 
 
@@ -51,8 +55,9 @@ def test_what_is_there_is_not_run_again(loaded: tuple[Any, Any], tmp_path: Path,
 
 
 def test_all_jobs_get_their_first_samples_before_any_gets_its_next(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    grid = replace(GRID, samples=4, methods=("full",), courses=(Course(64, steps=2),))
-    found = [(one["length"], one["seed"]) for one in compute(loaded, tmp_path / "results.jsonl", grid)]
+    grid = replace(GRID, samples=4, methods=("full",))
+    made = compute(loaded, tmp_path / "results.jsonl", grid, [Course(64, steps=2)])
+    found = [(one["length"], one["seed"]) for one in made]
     assert found == [(320, 0), (320, 1), (400, 0), (400, 1), (64, 0), (320, 2), (320, 3), (400, 2), (400, 3)]
 
 
@@ -107,9 +112,9 @@ def toy(**other: Any) -> list[Record]:
 
 
 def test_summaries_pair_samples_with_full_attention() -> None:
-    tasks, perplexities = summaries(toy())
-    assert perplexities == []
-    found = {(one["method"], one["budget"]): one for one in tasks}
+    every = summaries(toy())
+    assert every.perplexities == every.benchmarks == every.agreements == []
+    found = {(one["method"], one["budget"]): one for one in every.tasks}
     assert [found[key]["n"] for key in (("full", None), ("quest", 64), ("streaming", 64))] == [10, 10, 3]
     assert found["quest", 64]["accuracy"] == 0.9
     assert found["quest", 64]["difference"][0] == pytest.approx(-0.1)
@@ -122,7 +127,7 @@ def test_summaries_pair_samples_with_full_attention() -> None:
 
 @pytest.fixture(scope="module")
 def document() -> Document:
-    return overview(*summaries([*toy(), *toy(length=8192), *toy(question="sparse")]))
+    return overview(summaries([*toy(), *toy(length=8192), *toy(question="sparse")]))
 
 
 def test_the_report_has_tables_first_and_asks_for_nothing(document: Document) -> None:
@@ -139,7 +144,7 @@ def test_the_report_has_tables_first_and_asks_for_nothing(document: Document) ->
 
 def test_the_report_names_rows_and_pools_the_samples_of_all_lengths() -> None:
     rows = [record("quest", None, seed, 1.0, retrieved=100) for seed in range(10)]
-    text = overview(*summaries([*toy(), *toy(length=8192), *rows])).markdown()
+    text = overview(summaries([*toy(), *toy(length=8192), *rows])).markdown()
     assert "| quest | 100 retrieved | 0 |" in text
     _, low, high = paired([-1.0, *[0.0] * 9] * 2)
     assert f"-10.0 ({100 * low:+.1f} to {100 * high:+.1f}, n=20)" in text
@@ -147,7 +152,7 @@ def test_the_report_names_rows_and_pools_the_samples_of_all_lengths() -> None:
 
 def test_the_report_has_times_and_no_folders_of_the_machine() -> None:
     timed = [Record(one.setting, {**one.measures, "step_s": 0.0125, "rows": 10}) for one in toy(model="/home/me/models/mine")]
-    document = overview(*summaries(timed))
+    document = overview(summaries(timed))
     for text in (document.html(), document.markdown()):
         assert "/home" not in text
         assert "12.5" in text
@@ -156,7 +161,7 @@ def test_the_report_has_times_and_no_folders_of_the_machine() -> None:
 
 
 def test_names_are_text_in_both_forms_of_the_report() -> None:
-    document = overview(*summaries(toy(model="<script>alert(1)</script>", task="a|b<i>")))
+    document = overview(summaries(toy(model="<script>alert(1)</script>", task="a|b<i>")))
     for text in (document.html(), document.markdown()):
         assert "<script" not in text
         assert "<i>" not in text
@@ -208,3 +213,86 @@ def test_the_command_runs_continues_and_reports(folder: Path, tmp_path: Path, mo
         assert empty.exit_code == 1
         assert not folder.parent.joinpath("nothing").exists()
         assert "holds no results of kvthaw compare" in " ".join(empty.output.split())
+
+
+def test_two_texts_are_not_one_comparison(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder keeps to its text, and says so before a model is loaded; a folder that has two is not reported."""
+    monkeypatch.setattr("kvthaw.evaluate.perplexity.Course", partial(Course, steps=8))
+    text, out = tmp_path / "own.txt", tmp_path / "out"
+    text.write_text("The grass is green, and so is the sea. " * 60)
+    asked = ["compare", "passkey,perplexity", "--method", "streaming", "--budget", "64", "--length", "320", "--samples", "1"]
+    asked += ["--model", str(folder), "--device", "cpu", "--out"]
+    assert CliRunner().invoke(app, [*asked, str(out)]).exit_code == 0
+    before = (out / "results.jsonl").read_text()
+    other = CliRunner().invoke(app, [*asked, str(out), "--text", str(text)])
+    assert other.exit_code == 1
+    assert "another text" in other.output
+    assert (out / "results.jsonl").read_text() == before
+    own = CliRunner().invoke(app, [*asked, str(tmp_path / "own"), "--text", str(text)])
+    assert own.exit_code == 0, own.output
+    (out / "results.jsonl").write_text(before + (tmp_path / "own" / "results.jsonl").read_text())
+    mixed = CliRunner().invoke(app, ["compare", "--report-only", "--out", str(out)])
+    assert mixed.exit_code == 1
+    assert "another text" in mixed.output
+
+
+def test_published_benchmarks_and_agreement_are_columns_of_the_report(folder: Path, tmp_path: Path) -> None:
+    question = {"_id": "1", "input": "Who?", "context": "Alice went in. " * 40, "answers": ["Alice"], "all_classes": None}
+    records = [{**question, "_id": str(i), "length": 1, "dataset": "qasper"} for i in range(3)]
+    (tmp_path / "qasper.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    out = tmp_path / "out"
+    asked = ["compare", "passkey,longbench_qasper,agreement", "--method", "streaming", "--budget", "64", "--length", "320"]
+    asked += ["--samples", "2", "--model", str(folder), "--device", "cpu", "--out", str(out)]
+    done = CliRunner().invoke(app, [*asked, "--data", f"longbench_qasper={tmp_path}", "--json"])
+    assert done.exit_code == 0, done.output
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["n"] for one in found if one.get("benchmark") == "longbench_qasper"] == [2, 2]
+    near = {one["method"]: one for one in found if "kl" in one}
+    assert near["full"]["kl"] == 0 < near["streaming"]["kl"]
+    assert near["full"]["n"] == 2, "a fifth of the samples of each, at least one"
+    report = (out / "report.md").read_text()
+    for part in report.split("\n## ")[1:3]:
+        assert "| KL to full |" in part
+        assert f"| {near['streaming']['kl']:.4f} |" in part
+    assert "## Agreement with full attention" in report
+    shown = CliRunner().invoke(app, ["compare", "--report-only", "--out", str(out)])
+    assert all(words in shown.stdout for words in ("KL(full || method)", "longbench_qasper", "passkey"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["agreement"], "name one"),
+        (["passkey", "--data", "niah=book.txt"], "niah is not among the tasks"),
+        (["gsm8k"], "gsm8k needs its data"),
+        (["babilong", "--data", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_compare_cannot_ask_is_said_before_anything_is_made(asked: list[str], said: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["compare", *asked, "--out", str(tmp_path / "out")])
+    assert done.exit_code in (1, 2)
+    assert said in " ".join(done.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_task_s_questions_come_from_data(folder: Path, tmp_path: Path) -> None:
+    lines = [{"ordered_kv_records": [[f"k{i}", f"v{i}"] for i in range(8)], "key": "k3", "value": "v3"}]
+    path = tmp_path / "kv.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    out = tmp_path / "out"
+    asked = [
+        "compare",
+        "kv-retrieval",
+        "--data",
+        f"kv-retrieval={path}",
+        "--method",
+        "full",
+        "--samples",
+        "1",
+        "--length",
+        "1k",
+    ]
+    done = CliRunner().invoke(app, [*asked, "--model", str(folder), "--device", "cpu", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    (record,) = ResultsFile(out / "results.jsonl")
+    assert record["answers"] == ["v3"]

@@ -29,8 +29,8 @@ from kvthaw.evaluate.machine import fingerprint
 from kvthaw.evaluate.metrics import mean, wilson
 from kvthaw.evaluate.results import ResultsFile, summarize
 from kvthaw.evaluate.runner import Runner
-from kvthaw.evaluate.tasks import TASKS, Sample, Task
-from kvthaw.evaluate.text import AnswerText, split_prompt
+from kvthaw.evaluate.tasks import TASKS, Sample, Task, find
+from kvthaw.evaluate.text import AnswerText, Chat, split_prompt
 from kvthaw.evaluate.variant import FULL, Variant
 from kvthaw.index.units import UnitIndex
 from kvthaw.methods import METHODS
@@ -486,3 +486,11 @@ def test_fingerprint_follows_the_weights(folder: Path) -> None:
     assert fingerprint(one) == fingerprint(two)
     two.model.norm.weight.data[3] += 0.5
     assert fingerprint(one) != fingerprint(two)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_answer_through_a_chat_template_has_room_for_a_sentence(name: str) -> None:
+    task = find(name)
+    assert Job(name, 4096, 1).limit(task) == task.max_new_tokens
+    assert Job(name, 4096, 1, chat=Chat()).limit(task) >= task.max_new_tokens + 16
+    assert Job(name, 4096, 1, chat=Chat(), max_new_tokens=3).limit(task) == 3

@@ -43,7 +43,7 @@ def test_system_prompt_and_thinking_reach_the_template(loaded: tuple[Any, Any], 
         (None, Chat(), "has no chat template"),
         (PLAIN, Chat(thinking=True), "thinking is to be on, but the chat template does not know"),
         (MUTE, Chat("Be brief."), "leaves the system prompt out"),
-        (STRICT, Chat("Be brief."), "the chat template fails: no system role"),
+        (STRICT, Chat("Be brief."), "the chat template refuses the messages: no system role"),
     ],
 )
 def test_what_a_template_does_not_know_is_refused(
@@ -63,9 +63,10 @@ def test_a_task_is_asked_through_the_template(loaded: tuple[Any, Any], template:
     )
     assert plain["prompt"] == 300
     assert asked["prompt"] == thinks["prompt"] == 300 + len("[user][bot]")
-    assert "chat" not in plain.setting
+    assert not {"chat", "max_new_tokens"} & set(plain.setting)
+    assert asked.setting["max_new_tokens"] == Job("passkey", 300, 1, chat=Chat()).limit(TASKS["passkey"])
     assert thinks.setting["thinking"] is True
-    assert thinks["new_tokens"] == 20 > asked["new_tokens"]
+    assert asked["new_tokens"] != thinks["new_tokens"] == 20
     assert Job("passkey", 300, 1, chat=Chat(thinking=True)).limit(TASKS["passkey"]) == THINKING
 
 

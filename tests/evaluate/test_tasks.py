@@ -13,7 +13,7 @@ from word_pieces import WordPieces
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.tasks import TASKS, Sample, find
-from kvthaw.evaluate.tasks.base import ASSETS, Haystack, fingerprint_of, fit, read_asset, word_list
+from kvthaw.evaluate.tasks.base import ASSETS, ROOM, Haystack, fingerprint_of, fit, read_asset, word_list
 from kvthaw.evaluate.tasks.keyed import Keyed, KVRetrieval, LongEval
 from kvthaw.evaluate.tasks.niah import Niah
 from kvthaw.evaluate.tasks.variable_tracking import VariableTracking
@@ -51,6 +51,23 @@ def shipped() -> Any:
 @pytest.fixture
 def tokenizer() -> WordPieces:
     return WordPieces()
+
+
+class Coarse:
+    """A tokenizer under which every word takes three tokens and a break between lines five, so that few lengths can be met."""
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        lines = text.split("\n")
+        return {"input_ids": [0] * (3 * sum(len(line.split()) for line in lines) + 5 * (len(lines) - 1))}
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("length", [6001, 8192])
+def test_a_prompt_has_at_most_one_percent_less_where_a_tokenizer_cannot_make_the_length(name: str, length: int) -> None:
+    tokenizer = Coarse()
+    sample = find(name).sample(tokenizer, length=length, seed=1, depth=0.5)
+    made = len(tokenizer(sample.prompt)["input_ids"])
+    assert length - max(ROOM, length // 100) <= made <= length
 
 
 class Letters:

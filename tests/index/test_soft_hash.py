@@ -19,20 +19,21 @@ from shapes import DTYPES, close
 SMALL = partial(SoftHashIndex, bits=4, tables=7)
 
 
-def scores(query: Tensor, keys: Tensor, values: Tensor, directions: Tensor, tau: float) -> list[float]:
-    """Of query [D] for keys, values [n, D], with directions [L, K, D]; float64."""
+def scores(query: Tensor, keys: Tensor, lengths: Tensor, directions: Tensor, tau: float) -> list[float]:
+    """Of query [D] for keys [n, D] and what weighs them [n], with directions [L, K, D]; float64. Logits are over sqrt(D) tau."""
     found = []
     chances = []
     for table in directions:
         turned = [math.tanh(float(w @ query)) for w in table]
         logits = {
-            c: sum(t * s for t, s in zip(turned, c, strict=True)) / tau for c in itertools.product((-1, 1), repeat=len(table))
+            c: sum(t * s for t, s in zip(turned, c, strict=True)) / math.sqrt(len(query)) / tau
+            for c in itertools.product((-1, 1), repeat=len(table))
         }
         total = sum(math.exp(x) for x in logits.values())
         chances.append({c: math.exp(x) / total for c, x in logits.items()})
-    for k, v in zip(keys, values, strict=True):
+    for k, v in zip(keys, lengths.tolist(), strict=True):
         signs = [tuple(1 if float(w @ k) >= 0 else -1 for w in table) for table in directions]
-        found.append(sum(chance[c] for chance, c in zip(chances, signs, strict=True)) * float(v.norm()))
+        found.append(sum(chance[c] for chance, c in zip(chances, signs, strict=True)) * v)
     return found
 
 
@@ -40,9 +41,10 @@ def made(shape: IndexContext, **options: object) -> SoftHashIndex:
     return SMALL(shape, **options)
 
 
+@pytest.mark.parametrize("values", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_the_definitions(dtype: torch.dtype) -> None:
-    seqs = Seqs(SMALL, [60, 17], group=3, dim=32, dtype=dtype)
+def test_rows_are_the_definitions(dtype: torch.dtype, values: bool) -> None:
+    seqs = Seqs(partial(SMALL, values=values), [60, 17], group=3, dim=32, dtype=dtype)
     index = seqs.index
     assert isinstance(index, SoftHashIndex)
     query = 0.3 * seqs.query()
@@ -51,7 +53,8 @@ def test_rows_are_the_definitions(dtype: torch.dtype) -> None:
         for head in range(2):
             directions = index.planes.directions[head].double().T.unflatten(0, (7, 4))
             keys = seqs.keys[seq][head, FIRST:length].double()
-            heads = [scores(q, keys, keys, directions, 0.3) for q in query[seq, 3 * head : 3 * head + 3].double()]
+            lengths = keys.norm(dim=1) if values else torch.ones(len(keys))
+            heads = [scores(q, keys, lengths, directions, 0.3) for q in query[seq, 3 * head : 3 * head + 3].double()]
             merged = torch.tensor(
                 [max(s / sum(own) for s, own in zip(x, heads, strict=True)) for x in zip(*heads, strict=True)]
             )
@@ -70,7 +73,9 @@ def test_estimates_are_logs_of_scores() -> None:
         keys = seqs.keys[0][head, FIRST : FIRST + 40].double()
         for g in range(2):
             close(
-                found[0, head, g], torch.tensor(scores(query[0, head, g].double(), keys, keys, directions, 0.3)), torch.float32
+                found[0, head, g],
+                torch.tensor(scores(query[0, head, g].double(), keys, keys.norm(dim=1), directions, 0.3)),
+                torch.float32,
             )
 
 
@@ -83,6 +88,12 @@ def test_chances_add_up_and_narrow_with_tau() -> None:
         close(chances.sum(dim=4), torch.ones(chances.shape[:4]))
         peaks.append(float(chances.amax(dim=4).mean()))
     assert peaks == sorted(peaks)
+
+
+def test_every_corner_has_a_chance_at_the_least_tau() -> None:
+    context = Seqs(SMALL, [10], dim=32).context
+    sharp = SoftHashIndex(context, bits=12, tables=2, tau=0.05).chances(1e3 * torch.ones(1, 2, 2, 32))
+    assert bool((sharp > 0).all())
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(8, torch.uint8), (10, torch.int16), (12, torch.int16)])
@@ -106,7 +117,7 @@ def test_a_value_of_nothing_ranks_last_but_is_a_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({"bits": 13}, "bits is 13"), ({"tables": 0}, "tables is 0"), ({"tau": 0.1}, r"tau is 0\.1")]
+    ("options", "words"), [({"bits": 13}, "bits is 13"), ({"tables": 0}, "tables is 0"), ({"tau": 0.001}, r"tau is 0\.001")]
 )
 def test_settings_out_of_range_are_named(options: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

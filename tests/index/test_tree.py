@@ -20,6 +20,7 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import CacheError, ConfigError
+from kvthaw.index.each_head import EachHeadTreeIndex
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods.icecache import PRESETS
@@ -33,6 +34,7 @@ BUSY = TreeConfig(
     promote=0.2, promote_higher=0.3, query_retrieve_share=0.8, insert_beam=20, insert_retrieve_share=0.6, retrieve_batch=1
 )
 PAPER, CODE, DIGEST = TreeConfig(), TreeConfig(**PRESETS["code"]), TreeConfig(**SETTINGS)
+PAGES = dataclasses.replace(DIGEST, unit="page")
 
 
 def random_keys(heads: int, n: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -90,7 +92,10 @@ def selected(index: TreeIndex, query: Tensor, budget: int, seq: int = 0) -> list
     return [rows[seq, h, : counts[seq, h]].tolist() for h in range(rows.shape[1])]
 
 
-CONFIGS = [(PAPER, torch.float32), (PAPER, torch.bfloat16), (CODE, torch.float16), (DIGEST, torch.bfloat16)]
+CONFIGS = [
+    *((PAPER, torch.float32), (PAPER, torch.bfloat16), (CODE, torch.float16)),
+    *((DIGEST, torch.bfloat16), (PAGES, torch.bfloat16)),
+]
 
 
 @pytest.mark.parametrize("n", [0, 1, 16, 17, 150])
@@ -108,6 +113,26 @@ def test_building_and_selecting_equal_the_definition(n: int, config: TreeConfig,
         same_tree(tree_of(index, 0, head), tree)
         for budget, got in rows.items():
             assert sorted(got[head]) == sorted(tree.select(query[0, 4 * head : 4 * head + 4], budget))
+
+
+@pytest.mark.parametrize("config", [PAPER, PAGES, DIGEST])
+def test_the_union_of_what_each_head_finds_is_not_cut(config: TreeConfig) -> None:
+    """Every head of 4 has a quarter of the budget, and a sequence that the budget holds is selected whole."""
+    keys = random_keys(2, 150, 64)
+    shape = make_index([keys, keys[:, :30]], 8, config).context
+    index = EachHeadTreeIndex(shape, dataclasses.replace(config, merge="each"), threads=2)
+    index.build(0, 0, keys)
+    index.build(1, 0, keys[:, :30])
+    query = random_keys(2, 8, 64, seed=9)
+    for budget in (1, 40, 96):
+        got = selected(index, query, budget)
+        for head in range(2):
+            tree = defined(index, head)
+            tree.build(keys[head])
+            own = [set(tree.select(query[0, 4 * head + g : 4 * head + g + 1], max(1, budget // 4))) for g in range(4)]
+            assert got[head] == sorted(set.union(*own))[:budget]
+    assert selected(index, query, 40, seq=1) == [list(range(30))] * 2
+    assert index.select_host(query, 0)[1].tolist() == [[0, 0], [0, 0]]
 
 
 BUILT: dict[int, DciTree] = {}

@@ -18,7 +18,7 @@ SCALE = 0.4
 
 
 class OneLayer:
-    """A prompt and the steps after it, of random queries, keys and values; one sequence."""
+    """A prompt and the steps after it, of random queries, keys and values, or of those given; one sequence."""
 
     def __init__(
         self,
@@ -32,12 +32,16 @@ class OneLayer:
         budget: int | None = 64,
         retrieved: int | None = None,
         dtype: torch.dtype = torch.float32,
+        given: tuple[Tensor, Tensor, Tensor] | None = None,
+        scale: float = SCALE,
         **options: Any,
     ) -> None:
         total = prompt + steps
-        self.heads, self.group, self.prompt = heads, group, prompt
-        self.query = torch.randn(1, heads * group, total, dim, dtype=dtype)
-        self.keys, self.values = torch.randn(2, 1, heads, total, dim, dtype=dtype)
+        self.heads, self.group, self.prompt, self.scale = heads, group, prompt, scale
+        if given is None:
+            query = torch.randn(1, heads * group, total, dim, dtype=dtype)
+            given = query, *torch.randn(2, 1, heads, total, dim, dtype=dtype)
+        self.query, self.keys, self.values = given
         settings = Settings(resolve(method, **options), budget=budget, retrieved=retrieved, block_size=32)
         self.cache = KVCache(settings, [2], 3)
         self.cache.streams.observers.append(self._see)
@@ -59,7 +63,7 @@ class OneLayer:
     def take(self, start: int, stop: int) -> Tensor:
         """Tokens start .. stop, [Hq, n, D]."""
         q, k, v = (x[:, :, start:stop] for x in (self.query, self.keys, self.values))
-        return self.cache.attend(self.layer, q, k, v, AttentionParams(SCALE))[0]
+        return self.cache.attend(self.layer, q, k, v, AttentionParams(self.scale))[0]
 
     def step(self) -> list[set[int]]:
         """The next token; the rows that were chosen for it, of each KV head."""
@@ -71,7 +75,7 @@ class OneLayer:
     def weights(self, at: int, visible: list[set[int]] | None = None) -> Tensor:
         """Softmax weights of the token at a place, [H, G, at + 1] float64: over all tokens up to it, or over some for each head."""
         q = self.query[0, :, at].double().view(self.heads, self.group, -1)
-        scores = q @ self.keys[0, :, : at + 1].double().transpose(1, 2) * SCALE
+        scores = q @ self.keys[0, :, : at + 1].double().transpose(1, 2) * self.scale
         if visible is not None:
             for head, some in enumerate(visible):
                 hidden = torch.tensor(sorted(set(range(at + 1)) - some), dtype=torch.int64)

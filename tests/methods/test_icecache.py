@@ -29,6 +29,20 @@ def test_the_name_of_the_paper_is_the_paper_s_method() -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "unit"),
+    [
+        *(("icecache", "page"), ("icecache:unit=token", "token"), ("icecache:merge=each", "page"), ("icecache-reuse", "page")),
+        *(("icecache-digest", "token"), ("icecache-digest:unit=page", "page"), ("icecache-digest-device", "token")),
+    ],
+)
+def test_a_method_says_the_unit_that_its_index_selects(llama: PreTrainedModel, method: str, unit: str) -> None:
+    assert resolve(method).unit == unit
+    with kvthaw.attach(llama, method, budget=64) as handle:
+        generate(llama, {"input_ids": prompt(1, 120)}, 3)
+        assert all(index.config.unit == unit for index in indices(handle) if isinstance(index, TreeIndex))
+
+
+@pytest.mark.parametrize(
     ("method", "kind"),
     [
         *(("icecache", TreeIndex), ("icecache:preset=code", TreeIndex)),

@@ -26,3 +26,12 @@ def test_settings_out_of_range_are_named(llama: PreTrainedModel) -> None:
         resolve("quest", page=0)
     with pytest.raises(ConfigError, match="policy is 'all'"), kvthaw.attach(llama, "quest", budget=64, policy="all"):
         generate(llama, {"input_ids": prompt(1, 90)}, 2)
+
+
+@pytest.mark.parametrize("method", ["quest", "prkv", "prkv-plus", "twilight", "infinigen", "twilight:base=prkv"])
+def test_a_method_without_a_sink_takes_one(llama: PreTrainedModel, method: str) -> None:
+    assert resolve(method).regions.sink == 0
+    with kvthaw.attach(llama, f"{method}:sink=3", budget=64) as handle:
+        generate(llama, {"input_ids": prompt(1, 150)}, 6)
+        assert handle.stats().regions.sink == 3
+        assert {index.context.regions.sink for index in indices(handle)} == {3}

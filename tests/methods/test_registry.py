@@ -8,7 +8,8 @@ import pytest
 
 import kvthaw
 from kvthaw.errors import ConfigError
-from kvthaw.methods import resolve
+from kvthaw.method_names import NAMES
+from kvthaw.methods import METHODS, resolve
 from kvthaw.methods.registry import Methods
 
 PLUGIN = '''
@@ -49,6 +50,10 @@ def packaged(where: Path, monkeypatch: pytest.MonkeyPatch, **points: str) -> Non
     (info / "entry_points.txt").write_text("[kvthaw.methods]\n" + "".join(f"{a} = {b}\n" for a, b in points.items()))
     (where / "thawed.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(where)
+
+
+def test_names_are_those_of_the_methods() -> None:
+    assert tuple(METHODS._own) == NAMES
 
 
 def test_a_registered_method_is_one_like_any_other(llama: kvthaw.engine.hf.PreTrainedModel) -> None:

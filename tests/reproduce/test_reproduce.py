@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -19,9 +20,12 @@ from kvthaw.engine.hf.model import load
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.variant import read_variant
 from kvthaw.methods import METHODS
-from kvthaw.reproduce import EXPERIMENTS, PAPERS, Lab, named, run
+from kvthaw.reproduce import EXPERIMENTS, PAPERS, Lab, check, named, run
 from kvthaw.reproduce.draw import picture
-from kvthaw.reproduce.experiment import Experiment, Table, table
+from kvthaw.reproduce.experiment import Experiment, Measurement, Table, table
+from kvthaw.reproduce.plans import Asked, Read, Score, Scores
+from kvthaw.reproduce.special import Special, Together, shares
+from kvthaw.reproduce.watched import View, Watched
 from timed import tinier
 
 pytest.importorskip("matplotlib")
@@ -57,6 +61,7 @@ def test_every_name_runs_quick(name: str, lab: Lab) -> None:
     lines = outcome.lines()
     assert [line["row"] for line in lines] == list(outcome.said.rows)
     assert any(line["ours"] for line in lines)
+    assert not outcome.left_out
     assert all(set(line["ours"]) <= set(line["paper"]) == set(outcome.said.columns) for line in lines)
     assert all(line["ours_on"].startswith("NOT comparable") or not line["ours"] for line in lines)
     told = [] if one.plan.needs == "nothing" else [(cell.on, cell.value) for cell in outcome.cells.values()]
@@ -126,6 +131,100 @@ def test_times_of_a_gpu_are_read_where_there_is_none() -> None:
     assert not any(line["ours"] for line in others)
     with pytest.raises(ConfigError, match="nothing of it"):
         run(one, Lab(None, load, results, known="another GPU"))
+
+
+def test_data_that_is_missing_is_named_before_anything_runs(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "aime24.jsonl").write_text('{"id": "1", "problem": "1 + 1", "answer": "2"}\n')
+    lab = Lab(str(folder), load, data=str(tmp_path))
+    wanted = [EXPERIMENTS["prkv-t1"], EXPERIMENTS["icecache-t3"]]  # the first reads aime24, then math500
+    with pytest.raises(ConfigError, match=r"math500: .* none of test\.jsonl.*gsm8k: .* none of gsm8k\.jsonl"):
+        check(wanted, lab)
+    with pytest.raises(ConfigError, match=r"math500: .* none of test\.jsonl"):
+        run(wanted[0], lab)
+    assert not list(lab.results)
+
+
+SHORT = Asked({"short": ("passkey", 400), "long": ("passkey", 10**6)}, 1, (0.5,))
+PARTIAL: dict[str, tuple[Measurement, tuple[str, ...], list[str]]] = {
+    "asked": (SHORT, ("short", "long"), ["short"]),
+    "read": (Read((64, 10**6), 2, 1), ("64", "1000000", "deviation"), ["64"]),
+    "watched": (
+        Watched({of: View("text", n, 2, "attention_mass") for of, n in (("short", 200), ("long", 10**6))}),
+        ("short", "long"),
+        ["short"],
+    ),
+    "together": (
+        Together(((replace(SHORT, columns={"short": ("passkey", 400)}), ()), (Read((10**6,), 2, 1), ()))),
+        ("short", "1000000"),
+        ["short"],
+    ),
+    "special": (
+        Special(shares, ("short", "long"), "", {"lengths": {"short": 400, "long": 10**6}, "prompt": "passkey", "samples": 1}),
+        ("short", "long"),
+        ["short"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_a_column_beyond_the_model_s_positions_is_left_out_with_a_sentence(name: str, folder: Path) -> None:
+    plan, columns, measured = PARTIAL[name]
+    told: list[str] = []
+    lab = Lab(str(folder), load, limit=1, note=told.append)
+    said = Table(columns, {"streaming:budget=64": dict.fromkeys(columns)})
+    one = Experiment("a-t1", "a", "a", {"a": said}, plan, "%")
+    (line,) = run(one, lab).lines()
+    assert list(line["ours"]) == measured
+    (why,) = line["left_out"]
+    assert told == [why]
+    assert run(one, lab).left_out == (why,), "nor does a second run, which reads results, hide it"
+    assert why.startswith(f"{columns[1]} left out: the prompt has ")
+    assert "positions end at" in why
+
+
+def test_where_every_column_is_left_out_the_error_says_why(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"nothing of it could be measured here.*10k.* left out: the prompt has .*positions end"
+    ):
+        run(EXPERIMENTS["icecache-f6"], Lab(str(folder), load, limit=1))
+
+
+def test_a_mean_says_what_it_is_of(folder: Path, tmp_path: Path) -> None:
+    for name in ("trec", "lcc"):
+        record = {
+            "_id": "1",
+            "input": "1?",
+            "context": "1.",
+            "answers": ["1"],
+            "all_classes": ["1"],
+            "length": 1,
+            "dataset": name,
+        }
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
+    scores = {"a": Score("longbench_trec"), "b": Score("longbench_lcc"), "mean": Score("")}
+    plan = Scores(scores, new_tokens={"longbench_trec": 2, "longbench_lcc": 2}, mean="mean")
+    said = Table(tuple(scores), {"streaming:budget=64": dict.fromkeys(scores)})
+    outcome = run(Experiment("a-t1", "a", "a", {"a": said}, plan, "%"), Lab(str(folder), load, data=str(tmp_path)))
+    assert outcome.cells["streaming:budget=64", "a"].on.endswith("longbench_trec, n=1")
+    assert outcome.cells["streaming:budget=64", "mean"].on.endswith("the mean of 2 columns")
+
+
+def test_icecache_s_budget_is_a_query_head_s(folder: Path) -> None:
+    """So that the union of what the heads find is not cut; other methods and the other papers count for a KV head."""
+    lab = Lab(str(folder), load)
+    config = lab.loaded[0].config
+    group = config.num_attention_heads // config.num_key_value_heads
+    assert group > 1
+    variant = lab.variant("icecache:budget=64", each_head=True)
+    assert variant.method == "icecache:merge=each:sink=4:window=16:buffer=8"
+    assert (variant.budget, variant.retrieved) == (None, group * 36)
+    variant = lab.variant("icecache-reuse:budget=256", each_head=True)
+    assert (variant.method[:25], variant.retrieved) == ("icecache-reuse:merge=each", group * 176)
+    assert lab.variant("icecache:budget=0.1", each_head=True).budget == group * 0.1
+    assert lab.variant("icecache:budget=64") == read_variant("icecache:budget=64")
+    assert lab.variant("pqcache:budget=64", each_head=True) == read_variant("pqcache:budget=64")
+    plans = {name: one.plan for name, one in EXPERIMENTS.items()}
+    assert all(getattr(plans[f"icecache-{name}"], "each_head", False) for name in ("t1", "t2", "t3", "t4", "t5", "t6", "f6"))
 
 
 def test_a_table_is_read_by_its_lines() -> None:

@@ -49,6 +49,7 @@ def serving(
     *,
     max_seqs: int = 4,
     api_keys: tuple[str, ...] = (),
+    hosts: tuple[str, ...] | None = None,
     grace: float = 0.0,
     kv_dir: Path | None = None,
     method: str = "icecache",
@@ -63,7 +64,7 @@ def serving(
     service = Service(batch, tokenizer, "tiny", **how)
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = Server(service, grace=grace, api_keys=api_keys)
+    server = Server(service, grace=grace, api_keys=api_keys, hosts=hosts)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:

@@ -6,8 +6,11 @@ import gc
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +18,12 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from servers import Served, serving, until
+from servers import TEMPLATE, Served, serving, until
+from transformers import PreTrainedModel
 
 import bytemodel
 from forked import forked
+from kvthaw.engine.sampling import Sampling
 from kvthaw.serve import app
 from kvthaw.serve.server import listen, run
 
@@ -60,6 +65,21 @@ def test_a_full_queue_is_told_at_once(loaded: tuple[Any, Any]) -> None:
         first.close()
         next(iter(second))
         second.close()
+
+
+def test_a_request_of_many_outputs_lets_others_by(loaded: tuple[Any, Any]) -> None:
+    """It has all places while nobody waits; its outputs are those that it gets alone."""
+    many = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True, "n": 8, "temperature": 1, "seed": 4}
+    with serving(*loaded, max_seqs=4, max_waiting=4) as served:
+        alone = served.post("/v1/completions", **many).json()["choices"]
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(served.post, "/v1/completions", **many)
+            until(lambda: running(served) == 4)
+            assert served.post("/v1/completions", **many).status_code == 429
+            for _ in range(2):
+                assert served.post("/v1/completions", prompt="Hi", max_tokens=2).status_code == 200
+            assert not first.done()
+            assert first.result().json()["choices"] == alone
 
 
 def test_a_step_that_fails_once_is_taken_again(served: Served) -> None:
@@ -202,9 +222,61 @@ def answers(url: str) -> bool:
 def test_what_was_frozen_is_collected_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else extension modules print at the end of the process what they take for leaks (triton's, which xgrammar loads)."""
     frozen: list[int] = []
-    ran = SimpleNamespace(run=lambda _: frozen.append(gc.get_freeze_count()), signal=signal.SIGTERM)
+    ran = SimpleNamespace(run=lambda _: frozen.append(gc.get_freeze_count()), signal=signal.SIGTERM, ends=float("inf"))
     monkeypatch.setattr("kvthaw.serve.server.Server", lambda *_, **__: ran)
     service: Any = SimpleNamespace(worker=SimpleNamespace(failure=None))
     with socket.socket() as listener:
         run(service, listener, grace=0.0)
     assert frozen[0] > gc.get_freeze_count() == 0
+
+
+def test_threads_let_a_step_go_on_soon_while_a_server_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, before = list[float](), sys.getswitchinterval()
+    ran = SimpleNamespace(run=lambda _: seen.append(sys.getswitchinterval()), signal=signal.SIGTERM, ends=float("inf"))
+    monkeypatch.setattr("kvthaw.serve.server.Server", lambda *_, **__: ran)
+    service: Any = SimpleNamespace(worker=SimpleNamespace(failure=None))
+    with socket.socket() as listener:
+        run(service, listener, grace=0.0)
+    assert seen[0] < before / 5
+    assert sys.getswitchinterval() == before
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_process_ends_though_a_thread_of_it_does_not(monkeypatch: pytest.MonkeyPatch, sent: int, code: int) -> None:
+    codes, ended = list[int](), threading.Event()
+
+    def end(given: int) -> None:
+        codes.append(given)
+        ended.set()
+
+    ran = SimpleNamespace(run=lambda _: ended.wait(10), signal=sent, ends=time.monotonic())
+    monkeypatch.setattr("kvthaw.serve.server.Server", lambda *_, **__: ran)
+    monkeypatch.setattr("kvthaw.serve.server.LATE", 0.0)
+    monkeypatch.setattr("kvthaw.serve.server.os", SimpleNamespace(_exit=end))
+    monkeypatch.setattr("kvthaw.serve.server.logging", SimpleNamespace(shutdown=lambda: None))
+    service: Any = SimpleNamespace(worker=SimpleNamespace(failure=None))
+    with socket.socket() as listener, suppress(KeyboardInterrupt):
+        run(service, listener, grace=0.0)
+    assert codes[0] == code
+
+
+def test_what_requests_leave_out_is_the_models_own(loaded: tuple[PreTrainedModel, Any]) -> None:
+    """Of all kinds of requests; what they say stands, null says nothing."""
+    asked = list[Sampling]()
+    with serving(
+        *loaded, chat_template=TEMPLATE, defaults={"temperature": 0.5, "top_k": 7, "repetition_penalty": 1.5}
+    ) as server:
+        plain = server.service.submit
+
+        def submit(body: Any, prompts: Any, sampling: Sampling, *rest: Any) -> Any:
+            asked.append(sampling)
+            return plain(body, prompts, sampling, *rest)
+
+        server.service.submit = submit  # type: ignore[method-assign]
+        message = [{"role": "user", "content": "Hi"}]
+        for given in ({}, {"temperature": None}, {"temperature": 1, "top_k": 0, "repetition_penalty": 1.0}):
+            server.post("/v1/completions", prompt="a", max_tokens=1, **given)
+            server.post("/v1/chat/completions", messages=message, max_tokens=1, **given)
+            said = server.post("/v1/responses", input="a", max_output_tokens=1, **given).json()
+            assert said["temperature"] == asked[-1].temperature
+    assert [(one.temperature, one.top_k, one.repetition_penalty) for one in asked] == [(0.5, 7, 1.5)] * 6 + [(1, None, 1)] * 3

@@ -61,6 +61,13 @@ def test_another_method_or_budget_recalls_for_the_same_tokens(served: Served) ->
     [
         ({"method": "nothing"}, "method"),
         ({"method": "full"}, "method"),
+        ({"method": "clusterkv:clusters=1000000"}, "method"),
+        ({"method": "icecache-digest:"}, "method"),
+        ({"method": ""}, "method"),
+        ({"method": "os:system"}, "method"),
+        ({"budget": 10**400}, "budget"),
+        ({"retrieved": 1 << 30}, "retrieved"),
+        ({"budget": 2049}, "budget"),
         ({"budget": 1}, "budget"),
         ({"budget": 0}, "budget"),
         ({"x": 1}, "x"),

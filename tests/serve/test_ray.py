@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvthaw.errors import ConfigError
-from kvthaw.serve.ray import FIRST_BLOCK, application, merged_metrics, routing_key
+from kvthaw.serve.ray import FIRST_BLOCK, Replica, application, merged_metrics, routing_key
 
 COMPLETIONS, CHAT, CONTEXTS = "/v1/completions", "/v1/chat/completions", "/v1/contexts"
 BLOCK = "a" * FIRST_BLOCK
@@ -78,3 +80,21 @@ def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install kvthaw\[ray\]"):
         application(lambda: None)  # type: ignore[arg-type, return-value]
+
+
+def test_a_replica_that_is_taken_away_waits_for_what_it_writes() -> None:
+    class Writing:
+        def __init__(self, looks: float) -> None:
+            self.looks, self.worker = looks, SimpleNamespace(draining=False, open=0, abort=lambda: None)
+
+        @property
+        def busy(self) -> bool:
+            self.looks -= 1
+            return self.looks > 0
+
+    for looks, grace in ((3.0, 60.0), (float("inf"), 0.2)):
+        replica = object.__new__(Replica)
+        replica._service = service = Writing(looks)  # type: ignore[assignment]
+        asyncio.run(replica.drain(grace))
+        assert service.worker.draining
+        assert service.looks in (0, float("inf"))

@@ -15,8 +15,14 @@ REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
         "temperature": 2.1, "top_p": 0, "n": 0, "frequency_penalty": -3, "presence_penalty": "1", "seed": 1 << 63, "stop": [""],
         "logit_bias": {"65": 101}, "stream_options": {"include_usage": True}, "max_tokens": -1, "min_p": 2, "top_k": -2,
         "repetition_penalty": 0, "min_tokens": 20, "stop_token_ids": [999], "ignore_eos": "yes", "stream": 1, "model": 5,
-        "best_of": 2, "store": True, "nonsense": 1, "suffix": "x", "tools": [], "n ": 1,
+        "best_of": 2, "store": True, "nonsense": 1, "suffix": "x", "tools": [{}], "n ": 1,
+        "user": "x" * 5000,
     }.items()),
+    *((path, {name: value}, name) for path in (CHAT, TEXT) for name, value in {
+        "top_k": 10**400, "min_tokens": 10**400, "max_tokens": 10**400, "repetition_penalty": 10**400, "temperature": 10**400,
+        "stop": ["a"] * 17, "stop_token_ids": [1] * 513, "logit_bias": {str(i): 1 for i in range(513)},
+    }.items()),
+    (TEXT, {"stop": "a" * 129}, "stop"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "Hi"}, "messages"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages"),
@@ -30,7 +36,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
     (CHAT, {"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens"),
     ("/v1/responses", {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text"),
-    (CHAT, {"tool_choice": "auto"}, "tool_choice"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT, {"max_completion_tokens": 3}, "max_tokens"),
@@ -52,7 +58,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "fields", "param"), REFUSED, ids=[f"{p[4:]} {f}" for p, f, _ in REFUSED])
+@pytest.mark.parametrize(("path", "fields", "param"), REFUSED, ids=[f"{p[4:]} {f}"[:60] for p, f, _ in REFUSED])
 def test_what_is_not_served_is_refused(served: Served, path: str, fields: dict[str, Any], param: str) -> None:
     least: dict[str, Any] = {CHAT: {"messages": USER, "max_tokens": 5}, TEXT: {"prompt": "Hi", "max_tokens": 5}}.get(path, {})
     said = served.post(path, **least | fields)

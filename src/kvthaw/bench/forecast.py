@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -11,13 +13,14 @@ from kvthaw.bench.gpus import Basis, Machine, step_seconds
 from kvthaw.cache.device_memory import spare
 from kvthaw.cache.dry_run import Needs
 from kvthaw.cache.index_api import Method
-from kvthaw.engine.hf import PreTrainedConfig
-from kvthaw.engine.hf.dry_run import dry_run, weight_bytes
+from kvthaw.engine.hf import Cache, PreTrainedConfig
+from kvthaw.engine.hf.dry_run import weight_bytes
 from kvthaw.engine.hf.model import build, positions
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.variant import OWN
+from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve
-from kvthaw.methods.auto import AUTO, best_on
+from kvthaw.methods.auto import Limits, best_on, fastest
 from kvthaw.methods.options import take
 from kvthaw.typecheck import check_type
 
@@ -26,6 +29,8 @@ HITS = 0.7
 _UNIT = 1024
 """Tokens by which the longest prompt is searched."""
 _MOST = 1 << 24
+_QUANTISED = {8: 8.5, 4: 4.5}
+"""Bits that a weight takes with its share of the scales, as in the formats Q8_0 and Q4_0, by those of its number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +70,9 @@ class Forecaster:
         self.model, self.machine, self.batch = build(config, torch.device("meta"), dtype), machine, batch
         self.new_tokens, self.settings = new_tokens, settings
         check_type(int | None, weights=weights)
-        whole = weight_bytes(self.model)
-        self.weights = whole if weights is None else weights
-        self._read = round(self.weights / whole * weight_bytes(self.model, batch))
+        self._whole = weight_bytes(self.model)
+        self.weights = self._whole if weights is None else weights
+        self._read = round(self.weights / self._whole * weight_bytes(self.model, batch))
 
     @property
     def room(self) -> int | None:
@@ -103,33 +108,77 @@ class Forecaster:
             longest=None if fits is None else self._longest(method),
         )
 
+    def would_fit(self, method: str, length: int) -> list[str]:
+        """Say what would make a method fit that does not, each of which was tried alone; both of two where none alone suffices."""
+        found, longest = list[str](), self._longest(method)
+        if longest:
+            found.append(f"a prompt of at most {longest:,} tokens")
+        many = next((n for n in range(self.batch - 1, 0, -1) if self._with(batch=n)._holds(method, length)), 0)
+        if many:
+            found.append(f"--batch {many}")
+        if self.settings.get("kv_dtype") is None and self._with(settings=self.settings | {"kv_dtype": "fp8"})._holds(
+            method, length
+        ):
+            found.append("--kv-dtype fp8")
+        smaller = {bits: self._quantised(bits) for bits in _QUANTISED if self.weights == self._whole}
+        held = next((bits for bits, one in smaller.items() if one._holds(method, length)), None)
+        if held is not None:
+            found.append(smaller[held]._weights_as(held))
+        elif not found and smaller:
+            bits, least = [*smaller.items()][-1]
+            if longest := least._longest(method):
+                found.append(f"{least._weights_as(bits)}, and a prompt of at most {longest:,} tokens")
+        return found
+
+    def _with(self, **changed: Any) -> Forecaster:
+        """Return a forecaster that differs in some attributes."""
+        twin = copy.copy(self)
+        vars(twin).update(changed)
+        return twin
+
+    def _quantised(self, bits: int) -> Forecaster:
+        return self._with(weights=round(self._whole * _QUANTISED[bits] / (8 * self.model.dtype.itemsize)))
+
+    def _weights_as(self, bits: int) -> str:
+        return f"weights of {bits} bits, --weights {self.weights / 2**30:.1f}GiB"
+
+    def _holds(self, method: str, length: int) -> bool:
+        return bool(self._fits(self._needs(method, length)[0]))
+
     def _needs(self, name: str, length: int) -> tuple[Needs, Method]:
         machine, settings = self.machine, dict(self.settings)
         name, own = take(name, OWN)
         if "budget" in own or "retrieved" in own:
             settings |= {"budget": None, "retrieved": None}
         settings |= own
+        names = [name]
         if name == AUTO:
             best = best_on("cpu" if machine.cpu else machine.gpu.name if machine.gpu else "")
-            method = resolve(best.method)
+            names = list(best.methods)
             settings["full_below"] = best.crossing
             settings["device_memory"] = settings.get("device_memory") or "auto"
-        else:
-            method = resolve(name)
+        methods = [resolve(one) for one in names]
+        chosen = fastest(methods, lambda method: self._needs_of(method, length, settings), self._limits)
+        reason = "; ".join(filter(None, (chosen.needs.reason, chosen.reason)))
+        return replace(chosen.needs, reason=reason), chosen.method
+
+    def _needs_of(self, method: Method, length: int, settings: Mapping[str, Any]) -> Needs:
+        settings, machine = dict(settings), self.machine
         if method.index is None:
             settings |= {"retrieved": None} | ({"budget": None} if method.dense else {})
-        if not method.stores:  # --kv-dtype is for the others; an option of its own name is refused
+        if method.dense:  # --kv-dtype is for the others; an option of its own name is refused
             settings["kv_dtype"] = None
         if settings.get("device_memory") == "auto":
             settings["device_memory"] = None if machine.cpu else self.room
-        needs = dry_run(self.model, method, self.batch, length, self.new_tokens, pinned=not machine.cpu, **settings)
-        return needs, method
+        return Cache(self.model, method, **settings).needs(self.batch, length, self.new_tokens, pinned=not machine.cpu)
+
+    def _limits(self, needs: Needs) -> Limits:
+        host = needs.host + (needs.device + self.weights if self.machine.cpu else 0)
+        limits = {"device": (needs.device, self.room), "host": (host, self.machine.host_memory)}
+        return {place: (need, limit) for place, (need, limit) in limits.items() if limit is not None}
 
     def _fits(self, needs: Needs) -> bool | None:
-        machine, room = self.machine, self.room
-        host = needs.host + (needs.device + self.weights if machine.cpu else 0)
-        limits = [(needs.device, room), (host, machine.host_memory)]
-        known = [need <= limit for need, limit in limits if limit is not None]
+        known = [need <= limit for need, limit in self._limits(needs).values()]
         return all(known) if known else None
 
     def _longest(self, method: str) -> int:
@@ -161,4 +210,4 @@ class Forecaster:
             read=self._read + round(needs.dense * share) + needs.windows,
             fetched=round((1 - hits) * needs.fetched),
         )
-        return step if step is None or self._read == self.weights else (step[0], "reckoned")  # no experts were measured
+        return step if step is None or self._read == self.weights else (step[0], "estimated")  # no experts were measured

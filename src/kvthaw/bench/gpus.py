@@ -7,8 +7,8 @@ from typing import Literal
 
 from kvthaw.errors import unknown
 
-Basis = Literal["expected", "reckoned"]
-"""How well a time is known. expected: GPU and method were measured, on an 8B model; reckoned: by the bandwidth that a GPU's maker
+Basis = Literal["expected", "estimated"]
+"""How well a time is known. expected: GPU and method were measured, on an 8B model; estimated: by the bandwidth that a GPU's maker
 gives, or by a method's like."""
 
 
@@ -78,6 +78,7 @@ _SEQUENCE_US = 5
 SEARCHES = {
     "full": Search(0, 0, 6),
     "streaming": Search(0, 0, 1),
+    "thaw": Search(47, 26, 3),
     "pariskv-plus": Search(38, 20, 5),
     "pariskv": Search(50, 20, 1),
     "clusterkv-plus": Search(48, 16, 3),
@@ -118,4 +119,4 @@ def step_seconds(
     select = search.fixed_us + search.per_million_us * keys / 1e6 + _SEQUENCE_US * (batch - 1)
     micros = layers * gpu.layer_us + searching * select
     known = gpu.measured and search.lengths > 1 and not given
-    return micros / 1e6 + read / gpu.bandwidth + fetched / gpu.bus, "expected" if known else "reckoned"
+    return micros / 1e6 + read / gpu.bandwidth + fetched / gpu.bus, "expected" if known else "estimated"

@@ -158,13 +158,14 @@ def advice(records: Sequence[Record]) -> str:
         return f"{fits}; {_named(alike)}: {_use(alike)} if kvthaw eval shows that your task stands it."
     ours = full["method"] == "full" and _time(full) < FASTER * max(map(_time, held))
     through = ' through kvthaw.attach(model, "full")' if ours else ""
+    best_of = "fastest" if best is None or _time(full) <= _time(best) else "as fast as any"
     less = "" if best is None else f"; {_named(best)} and holds {best['share_with_dense']:.0%} of its KV on the device"
-    return f"{at} full attention fits and is fastest{through}, {_ms(full)}: keep it{less}."
+    return f"{at} full attention fits and is {best_of}{through}, {_ms(full)}: keep it{less}."
 
 
 def _named(one: Record) -> str:
     limit = "" if one["budget"] is None else f" at a budget of {one['budget']:,}"
-    alike = "" if one["agreement"] is None else f", chooses {one['agreement']:.0%} of its tokens"
+    alike = "" if one["agreement"] is None else f", picks the same token in {one['agreement']:.0%} of steps"
     return f"{one['method']}{limit} takes {_ms(one)}{alike}"
 
 

@@ -16,7 +16,7 @@ from kvthaw.bench.decode import Watch, free
 from kvthaw.bench.shapes import build
 from kvthaw.bench.steps import random_ids
 from kvthaw.cache.index_updater import IndexUpdater
-from kvthaw.cache.layers import indexed_layers
+from kvthaw.cache.passes import updaters
 from kvthaw.engine.hf import PreTrainedModel, attach
 from kvthaw.errors import CacheError, at_least
 from kvthaw.evaluate.machine import now
@@ -179,7 +179,7 @@ def _run(model: PreTrainedModel, one: PrefillSetting, ids: Tensor, host_bytes: i
         seconds = now(ids.device) - begin
         handle.cache.wait()
         indexed = now(ids.device) - begin
-        alone = [updater for _, updater in indexed_layers(handle.cache.kv.layers)]
+        alone = [updater for _, updater in updaters(handle.cache.kv.offloaded)]
         model(ids[:, -1:], past_key_values=handle.cache)
         return _Times(seconds, indexed, now(ids.device) - begin, build_alone(alone))
 
@@ -188,9 +188,9 @@ def build_alone(found: Sequence[IndexUpdater]) -> float | None:
     """Build what indexes on the host hold of the first sequence once more. Returns the seconds."""
     begin, some = time.perf_counter(), False
     for updater in found:
-        if updater.retriever.index.on_host and updater.indexed[0] > updater.first:
+        if updater.retriever.index.on_host and updater.indexed(0) > updater.first:
             context, some = updater.retriever.context, True
-            rows = torch.empty(context.kv_heads, updater.indexed[0] - updater.first, 0)
+            rows = torch.empty(context.kv_heads, updater.indexed(0) - updater.first, 0)
             updater.retriever.fresh_index().build(
                 0, updater.first, rows, rows, torch.empty(context.q_heads, 0, context.head_dim)
             )

@@ -22,8 +22,8 @@ from kvthaw.engine.request import Request
 from kvthaw.engine.warm import warm
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.evaluate.results import Record, ResultsFile
+from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve
-from kvthaw.methods.auto import AUTO
 
 _WARM = 8  # steps that do not count: two eager ones, the capture, and the first replays
 

@@ -36,7 +36,7 @@ class Addresses:
         self._written: list[list[tuple[int, bool]]] = []  # as places()
 
     def make_room(self, host: Blocks, tokens: int, device: torch.device) -> None:
-        """Have room for so many tokens a sequence, in a new table where the one there is too small."""
+        """Grow the table to `tokens` per sequence, in a new tensor where it is too small."""
         self._allocate(host.seqs, max(8, -(-tokens // host.block_size)), device)
 
     def follow(self, host: Blocks, device: torch.device) -> Tensor:

@@ -72,12 +72,12 @@ class AuxStream:
                 self._next(self._waiting[0])
 
     def finish(self, work: SpreadWork) -> None:
-        """Run what is left of some work; the host does not wait for it."""
+        """Run the remaining jobs of some work. The host does not wait for them."""
         while work.jobs:
             self._next(work)
 
     def cancel(self, work: SpreadWork) -> None:
-        """Drop what is left of some work; the host waits for what has begun."""
+        """Cancel the remaining jobs of some work. The host waits for jobs that have begun."""
         if work in self._waiting:
             self._waiting.remove(work)
         work.jobs.clear()

@@ -39,7 +39,7 @@ class BlockFile:
 
     def __init__(self, folder: Path, limit: int | None) -> None:
         """Raises OSError where no file can be made in the folder, which is made if it is not there."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)  # names of kept documents are in it too
         self.folder, self.limit, self.size = folder, limit, 0
         self._file, name = tempfile.mkstemp(dir=folder)
         weakref.finalize(self, os.close, self._file).atexit = False
@@ -70,7 +70,7 @@ class BlockFile:
             raise CacheError(f"blocks of KV in a file in {self.folder} are not what was written")
 
     def free(self, slot: Slot) -> None:
-        """Let others have a slot."""
+        """Mark a slot as free."""
         self._free.append(slot.number)
 
     def _each(self, number: int, tensors: Sequence[Tensor], work: Any) -> list[bytes]:

@@ -19,7 +19,7 @@ def buckets(capacity: int) -> list[int]:
 
 
 def bucket(longest: int, capacity: int) -> int:
-    """Return the tokens of the smallest bucket that holds so many; the last one is the capacity."""
+    """Return the tokens of the smallest bucket that holds `tokens`. The last bucket is the capacity."""
     return next((size for size in buckets(capacity) if size >= longest), capacity)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.passes import decode
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
 
@@ -46,7 +47,7 @@ class Checkpoint:
         query, key, value = (tensor[:, :, : step.tokens] for tensor in self._tokens)
         if self.layer.retriever is not None and self._queries is not None:
             self.layer.retriever.prefetch(self._queries[:, :, : step.tokens], 0)
-        self.layer.decode(step, query, key, value, self._attention)
+        decode(self.layer, step, query, key, value, self._attention)
 
 
 class Checkpoints:
@@ -68,24 +69,21 @@ class Checkpoints:
             self._of[layer.number] = Checkpoint(layer, step, tokens, attention)
 
     def _irreversible(self, layer: OffloadedLayer, tokens: int) -> bool:
-        """Return whether tokens leave the ring before the last of so many, or the index remembers their queries."""
-        if tokens == 1:
-            return False
+        """Return whether tokens leave the ring before the last of `tokens`, or the index remembers their queries."""
         flushes, retriever = sum(self._sequences.full(t) for t in range(1, tokens)), layer.retriever
         if retriever is None:
             return flushes > 0
         reverses = retriever.reverses
         return retriever.remembers or flushes > int(reverses is not None and reverses.reversible)
 
-    def restore(self, step: Step) -> bool:
-        """Bring layers back to what they were before a step, and return whether one has a checkpoint of it."""
-        found = [checkpoint for checkpoint in self._of.values() if checkpoint.step is step]
-        for checkpoint in found:
-            checkpoint.restore()
-        return bool(found)
+    def restore(self, step: Step) -> None:
+        """Bring layers that have a checkpoint of a step back to what they were before it."""
+        for checkpoint in self._of.values():
+            if checkpoint.step is step:
+                checkpoint.restore()
 
     def repeat(self, step: Step) -> None:
-        """Have layers decode the first tokens of the step that was taken back again."""
+        """Decode the accepted first tokens of the step that was rolled back."""
         for checkpoint in self._of.values():
             checkpoint.repeat(step)
 

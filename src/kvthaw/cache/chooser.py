@@ -1,9 +1,9 @@
-"""Full attention while it is the faster way, then the method: when the layers of a cache change from one to the other, and how."""
+"""Full attention while it is faster, then the method: when the layers of a cache change from one to the other, and how."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvthaw.cache.buckets import roomier
 from kvthaw.cache.dense import DenseLayer
@@ -11,7 +11,9 @@ from kvthaw.cache.full_layer import FullLayer
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.passes import store
 from kvthaw.cache.plan import Settings
+from kvthaw.cache.preallocator import BlockPreallocator
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Held, Step
 from kvthaw.cache.streams import Streams
@@ -23,6 +25,9 @@ from kvthaw.kernels.row_format import row_format
 _log = logging.getLogger(__name__)
 
 
+Layer = OffloadedLayer | DenseLayer | WindowLayer
+
+
 class Chooser:
     """Has a cache attend to everything up to `Settings.full_below`, or as far as its KV fits device memory, and by its method from
     the next step on, until reset(). Without full_below the method is in force from the first token on.
@@ -30,29 +35,37 @@ class Chooser:
     Until then KV lies in tensors with room for every sequence's capacity; where a running batch has no room for these, in blocks
     (FullLayer), if there is room for as many tokens as full_below says.
 
-    layers: those of the cache, in which it puts the ones in force. by_method: the layers under the method by their place there, in
-    force or not. full: none of them is. reason: why what is in force is. seq_bytes: returns what a sequence of a running batch
-    takes of the device under the method wherever its rows lie; None where that is not known.
+    layers: those in force, a tuple that nothing writes over; offloaded: those of them whose KV is offloaded. by_method: the layers
+    under the method by their place there, in force or not. full: none of them is. reason: why what is in force is. seq_bytes:
+    returns what a sequence of a running batch takes of the device under the method wherever its rows lie; None where that is not
+    known.
     """
 
     def __init__(
         self,
-        layers: list[OffloadedLayer | DenseLayer | WindowLayer],
+        layers: Sequence[Layer],
         settings: Settings,
         sequences: Sequences,
         streams: Streams,
+        preallocator: BlockPreallocator,
     ) -> None:
-        self.layers, self.settings, self.sequences, self.streams = layers, settings, sequences, streams
+        self.settings, self.sequences, self.streams, self.preallocator = settings, sequences, streams, preallocator
+        self.layers: tuple[Layer, ...] = tuple(layers)
+        self._put({})
         self.by_method = {i: layer for i, layer in enumerate(layers) if isinstance(layer, OffloadedLayer)}
         self.full, self.reason = False, ""
         self.seq_bytes: Callable[[], int] | None = None
-        self._known, self._at = -1, 0  # version, and the padded length at which the tokens are too many
         self._short = False  # of host memory
         self.reset()
 
+    def _put(self, others: Mapping[int, Layer]) -> None:
+        """Put layers in force, by place."""
+        self.layers = tuple(others.get(i, layer) for i, layer in enumerate(self.layers))
+        self.offloaded = [layer for layer in self.layers if isinstance(layer, OffloadedLayer)]
+
     def reset(self) -> None:
         """Start over: the cache holds no tokens."""
-        crossing, self._known, self._short = self.settings.full_below, -1, False
+        crossing, self._short = self.settings.full_below, False
         if self.sequences.count < self.sequences.opened:
             self.sequences.widen()
             for layer in self.layers:
@@ -60,12 +73,13 @@ class Chooser:
         if crossing is None or (self.full and not self.in_blocks) or not self.by_method:
             return
         self.full = True
-        self.reason = f"full attention is the faster way up to {crossing.total(1):,} tokens of one sequence ({crossing.source})"
+        self.reason = f"full attention is faster up to {crossing.total(1):,} tokens of one sequence ({crossing.source})"
         if self.settings.kv_dtype is not None:
             self.reason += f"; until then all KV lies on the device in the model's dtype, not in {self.settings.kv_dtype}"
-        for i, layer in self.by_method.items():
+        most = self.settings.method.prompt_queries
+        for layer in self.by_method.values():
             layer.reset()
-            self.layers[i] = DenseLayer(layer.number, self.sequences, self.settings.method.prompt_queries)
+        self._put({i: DenseLayer(layer.number, self.sequences, most) for i, layer in self.by_method.items()})
 
     @property
     def in_blocks(self) -> bool:
@@ -87,7 +101,7 @@ class Chooser:
         self._choose([new - pad for pad in pads] if not sequences.count else self._lengths(new, sequences.filling))
 
     def _lengths(self, new: int, seq: int | None = None) -> list[int]:
-        """Return the lengths of all sequences after so many tokens of each that is not idle, or of one whose prompt comes."""
+        """Return all lengths after `new` tokens of each sequence that is not idle, or of `seq`, whose prompt comes."""
         sequences = self.sequences
         lengths = [0 if one in sequences.idle else sequences.length(one) for one in range(sequences.count)]
         for one in range(sequences.count) if seq is None else [seq]:
@@ -99,13 +113,12 @@ class Chooser:
         sequences, crossing = self.sequences, self.settings.full_below
         if not self.full or crossing is None or self._short:
             return False
-        if self._known != sequences.version:
+        if "crossing" not in sequences.known:  # the padded length at which the tokens are too many
             live = [sequences.length(seq) for seq in range(sequences.count) if seq not in sequences.idle]
             left = crossing.total(len(live)) - sum(live)
-            self._known = sequences.version
-            self._at = sequences.padded_length + max(0, left // max(1, len(live)))
+            sequences.known["crossing"] = sequences.padded_length + max(0, left // max(1, len(live)))
         spills = self.settings.ranks.size == 1 and self._spills()  # processes agree with the next prompt
-        return spills or sequences.padded_length >= self._at or sequences.capacity <= sequences.longest
+        return spills or sequences.padded_length >= sequences.known["crossing"] or sequences.capacity <= sequences.longest
 
     def before_step(self) -> None:
         """Choose before a decode step."""
@@ -131,7 +144,7 @@ class Chooser:
         return max(1, min(sequences.count, memory.bytes // self.seq_bytes())) if memory.bytes else sequences.count
 
     def _reason(self, lengths: Sequence[int]) -> str | None:
-        """Say why sequences of these lengths ask for something else than what is in force; None if they do not."""
+        """Return why sequences of these lengths need other layers than those in force; None if they do not."""
         reason = self._too_many(lengths) or self._spilled()
         return reason or (None if self.in_blocks else self._too_large(max(lengths)))
 
@@ -163,7 +176,7 @@ class Chooser:
         if sum(live) <= limit:
             return None
         return (
-            f"{sum(live):,} tokens in {len(live)} sequence{'s' * (len(live) > 1)}; full attention is the faster way up to "
+            f"{sum(live):,} tokens in {len(live)} sequence{'s' * (len(live) > 1)}; full attention is faster up to "
             f"{limit:,} ({crossing.source})"
         )
 
@@ -173,13 +186,13 @@ class Chooser:
         return any(one.store.on_device.some_on_host and one.storage.room < one.store.allocator.size for one in layers)
 
     def _spilled(self) -> str | None:
-        """Say that blocks of full attention went to the host for lack of room on the device, as beside those of kept prompts."""
+        """Return why blocks of full attention lie on the host, for lack of room on the device; None if they do not."""
         if not self.in_blocks or self.settings.ranks.least(not self._spills()):  # which may differ between processes
             return None
         return f"device_memory is {human(self.streams.device.bytes)}, which has no room for all blocks of full attention"
 
     def _too_large(self, longest: int) -> str | None:
-        """Say why the KV of all sequences at their capacity does not fit the device; None if it does."""
+        """Return why the KV of all sequences at their capacity does not fit the device; None if it does."""
         sequences, memory, crossing = self.sequences, self.streams.device, self.settings.full_below
         assert crossing is not None
         memory.resolve(crossing.device)
@@ -204,7 +217,7 @@ class Chooser:
         them, or the method's rows are not those of full attention."""
         sequences, settings, crossing, seqs = self.sequences, self.settings, self.settings.full_below, self.sequences.opened
         assert crossing is not None
-        if not sequences.room or not settings.method.stores or settings.kv_dtype is not None:
+        if not sequences.room or settings.kv_dtype is not None:
             return True
         tokens = crossing.total(seqs) + 2 * seqs * settings.block_size  # one begun, and one ahead
         tokens += seqs * settings.plan(0, sequences.limit).regions.held  # sinks and rings
@@ -214,8 +227,7 @@ class Chooser:
     def _use_blocks(self) -> None:
         """Put layers in force whose KV lies in blocks; the cache holds no tokens."""
         own = self.settings, self.streams, self.sequences
-        for i, layer in self.by_method.items():
-            self.layers[i] = FullLayer(layer.number, *own, layer.preallocator)
+        self._put({i: FullLayer(layer.number, *own) for i, layer in self.by_method.items()})
         self.reason += "; KV lies in blocks on the device"
         _log.info("full attention: %s", self.reason)
 
@@ -235,24 +247,24 @@ class Chooser:
             sequences.divide(plan.regions, min(settings.sparse_queries, plan.regions.window))
             sequences.held = Held()
         self.full, self.reason = False, reason
-        sequences.version += 1
+        sequences.changed()
         _log.info("%s from here on: %s", settings.method.name, reason)
         for i, layer in self.by_method.items():
             dense = self.layers[i]
             assert isinstance(dense, DenseLayer | FullLayer)
             try:
-                clone_from(layer, dense, lengths)
+                clone_from(layer, dense, lengths, self.preallocator)
             except BaseException:  # this layer and those behind it go on with full attention
                 layer.reset()
                 raise
-            self.layers[i] = layer
+            self._put({i: layer})
             dense.reset()
 
     def _check_memory(self, lengths: Sequence[int]) -> None:
         """Raise HostMemoryError where blocks for these tokens fit neither the device, once full attention's KV is gone, nor the
         host."""
         settings, device = self.settings, self.streams.device
-        blocks, short = 0 if settings.method.evicts else sum(-(-n // settings.block_size) for n in lengths), 0
+        blocks, short = sum(-(-n // settings.block_size) for n in lengths), 0
         for i, layer in self.by_method.items():
             size, room = (
                 self.block_bytes(i),
@@ -272,7 +284,7 @@ class Chooser:
         return settings.block_size * len(own) * row_format(settings.kv_dtype, own.shape[3], own.dtype).row_bytes
 
 
-def clone_from(layer: OffloadedLayer, dense: LayerKV, lengths: Sequence[int]) -> None:
+def clone_from(layer: OffloadedLayer, dense: LayerKV, lengths: Sequence[int], preallocator: BlockPreallocator) -> None:
     """Give an empty layer the tokens of one that attends to everything, each sequence's as its prompt."""
     sequences, longest = dense.sequences, max(lengths, default=0)
     for seq in sorted(dense.recent_queries):
@@ -282,5 +294,6 @@ def clone_from(layer: OffloadedLayer, dense: LayerKV, lengths: Sequence[int]) ->
         key, value = dense.read(seq, 0, lengths[seq]).to(query.device)[None].unbind(3)  # blocks may lie on the host
         if layer.plan is None:
             layer.allocate(Step(0, longest, tuple(sequences.left_pad), sequences.idle, seq), query, key, dense.scale)
-        layer.append(Step(0, lengths[seq], tuple(sequences.left_pad), sequences.idle, seq), query, key, value)
+        new = layer.append(Step(0, lengths[seq], tuple(sequences.left_pad), sequences.idle, seq), query, key, value)
+        store([(layer, new)], preallocator)
     layer.recent_queries = dict(dense.recent_queries)

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.finite import check_prompts
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.layer_base import LayerKV
+from kvthaw.cache.layer_base import LayerKV, PrefillKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
@@ -19,7 +20,7 @@ from kvthaw.errors import CacheError
 
 
 def clone(kv: KVCache, sequences: Sequences, layers: Iterable[LayerKV]) -> None:
-    """Have an empty cache take over the tokens of another cache's layers, one after the other, as if they had been its prompt."""
+    """Copy the tokens of another cache's layers to an empty cache, layer by layer, as its prompt."""
     others = iter(layers)
     if sequences.padded_length:
         left_pad = list(sequences.left_pad)
@@ -40,30 +41,30 @@ def join(kv: KVCache, others: Sequence[KVCache]) -> None:
         other.reset()
 
 
-def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> None:
-    """Take over the tokens of another cache's layer, which are the step's.
+def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> PrefillKV | None:
+    """Take over the tokens of another cache's layer, which are the step's. Returns what is to be stored of them.
 
     Rows that the other layer has on the host are shared, an index that would be the same is copied instead of built.
     """
     if isinstance(other, WindowLayer):
         raise CacheError(f"layer {other.number} keeps {other.span.size} tokens, so its cache cannot be forked")
     if isinstance(other, OffloadedLayer):
+        check_prompts([other])
         other.wait()
-        if other.settings.method.evicts:
-            raise CacheError(f"{other.settings.method.name} has dropped tokens, so its cache cannot be forked")
         if isinstance(layer, OffloadedLayer) and can_reuse(layer, other):
             _reuse(layer, step, other)
-            return
+            return None
     queries, key, value = padded(other)
     if isinstance(layer, DenseLayer):
         layer.scale = other.scale
     else:
         _check_queries(layer, other)
         layer.allocate(step, queries, key, other.scale)
-        if isinstance(other, DenseLayer) and not layer.settings.method.evicts:
+        if isinstance(other, DenseLayer):
             layer.store.share(other.offloaded(layer.settings.block_size, layer.store.format))
-    layer.append(step, queries, key, value)
+    new = layer.append(step, queries, key, value)
     layer.recent_queries = dict(other.recent_queries)
+    return new
 
 
 def _check_queries(layer: OffloadedLayer, other: LayerKV) -> None:

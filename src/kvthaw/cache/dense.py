@@ -12,11 +12,12 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
-from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, attend_rows, last_queries, reordered
+from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, attend_rows, reordered, take_queries
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.swapped import SwappedLayer, to_blocks
 from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.sparse_decode import sparse_decode
 
@@ -37,17 +38,11 @@ class DenseLayer(DeviceLayer):
         self.recent_queries: dict[int, Tensor] = {}
         self.scale = 0.0
         self._before: tuple[Step | None, dict[int, Tensor]] = None, {}  # a prefill, and what was watched before it
-        self._taken: tuple[Step | None, int] = None, 0
         self._data: Tensor | None = None
         self._offloaded: HostStore | None = None
         self._tickets = torch.empty(0, dtype=torch.int32)
 
     # Reading
-
-    def length(self, seq: int) -> int:
-        step, taken = self._taken
-        whole = step is not None and step is self.sequences.step and step.seq is None
-        return step.lengths(taken)[seq] if step is not None and whole else self.sequences.length(seq)
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
         assert self._data is not None
@@ -92,11 +87,11 @@ class DenseLayer(DeviceLayer):
 
     # Steps
 
-    def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+    def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> tuple[Tensor, None]:
         data = self._write(step, query, key, value, attention.scale)
         if step.seq is None and not any(step.left_pad):
-            return _causal(query, data[:, :, : step.start + step.tokens], attention)
-        return self._attend_rows(step, query, attention)
+            return _causal(query, data[:, :, : step.start + step.tokens], attention), None
+        return self._attend_rows(step, query, attention), None
 
     def _attend_rows(self, step: Step, query: Tensor, attention: AttentionParams) -> Tensor:
         def attend(row: Row, q: Tensor) -> Tensor:
@@ -105,22 +100,19 @@ class DenseLayer(DeviceLayer):
 
         return attend_rows(step, query, attend)
 
-    def decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """Attend to everything. A single token is a kernel that reads device counters alone."""
-        if step.tokens > 1:
-            return self.prefill(step, query, key, value, attention)
+    def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
+        """Attend to everything, by a kernel that reads device counters alone."""
         self._make_room()
-        self._taken = step, 1
         assert self._data is not None
-        self.sequences.place(step, 0, self._data.device)
-        return self._attend_one(query, key, value, attention)
+        self.sequences.place(step, t, self._data.device)
+        return self._attend_one(query, newest, attention)
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         assert self._data is not None
         if step.dense:
             return self._attend_rows(step, query, attention)
         self.sequences.place_committed(self._data.device)
-        return self._attend_one(query, key, value, attention)
+        return self._attend_one(query[:, :, 0], (key[:, :, -1], value[:, :, -1]), attention)[:, :, None]
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         self._write(step, query, key, value, self.scale)
@@ -139,32 +131,30 @@ class DenseLayer(DeviceLayer):
                 assert self._data is not None
             self._data[i, :, : own.shape[1]] = own
 
-    def _attend_one(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+    def _attend_one(self, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
         assert self._data is not None
         data = self._data[: len(query)]
         step = DecodeStep(
-            query[:, :, 0],
+            query,
             data[:, :, :, 0],
             data[:, :, :, 1],
             scale=attention.scale,
-            newest=(key[:, :, -1], value[:, :, -1]),
+            newest=newest,
             lengths=self.sequences.on_device.lengths[: len(query)],
             softcap=attention.softcap,
             sinks=attention.sinks,
         )
-        return sparse_decode(step, self._tickets)[:, :, None]
+        return sparse_decode(step, self._tickets)
 
     def _write(self, step: Step, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Put the step's tokens in their places; the data afterwards."""
         if self._data is None:
             self._allocate(key, len(step.left_pad), scale)
         self._make_room()
-        self._taken, self._before = (step, step.tokens), (step, dict(self.recent_queries))
+        self._before = step, dict(self.recent_queries)
         data = self._data
         assert data is not None
-        for row in step.rows():
-            before, q = self.recent_queries.get(row.seq), query[row.row, :, row.pad - step.tokens :]
-            self.recent_queries[row.seq] = last_queries(before, q, row.past, self.prompt_queries)
+        take_queries(step, query, self.recent_queries, self.prompt_queries)
         if step.seq is None and not any(step.left_pad):
             place = data[:, :, step.start : step.start + step.tokens]
             place[:, :, :, 0], place[:, :, :, 1] = key, value
@@ -181,7 +171,7 @@ class DenseLayer(DeviceLayer):
         self._tickets = torch.zeros(count * heads + 1, dtype=torch.int32, device=key.device)
 
     def _make_room(self) -> None:
-        """Have room for as many tokens as the sequences' capacity says."""
+        """Grow the tensor to the capacity of the sequences."""
         data = self._data
         assert data is not None
         have, capacity = data.shape[2], self.sequences.capacity
@@ -199,9 +189,6 @@ class DenseLayer(DeviceLayer):
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
         if failed is not None and not repeated and self._before[0] is failed:
             self.recent_queries, self._before = self._before[1], (None, {})
-
-    def check_crop(self, drop: int) -> None:
-        """All tokens are here."""
 
     def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
         self._offloaded = None

@@ -42,8 +42,11 @@ class DeviceMemory:
         self._arenas: dict[tuple[object, ...], BlockArena] = {}
 
     def resolve(self, device: torch.device) -> None:
-        """Say what "auto" means on a device: the bytes that are free, and that torch may take
-        (`torch.cuda.set_per_process_memory_fraction`), less what `spare` leaves, the least of all processes; on a CPU, nothing."""
+        """Set the limit that "auto" means on a device: nothing on a CPU.
+
+        On a GPU the limit is the free bytes that torch may take (`torch.cuda.set_per_process_memory_fraction`), less what
+        `spare` leaves. The least of all processes counts.
+        """
         if self.limit == "auto" and not self.bytes and device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             total = int(total * torch.cuda.get_per_process_memory_fraction(device))

@@ -62,7 +62,7 @@ def dry_run(
     """Return what an empty cache takes for `batch` sequences with prompts of so many tokens and answers of at most `new_tokens`.
 
     tensors: returns a layer's query [B, Hq, prompt, D] and key [B, H, prompt, D] by its number, on the meta device. pinned: rows on
-    the host are page-locked. The cache is of no use afterwards: it counts tokens that it does not have.
+    the host are pinned. The cache is of no use afterwards: it counts tokens that it does not have.
     """
     made: dict[Hashable, OffloadedLayer] = {}
     twins: dict[int, OffloadedLayer] = {}  # the allocated layer that a layer is like

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.device_lengths import Download
+from kvthaw.cache.layer_base import LayerKV
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.errors import CacheError
 
 EVERY = 8
 """Steps between two looks at the flags of a GPU: two small launches for all layers."""
 
 
-class Prompted(Protocol):
-    """A layer. extremes: the least and greatest keys and values of prompts, single numbers on the device, not checked yet."""
-
-    number: int
-    extremes: list[Tensor]
-
-
-class Flagged(Protocol):
-    """A layer that watches the keys and values of decode steps."""
-
-    number: int
-
-    def nonfinite(self) -> Tensor | None:
-        """Return its flag, [1] int32."""
-
-
 class PromptCheck:
     """Whether keys and values of prompts were finite in each layer, by their extremes; the host waits in wait() alone."""
 
-    def __init__(self, layers: Sequence[Prompted]) -> None:
+    def __init__(self, layers: Sequence[OffloadedLayer]) -> None:
         self._layers = [layer.number for layer in layers for _ in layer.extremes]
         if self._layers:
             self._finite = Download(torch.stack([number for layer in layers for number in layer.extremes]).isfinite())
@@ -44,6 +29,13 @@ class PromptCheck:
         if self._layers and not (finite := self._finite()).all():
             layer = self._layers[finite.tolist().index(False)]
             raise CacheError(f"the model gave keys or values that are not finite in layer {layer}")
+
+
+def check_prompts(layers: Sequence[OffloadedLayer]) -> None:
+    """Raise CacheError for the first layer whose prompts brought keys or values that are not finite."""
+    PromptCheck(layers).wait()
+    for layer in layers:
+        layer.extremes = []
 
 
 class FiniteCheck:
@@ -59,7 +51,7 @@ class FiniteCheck:
         self._asked: tuple[list[int], Download] | None = None  # layers, and their flags that are on their way
         self._prompts: dict[int, PromptCheck] = {}  # by sequence, of the latest chunk
 
-    def prompt(self, seq: int, layers: Sequence[Prompted]) -> None:
+    def prompt(self, seq: int, layers: Sequence[OffloadedLayer]) -> None:
         """Take the extremes of a chunk of a sequence's prompt from the layers. Raise CacheError where the chunk before was not
         finite, on a CPU where this one was not; else end() does."""
         check, runs_on = PromptCheck(layers), any(number.is_cuda for layer in layers for number in layer.extremes)
@@ -76,7 +68,7 @@ class FiniteCheck:
         if check is not None:
             check.wait()
 
-    def forget(self, seq: int, layers: Sequence[Flagged]) -> None:
+    def forget(self, seq: int, layers: Sequence[LayerKV]) -> None:
         """Forget the prompt of a sequence, and lower the flags of all layers at once: they may be this sequence's."""
         self._prompts.pop(seq, None)
         if flags := [flag for layer in layers if (flag := layer.nonfinite()) is not None]:
@@ -88,9 +80,11 @@ class FiniteCheck:
             (layers, flags), self._asked = self._asked, None
             self._raise(next((layer for layer, flag in zip(layers, flags().tolist(), strict=True) if flag), None))
 
-    def ask(self, layers: Sequence[Flagged]) -> dict[int, Tensor]:
-        """Have the GPU copy the flags of all layers where it is time for that; a later check() reads them. Returns flags by layer
-        that are on a CPU."""
+    def ask(self, layers: Sequence[LayerKV]) -> dict[int, Tensor]:
+        """Start the copy of all layers' flags from the GPU every few steps. A later check() reads it.
+
+        Returns flags by layer that are on a CPU.
+        """
         self._looks += 1
         if self._cuda and (self._asked is not None or self._looks % EVERY):
             return {}
@@ -102,7 +96,7 @@ class FiniteCheck:
             self._asked = list(found), Download(torch.cat(list(found.values())))
         return {}
 
-    def look(self, layers: Sequence[Flagged]) -> None:
+    def look(self, layers: Sequence[LayerKV]) -> None:
         """check() and ask(); raises CacheError for flags on a CPU at once."""
         self.check()
         self._raise(next((layer for layer, flag in self.ask(layers).items() if flag), None))

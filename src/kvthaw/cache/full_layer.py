@@ -1,4 +1,4 @@
-"""One layer whose queries attend to everything, with KV in blocks on the device: as much memory as there are tokens."""
+"""One layer whose queries attend to everything, with KV in blocks on the device: memory grows with the tokens."""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ class HostStore:
         memory: HostMemory | None = None,
         format: RowFormat | None = None,
     ) -> None:
+        self._blocks: list[list[Block]] = [[] for _ in range(seqs)]
         self.kv_heads, self.head_dim, self.dtype, self.block_size = kv_heads, head_dim, dtype, block_size
         self.format = format = format or RowFormat(head_dim, dtype)
-        self._blocks: list[list[Block]] = [[] for _ in range(seqs)]
         shape = kv_heads, block_size, *format.tail
         self.allocator = BlockAllocator(memory or HostMemory(), shape, format.stored, pinned=pinned)
         self._length = [0] * seqs
@@ -119,7 +119,7 @@ class HostStore:
         return self.on_device.follow(self, device)
 
     def make_room(self, tokens: int, device: torch.device) -> None:
-        """Have room in the table on the device for so many tokens a sequence: until there are more, it stays where it is."""
+        """Grow the table on the device to `tokens` per sequence. The table stays where it is until a sequence has more."""
         self.on_device.make_room(self, tokens, device)
 
     def append(self, seq: int, rows: Tensor, *, non_blocking: bool = False) -> None:
@@ -163,7 +163,7 @@ class HostStore:
         blocks = self._blocks[seq]
         self.allocator.prepare(seq, -(-length // self.block_size) - len(blocks))
         while len(blocks) * self.block_size < length:
-            blocks.append(self.allocator.allocate(seq))
+            blocks.append(self.allocator.allocate(seq).share())
             self.version += 1
         for number in range(self._length[seq] // self.block_size, -(-length // self.block_size)):
             self._writable(seq, number)
@@ -175,11 +175,12 @@ class HostStore:
             blocks[i] = new
         kept = [key for key, block in self.kept.items() if block is old]
         self.kept.update((key, new) for key in kept)
-        places += kept
-        new.owners, new.recalls = len(places), old.recalls
-        old.owners -= len(places)
-        self.version += bool(places)
-        return bool(places)
+        for _ in (*places, *kept):
+            new.share()
+            old.release()
+        new.recalls = old.recalls
+        self.version += bool(places or kept)
+        return bool(places or kept)
 
     def reserved(self, seq: int) -> int:
         """Return the number of tokens that a sequence's blocks have room for, without the one allocated ahead."""
@@ -237,7 +238,7 @@ class HostStore:
         return gather_rows(self.table()[: len(rows)], self.block_size, rows, out)
 
     def piece(self, seq: int, head: int, row: int, most: int) -> Tensor:
-        """Return rows of a head from one on that lie in one block, at most so many, [n, *tail], as they are stored."""
+        """Return at most `most` stored rows of a head in one block, from `row` on, [n, *tail]."""
         number, offset = divmod(row, self.block_size)
         return self._blocks[seq][number].data[head, offset : offset + most]
 
@@ -281,10 +282,8 @@ class HostStore:
             self.pages.forget(seq)
         keep = -(-length // self.block_size)
         for block in self._blocks[seq][keep:]:
-            block.owners -= 1
             block.recalls = 0.0  # by its other holders
-            if not block.owners:
-                block.owners = 1
+            if block.release():
                 self.allocator.ahead.setdefault(seq, block)
         if length == 0:
             self.allocator.ahead.pop(seq, None)
@@ -299,36 +298,25 @@ class HostStore:
             raise ValueError(f"a store of {self.allocator.kind} cannot share rows of one of {other.allocator.kind}")
         for seq in range(self.seqs):
             self.truncate(seq, 0)
-        self._blocks, self._length = [list(blocks) for blocks in other._blocks], list(other._length)
-        for block in chain.from_iterable(self._blocks):
-            block.owners += 1
+        self._blocks, self._length = [[block.share() for block in blocks] for blocks in other._blocks], list(other._length)
         self.version += 1
 
     def blocks(self, seq: int) -> list[Block]:
         """Return the blocks of a sequence. Their rows stay where they are while the list is held."""
         return list(self._blocks[seq])
 
-    def hold(self, seq: int, number: int) -> Block:
-        """Return a block of a sequence, which the caller shares from now on."""
-        block = self._blocks[seq][number]
-        block.owners += 1
-        return block
-
     def adopt(self, seq: int, blocks: Sequence[Block], length: int) -> None:
         """Begin a sequence that has no rows with `length` rows of these blocks, shared until it writes into one."""
-        for block in blocks:
-            block.owners += 1
-        self._blocks[seq], self._length[seq] = list(blocks), length
+        self._blocks[seq], self._length[seq] = [block.share() for block in blocks], length
         self.version += 1
 
     def swapped_out(self, seq: int) -> list[Block]:
         """Return the rows of a sequence in blocks on the host: copies of those on the device, only enqueued there, and the others,
-        which the caller shares from now on. Raises HostMemoryError, with nothing changed."""
+        all of which the caller owns. Raises HostMemoryError, with nothing changed."""
         held = [Block(self.allocator.on_host()) if block.on_device else block for block in self._blocks[seq]]
         for block, there in zip(held, self._blocks[seq], strict=True):
-            if block is there:
-                block.owners += 1
-            else:
+            block.share()
+            if block is not there:
                 block.data.copy_(there.data, non_blocking=True)
                 block.recalls = there.recalls
         return held
@@ -338,11 +326,8 @@ class HostStore:
         writes."""
         if self.pages is not None:
             self.pages.clear()
-        blocks = [list(self._blocks[seq]) for seq in seqs]
-        for block in chain.from_iterable(self._blocks):
-            block.owners -= 1
-        for block in chain.from_iterable(blocks):
-            block.owners += 1
+        blocks = [[block.share() for block in self._blocks[seq]] for seq in seqs]
+        self.release()
         self._blocks, self._length = blocks, [self._length[seq] for seq in seqs]
         ahead = self.allocator.ahead
         self.allocator.ahead = {seq: block for seq, block in ahead.items() if seq < len(seqs)}
@@ -358,11 +343,18 @@ class HostStore:
         if self.pages is not None:
             twin.keep_pages()
         twin.allocator.device = copy.deepcopy(self.allocator.device, memo)
-        twin._blocks = [list(blocks) for blocks in self._blocks]
+        twin._blocks = [[block.share() for block in blocks] for blocks in self._blocks]
         twin._length = list(self._length)
-        for block in chain.from_iterable(twin._blocks):
-            block.owners += 1
         return twin
+
+    def release(self) -> None:
+        """Release all blocks of the store."""
+        for block in chain.from_iterable(self._blocks):
+            block.release()
+        self._blocks = []
+
+    def __del__(self) -> None:
+        self.release()
 
     def _parts(self, seq: int, start: int, stop: int) -> list[Tensor]:
         """Return rows of a sequence as they are stored, [H, n, *tail] of each block."""
@@ -383,9 +375,9 @@ class HostStore:
         block = self._blocks[seq][number]
         block.moving = None  # what a copy under way has of it is not all
         if block.owners > 1:
-            copy = self.allocator.allocate(seq)
+            copy = self.allocator.allocate(seq).share()
             copy.data.copy_(block.data)
-            block.owners -= 1
+            block.release()
             block = self._blocks[seq][number] = copy
             self.version += 1
         return block.data

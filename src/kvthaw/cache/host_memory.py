@@ -62,16 +62,16 @@ def container_free(group: Path) -> int | None:
 
 
 _page_locked = PageLocked(_system_free)
-"""What caches of this process have page-locked, used or not, as torch keeps its own."""
+"""What caches of this process have pinned, used or not, as torch keeps its own."""
 
 
 def held_bytes(size: int, *, pinned: bool) -> int:
-    """Return the bytes of host memory that a tensor of so many takes."""
+    """Return the bytes of host memory that a tensor of `size` bytes takes."""
     return locked_bytes(size) if pinned else size
 
 
 def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, streams: Sequence[torch.cuda.Stream] = ()) -> Tensor:
-    """Return an uninitialised tensor in host memory, page-locked if pinned. streams: those that may read it beside the current one.
+    """Return an uninitialised tensor in host memory, pinned if pinned. streams: those that may read it beside the current one.
     Raises HostMemoryError where the system gives none."""
     size = math.prod(shape) * dtype.itemsize
     if pinned and size > HUGE // 2:
@@ -130,7 +130,7 @@ class HostMemory:
         return data
 
     def prepare(self, count: int, size: int, *, pinned: bool) -> None:
-        """Page-lock memory for so many blocks of so many bytes, which allocate() then gives, on several threads, and with it some
+        """Pin memory for so many blocks of so many bytes, which allocate() then gives, on several threads, and with it some
         for as many blocks of every other layer, which will ask next."""
         soon = count * len(self.allocators)
         if self.limit is not None:
@@ -140,7 +140,7 @@ class HostMemory:
             _page_locked.prepare(size, count, soon)
 
     def expect(self, count: int, size: int) -> Callable[[], None] | None:
-        """Return what takes page-locked memory for so many blocks of so many bytes, on a thread beside the steps, for allocate() to
+        """Return what takes pinned memory for so many blocks of so many bytes, on a thread beside the steps, for allocate() to
         give; None where there is enough. A later call takes the place of this one: with 0, nothing more is taken."""
         room = None if self.limit is None else max(0, (self.limit - self.used) // held_bytes(size, pinned=True))
         few = size > HUGE // 2 and _page_locked.expect(size, count if room is None else min(count, room), room)
@@ -194,16 +194,32 @@ class HostMemory:
 class Block:
     """E tokens of all KV heads of one sequence, data [H, E, 2, D], on the device or in host memory.
 
-    place: its address, and whether that is one on the host. owners: how many sequences point at it. moving: the copy that is being
-    made in the other place. recalls: how many of its rows were selected of late, infinite before they were first counted.
+    place: its address, and whether that is one on the host. moving: the copy that is being made in the other place. recalls: how
+    many of its rows were selected of late, infinite before they were first counted.
     """
 
-    __slots__ = ("data", "moving", "on_device", "owners", "place", "recalls")
+    __slots__ = ("_owners", "data", "moving", "on_device", "place", "recalls")
 
     def __init__(self, data: Tensor, *, on_device: bool = False) -> None:
         self.data, self.on_device, self.place = data, on_device, (data.data_ptr(), not on_device)
-        self.owners, self.recalls = 1, math.inf
+        self._owners: list[None] = []  # whose append() and pop() no finalizer on any thread can cut in two
+        self.recalls = math.inf
         self.moving: Block | None = None
+
+    @property
+    def owners(self) -> int:
+        """How many sequences, prefix caches and swapped-out sequences hold the block. Only a lone owner may write to it."""
+        return len(self._owners)
+
+    def share(self) -> Block:
+        """Count one owner more. Returns the block."""
+        self._owners.append(None)
+        return self
+
+    def release(self) -> bool:
+        """Count one owner less. Returns whether none is left."""
+        self._owners.pop()
+        return not self._owners
 
 
 class BlockAllocator:
@@ -256,11 +272,11 @@ class BlockAllocator:
             self.ahead[seq] = self.new()
 
     def prepare(self, seq: int, count: int) -> None:
-        """Have memory at hand for so many more blocks of a sequence, which is faster than to take them one by one."""
+        """Pin host memory for `count` more blocks of a sequence in one call, which is faster than one by one."""
         self.memory.prepare(self.lacks(seq, count), self.size, pinned=self.pinned)
 
     def lacks(self, seq: int, count: int) -> int:
-        """Return how much host memory, in blocks, so many more blocks of a sequence take."""
+        """Return how many of `count` more blocks of a sequence need new host memory."""
         near = 0 if self.device is None else max(0, self.device.room) // self.size
         return max(0, count - near - (seq in self.ahead))
 

@@ -116,7 +116,7 @@ class Index(Protocol):
     there, with keys and values of D = 0; select() gets its query on the CPU."""
 
     def make_room(self, seqs: int, tokens: int) -> None:
-        """Allocate for so many sequences and positions of each; until there are more, no tensor of a graph-safe index moves."""
+        """Allocate for `seqs` sequences of `tokens` positions. Until there are more, no tensor of a graph-safe index moves."""
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """Index a sequence from scratch. keys, values [H, T, D]: positions first .. first + T; queries [Hq, W, D]: the prompt's
@@ -170,8 +170,10 @@ class Prepared(Protocol):
     """An index that prepares changes beside the steps, which take effect whole between two of them."""
 
     def take_effect(self, seqs: Sequence[int]) -> None:
-        """Have what was prepared take effect in sequences of which tokens leave the ring with the next step, before these are
-        appended, if not before. Nothing takes it back."""
+        """Publish prepared changes of `seqs`, whose tokens leave the ring with the next step, before their append.
+
+        Irreversible.
+        """
 
 
 @runtime_checkable
@@ -179,7 +181,7 @@ class Foresees(Protocol):
     """An index that begins its work on tokens before they leave the ring."""
 
     def foreseen(self, seq: int) -> int:
-        """Return of how many tokens, behind those that the index holds, it would begin the work now; 0: of none."""
+        """Return the number of tokens behind the indexed ones whose work the index would begin now; 0: none."""
 
     def foresee(self, seqs: Sequence[int], keys: Tensor) -> None:
         """Begin the work on the next tokens of some sequences, as many as foreseen() said, keys [R, H, n, D]. The next appends
@@ -214,8 +216,10 @@ class Snapshots(Protocol):
         """Return a snapshot as tensors on the host, from which another process can make it over the same keys."""
 
     def take(self, seq: int, snapshot: Any, end: int) -> None:
-        """Have a sequence hold the positions before `end` that a snapshot of an index with the same settings holds, or what state()
-        returned of one. Raises CacheError, with the sequence as it was, for tensors that are of no snapshot, whatever they hold."""
+        """Load positions before `end` from a snapshot of an index with equal settings, or from what state() returned of one.
+
+        Raises CacheError for tensors that are no snapshot, whatever they hold; the sequence is as it was then.
+        """
 
 
 @runtime_checkable
@@ -226,7 +230,7 @@ class Swaps(Protocol):
         """Return all that the index holds of a sequence, in host memory; the next change of the sequence leaves it as it is."""
 
     def swap_in(self, seq: int, held: Any) -> None:
-        """Have an empty sequence hold what swap_out() returned, of this index and any sequence: it goes on as that would have."""
+        """Load what swap_out() returned into an empty sequence. Selections continue unchanged."""
 
 
 @runtime_checkable
@@ -234,7 +238,7 @@ class WorksBeside(Protocol):
     """An index that does some of its work on another stream."""
 
     def join(self) -> None:
-        """Have the current stream wait for that work; the host does not wait."""
+        """Make the current stream wait for that work. The host does not wait."""
 
 
 @runtime_checkable
@@ -272,10 +276,10 @@ class Method:
 
     name: as in METHODS. paper: its source. unit: what it selects (token, page, cluster, or - for none).
     differs: what it does otherwise than its paper. choose: when to prefer it. Both for tables, in a few words; - for nothing.
-    index: makes the index of a layer group; None: nothing is retrieved.
+    index: makes the index of a layer group; None: nothing is retrieved, what leaves the window is stored and not read again.
     dense: every layer keeps all KV on the device and attends to all of it.
     regions: the paper's sink, window and update buffer.
-    evicts: tokens that leave the window are dropped for good instead of offloaded.
+
     keep: for how many steps, this one included, selected rows stay on the device (ClusterKV's R); 0: each step fetches all its
     rows.
     transfer: how rows reach a GPU; None: a kernel there reads them (UvaGather). On a CPU they are copied (BulkCopy).
@@ -296,7 +300,7 @@ class Method:
     index: Callable[[IndexContext], Index] | None
     regions: Regions = None  # type: ignore[assignment]  # left out, it is refused by name
     dense: bool = False
-    evicts: bool = False
+
     keep: int = 1
     transfer: Callable[[], Transfer] | None = None
     anchors: int | tuple[int, ...] | tuple[float, ...] = 1
@@ -308,11 +312,6 @@ class Method:
     prompt_queries: int | None = RECENT_QUERIES
     differs: str = "-"
     choose: str = "-"
-
-    @property
-    def stores(self) -> bool:
-        """Whether rows are stored in blocks: neither dense nor evicting."""
-        return not (self.dense or self.evicts)
 
     def __post_init__(self) -> None:
         if not isinstance(self.regions, Regions):

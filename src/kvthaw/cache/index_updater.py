@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,7 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index, Snapshots, Swaps
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
-from kvthaw.cache.side_index import SideIndex, can_build_beside
+from kvthaw.cache.side_index import IndexedSequence, SideIndex, State, can_build_beside
 from kvthaw.errors import CacheError
 from kvthaw.kernels.freeze import Span
 
@@ -45,29 +45,33 @@ class Indexed:
 
     index: Index
     counts: Tensor
-    upto: list[int]
-    last: dict[int, int]
-    stale: set[int]
+    sequences: list[IndexedSequence]
 
 
 class IndexUpdater:
     """Gives the index of a group keys and values, from its anchor's passes, ring and store.
 
-    indexed: by sequence, the position up to which the index has been given tokens, so that giving them again does nothing. An
-    index on the host reads them from the store itself, once they have arrived there, and is given their number alone.
+    Giving the index positions below a sequence's watermark again does nothing. An index on the host reads keys from the store
+    itself, once they have arrived there, and is given their number alone.
     """
 
     def __init__(self, retriever: Retriever, store: HostStore, slab: Slab) -> None:
         self.retriever, self.store, self.slab = retriever, store, slab
         self.first = slab.regions.sink
-        self.indexed = [self.first] * store.seqs
-        self._last: dict[int, int] = {}  # where the latest append to a sequence began
-        self.stale: set[int] = set()
+        self._of = [IndexedSequence(self.first) for _ in range(store.seqs)]
+
+    def indexed(self, seq: int) -> int:
+        """Return the position up to which the index has been given tokens of a sequence."""
+        return self._of[seq].upto
+
+    def is_stale(self, seq: int) -> bool:
+        """Return whether a sequence is to be indexed again before the next step."""
+        return self._of[seq].state in (State.STALE, State.BUILDING)
+
+    @property
+    def stale(self) -> set[int]:
         """Sequences to be indexed again before the next step."""
-        self._uncommitted: dict[int, tuple[int, Tensor]] = {}  # what commit() appends: up to where, and the last queries
-        self._sides: dict[int, SideIndex] = {}  # of paused sequences
-        self._begun: set[int] = set()  # those that are indexed with the step under way
-        self._marked: set[int] = set()  # sequences that are stale if the step under way is counted
+        return {seq for seq in range(len(self._of)) if self.is_stale(seq)}
 
     @property
     def reversible(self) -> bool:
@@ -95,20 +99,21 @@ class IndexUpdater:
         back exactly: commit() appends to it. Where an index of one piece is better than one that was appended to, a sequence that a
         prompt in chunks makes much longer is indexed again, once: with the last chunk if the prompt was announced, else before the
         next step that asks."""
-        index, old = self.retriever.index, self.indexed[seq]
+        index, own = self.retriever.index, self._of[seq]
+        old = own.upto
         much = (old > self.first or remaining > 0) and 4 * (new - old + remaining) > old - self.first
-        if seq in self.stale:
+        if self.is_stale(seq):
             return
         later = paused and remaining > 0
         if later and old > self.first and index.on_host:
             return  # the last chunk gives it all that it lacks
         beside = paused and old == self.first and can_build_beside(index)
         if later or beside or (much and not index.grows):
-            self.stale.add(seq)
-            self._marked.add(seq)
+            own.enter(State.STALE, in_step=True)
             return
         if index.on_host and old > self.first:
-            self._uncommitted[seq] = new, queries
+            own.enter(State.APPENDING, in_step=True)
+            own.coming = new, queries
             return
         if index.on_host:
             keys = values = self._nothing(new - old)[:, :, 0]
@@ -126,10 +131,10 @@ class IndexUpdater:
     def snapshot(self, seq: int) -> Snapshot | None:
         """Return what the index holds of a sequence, None for an index that is as well rebuilt."""
         index = self.retriever.index
-        if not isinstance(index, Snapshots) or seq in self.stale or self.indexed[seq] <= self.first:
+        if not isinstance(index, Snapshots) or self.is_stale(seq) or self.indexed(seq) <= self.first:
             return None
         self.retriever.wait()
-        return Snapshot(index.snapshot(seq), self.first, self.indexed[seq])
+        return Snapshot(index.snapshot(seq), self.first, self.indexed(seq))
 
     def state(self, snapshot: Snapshot) -> Mapping[str, Tensor]:
         """Return a snapshot of this index as tensors on the host."""
@@ -145,7 +150,7 @@ class IndexUpdater:
         end = 0 if kept is None else min(start, kept.end)
         index = self.retriever.index
         if kept is None or kept.first != self.first or 2 * end <= start or not isinstance(index, Snapshots):
-            self.stale.add(seq)
+            self._of[seq].enter(State.STALE)
             return
 
         def take() -> None:
@@ -156,26 +161,27 @@ class IndexUpdater:
                 rows = self._nothing(end - self.first)
                 index.build(seq, self.first, rows[:, :, 0], rows[:, :, 1], self._queries({}, seq))
 
-        self._submit(take, partial(self.stale.add, seq))
-        self.indexed[seq] = end
+        self._submit(take, partial(self._of[seq].enter, State.STALE))
+        self._of[seq].upto = end
 
     def commit(self, paused: Collection[int] = ()) -> None:
         """Append to an index on the host what a prompt gave it, whose step is certain now; beside the others' steps where the
         sequence is paused."""
-        self._marked.clear()
-        self._begun.clear()
-        uncommitted, self._uncommitted = self._uncommitted, {}
-        for seq, (new, queries) in uncommitted.items():
-            rows = self._nothing(new - self.indexed[seq])[None]
+        for seq, own in enumerate(self._of):
+            own.before = None
+            if own.coming is None:
+                continue
+            new, queries = own.coming
+            rows = self._nothing(new - own.upto)[None]
             given = [seq], rows[:, :, :, 0], rows[:, :, :, 1], queries[None]
-            if seq in paused and can_build_beside(self.retriever.index):
-                kept = self.snapshot(seq)
-                assert kept is not None
+            kept = self.snapshot(seq) if seq in paused and can_build_beside(self.retriever.index) else None
+            if kept is None:
+                own.enter(State.INDEXED)
+                self._append(given[0], rows.shape[2], *given[1:])
+            else:
                 side = self._side(seq)
                 side.change(kept.end, side.index.take, seq, kept.index, kept.end)
                 side.change(new, side.index.append, *given)
-            else:
-                self._append(given[0], rows.shape[2], *given[1:])
 
     def begin(
         self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], passed: Mapping[int, Tensor] = MappingProxyType({})
@@ -183,31 +189,34 @@ class IndexUpdater:
         """Begin to index stale sequences, up to the ends given: those whose rows [H, n, 2, D] have passed on the device at once, on
         the host beside the step under way. Once it is counted renew() takes those over, or take_built()."""
         for seq, end in ends.items():
-            if seq in self.stale and seq in passed:
+            if not self.is_stale(seq):
+                continue
+            if seq in passed:
                 keys, values = passed[seq][:, self.first : end].unbind(2)
-                self._build(seq, end, keys, values, self._queries(recent_queries, seq))
-                self.stale.discard(seq)
-                self._begun.add(seq)
-            elif seq in self.stale and can_build_beside(self.retriever.index):
-                side, rows = self._side(seq), self._nothing(end - self.first)[:, :, 0]
+                self._build(seq, end, keys, values, self._queries(recent_queries, seq), in_step=True)
+            elif can_build_beside(self.retriever.index):
+                side, rows = self._side(seq, in_step=True), self._nothing(end - self.first)[:, :, 0]
                 side.change(end, side.index.build, seq, self.first, rows, rows, self._queries(recent_queries, seq))
-                self._begun.add(seq)
 
     def drop(self) -> None:
         """Forget what a prompt gave, whose step failed."""
-        for seq in self._begun:
-            (self._drop_side if seq in self._sides else self.begin_again)(seq)
-        self._begun.clear()
-        self.stale -= self._marked
-        self._marked.clear()
-        self._uncommitted.clear()
+        for seq, own in enumerate(self._of):
+            before, own.before = own.before, None
+            if before is None:
+                continue
+            own.drop_side()
+            if before in (State.STALE, State.BUILDING):
+                if own.state is State.INDEXED:  # with rows of the step
+                    self.begin_again(seq)
+            else:
+                own.enter(State.INDEXED)
 
     def flush(self, spans: Sequence[Span], rows: Tensor, recent_queries: Mapping[int, Tensor]) -> None:
         """Index the tokens start .. stop of some sequences, which leave their rings, rows [R, H, n, 2, D], unless they are indexed
         already. recent_queries: the last queries of the prompts, [Hq, W, D]."""
         index, known = self.retriever.index, []
         for i, (seq, start, stop, _) in enumerate(spans):
-            if self.indexed[seq] >= stop:
+            if self.indexed(seq) >= stop:
                 continue
             if start > self.first:
                 known.append(i)
@@ -223,69 +232,69 @@ class IndexUpdater:
             self._append([spans[i][0] for i in known], rows.shape[2], rows[:, :, :, 0], rows[:, :, :, 1], None)
 
     def take_effect(self, seqs: Sequence[int]) -> None:
-        """Have what the index prepared beside the steps take effect; see Prepared."""
+        """Publish what the index prepared for `seqs`; see Prepared."""
         if self.retriever.prepared is not None:
             self.retriever.prepared.take_effect(seqs)
 
     def built(self, seq: int, timeout: float | None = 0.0) -> bool:
         """Return whether take_built() need not wait, after waiting at most `timeout` seconds; None: as long as it takes."""
-        return seq not in self._sides or self._sides[seq].wait(timeout)
+        side = self._of[seq].side
+        return side is None or side.wait(timeout)
 
     def take_built(self, seq: int) -> None:
-        """Have the index hold what was built of a sequence beside the steps of others, or beside the latest one. Does not wait."""
-        side = self._sides.pop(seq, None)
-        if side is not None:
-            index = self.retriever.index
-            assert isinstance(index, Snapshots)
+        """Swap in the SideIndex that was built for a sequence. Does not wait."""
+        own, index = self._of[seq], self.retriever.index
+        side, own.side = own.side, None
+        if side is not None and isinstance(index, Snapshots):
             take = index.take
-            self._submit(lambda: take(seq, side.snapshot(), side.end), partial(self.stale.add, seq))
-            self.indexed[seq] = side.end
-            self.stale.discard(seq)
+            own.enter(State.INDEXED)
+            self._submit(lambda: take(seq, side.snapshot(), side.end), partial(own.enter, State.STALE))
+            own.upto = side.end
 
     def renew(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], paused: Collection[int] = ()) -> None:
         """Rebuild, from the store and up to the ends given, sequences that are stale or not fully indexed, unless they are being
         built: those that are not paused take that over. To what came from a snapshot the few tokens that it lacks are appended.
         Those that are paused wait for a call of their own where the index is on the device."""
         for seq, end in ends.items():
-            old = self.indexed[seq]
-            if seq in self._sides:
+            old, stale = self.indexed(seq), self.is_stale(seq)
+            if self._of[seq].side is not None:
                 if seq not in paused:
                     self.take_built(seq)
                 continue
-            if (seq not in self.stale and old >= end) or (seq in paused and not self.retriever.index.on_host):
+            if (not stale and old >= end) or (seq in paused and not self.retriever.index.on_host):
                 continue
-            if seq not in self.stale and self.retriever.index.on_host and 4 * (end - old) < old - self.first:
+            if not stale and self.retriever.index.on_host and 4 * (end - old) < old - self.first:
                 rows = self._nothing(end - old)[None]
                 self._append([seq], end - old, rows[:, :, :, 0], rows[:, :, :, 1], None)
                 continue
             rows = self._nothing(end - self.first) if self.retriever.index.on_host else self._stored(seq, self.first, end)
             self._build(seq, end, rows[:, :, 0], rows[:, :, 1], self._queries(recent_queries, seq))
-            self.stale.discard(seq)
 
     def rollback(self, seq: int, start: int) -> None:
         """Remove the positions >= start from the index, exactly if it can undo its latest append."""
-        if self.indexed[seq] <= start:
+        own = self._of[seq]
+        if own.upto <= start:
             return
         self.retriever.recover()
-        if self._last.get(seq) == start > self.first:
+        if own.last == start > self.first:
             self.retriever.undo(seq, start)
-            self.indexed[seq] = start
+            own.upto = start
         else:
             self.truncate(seq, start)
 
     def truncate(self, seq: int, end: int) -> None:
         """Remove positions >= end of a sequence from the index. A sequence without positions to index is not stale."""
-        self._drop_side(seq)
+        own = self._of[seq]
+        own.drop_side()
         self.retriever.truncate(seq, end if end > self.first else 0)
-        self.indexed[seq] = min(self.indexed[seq], max(end, self.first))
-        self._last.pop(seq, None)
-        if end <= self.first:
-            self.stale.discard(seq)
+        own.upto, own.last = min(own.upto, max(end, self.first)), None
+        if end <= self.first or own.state is State.APPENDING:
+            own.enter(State.INDEXED)
 
     def begin_again(self, seq: int) -> None:
-        """Have a sequence be indexed again before the next step, from nothing: what the index holds of it is of no use."""
+        """Drop what the index holds of a sequence, and mark the sequence as stale."""
         self.truncate(seq, self.first)
-        self.stale.add(seq)
+        self._of[seq].enter(State.STALE)
 
     def swap_out(self, seq: int) -> tuple[Any, int, bool]:
         """Return what the index holds of a sequence, in host memory, up to where, and whether it is to be built again. Raises
@@ -293,81 +302,75 @@ class IndexUpdater:
         index = self.retriever.index
         if not isinstance(index, Swaps):
             raise CacheError(f"{type(index).__name__} has no swap_out()")
-        return index.swap_out(seq), self.indexed[seq], seq in self.stale
+        return index.swap_out(seq), self.indexed(seq), self.is_stale(seq)
 
     def swap_in(self, seq: int, held: Any, end: int, *, stale: bool) -> None:
-        """Have an empty sequence be indexed as swap_out() said of one."""
+        """Restore the index state that swap_out() returned into an empty sequence."""
         index = self.retriever.index
         assert isinstance(index, Swaps)
         self.retriever.wait()
         index.swap_in(seq, held)
-        self.indexed[seq] = end
-        if stale:
-            self.stale.add(seq)
+        self._of[seq] = IndexedSequence(end, State.STALE if stale else State.INDEXED)
 
     def branch(self) -> Indexed:
         """Apply updates to a copy of the index until rejoin()."""
-        return Indexed(*self.retriever.branch(), list(self.indexed), dict(self._last), set(self.stale))
+        return Indexed(*self.retriever.branch(), [replace(own) for own in self._of])
 
     def rejoin(self, before: Indexed) -> None:
         """Return to the index before branch(), and drop the copy."""
-        self.retriever.rejoin(before.index, before.counts, before.upto)
-        self.indexed, self._last, self.stale = list(before.upto), dict(before.last), set(before.stale)
+        self.retriever.rejoin(before.index, before.counts, [own.upto for own in before.sequences])
+        self._of = [replace(own) for own in before.sequences]
 
     def clear(self, seq: int) -> None:
         """Remove a sequence from the index, and clear its errors."""
         self.retriever.recover()
         self.truncate(seq, 0)
+        self._of[seq] = IndexedSequence(self.first)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Sequence i becomes what sequence sequences[i] was."""
-        for seq in list(self._sides):
-            self._drop_side(seq)
+        for own in self._of:
+            own.drop_side()
         self.retriever.reorder(sequences)
-        self.indexed = [self.indexed[seq] for seq in sequences]
-        self._last = {i: self._last[seq] for i, seq in enumerate(sequences) if seq in self._last}
-        self.stale = {i for i, seq in enumerate(sequences) if seq in self.stale}
+        self._of = [replace(self._of[seq]) for seq in sequences]
 
     def clone_from(self, other: IndexUpdater) -> None:
-        """Copy the index of another updater with as many sequences."""
+        """Copy the index of another updater with an equal number of sequences."""
         self.retriever.clone_from(other.retriever)
-        self.indexed, self.stale = list(other.indexed), set(other.stale)
+        stale = other.stale
+        self._of = [
+            IndexedSequence(own.upto, State.STALE if seq in stale else State.INDEXED) for seq, own in enumerate(other._of)
+        ]
 
-    def _side(self, seq: int) -> SideIndex:
+    def _side(self, seq: int, *, in_step: bool = False) -> SideIndex:
         """Return the index of a sequence that is built beside the steps of others. The sequence is stale until it is taken."""
-        self.stale.add(seq)
-        if seq not in self._sides:
-            own = self.retriever
-            self._sides[seq] = SideIndex(own.fresh_index(), seq, self.store, own.streams, own.group)
-        return self._sides[seq]
+        own, group = self._of[seq], self.retriever
+        own.enter(State.BUILDING, in_step=in_step)
+        own.side = own.side or SideIndex(group.fresh_index(), seq, self.store, group.streams, group.group)
+        return own.side
 
-    def _drop_side(self, seq: int) -> None:
-        if seq in self._sides:
-            self._sides.pop(seq).drop()
-
-    def _build(self, seq: int, end: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        job = partial(self.retriever.index.build, seq, self.first, keys, values, queries)
+    def _build(self, seq: int, end: int, keys: Tensor, values: Tensor, queries: Tensor, *, in_step: bool = False) -> None:
+        own = self._of[seq]
 
         def failed() -> None:
-            self.indexed[seq] = self.first
-            self.stale.add(seq)
+            own.upto = self.first
+            own.enter(State.STALE)
 
-        self._submit(job, failed)
-        self.indexed[seq] = end
-        self._last.pop(seq, None)
+        own.enter(State.INDEXED, in_step=in_step)
+        self._submit(partial(self.retriever.index.build, seq, self.first, keys, values, queries), failed)
+        own.upto, own.last = end, None
 
     def _append(self, sequences: list[int], n: int, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        starts, index = {seq: self.indexed[seq] for seq in sequences}, self.retriever.index
+        starts, index = [(seq, self._of[seq], self.indexed(seq)) for seq in sequences], self.retriever.index
 
         def failed() -> None:
-            for seq, start in starts.items():
-                end = self.indexed[seq] = min(self.indexed[seq], start)
+            for seq, own, start in starts:
+                own.upto = end = min(own.upto, start)
                 index.truncate(seq, end if end > self.first else 0)  # some of the sequences may have their tokens already
 
         self._submit(partial(index.append, sequences, keys, values, queries), failed)
-        for seq, start in starts.items():
-            self.indexed[seq] = start + n
-        self._last.update(starts)
+        for _, own, start in starts:
+            own.upto, own.last = start + n, start
 
     def _submit(self, job: Callable[[], None], failed: Callable[[], None]) -> None:
         """Update the index now, or on the worker thread; if that raises, undo the watermark."""

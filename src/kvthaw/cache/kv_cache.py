@@ -10,18 +10,17 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from kvthaw.cache import passes
 from kvthaw.cache.buckets import roomier
 from kvthaw.cache.checkpoint import Checkpoints
-from kvthaw.cache.chooser import Chooser
+from kvthaw.cache.chooser import Chooser, Layer
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.finite import FiniteCheck
-from kvthaw.cache.layer_base import AttentionParams, LayerKV
-from kvthaw.cache.layer_storage import flush, flush_early, take_effect
-from kvthaw.cache.layers import built, drop, follow_blocks, indexed_layers, make_layers, note_lost, offloaded_numbers
+from kvthaw.cache.finite import FiniteCheck, check_prompts
+from kvthaw.cache.layer_base import AttentionParams, LayerKV, PrefillKV
+from kvthaw.cache.layers import make_layers, offloaded_numbers
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
-from kvthaw.cache.prompts import append
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.stats import Stats, collect
 from kvthaw.cache.step import Step
@@ -39,7 +38,8 @@ class KVCache:
     the committed lengths.
 
     numbers: the model's full-attention layers that this cache serves, of `depth` in all; windows: its layers that attend to recent
-    tokens alone, and to which. origin: what the KV is of, where these layers are all of it; prefixes are shared among equals.
+    tokens alone, and to which. origin: what the KV is of, where these layers are all of it: prefixes
+    are shared among equals, of which calls return the same.
     """
 
     def __init__(
@@ -49,23 +49,28 @@ class KVCache:
         self.settings, self.sequences, self.streams = settings, Sequences(), Streams(depth, *settings.memory(offloaded))
         self.preallocator, self.finite = BlockPreallocator(self.streams), FiniteCheck()
         self._checkpoints = Checkpoints(self.sequences)
-        self.origin: object = None
-        self.layers = make_layers(settings, numbers, depth, windows, self.sequences, self.streams, self.preallocator)
-        self._prepared: tuple[int, int, bool] = -1, -1, False  # what before_step() has served, see _state()
+        self.origin: Callable[[], str] | None = None
+        layers = make_layers(settings, numbers, depth, windows, self.sequences, self.streams)
+        self._capacity = -1  # for which the layers' fixed bytes are known
         self._in_forward = self._prefilled = False  # _prefilled: a prompt was counted that may yet prove to have failed
-        self._flushed = -1  # length at which full rings were flushed
         self._cleared = deque[tuple[LayerKV, int]]()  # what is to drop
-        self._places = {layer.number: i for i, layer in enumerate(self.layers)}
-        self.chooser = Chooser(self.layers, settings, self.sequences, self.streams)
+        self._unstored: list[tuple[OffloadedLayer, PrefillKV]] = []  # of the prefill under way
+        self._places = {layer.number: i for i, layer in enumerate(layers)}
+        self.chooser = Chooser(layers, settings, self.sequences, self.streams, self.preallocator)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers in force."""
+        return self.chooser.layers
 
     @property
     def offloaded(self) -> list[OffloadedLayer]:
-        """The layers whose KV is offloaded or evicted."""
-        return [layer for layer in self.layers if isinstance(layer, OffloadedLayer)]
+        """Those of them whose KV is offloaded."""
+        return self.chooser.offloaded
 
-    def layer(self, number: int) -> OffloadedLayer | DenseLayer | WindowLayer:
+    def layer(self, number: int) -> Layer:
         """Return the layer of a number that is in force; see Chooser."""
-        return self.layers[self._places[number]]
+        return self.chooser.layers[self._places[number]]
 
     # Steps
 
@@ -83,26 +88,37 @@ class KVCache:
         query [B, Hq, T, D]; key, value [B, H, T, D]; B is 1 for a prompt of one sequence. left_pad: padding of each sequence as far
         as it is known, None: as it was. Returns [B, Hq, T, D], 0 for padding.
         """
-        if layer.number == self.layers[0].number:
+        place = self._places[layer.number]
+        if place == 0:
             self.streams.follow(query.device)
             self._begin(query.shape[0], query.shape[2], left_pad)
-            layer = self.layers[0]
+        layer = self.chooser.layers[place]  # the one that the step has in force
         step = self.sequences.step
         if step is None:
             raise CacheError(f"layer {layer.number} was given tokens that the first layer was not")
-        take = layer.prefill if step.dense else layer.decode
-        if not step.dense and isinstance(layer, OffloadedLayer):
+        if step.tokens == 1 and not step.dense:
+            out = layer.decode(step, 0, query[:, :, 0], (key[:, :, 0], value[:, :, 0]), attention)[:, :, None]
+        elif isinstance(layer, OffloadedLayer) and not step.dense:
             self._checkpoints.save(layer, step, (query, key, value), attention)
-        out = take(step, query, key, value, attention)
-        if step.dense:
-            append(self.offloaded if layer is self.layers[-1] else ())
-            self.streams.device.fixed[layer.number] = layer.fixed_bytes()
-        if layer is self.layers[-1]:
+            out = passes.decode(layer, step, query, key, value, attention)
+        else:
+            out, new = layer.prefill(step, query, key, value, attention)
+            self._store(layer, new)
+        if place == len(self._places) - 1:
             self._commit(step)
         return out
 
+    def _store(self, layer: LayerKV, new: PrefillKV | None) -> None:
+        """Store what a prefill gave a layer: short prompts once the last layer has attended, for all layers by few launches."""
+        if new is not None and isinstance(layer, OffloadedLayer):
+            self._unstored.append((layer, new))
+        if layer is self.layers[-1] or (self._unstored and not passes.waits(*self._unstored[-1])):
+            passes.store(self._unstored, self.preallocator)
+            self._unstored.clear()
+        self.streams.device.fixed[layer.number] = layer.fixed_bytes()
+
     def attend_again(self, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """Attend with the queries of another layer that shares a layer's keys: those of the latest step's last tokens."""
+        """Attend with the queries of another layer that shares a layer's keys, from the latest step's last tokens."""
         step = self.sequences.latest
         if step is None:
             raise CacheError(f"another layer shares the KV of layer {layer.number}, which has no tokens")
@@ -148,6 +164,7 @@ class KVCache:
         """Return the step that was begun and not committed. Of a first prompt nothing stays."""
         step = self.sequences.step
         if step is not None and not self.sequences.count:
+            self._unstored.clear()
             for layer in self.layers:
                 layer.reset()
             self.chooser.reset()
@@ -157,14 +174,12 @@ class KVCache:
 
     def _rollback(self, failed: Step, *, repeated: bool = False, ahead: bool = False) -> None:
         """After a step that failed: have layers take it again, or be as before it."""
-        self._prepared, self._flushed = (-1, -1, False), -1
+        self.sequences.known.clear()
         self.sequences.step = failed
-        restored = self._checkpoints.restore(failed)
+        self._unstored.clear()
+        self._checkpoints.restore(failed)
         self._checkpoints.drop()
-        if self.settings.method.evicts and self.offloaded and not (failed.dense or repeated or restored):
-            self.sequences.flush_windows(failed.tokens)
         for layer in self.layers:
-            layer.recover()
             layer.rollback(failed, repeated=repeated, ahead=ahead)
         self.sequences.step = None
 
@@ -172,13 +187,13 @@ class KVCache:
         """Return every layer to the committed lengths if a step failed. ahead: see LayerKV.rollback."""
         if (failed := self._failed()) is not None:
             self._rollback(failed, ahead=ahead)
-        note_lost(self.layers, self.streams.deferred.lost)
+        passes.note_lost(self.offloaded, self.streams.deferred.lost)
 
     def _commit(self, step: Step) -> None:
         self.sequences.commit()
         self._prefilled = step.dense
         if step.dense:
-            follow_blocks(self.offloaded)  # beside the work under way; the next step would wait for it
+            passes.follow_blocks(self.offloaded)  # beside the work under way; the next step would wait for it
         else:
             self.after_step()
             self._checkpoints.commit(step)
@@ -202,13 +217,13 @@ class KVCache:
 
     def needs_host(self) -> bool:
         """Return whether a decode step requires work on the host first."""
-        sequences = self.sequences
+        sequences, known = self.sequences, self.sequences.known
         return (
-            self._prepared != self._state()
+            known.get("prepared") != (sequences.capacity, self.streams.device.spills)
             or bool(self.streams.deferred.lost)
             or sequences.capacity <= sequences.longest
             or self.chooser.due()
-            or (sequences.full() and self._flushed != sequences.padded_length)
+            or (sequences.full() and known.get("flushed") != sequences.padded_length)
             or self._blocks_move()
         )
 
@@ -217,10 +232,6 @@ class KVCache:
         on the host, prompts, copies that end and requests that leave move those of others too."""
         device = self.streams.device
         return self.sequences.room > 0 and bool(device.limit) and device.spills
-
-    def _state(self) -> tuple[int, int, bool]:
-        """Return what decides where the tensors of a step lie: version, capacity, whether blocks may lie on the host."""
-        return self.sequences.version, self.sequences.capacity, self.streams.device.spills
 
     def before_step(self) -> None:
         """Idempotent. Run all host-side work required before the next decode step; a graph-safe index is then captured whole."""
@@ -231,17 +242,16 @@ class KVCache:
         sequences = self.sequences
         if sequences.capacity <= sequences.longest:
             sequences.capacity = roomier(sequences.capacity, sequences.longest + 1)
-        note_lost(self.layers, self.streams.deferred.lost)
-        rings = sequences.rings()
-        for own in self.offloaded:
-            own.renew(rings)
-        flush(self.offloaded, sequences.leaving())
+        passes.note_lost(self.offloaded, self.streams.deferred.lost)
+        passes.renew(self.offloaded, sequences, self.streams)
+        passes.flush(self.offloaded, sequences.leaving())
         self.streams.deferred.flush()
         for layer in self.layers:
             layer.before_step()
-            if self._prepared[1] != sequences.capacity:
+            if self._capacity != sequences.capacity:
                 self.streams.device.fixed[layer.number] = layer.fixed_bytes()
-        self._prepared, self._flushed = self._state(), sequences.padded_length
+        self._capacity = sequences.capacity
+        sequences.known |= {"prepared": (sequences.capacity, self.streams.device.spills), "flushed": sequences.padded_length}
 
     def run_ahead(self, *, certain: bool = False) -> None:
         """Run the host-side work of the next decode step while the device is busy: in every layer if it is certain that the step
@@ -259,7 +269,7 @@ class KVCache:
                 layer.commit()
             self._prefilled = False
             if self._checkpoints.candidates is None and self.sequences.full():
-                take_effect(self.offloaded, self.sequences.leaving())
+                passes.take_effect(self.offloaded, self.sequences.leaving())
                 ahead = [layer for layer in self.offloaded if layer.on_host and layer.can_run_ahead]
                 if (
                     ahead and self.streams.graph is None
@@ -267,38 +277,37 @@ class KVCache:
                     self._run_ahead(ahead)
 
     def _run_ahead(self, layers: Sequence[OffloadedLayer]) -> None:
-        done = flush_early(layers, self.sequences.leaving())
+        done = passes.flush_early(layers, self.sequences.leaving())
         self.streams.deferred.flush()
         for layer in layers:
             layer.sparse.update_table()
         if done and len(layers) == len(self.offloaded):
-            self._flushed = self.sequences.padded_length
+            self.sequences.known["flushed"] = self.sequences.padded_length
 
     def after_step(self) -> None:
         """Preallocate host memory for coming tokens, and go on with work that is spread over steps."""
-        first = None if self.sequences.regions is None else next(iter(self.offloaded), None)
+        layers = self.offloaded
+        first = layers[0] if layers and self.sequences.regions is not None else None
         if first is None or first.plan is None or (first.store.pinned and torch.cuda.is_current_stream_capturing()):
-            return  # where a step is captured nothing can be page-locked; afterwards this is called again
-        sequences, rounds = self.sequences, self.preallocator.rounds(first.store, first.plan.regions)
-        for at, seq in self.preallocator.turns(sequences.decoded, sequences.count, rounds):
-            if at in self._places and seq not in sequences.idle and isinstance(layer := self.layer(at), OffloadedLayer):
-                layer.preallocate(seq)
+            return  # where a step is captured nothing can be pinned; afterwards this is called again
+        passes.preallocate(layers, self.sequences, self.preallocator)
         self.streams.aux.advance()
 
     def wait(self) -> None:
         """Wait until every token is offloaded and indexed; raise what went wrong."""
         self.finish_clear()
-        for layer in self.layers:
+        check_prompts(self.offloaded)
+        for layer in self.offloaded:
             layer.wait()
 
     def built(self, seq: int, timeout: float | None = 0.0, *, build: bool = True) -> bool:
         """Build indexes of a paused sequence, and return whether all are, so that resume() need not wait. timeout: wait so many
         seconds for those that are built beside the others' steps, None: as long as it takes. build: False: only tell."""
-        return bool(self.settings.ranks.least(built(self.layers, seq, timeout, build=build)))
+        return bool(self.settings.ranks.least(passes.built(self.offloaded, seq, timeout, build=build)))
 
     def resume(self, seq: int) -> None:
         """Include a paused sequence in steps again. Where its index could not be built wait() raises, and the next step."""
-        for _, updater in indexed_layers(self.layers):
+        for _, updater in passes.updaters(self.offloaded):
             updater.take_built(seq)
         self.sequences.resume(seq)
 
@@ -316,20 +325,20 @@ class KVCache:
     def clear(self, seq: int, *, later: bool = False) -> None:
         """Drop one sequence, which is idle from then on; no tensor moves. later: layers do so behind coming replays."""
         self.rollback_failed_step(ahead=True)  # the others are decoded next
-        prepared = self._prepared == self._state()
+        known = {name: self.sequences.known.get(name) for name in ("prepared", "flushed")}
         self.sequences.undropped = max(self.sequences.undropped, self.sequences.length(seq))
         self.sequences.clear(seq)
-        self._prepared = self._state() if prepared else self._prepared  # for the others nothing has changed
+        self.sequences.known.update(known)  # for the others nothing has changed
         self.finite.forget(seq, self.layers)
         self._cleared += [(layer, seq) for layer in self.layers]
         if not later:
             self.finish_clear()
 
     def finish_clear(self, most: int | None = None) -> None:
-        """Have layers drop sequences that were cleared, at most so many: each takes the host some 80 us."""
-        if drop(self._cleared, most):
+        """Free the layer state of at most `most` queued cleared sequences. Each takes the host about 80 us."""
+        if passes.drop(self._cleared, most):
             self.sequences.undropped = 0
-            follow_blocks(self.offloaded)  # no step may be captured before
+            passes.follow_blocks(self.offloaded)  # no step may be captured before
             if not self.sequences.padded_length and self.chooser.returns:
                 self.streams.device.reset()
                 self.sequences.regions = None
@@ -353,14 +362,15 @@ class KVCache:
         return step.tokens - kept
 
     def check_crop(self, drop: int) -> None:
-        """Raise CacheError where crop(drop) would need tokens that the method has dropped."""
-        if (step := self._checkpoints.restorable(self.offloaded)) is None or drop > step.tokens:
+        """Raise CacheError where crop(drop) would need tokens that a ring of recent ones has dropped."""
+        if drop and ((step := self._checkpoints.restorable(self.offloaded)) is None or drop > step.tokens):
             for layer in self.layers:
-                layer.check_crop(drop)
+                if isinstance(layer, WindowLayer):
+                    layer.crop(0, 0, 0)
 
     def crop(self, drop: int) -> None:
         """Drop the last `drop` tokens of every sequence. Raises CacheError, before any layer has changed, if a layer cannot."""
-        sequences, evicts = self.sequences, self.settings.method.evicts
+        sequences = self.sequences
         if drop <= 0 or not sequences.padded_length:
             return
         self.check_crop(drop)
@@ -377,10 +387,10 @@ class KVCache:
             layer.rollback(None)
         for seq in range(sequences.count):
             length = max(0, sequences.length(seq) - drop)
-            start = sequences.ring_after_crop(seq, length, evicts=evicts)
+            start = sequences.ring_after_crop(seq, length)
             for layer in self.layers:
                 layer.crop(seq, start, length, exactly=exactly)
-        sequences.crop(drop, evicts=evicts)
+        sequences.crop(drop)
 
     def reorder(self, order: Sequence[int]) -> None:
         """Sequence i becomes what sequence order[i] was; sequences may repeat and may be fewer or more."""
@@ -393,6 +403,7 @@ class KVCache:
         for layer in self.layers:
             layer.reset()
         self._cleared.clear()
+        self._unstored.clear()
         self._checkpoints.drop()
         self.streams.deferred.lost.clear()
         self.streams.device.reset()
@@ -401,16 +412,15 @@ class KVCache:
         self.finite = FiniteCheck()
 
     def append_stored_prompt(
-        self, tokens: int, left_pad: Sequence[int] | None, fill: Callable[[OffloadedLayer | DenseLayer, Step], None]
+        self, tokens: int, left_pad: Sequence[int] | None, fill: Callable[[OffloadedLayer | DenseLayer, Step], PrefillKV | None]
     ) -> None:
-        """Begin with a prompt whose rows are there: fill(layer, step) gives each layer its own, in order."""
+        """Begin with a prompt whose rows are there: fill(layer, step) gives each layer its own, in order, as prefill() does."""
         self._begin(1, tokens, left_pad)
         step = self.sequences.step
         assert step is not None
         for layer in self.layers:
             assert not isinstance(layer, WindowLayer)
-            fill(layer, step)
-            self.streams.device.fixed[layer.number] = layer.fixed_bytes()
+            self._store(layer, fill(layer, step))
         self._commit(step)
 
     def stats(self) -> Stats:

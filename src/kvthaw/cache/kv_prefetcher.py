@@ -25,7 +25,7 @@ _STAGED = 1 << 28  # bytes that are on their way or wait to be attended to: as m
 
 
 def longest_run(token_bytes: int, queries: int) -> int:
-    """Return how many rows on the device are copied, and attended to, at once by so many queries."""
+    """Return the rows on the device that one copy brings and `queries` queries attend to at once."""
     return RUN if queries >= BLOCK else max(BLOCK, min(LONG, 1 << (_HELD // token_bytes).bit_length() - 1))
 
 
@@ -70,7 +70,7 @@ class KVPrefetcher:
         self._made = [] if made is None else made  # streams of the cache, this one's included
         self._stream: torch.cuda.Stream | None = None
         self._places: dict[tuple[torch.device, int], deque[_Place]] = {}  # by the size of blocks
-        self._rows = torch.empty(0, dtype=torch.uint8)  # those that are attended to
+        self._rows = torch.empty(0, dtype=torch.uint8)  # that attention reads
 
     def blocks(
         self,
@@ -135,7 +135,7 @@ class KVPrefetcher:
                 place.read = current.record_event()
 
     def _bring(self, store: HostStore, seq: int, start: int, stop: int, most: int, device: torch.device) -> _Place:
-        """Enqueue the copy of rows start .. stop, of at most so many, to the place whose turn it is, behind its last reading."""
+        """Enqueue the copy of rows start .. stop to the next place, behind the place's last reading."""
         place = self._next_place(store, most, device)
         assert self._stream is not None
         self._stream.wait_event(place.read)
@@ -173,7 +173,7 @@ class KVPrefetcher:
         return places[0]
 
     def release(self) -> None:
-        """Let the memory go; it comes again when it is needed."""
+        """Free the buffers. The next chunk allocates them again."""
         self._places, self._rows = {}, torch.empty(0, dtype=torch.uint8)
 
     def __deepcopy__(self, memo: dict[int, object]) -> KVPrefetcher:

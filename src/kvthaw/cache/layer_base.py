@@ -14,6 +14,7 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.swapped import SwappedLayer
 from kvthaw.kernels.dense import causal_attention
+from kvthaw.kernels.places import Newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,22 @@ class AttentionParams:
         return causal_attention(query, keys, values, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillKV:
+    """What a prefill leaves to be stored: keys, values [B, H, T, D]; of each sequence the last queries [Hq, W, D], and the rows
+    [H, n, 2, D] that passed on the device, where the step's own are yet to be written."""
+
+    step: Step
+    keys: Tensor
+    values: Tensor
+    queries: Mapping[int, Tensor]
+    passed: Mapping[int, Tensor]
+
+    def of(self, row: Row) -> tuple[Tensor, Tensor]:
+        """Return keys and values [H, n, D] of a row without its padding."""
+        return self.keys[row.row, :, row.pad :], self.values[row.row, :, row.pad :]
+
+
 class LayerKV(Protocol):
     """The keys and values of one layer, and attention over them.
 
@@ -42,36 +59,31 @@ class LayerKV(Protocol):
     recent_queries: dict[int, Tensor]
     """The last queries of each sequence's prompt, [Hq, W, D]."""
 
-    def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """Attend densely and causally from new tokens to all before them, and store the new ones. Returns [B, Hq, T, D]."""
+    def prefill(
+        self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams
+    ) -> tuple[Tensor, PrefillKV | None]:
+        """Attend densely and causally from new tokens to all before them. Returns [B, Hq, T, D] and what KVCache is to store; None
+        where the layer has."""
 
-    def decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """Attend from new tokens, one by one, to what the layer's method selects, and store them. Returns [B, Hq, T, D]."""
+    def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
+        """Attend from token t of the step, query [B, Hq, D], to what the layer's method selects, and store its key and value
+        [B, H, D]. Returns [B, Hq, D]."""
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """Attend with the queries of another layer that shares these keys, which the layer has: those of the step's last tokens."""
+        """Attend with queries of the step's last tokens, from another layer that shares these keys. The layer has the keys."""
 
-    def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store tokens as prefill() does, without attention."""
+    def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> PrefillKV | None:
+        """Take tokens as prefill() does, without attention. Returns what KVCache is to store; None where the layer has."""
 
     def before_step(self) -> None:
         """Run all host-side work that the next decode step requires, but for what leaves full rings; idempotent."""
 
-    def reserve_blocks(self, ends: Mapping[int, int]) -> None:
-        """Allocate the host blocks that offloading up to `ends` takes, by sequence. Raises HostMemoryError."""
-
     def nonfinite(self) -> Tensor | None:
         """Return [1] int32 on the device, 1 once a decoded key or value was not finite; None before the first prompt."""
-
-    def recover(self) -> None:
-        """Clear the errors of a step that failed, so that it can be repeated."""
 
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
         """Return to the committed lengths: undo what a failed step wrote, unless the step is repeated, and what ran ahead, unless
         a decode step follows (ahead)."""
-
-    def check_crop(self, drop: int) -> None:
-        """Raise CacheError where crop(drop) would need tokens that the method has dropped."""
 
     def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
         """Drop the tokens >= length of a sequence; its ring begins at `start` from then on. exactly: an index that can undo its
@@ -88,7 +100,7 @@ class LayerKV(Protocol):
         """Copy what the layer holds of a sequence to host memory. Raises HostMemoryError and CacheError; see kvthaw.cache.swap."""
 
     def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
-        """Have an empty sequence hold what swap_out() returned of any."""
+        """Restore what swap_out() returned into an empty sequence."""
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Sequence i becomes what sequence sequences[i] was."""
@@ -96,11 +108,9 @@ class LayerKV(Protocol):
     def reset(self) -> None:
         """Forget everything."""
 
-    def wait(self) -> None:
-        """Wait until every token is offloaded and indexed; raise what went wrong."""
-
     def length(self, seq: int) -> int:
-        """Return the number of tokens of a sequence that this layer has attended to, those of the step under way included."""
+        """Return the counted tokens of a sequence, plus the tokens that a decode step has given this layer so far."""
+        return self.sequences.length(seq)
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
         """Return rows [H, stop - start, 2, D] of a sequence, on the host or on the device."""
@@ -124,15 +134,6 @@ class DeviceLayer(LayerKV):
     def fixed_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
 
-    def recover(self) -> None:
-        """Nothing is remembered of a step."""
-
-    def reserve_blocks(self, ends: Mapping[int, int]) -> None:
-        """Nothing is offloaded."""
-
-    def wait(self) -> None:
-        """Nothing is under way."""
-
 
 def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tensor]) -> Tensor:
     """Attend row by row: attend(row, q) returns the output for the queries q [1, Hq, n, D] of a row without its padding. query: of
@@ -154,6 +155,20 @@ def last_queries(before: Tensor | None, query: Tensor, past: int, most: int | No
     if before is not None and (before.shape[1] < past if most is None else last.shape[1] >= most):
         before = None
     return last.clone() if before is None else torch.cat((before, last), dim=1)[:, start:].clone()
+
+
+def take_queries(step: Step, query: Tensor, recent: dict[int, Tensor], most: int | None) -> dict[int, Tensor]:
+    """Update `recent` with the last queries of each sequence and those of a step, [B, Hq, T, D]; see last_queries().
+
+    Returns the step's own among them.
+    """
+    last = {}
+    for row in step.rows():
+        own = query[row.row, :, row.pad - step.tokens :]  # a clone has the last queries only
+        kept = recent[row.seq] = last_queries(recent.get(row.seq), own, row.past, most)
+        n = own.shape[1] if most is None else min(own.shape[1], most)
+        last[row.seq] = kept[:, kept.shape[1] - n :]
+    return last
 
 
 def reordered(recent_queries: Mapping[int, Tensor], sequences: Sequence[int]) -> dict[int, Tensor]:

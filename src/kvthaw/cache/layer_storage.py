@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.index_updater import IndexUpdater, Snapshot
-from kvthaw.cache.offloader import Offloader, offload
+from kvthaw.cache.offloader import Offloader
 from kvthaw.cache.placement import Placement
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
@@ -28,16 +27,6 @@ from kvthaw.kernels.row_format import row_format
 
 Leaving = tuple[int, int, int]
 """A sequence and the tokens that leave its ring, start .. stop."""
-_AT_ONCE = 1 << 28
-"""Bytes of rows that leave rings at once, of one layer at least."""
-
-
-class Ringed(Protocol):
-    """A layer with a ring. plan: None before the first prompt; recent_queries: the last queries of each sequence's prompt."""
-
-    plan: Plan | None
-    storage: LayerStorage
-    recent_queries: dict[int, Tensor]
 
 
 class LayerStorage:
@@ -47,25 +36,23 @@ class LayerStorage:
     updater: None for a layer without an index of its own. placement: None where all blocks lie on the host.
     """
 
-    def __init__(
-        self, count: int, key: Tensor, plan: Plan, settings: Settings, streams: Streams, preallocator: BlockPreallocator
-    ) -> None:
+    def __init__(self, count: int, key: Tensor, plan: Plan, settings: Settings, streams: Streams) -> None:
         """Make room for `count` sequences of keys such as key [., H, T, D]."""
         method, device, (_, heads, _, dim) = settings.method, key.device, key.shape
         pinned, memory = device.type == "cuda", streams.memory
         how: dict[str, Any] = {"block_size": settings.block_size, "pinned": pinned, "memory": memory}
         self.store = HostStore(count, heads, dim, key.dtype, format=row_format(settings.kv_dtype, dim, key.dtype), **how)
         self.slab = Slab(count, heads, dim, plan.regions, plan.rows * max(1, method.keep), dtype=key.dtype, device=device)
-        self.streams, self.preallocator, self.prompt_queries = streams, preallocator, method.prompt_queries
+        self.streams, self.prompt_queries = streams, method.prompt_queries
         self.updater: IndexUpdater | None = None
         self.placement: Placement | None = None
-        self.offloader = Offloader(self.store, self.slab, streams, keeps=not method.evicts)
+        self.offloader = Offloader(self.store, self.slab, streams)
 
     def place_on_device(self, layer: int) -> None:
         """Place blocks on the device while the layer's share of device memory has room."""
         memory, blocks = self.streams.device, self.store.allocator
         memory.resolve(self.slab.data.device)
-        if memory.bytes and self.offloader.keeps:
+        if memory.bytes:
             blocks.device = DeviceBlocks(memory, layer, blocks.shape, blocks.dtype, self.slab.data.device)
             self.store.crossed = self.store.crossed.to(self.slab.data.device)
             self.placement = Placement(self.store, blocks.device, self.streams)
@@ -76,7 +63,7 @@ class LayerStorage:
         return 0 if self.placement is None else max(0, self.placement.device.room)
 
     def host_need(self, blocks: int) -> int:
-        """Return the bytes of host memory that so many more blocks take beside those that the device has room for."""
+        """Return the bytes of host memory for `blocks` more blocks, without the blocks that fit on the device."""
         allocator = self.store.allocator
         return max(0, blocks - self.room // allocator.size) * allocator.held
 
@@ -109,8 +96,7 @@ class LayerStorage:
         last ones. remaining: tokens of the prompt that are yet to come; paused: other sequences take steps before those."""
         length = row.past + keys.shape[1]
         start = self.slab.regions.first_indexed(length)
-        self.preallocate(row.seq, length)
-        if self.updater is not None and start > self.updater.indexed[row.seq]:
+        if self.updater is not None and start > self.updater.indexed(row.seq):
             self.updater.prompt(row.seq, start, keys, values, row.past, queries, remaining, paused=paused)
         return start
 
@@ -118,7 +104,7 @@ class LayerStorage:
         """Return whether an index on the device is to be built with the last chunk of a sequence's prompt, from all of its rows:
         they pass then on their way to attention, and need not cross the bus once more."""
         on_device = self.updater is not None and not self.updater.retriever.index.on_host
-        return on_device and self.offloader.keeps and self.stale(seq)
+        return on_device and self.stale(seq)
 
     def index_ahead(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], passed: Mapping[int, Tensor]) -> None:
         """Begin to build indexes of prompts: on the host beside the layers that follow, on the device from the rows that have
@@ -143,7 +129,7 @@ class LayerStorage:
         """Return what of the tokens that leave rings the index or the store lacks; nothing of sequences to be indexed again."""
         spans: list[Span] = []
         for seq, start, stop in leaving:
-            given = self.updater is None or self.updater.indexed[seq] >= stop
+            given = self.updater is None or self.updater.indexed(seq) >= stop
             stored = self.offloader.stored(seq, stop)
             if not (given and stored == stop) and not self.stale(seq):
                 spans.append((seq, stop if given else start, stop, stored))
@@ -151,12 +137,12 @@ class LayerStorage:
 
     def stale(self, seq: int) -> bool:
         """Return whether a sequence is to be indexed again."""
-        return self.updater is not None and seq in self.updater.stale
+        return self.updater is not None and self.updater.is_stale(seq)
 
     def trim_queries(self, recent_queries: dict[int, Tensor], idle: Collection[int]) -> None:
         """Free the early queries of prompts that are indexed, where the method keeps all until then."""
         for seq, known in recent_queries.items() if self.prompt_queries is None else ():
-            indexed = self.updater is not None and self.updater.indexed[seq] > self.updater.first
+            indexed = self.updater is not None and self.updater.indexed(seq) > self.updater.first
             if indexed and seq not in idle and known.shape[1] > RECENT_QUERIES:
                 recent_queries[seq] = known[:, -RECENT_QUERIES:].clone()
 
@@ -166,13 +152,13 @@ class LayerStorage:
         updater = self.updater
         if updater is not None and updater.stale:
             return 0
-        changes = (any(updater is None or updater.indexed[seq] < stop for seq, _, stop in before) for before in leaving)
+        changes = (any(updater is None or updater.indexed(seq) < stop for seq, _, stop in before) for before in leaving)
         return next((t for t, changed in enumerate(changes) if changed), len(leaving))
 
     def reserve(self, ends: Mapping[int, int]) -> None:
         """Allocate the host blocks that offloading up to `ends` takes, by sequence. Raises HostMemoryError."""
         self.finish_moves()
-        for seq, end in ends.items() if self.offloader.keeps else ():
+        for seq, end in ends.items():
             if end > self.store.length(seq):
                 self.store.claim(seq, end)
 
@@ -186,15 +172,13 @@ class LayerStorage:
         if self.placement is not None:
             self.placement.finish()
 
-    def preallocate(self, seq: int, length: int) -> None:
+    def preallocate(self, seq: int, length: int, preallocator: BlockPreallocator) -> None:
         """Allocate the block that a sequence of `length` tokens needs before its next turn, or make room for it on the device."""
-        if not self.offloader.keeps:
-            return
-        due = seq not in self.store.allocator.ahead and self.preallocator.due(self.store, self.slab.regions, seq, length)
+        due = seq not in self.store.allocator.ahead and preallocator.due(self.store, self.slab.regions, seq, length)
         if self.placement is not None:
             self.placement.balance(int(due), None if self.updater is None else self.updater.retriever.recalled)
         if due and (self.placement is None or not self.placement.spilling):
-            self.preallocator.take(self.store, seq)
+            preallocator.take(self.store, seq)
 
     def wait(self) -> None:
         """Wait until every token is offloaded and indexed; raise what went wrong."""
@@ -206,7 +190,7 @@ class LayerStorage:
         """Return to the first `length` tokens of a sequence, whose ring begins at `start`. failed: the step that wrote more; None
         if tokens were only offloaded and indexed ahead of a step that did not come."""
         ahead = self.offloader.ahead(seq, start)
-        if failed is None and not ahead and (self.updater is None or self.updater.indexed[seq] <= start):
+        if failed is None and not ahead and (self.updater is None or self.updater.indexed(seq) <= start):
             return
         self.offloader.wait()
         if self.updater is not None:
@@ -248,7 +232,7 @@ class LayerStorage:
         return SwappedLayer(weakref.ref(self), blocks, self.store.length(seq), held, queries, *indexed)
 
     def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
-        """Have an empty sequence hold what swap_out() returned; its blocks lie on the device as far as there is room."""
+        """Restore what swap_out() returned into an empty sequence. Blocks go to the device while there is room."""
         assert swapped.held is not None
         blocks = [block if self.placement is None else self.placement.brought(block) for block in swapped.blocks]
         self.store.adopt(seq, blocks, swapped.stored)
@@ -263,65 +247,3 @@ class LayerStorage:
             self.updater.reorder(sequences)
         self.offloader.reorder(sequences)
         self.slab.reorder(torch.tensor(sequences, device=self.slab.data.device))
-
-
-def flush(layers: Sequence[Ringed], leaving: Sequence[Leaving]) -> bool:
-    """Offload and index tokens that leave rings, equally many of each, in layers that agree by one kernel; idempotent. Returns
-    whether all is done: sequences to be indexed again are left out."""
-    ringed = [layer for layer in layers if layer.plan is not None and leaving]
-    alike: dict[tuple[tuple[Span, ...], Hashable], list[Ringed]] = {}
-    for layer in ringed:
-        layer.storage.finish_moves()
-        if spans := tuple(layer.storage.lacking(leaving)):
-            alike.setdefault((spans, layer.storage.offloader.kind), []).append(layer)
-    for (spans, _), some in alike.items():
-        row = some[0].storage.slab.data[0, :, 0].nbytes
-        most = max(1, _AT_ONCE // (1 + row * sum(stop - start for _, start, stop, _ in spans)))
-        for at in range(0, len(some), most):
-            group = some[at : at + most]
-            rows = offload([layer.storage.offloader for layer in group], spans)
-            for layer, own in zip(group, rows, strict=True):
-                if layer.storage.updater is not None:
-                    layer.storage.updater.flush(spans, own, layer.recent_queries)
-            _foresee(group, spans)
-            if len(some) > most:
-                group[0].storage.streams.deferred.flush()  # which holds the rows
-    return not any(layer.storage.stale(seq) for layer in ringed for seq, _, _ in leaving)
-
-
-def _foresee(layers: Sequence[Ringed], spans: Sequence[Span]) -> None:
-    """Show indexes that begin work ahead of time the tokens that stand in the rings behind spans which have left."""
-    storages = [layer.storage for layer in layers]
-    asks = [(i, own.updater.retriever.foresees) for i, own in enumerate(storages) if own.updater is not None]
-    wanting = [(i, index) for i, index in asks if index is not None]
-    if not wanting:
-        return
-    alike, regions = dict[int, list[Span]](), storages[0].slab.regions
-    for seq, _, stop, _ in spans:
-        n = wanting[0][1].foreseen(seq)
-        if 0 < n <= regions.window and all(index.foreseen(seq) == n for _, index in wanting[1:]):
-            alike.setdefault(n, []).append((seq, stop, stop + n, stop + n))
-    for some in alike.values():
-        rows, seqs = offload([own.offloader for own in storages], some), [seq for seq, *_ in some]
-        for i, index in wanting:
-            keys, _ = storages[i].store.format.rounded(*rows[i].unbind(3))
-            index.foresee(seqs, keys)
-
-
-def take_effect(layers: Sequence[Ringed], leaving: Sequence[Leaving]) -> None:
-    """Have what indexes prepared beside the steps take effect before tokens leave rings, so that they can take these back; not
-    where these have been given to them already, ahead of the step. What cannot be done now is left to flush()."""
-    with suppress(Exception):
-        for layer in layers:
-            if layer.plan is not None and layer.storage.updater is not None:
-                updater = layer.storage.updater
-                updater.take_effect([seq for seq, _, stop in leaving if updater.indexed[seq] < stop])
-
-
-def flush_early(layers: Sequence[Ringed], leaving: Sequence[Leaving]) -> bool:
-    """Flush rings before a step that may not come. What cannot be done now is left to flush(), which raises the reason if there is
-    still one then."""
-    try:
-        return flush(layers, leaving)
-    except Exception:
-        return False

@@ -12,11 +12,12 @@ from kvthaw.cache.plan import Settings
 
 _DEFAULTS = {"seed": 0, "sparse_queries": 16}
 _DENSE = ("budget", "dense_layers", "device_memory", "full_below", "seed", "sparse_queries")
-_EVICTING = ("block_size", "device_memory", "host_bytes", "seed")
 
 
 def stays_on_host(method: Method, index: Index | None, device: torch.device) -> str | None:
     """Return why blocks of a method stay on the host whatever room the device has; None where they need not."""
+    if method.index is None:
+        return f"{method.name} reads no stored row again, so its blocks stay on the host"
     if index is not None and index.on_host:
         return f"{method.name} searches on the host, where its blocks stay"
     if device.type != "cpu" and method.transfer is not None and not method.transfer().graph_safe:
@@ -35,12 +36,12 @@ def no_effect(
     method, found = settings.method, dict[str, str]()
     if method.dense:
         found = dict.fromkeys(_DENSE, f"{method.name} attends to everything and keeps all KV on the device")
-    elif method.evicts:
-        found = dict.fromkeys(_EVICTING, f"{method.name} evicts tokens: it stores no rows and draws nothing")
     elif device.type == "cpu" and given["device_memory"] == "auto":
         found["device_memory"] = "on a CPU auto is nothing"
     elif settings.full_below is None and stays is not None:
         found["device_memory"] = stays
+    if method.index is None and not method.dense:
+        found["seed"] = f"{method.name} draws nothing"
     if given["dense_layers"] and min(numbers) >= given["dense_layers"]:
         found["dense_layers"] = f"none of the first {given['dense_layers']} layers attends to everything"
     if given["sparse_queries"] != settings.sparse_queries:

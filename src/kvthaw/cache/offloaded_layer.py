@@ -12,21 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from kvthaw.cache.finite import PromptCheck
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block, HostMemory
 from kvthaw.cache.index_api import IndexContext, Transfer
 from kvthaw.cache.index_updater import IndexUpdater, Snapshot
-from kvthaw.cache.layer_base import AttentionParams, LayerKV, attend_rows, reordered
-from kvthaw.cache.layer_storage import LayerStorage, flush
+from kvthaw.cache.layer_base import AttentionParams, LayerKV, PrefillKV, attend_rows, reordered, take_queries
+from kvthaw.cache.layer_storage import LayerStorage
 from kvthaw.cache.offloader import copied
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.preallocator import BlockPreallocator
-from kvthaw.cache.prompts import SHORT, Given, append, take_queries
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.sequences import Sequences
@@ -35,7 +31,6 @@ from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
 from kvthaw.cache.swapped import SwappedLayer
 from kvthaw.cache.transfer import BulkCopy, PagedCopy, UvaGather
-from kvthaw.errors import CacheError
 from kvthaw.kernels.dense import continued
 from kvthaw.kernels.places import Newest
 
@@ -54,11 +49,9 @@ class OffloadedLayer(LayerKV):
     everything = False  # attended to where it lies, without an index; see FullLayer
 
     def __init__(
-        self, number: int, settings: Settings, streams: Streams, sequences: Sequences, preallocator: BlockPreallocator,
-        leader: OffloadedLayer | None = None,
-    ) -> None:  # fmt: skip
+        self, number: int, settings: Settings, streams: Streams, sequences: Sequences, leader: OffloadedLayer | None = None
+    ) -> None:
         self.number, self.settings, self.streams, self.sequences, self.leader = number, settings, streams, sequences, leader
-        self.preallocator = preallocator
         self.retriever: Retriever | None = None
         self.rotary: Rotary | None = None  # for a method that asks for it
         self.reset()
@@ -70,10 +63,9 @@ class OffloadedLayer(LayerKV):
         self.retriever, self.scale, self.asked_again = None, 0.0, 0  # asked_again: decode steps with another layer's queries
         self.plan: Plan | None = None
         self.recent_queries: dict[int, Tensor] = {}
-        self._before: tuple[Step | None, dict[int, Tensor], Tensor | None] = None, {}, None  # a prefill; what was before it
-        self._taken: tuple[Step | None, int] = None, 0
+        self._before: tuple[Step | None, dict[int, Tensor]] = None, {}  # a prefill, and the queries before it
+        self._taken: tuple[Step | None, int] = None, 0  # a decode step, and how many of its tokens came
         self._prompts: dict[int, int] = {}  # where the rings begin of sequences whose prompts ended with the latest prefill
-        self.given: Given | None = None  # of a prefill, which append() has yet to store and index
         self.extremes: list[Tensor] = []  # of keys and values of prompts, not known to be finite
 
     # Reading
@@ -101,8 +93,8 @@ class OffloadedLayer(LayerKV):
         return self.sparse.fixed_bytes() if self.plan else 0
 
     def host_bytes_per_token(self) -> int:
-        """Return the bytes of host memory that a token takes; 0 where tokens are evicted, and before the first prompt."""
-        return self.store.kv_heads * self.store.row_bytes if self.plan and self.storage.offloader.keeps else 0
+        """Return the bytes of host memory that a token takes; 0 before the first prompt."""
+        return self.store.kv_heads * self.store.row_bytes if self.plan else 0
 
     def host_bytes(self, seq: int | None = None) -> int:
         return self.store.nbytes(seq) if self.plan else 0
@@ -122,7 +114,7 @@ class OffloadedLayer(LayerKV):
         plan, count = self.settings.plan(step.longest, self.sequences.limit), len(step.left_pad)
         plan = Plan(plan.regions, rows=0) if self.everything else plan
         method, (_, heads, _, dim), self.scale = self.settings.method, key.shape, scale
-        self.storage = LayerStorage(count, key, plan, self.settings, self.streams, self.preallocator)
+        self.storage = LayerStorage(count, key, plan, self.settings, self.streams)
         self.store, self.slab = self.storage.store, self.storage.slab
         transfer: Transfer | None = None
         if method.index is not None and not self.everything:
@@ -149,16 +141,15 @@ class OffloadedLayer(LayerKV):
         self.sparse.make_room(self.sequences.capacity)
         self.streams.device.fixed[self.number] = self.fixed_bytes()
 
-    def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+    def prefill(
+        self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams
+    ) -> tuple[Tensor, PrefillKV]:
         self.drop_search()
         if self.plan is None:
             self.allocate(step, query, key, attention.scale)
         passed, ends = dict[int, Tensor](), self.sequences.announced and not step.remaining
         out = self._attend_dense(step, query, key, value, attention, passed if ends else None)
-        self._take(step, query, key, value, passed)
-        if key.nbytes > SHORT or len(key) > 1 or passed or self.on_host:
-            append([self])
-        return out
+        return out, self._take(step, query, key, value, passed)
 
     def _attend_dense(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams,
@@ -173,7 +164,7 @@ class OffloadedLayer(LayerKV):
             k, v = (x[row.row : row.row + 1, :, row.pad :] for x in (key, value))
             if row.past == 0:
                 return attention.causal(q, k, v)
-            past = self.storage.offloader.past(row.seq, row.past, self.sequences.indexed(row.seq), q.shape[2])
+            past = self.storage.offloader.past(row.seq, row.past, q.shape[2])
             if passed is not None and self.storage.indexes_whole(row.seq) and row.seq not in self.sequences.paused:
                 passed[row.seq] = k.new_empty((k.shape[1], row.past + k.shape[2], 2, k.shape[3]))
                 past = copied(past, passed[row.seq])
@@ -181,29 +172,24 @@ class OffloadedLayer(LayerKV):
 
         return attend_rows(step, query, attend)
 
-    def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
-        self._take(step, query, key, value, {})
-        append([self])
+    def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> PrefillKV:
+        return self._take(step, query, key, value, {})
 
-    def _take(self, step: Step, query: Tensor, key: Tensor, value: Tensor, passed: Mapping[int, Tensor]) -> None:
-        """Take what append() is to store and index."""
-        ring = self.slab.held().clone() if step.start and self.settings.method.evicts else None
-        self._before = step, dict(self.recent_queries), ring
-        last = take_queries(step, query, self.recent_queries, self.storage.prompt_queries)
-        self.given = Given(step, key, value, last, passed)
+    def _take(self, step: Step, query: Tensor, key: Tensor, value: Tensor, passed: Mapping[int, Tensor]) -> PrefillKV:
+        self._before = step, dict(self.recent_queries)
+        return PrefillKV(step, key, value, take_queries(step, query, self.recent_queries, self.storage.prompt_queries), passed)
 
-    def appended(self, given: Given, ends: Mapping[int, int]) -> None:
-        self._taken = given.step, given.step.tokens
-        self._prompts = dict(ends) if self.sequences.announced and not given.step.remaining else {}
-        self.storage.index_ahead(self._prompts, self.recent_queries, given.passed)
+    def stored(self, new: PrefillKV, ends: Mapping[int, int]) -> None:
+        """Note that a prefill was stored, whose sequences' rings begin at `ends` then."""
+        self._prompts = dict(ends) if self.sequences.announced and not new.step.remaining else {}
+        self.storage.index_ahead(self._prompts, self.recent_queries, new.passed)
 
     def resume(self, step: Step, blocks: Mapping[int, Sequence[Block]], kept: Mapping[int, Snapshot]) -> None:
         """Take the first tokens of sequences from blocks of rows that are kept; see LayerStorage.resume."""
-        self._before, self._prompts = (step, dict(self.recent_queries), None), {}
+        self._before, self._prompts = (step, dict(self.recent_queries)), {}
         for row in step.rows():
             length = row.past + step.tokens - row.pad
             self.storage.resume(row.seq, blocks[row.seq], length, kept.get(row.seq), alone=step.seq is None)
-        self._taken = step, step.tokens
 
     def commit(self) -> None:
         """Index what a prefill appended, where the index waits until the step is certain."""
@@ -213,19 +199,15 @@ class OffloadedLayer(LayerKV):
 
     # Decoding
 
-    def decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        if self.retriever is not None and self.chooses:
+    def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
+        if t == 0 and self.retriever is not None and self.chooses:
             self.retriever.choices.clear()
-        outs = []
-        for t in range(step.tokens):
-            if t and self.sequences.full(t):
-                flush([self], self.sequences.leaving(t))
-                self.before_step()
-            self._taken = step, t + 1
-            self.sequences.place(step, t, self.slab.data.device)
-            outs.append(self._attend(step, t, query[:, :, t], (key[:, :, t], value[:, :, t]), attention))
-        self.drop_search()
-        return torch.stack(outs, dim=2) if step.tokens > 1 else outs[0][:, :, None]
+        self._taken = step, t + 1
+        self.sequences.place(step, t, self.slab.data.device)
+        out = self._attend(step, t, query, newest, attention)
+        if t == step.tokens - 1:
+            self.drop_search()
+        return out
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         if step.dense:
@@ -246,7 +228,7 @@ class OffloadedLayer(LayerKV):
     # Queries that are known before the layer runs
 
     def asks(self, tokens: int) -> bool:
-        """Return whether this layer's own index selects rows for a step of so many tokens."""
+        """Return whether this layer's own index selects rows for a step of `tokens` tokens."""
         return self.retriever is not None and self.chooses and self.sequences.decodes(tokens)
 
     def prefetch(self, queries: Tensor) -> None:
@@ -261,7 +243,7 @@ class OffloadedLayer(LayerKV):
 
     def drop_search(self) -> None:
         """Drop the predicted queries and their searches."""
-        if self.retriever is not None and self.chooses:
+        if self.chooses and self.retriever is not None and self.retriever.prefetched is not None:
             self.retriever.drop_search()
 
     # Between steps
@@ -277,16 +259,6 @@ class OffloadedLayer(LayerKV):
         if self.on_host:
             return not self.asked_again
         return self.storage.updater is None or self.storage.updater.reversible
-
-    def renew(self, rings: Mapping[int, int]) -> None:
-        """Check what prompts brought, and index again sequences that ask for it. rings: where those of all that decode begin."""
-        if self.plan is None:
-            return
-        self.check_finite()
-        if not self.sequences.paused:
-            self.streams.prefetcher.release()
-        if self.storage.updater is not None:
-            self.storage.updater.renew(rings, self.recent_queries)
 
     def before_step(self) -> None:
         """See LayerKV. Afterwards a step of one token runs on the device alone if the index is graph-safe."""
@@ -304,35 +276,18 @@ class OffloadedLayer(LayerKV):
         """Return the number of tokens of a sequence that its blocks on the host have room for."""
         return self.store.reserved(seq) if self.plan and seq < self.store.seqs else 0
 
-    def reserve_blocks(self, ends: Mapping[int, int]) -> None:
-        if self.plan is not None:
-            self.storage.reserve(ends)
-
-    def preallocate(self, seq: int) -> None:
-        """Allocate the block that a sequence needs before its next turn, and move blocks between device and host."""
-        self.storage.preallocate(seq, self.sequences.length(seq))
-        self.sparse.update_table()
-
-    def check_finite(self) -> None:
-        """Raise CacheError where a prompt's keys or values were not finite."""
-        PromptCheck([self]).wait()
-        self.extremes = []
-
     def wait(self) -> None:
+        """Wait until every token is offloaded and indexed; raise what went wrong."""
         if self.plan is not None:
-            self.check_finite()
             self.storage.wait()
 
     # Changes from outside
 
-    def recover(self) -> None:
-        if self.retriever is not None and self.chooses:
-            self.retriever.recover()
-
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
+        if failed is not None and self.retriever is not None and self.chooses:
+            self.retriever.recover()
         if not repeated:
             self.drop_search()
-        self.given = None
         if self.plan is None:
             return
         if failed is not None and self.storage.updater is not None:
@@ -340,10 +295,8 @@ class OffloadedLayer(LayerKV):
         if failed is not None and not repeated and self.retriever is not None and self.chooses:
             self.retriever.forget_step()
         if failed is not None and not repeated and self._before[0] is failed:
-            _, self.recent_queries, ring = self._before
-            if ring is not None:
-                self.slab.held().copy_(ring)
-            self._before, self.extremes = (None, {}, None), []
+            _, self.recent_queries = self._before
+            self._before, self.extremes = (None, {}), []
         for seq in range(self.store.seqs):
             own = failed if failed is not None and not repeated and failed.seq in (None, seq) else None
             length = self.sequences.length(seq) if seq < self.sequences.count else 0
@@ -354,21 +307,11 @@ class OffloadedLayer(LayerKV):
             start = self.sequences.indexed(seq, length + (ahead and (own is None or own.seq is None)))
             self.storage.rollback(seq, start, length, own)
 
-    def check_crop(self, drop: int) -> None:
-        if self.plan is None or not self.settings.method.evicts:
-            return
-        sequences, sink = self.sequences, self.plan.regions.sink
-        for seq in range(sequences.count):
-            if max(0, sequences.length(seq) - drop) < sequences.indexed(seq) > sink:
-                raise CacheError(f"{self.settings.method.name} has dropped the tokens that crop({-drop}) would bring back")
-
     def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
         """See LayerKV. The ring is refilled from the store."""
         if self.plan is None:
             return
         self.slab.tickets.zero_()
-        if self.settings.method.evicts:
-            return
         own = self.sequences
         self.storage.crop(seq, start, length, own.indexed(seq), own.length(seq), exactly=exactly)
 

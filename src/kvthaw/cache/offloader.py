@@ -22,12 +22,11 @@ from kvthaw.kernels.freeze import definition as freeze_definition
 class Offloader:
     """Fills the store of one layer from prompts and from the layer's ring.
 
-    The store's length is the watermark: what it has is not copied again. keeps: False for a method that evicts, of which nothing
-    is offloaded.
+    The store's length is the watermark: what it has is not copied again.
     """
 
-    def __init__(self, store: HostStore, slab: Slab, streams: Streams, *, keeps: bool) -> None:
-        self.store, self.slab, self.streams, self.keeps = store, slab, streams, keeps
+    def __init__(self, store: HostStore, slab: Slab, streams: Streams) -> None:
+        self.store, self.slab, self.streams = store, slab, streams
         self._latest: dict[int, tuple[int, int]] = {}  # rows before and after the latest copy from a ring
         if self.on_gpu:  # compiled now, which takes a third of a second: no step should wait for that
             _copy([self], [(0, 0, 0, 0)])
@@ -41,19 +40,18 @@ class Offloader:
     def kind(self) -> Hashable:
         """What layers have in common whose rows one kernel copies."""
         data = self.slab.data
-        return data.shape, data.dtype, data.device, self.slab.regions, self.store.allocator.kind, self.keeps
+        return data.shape, data.dtype, data.device, self.slab.regions, self.store.allocator.kind
 
     def stored(self, seq: int, stop: int) -> int:
         """Return the position from which on the tokens of a sequence up to `stop` are to be offloaded."""
-        return min(self.store.length(seq), stop) if self.keeps else stop
+        return min(self.store.length(seq), stop)
 
     def prompt(self, seq: int, past: int, keys: Tensor, values: Tensor) -> None:
         """Offload keys and values [H, n, D] of a prompt, after those of the first `past` tokens that are only in the ring. The copy
         overlaps later work."""
-        if self.keeps:
-            self.up_to({seq: past})
-            shared = self.store.length(seq) - past
-            self.streams.offload(self.store, seq, keys[:, shared:], values[:, shared:])
+        self.up_to({seq: past})
+        shared = self.store.length(seq) - past
+        self.streams.offload(self.store, seq, keys[:, shared:], values[:, shared:])
 
     def up_to(self, positions: Mapping[int, int]) -> None:
         """Offload tokens of each sequence, up to a position, that are only in sink or ring."""
@@ -77,8 +75,6 @@ class Offloader:
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
         """Return rows [H, stop - start, 2, D] of a sequence, wherever they lie; on the host or on the device."""
-        if not self.keeps:
-            return self.slab.read(seq, start, stop)
         self.wait()
         stored = min(max(self.store.length(seq), start), stop)
         if stored == stop:
@@ -86,19 +82,13 @@ class Offloader:
         ring = self.slab.read(seq, stored, stop)
         return ring if stored == start else torch.cat((self.store.read(seq, start, stored).to(ring.device), ring), dim=1)
 
-    def past(self, seq: int, stop: int, ring_start: int, queries: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def past(self, seq: int, stop: int, queries: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Return keys and values [1, H, n, D] of positions 0 .. stop on the device, for so many queries: from the blocks as far as
-        they are there, the rest from the ring. What a method has evicted is left out. Each is good until the next is asked for."""
-        if self.keeps:
-            stored = min(self.store.length(seq), stop)
-            held = [(stored, stop)]
-        else:
-            sink = min(self.slab.regions.sink, stop)
-            stored, held = 0, [(0, sink), (max(sink, min(ring_start, stop)), stop)]
-        device, arriving = self.slab.data.device, self.store.arriving
-        blocks = self.streams.prefetcher.blocks(self.store, seq, stored, device, arriving, queries=queries)
-        pieces = (self.slab.read(seq, *span) for span in held if span[0] < span[1])
-        return ((rows[None, :, :, 0], rows[None, :, :, 1]) for rows in chain(blocks, pieces))
+        they are there, the rest from the ring. Each is good until the next is asked for."""
+        stored, device = self.stored(seq, stop), self.slab.data.device
+        blocks = self.streams.prefetcher.blocks(self.store, seq, stored, device, self.store.arriving, queries=queries)
+        ring = [self.slab.read(seq, stored, stop)] if stored < stop else []
+        return ((rows[None, :, :, 0], rows[None, :, :, 1]) for rows in chain(blocks, ring))
 
     def refill(self, seq: int, start: int, stop: int) -> None:
         """Copy positions start .. stop back into the ring, as far as the store has them."""
@@ -171,8 +161,6 @@ def offload_prompt(offloaders: Sequence[Offloader], seq: int, past: int, rows: T
     they lack them, which is equally far; after what of the first `past` tokens is only in rings. One copy beside later work, else
     as Offloader.prompt(). Raises HostMemoryError before any store has more rows."""
     one, stores, length = offloaders[0], [each.store for each in offloaders], past + rows.shape[2]
-    if not one.keeps:
-        return
     for each in offloaders:
         each.up_to({seq: past})
     stored = one.store.length(seq)
@@ -208,7 +196,7 @@ def _copy(offloaders: Sequence[Offloader], spans: Sequence[Span]) -> Tensor:
     rows = slabs[0].new_empty((len(slabs), len(spans), heads, n, *tail))
     how: dict[str, Any] = {"sink": one.slab.regions.sink, "ring": one.slab.regions.ring, "format": one.store.format}
     if one.on_gpu:
-        tables = [store.table_on(rows.device) if one.keeps else None for store in stores]
+        tables = [store.table_on(rows.device) for store in stores]
         freeze(slabs, tables, one.store.block_size, spans, rows, **how)
     else:
         blocks = [[[block.data for block in store.blocks(seq)] for seq in range(store.seqs)] for store in stores]

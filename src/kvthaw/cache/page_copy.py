@@ -50,7 +50,7 @@ class PagedRows:
         return count, torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def piece(self, seq: int, head: int, place: int, most: int) -> Tensor:
-        """Return the rows from a place of a head on, at most so many, [n, *tail]."""
+        """Return at most `most` rows of a head, from a place on, [n, *tail]."""
         return self._pages[seq].rows[head, place : place + most]
 
 

@@ -1,8 +1,8 @@
-"""Page-locked memory for blocks of KV: in huge pages, by several threads, and used again.
+"""Pinned memory for blocks of KV: in huge pages, by several threads, and used again.
 
-The system gives memory as it is first written to, page by page, and page-locking costs by the page and by the call. So blocks have
-2 MiB pages where the system has them; those that are wanted together are written to on several threads and page-locked together:
-4 GiB take .24 s then, and 1.9 as torch page-locks them (H200). What is free again stays page-locked for the next block, a quarter
+The system gives memory as it is first written to, page by page, and pinning costs by the page and by the call. So blocks have
+2 MiB pages where the system has them; those that are wanted together are written to on several threads and pinned together:
+4 GiB take 0.24 s then, and 1.9 as torch pins them (H200). What is free again stays pinned for the next block, a quarter
 of what the host has free at most; the rest is given back. What a long prompt will need is taken ahead within the same limit.
 """
 
@@ -26,21 +26,21 @@ from torch import Tensor
 
 HUGE = 2 << 20
 """Bytes of a large page."""
-_AT_ONCE = 256 << 20  # bytes page-locked by one call
-_SHARE = 4  # the part of the host's free memory that may stay page-locked and unused
+_AT_ONCE = 256 << 20  # bytes pinned by one call
+_SHARE = 4  # the part of the host's free memory that may stay pinned and unused
 _THREADS = 8
 
 
 def locked_bytes(size: int) -> int:
-    """Return the bytes that are page-locked for a tensor of so many: whole huge pages; where half of one is enough the next power
+    """Return the bytes that are pinned for a tensor of so many: whole huge pages; where half of one is enough the next power
     of two, as torch does it."""
     return -(-size // HUGE) * HUGE if size > HUGE // 2 else 1 << (size - 1).bit_length()
 
 
 class _Mapping(mmap.mmap):
-    """Memory that the GPU reads by its address until it is dropped: from `address` on, so many blocks."""
+    """Pinned memory, from `address` on, that the GPU may read until the object is freed."""
 
-    runtime: Any = None  # which page-locked it
+    runtime: Any = None  # which pinned it
     address = blocks = 0
 
     def __del__(self) -> None:
@@ -58,12 +58,12 @@ class _Block:
 
 
 def page_lock(size: int, blocks: int, runtime: Any) -> list[_Block]:
-    """Return page-locked blocks of so many bytes each, whole huge pages. runtime: `torch.cuda.cudart()`. Raises OSError where the
+    """Return pinned blocks of so many bytes each, whole huge pages. runtime: `torch.cuda.cudart()`. Raises OSError where the
     system has none."""
     mapping = _Mapping(-1, size * blocks + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a system without huge pages has small ones
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    with suppress(OSError):  # a forked child has no use for it, and copies of page-locked pages would be apart from the GPU's
+    with suppress(OSError):  # a forked child has no use for it, and copies of pinned pages would be apart from the GPU's
         mapping.madvise(mmap.MADV_DONTFORK)
     mapping.blocks = blocks
     mapping.address = -(-torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() // HUGE) * HUGE
@@ -73,13 +73,13 @@ def page_lock(size: int, blocks: int, runtime: Any) -> list[_Block]:
     if int(runtime.cudaHostRegister(mapping.address, size * blocks, 0)):
         with suppress(Exception):  # which would be raised by what torch launches next
             torch.zeros(1, device="cuda")
-        raise OSError(f"{size * blocks:,} bytes cannot be page-locked")
+        raise OSError(f"{size * blocks:,} bytes cannot be pinned")
     mapping.runtime = runtime
     return made
 
 
 class PageLocked:
-    """Page-locked memory of a process. available: tells how many bytes the host has free, None: not known. May be used on any
+    """Pinned memory of a process. available: tells how many bytes the host has free, None: not known. May be used on any
     thread."""
 
     def __init__(self, available: Callable[[], int | None], runtime: Callable[[], Any] = torch.cuda.cudart) -> None:
@@ -91,7 +91,7 @@ class PageLocked:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes that are page-locked and unused, with those that are being taken ahead."""
+        """Bytes that are pinned and unused, or being pinned ahead."""
         self._settle()
         with self._lock:
             return self._unused_bytes()
@@ -107,8 +107,10 @@ class PageLocked:
         return torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
 
     def prepare(self, size: int, count: int, soon: int = 0) -> None:
-        """Have memory for so many tensors of so many bytes each, as far as there is some. soon: how many, these included, will be
-        asked for by and by: where these are to be page-locked, one call takes as many of them as it can."""
+        """Pin up to `count` tensors of `size` bytes ahead of use.
+
+        soon: tensors, these included, that callers will ask for next; one call to the system takes as many of them as it can.
+        """
         size = locked_bytes(size)
         self._settle()
         with self._lock:
@@ -123,8 +125,10 @@ class PageLocked:
             count, soon = count - len(made), soon - len(made)
 
     def expect(self, size: int, count: int, most: int | None = None) -> bool:
-        """Have take_ahead() take memory for so many tensors of so many bytes each; a later call takes the place of this one. most:
-        how many tensors there is room for, None: not known. Returns whether there is anything to take."""
+        """Set how many tensors of `size` bytes take_ahead() pins, in the place of an earlier call.
+
+        most: tensors that there is room for; None: unknown. Returns whether there is anything to take.
+        """
         size = locked_bytes(size)
         with self._lock:
             held = len(self._spare.get(size, ())) + self._coming[size]
@@ -162,13 +166,13 @@ class PageLocked:
         return None
 
     def _keep(self, size: int, made: Sequence[_Block], coming: int = 0) -> None:
-        """Hold new blocks for those who ask first; so many were on their way."""
+        """Add new blocks to the free list; `coming` blocks were being pinned."""
         with self._lock:
             self._spare.setdefault(size, deque()).extendleft((block, []) for block in made)
             self._coming[size] -= coming
 
     def _new(self, size: int, count: int) -> list[_Block]:
-        """Return so many new blocks, or fewer where memory is short. Raises OSError where there is none."""
+        """Return `count` new blocks, or fewer where memory is short. Raises OSError where the system gives no memory."""
         free = self._available()
         while free is not None and free < size * count and self._give_back():
             free = self._available()
@@ -205,7 +209,7 @@ class PageLocked:
             free += given
 
     def _give_back(self) -> int:
-        """Give memory back to the system that was page-locked by one call and is unused. Returns how many bytes it was."""
+        """Give memory back to the system that was pinned by one call and is unused. Returns how many bytes it was."""
         with self._lock:
             for size, held in self._spare.items():
                 unused = Counter(block.mapping for block, _ in held)

@@ -48,7 +48,7 @@ class Placement:
         return any(not new.on_device for _, new, _ in self._moves)
 
     def make_room(self, tokens: int, fixed: int) -> None:
-        """Expect so many tokens of every sequence, beside `fixed` bytes of slab and index."""
+        """Expect `tokens` tokens of every sequence, and `fixed` bytes of slab and index."""
         device, blocks = self.device, self.store.seqs * -(-tokens // self.store.block_size)
         room = device.memory.share(device.layer) + device.memory.fixed.get(device.layer, 0) - fixed
         device.memory.spills |= blocks * device.size > room
@@ -56,9 +56,11 @@ class Placement:
             _load_kernels(device.device)
 
     def balance(self, needed: int, recalled: Tensor | None) -> bool:
-        """Have room on the device for `needed` more blocks, or use what room there is: finish the copies that are complete, and
-        begin one. Returns whether addresses have changed. recalled [B, H, C] int32: the rows selected last, -1 padded, by which
-        blocks that were recalled of late are known; None: not known."""
+        """Make room on the device for `needed` more blocks, or use spare room: finish complete copies and begin one.
+
+        recalled [B, H, C] int32: the rows selected last, -1 padded, which tell recently recalled blocks; None: unknown.
+        Returns whether addresses have changed.
+        """
         changed = self.finish()
         self.device.arena.note_freed()
         self._count_recalls()
@@ -83,11 +85,11 @@ class Placement:
         data.copy_(block.data, non_blocking=True)
         self.moved_bytes += data.nbytes
         new = Block(data, on_device=True)
-        new.owners, new.recalls = 0, block.recalls
+        new.recalls = block.recalls
         return new
 
     def bring(self, blocks: Sequence[Block]) -> None:
-        """Begin to copy the first blocks of these to the device, as far as there is room: as those of a prompt lie there."""
+        """Begin to copy the first of these blocks to the device while there is room, as for a prompt."""
         for block in blocks:
             if not (block.on_device or block.moving or self._move(block, self._to_device)):
                 break
@@ -139,7 +141,7 @@ class Placement:
         self._recalls = here, done
 
     def _count_recalls(self) -> None:
-        """Have each block's recalls be the mean of those before and those counted."""
+        """Set each block's recalls to the mean of the old number and the new count."""
         if self._recalls is None or (self._recalls[1] is not None and not self._recalls[1].query()):
             return
         (counts, _), self._recalls = self._recalls, None
@@ -194,7 +196,7 @@ def count_by_block(rows: Tensor, block_size: int, blocks: int) -> Tensor:
 
 @cache
 def _load_kernels(device: torch.device) -> None:
-    """Have CUDA load what counting takes: the first step that spills a block should not wait for that."""
+    """Load the CUDA kernels that count rows, so that the first step that spills a block need not wait for them."""
     count_by_block(torch.zeros((1, 1, 1), dtype=torch.int32, device=device), 1, 1)
 
 

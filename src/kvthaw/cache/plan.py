@@ -18,12 +18,12 @@ from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.formatting import read_bytes
 from kvthaw.kernels.row_format import KvDtype
-from kvthaw.regions import Regions
+from kvthaw.regions import BUDGET, Regions
 from kvthaw.typecheck import check_type
 
 
 def default_block_size(token_bytes: int) -> int:
-    """Return how many tokens a block has unless a cache is told: 512 to 1,024, as many as fill best what is page-locked for them.
+    """Return how many tokens a block has unless a cache is told: 512 to 1,024, as many as fill best what is pinned for them.
     token_bytes: of a token in one layer. Of rows of 8 bits with their scales 1,024 would take as much as of rows of 16."""
 
     def filled(tokens: int) -> tuple[float, int]:
@@ -53,7 +53,10 @@ def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32,
     return index
 
 
-_BUDGET = 256  # where neither budget nor retrieved is given
+def knows_softcap(method: Method) -> bool:
+    """Return whether a method serves models that cap the logits of attention: its index attends to no token itself."""
+    index = try_index(method, 64)
+    return not (isinstance(index, Attends) and index.attends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class Settings:
     sparse_queries: continuations of at most this many tokens are decoded one by one through the index, longer ones are dense;
     the last chunk of a prompt given in chunks is a continuation too. block_size: tokens in a block of host memory; see
     default_block_size().
-    host_bytes: the most host memory that blocks of KV may take, each in whole pages of 2 MiB where it is page-locked, those
+    host_bytes: the most host memory that blocks of KV may take, each in whole pages of 2 MiB where it is pinned, those
     allocated ahead included; None: as much as the system has. A prompt, or a token, that needs more raises HostMemoryError and
     changes nothing: it can be given again when something was freed.
     device_memory: device memory that the cache may fill: bytes, text such as "8GiB", or "auto", what is free at the first prompt
@@ -92,7 +95,7 @@ class Settings:
     kv_dtype: "fp8" stores rows in 8 bits, see `kvthaw.kernels.row_format`: in blocks, wherever they lie, in files and in kept
     prompts. A prompt's rows are rounded when it is stored, a decoded token's when it leaves the ring, before the index gets them.
     What dense layers hold on the device stays in the model's dtype, and so does all KV while full_below has full attention in
-    force; a method that stores no rows refuses it. None: as the method says, in the model's dtype unless its name has an option.
+    force; a dense method refuses it. None: as the method says, in the model's dtype unless its name has an option.
     """
 
     method: Method
@@ -121,11 +124,10 @@ class Settings:
         object.__setattr__(self, "kv_dtype", self.kv_dtype or self.method.kv_dtype)
         if self.kv_dtype is not None:
             one_of(get_args(KvDtype), kv_dtype=self.kv_dtype)
-            if not self.method.stores:
-                why = "keeps all KV on the device in the model's dtype" if self.method.dense else "evicts tokens"
+            if self.method.dense:
                 raise ConfigError(
-                    f"kv_dtype is {self.kv_dtype!r}, and {self.method.name} stores no rows: it {why}; it must be None but for a "
-                    "method that offloads"
+                    f"kv_dtype is {self.kv_dtype!r}, and {self.method.name} keeps all KV on the device in the model's dtype; it "
+                    "must be None but for a method that offloads"
                 )
         if self.retrieved is not None and self.budget is not None:
             raise ConfigError(f"budget is {self.budget} and retrieved is {self.retrieved}; give one of them")
@@ -144,7 +146,7 @@ class Settings:
     def __str__(self) -> str:
         if self.method.dense:
             return self.method.name
-        budget, full = _BUDGET if self.budget is None else self.budget, ""
+        budget, full = BUDGET if self.budget is None else self.budget, ""
         if self.full_below is not None:
             full = f"full attention up to {self.full_below.total(1):,} tokens, then "
         rows = f"budget {budget}" if self.retrieved is None else f"{self.retrieved} retrieved"
@@ -157,7 +159,7 @@ class Settings:
         return limit if isinstance(limit, float) else None
 
     def in_blocks(self, tokens: int) -> int:
-        """Return for how many tokens the blocks have room that a sequence of so many tokens takes."""
+        """Return the capacity of the blocks that a sequence of `tokens` tokens takes."""
         return -(-tokens // self.block_size) * self.block_size
 
     def selects(self, layer: int, offloaded: Sequence[int], depth: int) -> bool:
@@ -186,9 +188,8 @@ class Settings:
 
         A cache asks whenever its capacity grows, since until then no tensor of a captured step moves: 256 tokens or a sixteenth
         behind the prompt, then by half its capacity each time. So the budget is at most the fraction of the current length, and
-        from the first growth on at least two thirds of it. Methods that evict keep the prompt's: dropped tokens do not come
-        back."""
-        if self.fraction is None or self.method.evicts or self.method.index is None:
+        from the first growth on at least two thirds of it. A method that retrieves nothing keeps the prompt's window."""
+        if self.fraction is None or self.method.index is None:
             return plan
         held = plan.regions.held if self.retrieved is None else 0
         return replace(plan, rows=max(plan.rows, math.ceil(self.fraction * length) - held))
@@ -198,7 +199,7 @@ class Settings:
         if self.retrieved is not None:
             rows = self.retrieved if isinstance(self.retrieved, int) else max(1, math.ceil(self.retrieved * prompt))
             return Plan(regions, rows)
-        budget = _BUDGET if self.budget is None else self.budget
+        budget = BUDGET if self.budget is None else self.budget
         if isinstance(budget, float):
             budget = math.ceil(budget * prompt)
         if self.method.index is None:

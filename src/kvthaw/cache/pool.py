@@ -71,7 +71,7 @@ class Slab:
         return torch.cat(pieces or [self.data[seq, :, :0]], dim=1)
 
     def widen(self, slots: int) -> None:
-        """Have more slots, in another tensor."""
+        """Add slots, in a new tensor."""
         self.data = F.pad(self.data, (0, 0, 0, 0, 0, slots - self.slots))
         self.slots = slots
 

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 class BlockPreallocator:
     """Allocates the next host block of every sequence and layer ahead of time, round-robin.
 
-    Page-locking a block takes 1.5 ms, and sequences of one length need theirs in all layers at one token. So after each step one
+    Pinning a block takes 1.5 ms, and sequences of one length need theirs in all layers at one token. So after each step one
     or two of all (layer, sequence) pairs have their turn, and each comes round before its block is full.
     """
 
@@ -40,7 +40,7 @@ class BlockPreallocator:
         return steps < self.rounds(store, regions)
 
     def expect(self, stores: Sequence[HostStore], seq: int, tokens: int) -> None:
-        """Page-lock, on a thread beside the steps, what these stores will take until a sequence has so many tokens, and its next
+        """Pin, on a thread beside the steps, what these stores will take until a sequence has so many tokens, and its next
         block: chunks of its prompt, which others' steps wait for, find it there. Without tokens, no more is taken."""
         needs = Counter[int]()
         for store in stores:

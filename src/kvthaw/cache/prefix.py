@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.index_updater import Snapshot
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.prefix_kept import Entry, Indexes, PrefixBlocks, PrefixStats
+from kvthaw.cache.prefix_kept import Entry, Indexes, Key, NotKeptError, PrefixBlocks, PrefixStats
 from kvthaw.cache.prefix_tree import Node, PrefixTree, common
 from kvthaw.cache.resume import LayerShape, copy_rows, resume
 from kvthaw.cache.step import Step
@@ -30,6 +31,11 @@ _log = logging.getLogger(__name__)
 _SHARE = 4  # the part of free host memory that is taken where no limit is given
 
 
+def always() -> bool:
+    """Return True: nothing else needs memory."""
+    return True
+
+
 class PrefixCache:
     """Keeps the KV of prompts, so that a prompt that begins like one of them prefills only what is new.
 
@@ -39,8 +45,8 @@ class PrefixCache:
     prefill, are shared: where a prompt has few new tokens, they are inserted, as those of a next turn are. At least the last 128
     tokens of a prompt always go through the model, for indexes that read its last queries.
 
-    One model's KV of one block_size and kv_dtype can be kept, of caches under any methods that drop no tokens. Prompts of different
-    salts share nothing.
+    One model's KV of one block_size and kv_dtype can be kept, of caches under any methods. Prompts of different
+    salts share nothing, nor do those that the model computes under different adapters, rotary angles or autocast.
 
     host_bytes: most bytes of blocks, wherever they lie, and of trees, or text such as "8GiB"; None: a quarter of the free host
     memory. The least recently used blocks leave memory first, and earlier where a cache has no other memory for a request. Entries
@@ -73,16 +79,17 @@ class PrefixCache:
         self._kept, self._writes = PrefixBlocks(file), file is not None
         self.refused: str | None = None
         self._tree: PrefixTree | None = None
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[Key, Entry] = {}
         self._indexes: list[Indexes] = []  # the least recently used first
         self._kind: tuple[object, ...] = ()
+        self._first = ""
         self._queries = self._hits = self._evicted = 0
 
     def fill(self, kv: KVCache, ids: Tensor, *, seq: int | None = None, salt: str = "") -> int:
         """Begin a prompt [T] with what is kept of it. Returns how many of its tokens need not go through the model.
 
         The sequence has no tokens yet; seq: its place in a running batch, None for a cache of one sequence."""
-        self.refused, ids = _refusal(kv), ids.cpu()
+        self.refused, ids, salt = _refusal(kv), ids.cpu(), self._own(kv, salt)
         self._queries += len(ids)
         if self.refused is not None or self._tree is None:
             return 0
@@ -115,7 +122,7 @@ class PrefixCache:
         if _refusal(kv) is not None:
             return False
         self._check(kv)
-        path, _ = self._usable(ids.cpu(), salt)
+        path, _ = self._usable(ids.cpu(), self._own(kv, salt))
         absent = [node for node in path if not self._kept.holds(node)]
         some, more = max(1, tokens // kv.settings.block_size), False
         if len(absent) > some:
@@ -123,23 +130,24 @@ class PrefixCache:
             more = len(self._in_memory(kv, path[:wanted])) == wanted
         return bool(kv.settings.ranks.least(more))
 
-    def keep(self, kv: KVCache, ids: Tensor, *, seq: int = 0, salt: str = "", name: str | None = None) -> None:
+    def keep(
+        self,
+        kv: KVCache,
+        ids: Tensor,
+        *,
+        seq: int = 0,
+        salt: str = "",
+        name: str | None = None,
+        about: Any = None,
+        leaves_room: Callable[[], bool] = always,
+    ) -> None:
         """Keep the first tokens of a sequence, ids [T], all of them of its prompt. name: keep them until forget(name).
+        about, leaves_room: as for name().
 
         They have arrived on the host (`KVCache.wait`). Raises CacheError where they cannot be kept under a name."""
-        self.refused, ids, node = _refusal(kv), ids.cpu(), None
+        self.refused, ids = _refusal(kv), ids.cpu()
         if self.refused is None and len(ids):
-            layers = [layer for layer in kv.layers if not isinstance(layer, WindowLayer)]
-            tree = self._open(kv, {layer.number: LayerShape.of(layer, seq, kv.settings.kv_dtype) for layer in layers})
-            try:
-                for number, (each, new) in enumerate(tree.insert(ids, salt)):
-                    if new or not self._kept.holds(each):
-                        self._share(kv, seq, number, each)
-                    node = each
-            except HostMemoryError as error:
-                _log.warning("a prompt is kept in part: %s", error)
-            for other in () if node is None else tree.covered(node):
-                self._drop(other)
+            salt = self._keep_rows(kv, ids, seq, salt)
             found = self._index(kv, ids, salt)
             if found is None or found.saved or (name is not None and len(found.ids) != len(ids)):
                 self._indexes = [one for one in self._indexes if one is not found or not one.saved]
@@ -149,37 +157,52 @@ class PrefixCache:
                 self._indexes += [Indexes(ids, salt, _index_kind(kv), held)] if held else []
         self._trim()
         if name is not None:
-            self.name(name, ids, salt)
+            self.name(name, ids, salt, about=about, leaves_room=leaves_room)
 
-    def name(self, name: str, ids: Tensor, salt: str = "") -> None:
-        """Let a prompt [T] that is kept stay until forget(name). Raises CacheError where not all of it is kept, or host_bytes does
-        not allow it."""
+    def keep_part(self, kv: KVCache, ids: Tensor, *, seq: int = 0, salt: str = "", name: str | None = None, **how: Any) -> None:
+        """Keep the first tokens of a sequence, ids [T], whose prompt does not go on: their rows alone, for its index may still be
+        building. They have arrived on the host (`KVCache.wait`). name, how: as for keep(), of all of its prompt."""
+        self.refused, ids = _refusal(kv), ids.cpu()
+        if self.refused is None and len(ids):
+            salt = self._keep_rows(kv, ids, seq, salt)
+        self._trim()
+        if name is not None:
+            self.name(name, ids, salt, **how)
+
+    def name(
+        self, name: str, ids: Tensor, salt: str = "", *, about: Any = None, leaves_room: Callable[[], bool] = always
+    ) -> None:
+        """Let a prompt [T] that is kept stay until forget(name), in the place of what has its name and salt. about: what its entry
+        says. leaves_room: says whether entries, this one included, leave others the memory that they need. Raises NotKeptError
+        where not all of it is kept, or host_bytes or others do not allow it."""
         path, tokens = ([], 0) if self._tree is None else self._tree.match(ids, salt)
         tokens = min(tokens, sum(len(node.tokens) for node in path if self._kept.holds(node)))
         if self._tree is None or tokens < len(ids):
-            raise CacheError(f"{name!r} cannot be kept: {self.refused or f'{tokens} of its {len(ids)} tokens are in memory'}")
+            raise NotKeptError(f"{name!r} cannot be kept: {self.refused or f'{tokens} of its {len(ids)} tokens are in memory'}")
         self._tree.pin(path[-1], 1)
         if self.pinned_bytes > (self.host_bytes or 0):
             self._tree.pin(path[-1], -1)
-            raise CacheError(f"{name!r} cannot be kept: host_bytes is {self.host_bytes:,}, too little for all entries")
-        if name in self._entries:
-            self.forget(name)
-        self._entries[name] = Entry(ids, path[-1], salt)
+            raise NotKeptError(f"{name!r} cannot be kept: host_bytes is {self.host_bytes:,}, too little for all entries")
+        if not leaves_room():
+            self._tree.pin(path[-1], -1)
+            raise NotKeptError(f"{name!r} cannot be kept: all entries would leave too little host memory to other requests")
+        if (salt, name) in self._entries:
+            self.forget(name, salt)
+        self._entries[salt, name] = Entry(ids, path[-1], salt, about)
 
     @property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[Key, Entry]:
         """What is kept under names. May be read on any thread."""
         return dict(self._entries)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str, salt: str = "") -> Entry:
         """Return what is kept under a name. Raises CacheError where there is nothing."""
-        if name not in self._entries:
+        if (salt, name) not in self._entries:
             raise CacheError(f"no prompt is kept as {name!r}")
-        return self._entries[name]
+        return self._entries[salt, name]
 
-    def rows(self, name: str) -> Iterator[tuple[int, LayerShape, Tensor]]:
+    def rows(self, entry: Entry) -> Iterator[tuple[int, LayerShape, Tensor]]:
         """Yield the stored rows [H, T, *tail] of an entry on the host, with the number and the shape of each layer."""
-        entry = self.entry(name)
         assert self._tree is not None
         path, tokens = self._tree.match(entry.ids, entry.salt)
         for number, blocks in self._kept.layers.items():
@@ -189,9 +212,9 @@ class PrefixCache:
                 torch.cat([blocks[node].data.cpu() for node in path], dim=1)[:, :tokens].contiguous(),
             )
 
-    def snapshots(self, kv: KVCache, name: str) -> Mapping[int, Snapshot]:
+    def snapshots(self, kv: KVCache, entry: Entry) -> Mapping[int, Snapshot]:
         """Return what indexes of an entry's tokens, no more, are kept of such a cache, by layer."""
-        entry, kind = self.entry(name), _index_kind(kv)
+        kind = _index_kind(kv)
         mine = [one for one in self._indexes if (one.kind, one.salt) == (kind, entry.salt) and torch.equal(one.ids, entry.ids)]
         return mine[-1].layers if mine else {}
 
@@ -204,32 +227,32 @@ class PrefixCache:
         *,
         salt: str = "",
         indexes: Mapping[int, Snapshot] = MappingProxyType({}),
+        about: Any = None,
+        leaves_room: Callable[[], bool] = always,
     ) -> None:
         """Keep a prompt [T] under a name whose blocks were read from somewhere, for caches such as this one. indexes: of its
-        layers, where they came too. Raises CacheError where they cannot be kept."""
+        layers, where they came too. about, leaves_room: as for name(). Raises CacheError where they cannot be kept."""
         self.refused = _refusal(kv)
         if self.refused is None:
             tree = self._open(kv, {number: shape for number, (shape, _) in layers.items()})
             for at, (node, new) in enumerate(tree.insert(ids, salt)):
                 if new or not self._kept.holds(node):
                     self._kept.hold(node, {number: blocks[at] for number, (_, blocks) in layers.items()})
-                    for _, blocks in layers.values():
-                        blocks[at].owners += 1
             self._indexes += [Indexes(ids, salt, _index_kind(kv), indexes)] if indexes else []
         self._trim()
-        self.name(name, ids, salt)
+        self.name(name, ids, salt, about=about, leaves_room=leaves_room)
 
-    def forget(self, name: str) -> None:
-        """Let an entry be dropped like what has no name. Raises CacheError where there is none."""
-        entry = self.entry(name)
+    def forget(self, name: str, salt: str = "") -> None:
+        """Remove the name of an entry, which is evicted like others from then on. Raises CacheError where there is none."""
+        entry = self.entry(name, salt)
         assert self._tree is not None
-        del self._entries[name]
+        del self._entries[salt, name]
         self._tree.pin(entry.node, -1)
 
     def clear(self) -> None:
         """Drop everything, entries with a name included; for a model whose weights have changed."""
-        for name in list(self._entries):
-            self.forget(name)
+        for salt, name in list(self._entries):
+            self.forget(name, salt)
         self._indexes.clear()
         while self._tree is not None and self._tree.nodes:
             self._drop(next(iter(self._tree.nodes)))
@@ -272,11 +295,16 @@ class PrefixCache:
             kept_bytes=self.kept_bytes,
             disk_bytes=len(self._kept.slots) * self._kept.node_bytes,
             evicted_tokens=self._evicted,
-            names=sorted(self._entries),
+            names=sorted(name for _, name in self._entries),
             refused=self.refused,
         )
 
     # Inside
+
+    def _own(self, kv: KVCache, salt: str) -> str:
+        """Return the salt of a prompt that the model computes otherwise than the first, as under another adapter: it is another."""
+        now = "" if kv.origin is None else kv.origin()
+        return salt if now == self._first else f"{now} {salt}"
 
     def _check(self, kv: KVCache) -> None:
         """Raise CacheError for a cache of another model, block size or kv_dtype."""
@@ -288,6 +316,7 @@ class PrefixCache:
         self._check(kv)
         if self._tree is None:
             self._kind, self._tree = _kind(kv), PrefixTree(kv.settings.block_size)
+            self._first = "" if kv.origin is None else kv.origin()
             self._kept.open(shapes, kv.settings.block_size)
             if self.host_bytes is None:
                 ranks = kv.settings.ranks
@@ -298,6 +327,22 @@ class PrefixCache:
         kv.streams.memory.reclaim = self.drop_oldest
         return self._tree
 
+    def _keep_rows(self, kv: KVCache, ids: Tensor, seq: int, salt: str) -> str:
+        """Hold the blocks of the first tokens of a sequence, as many as memory has room for. Returns their salt."""
+        layers = [layer for layer in kv.layers if not isinstance(layer, WindowLayer)]
+        tree = self._open(kv, {layer.number: LayerShape.of(layer, seq, kv.settings.kv_dtype) for layer in layers})
+        last, salt = None, self._own(kv, salt)
+        try:
+            for number, (node, new) in enumerate(tree.insert(ids, salt)):
+                if new or not self._kept.holds(node):
+                    self._share(kv, seq, number, node)
+                last = node
+        except HostMemoryError as error:
+            _log.warning("a prompt is kept in part: %s", error)
+        for other in () if last is None else tree.covered(last):
+            self._drop(other)
+        return salt
+
     def _share(self, kv: KVCache, seq: int, number: int, node: Node) -> None:
         """Hold block `number` of a sequence in every layer. Raises HostMemoryError, with nothing changed."""
         size = kv.settings.block_size
@@ -306,7 +351,7 @@ class PrefixCache:
         copies = self._kept.new(kv.streams.memory, dense)
         for layer, block in copies.items():
             copy_rows(dense[layer], seq, start, stop, block, self._kept.shapes[layer].format)
-        shared = {layer.number: layer.store.hold(seq, number) for layer in kv.offloaded}
+        shared = {layer.number: layer.store.blocks(seq)[number] for layer in kv.offloaded}
         self._kept.hold(node, copies | shared)
 
     def _drop(self, node: Node) -> int:
@@ -321,7 +366,7 @@ class PrefixCache:
         return dropped
 
     def _written(self, node: Node) -> bool:
-        """Have a block of tokens in the file, in the place of others where there is no room. Returns whether it is."""
+        """Write a block of tokens to the file, in the place of others where it is full. Returns whether the block is there."""
         assert self._tree is not None
         while self._writes and node not in self._kept.slots:
             try:
@@ -397,6 +442,4 @@ def _refusal(kv: KVCache) -> str | None:
     if kv.origin is None:
         return "the model has layers that keep a window or a state, and no KV of all tokens"
     method = kv.settings.method
-    if method.prompt_queries is None:
-        return f"{method.name} is built with the queries of a whole prompt"
-    return f"{method.name} drops tokens that another prompt would attend to" if method.evicts else None
+    return f"{method.name} is built with the queries of a whole prompt" if method.prompt_queries is None else None

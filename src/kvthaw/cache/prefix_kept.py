@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +35,23 @@ class PrefixStats:
     refused: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A prompt that is kept under a name: its tokens [T], its last node, its salt."""
+    """A prompt that is kept under a name: its tokens [T], its last node, its salt, and what is said about it beside, as JSON. One
+    that takes the place of another is another object."""
 
     ids: Tensor
     node: Node
     salt: str
+    about: Any = None
+
+
+class NotKeptError(CacheError):
+    """There is no room for a prompt under its name, or no cache that keeps it."""
+
+
+Key = tuple[str, str]
+"""The salt and the name of an entry: names of different salts have nothing to do with each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +64,12 @@ class Indexes:
     layers: Mapping[int, Snapshot]
 
     def upto(self, tokens: int) -> dict[int, Snapshot]:
-        """Return what of them holds for a prompt that begins with so many of the tokens."""
+        """Return the indexes cut to the first `tokens` tokens."""
         return {number: replace(one, end=min(one.end, tokens)) for number, one in self.layers.items()}
 
     @property
     def saved(self) -> bool:
-        """Whether they are tensors that were read from somewhere, of which every sequence makes its own."""
+        """Whether the indexes are tensors read from a file, which each sequence loads anew."""
         return any(isinstance(one.index, Mapping) for one in self.layers.values())
 
     def nbytes(self) -> int:
@@ -78,7 +89,7 @@ class PrefixBlocks:
         """Tokens of a block."""
 
     def open(self, shapes: Mapping[int, LayerShape], block_size: int) -> None:
-        """Say what layers there are."""
+        """Set the layers' shapes and the block size."""
         self.size, self.shapes = block_size, dict(shapes)
         self.layers = {number: {} for number in shapes}
 
@@ -97,22 +108,22 @@ class PrefixBlocks:
         return any(node in blocks for blocks in self.layers.values())
 
     def hold(self, node: Node, blocks: Mapping[int, Block]) -> None:
-        """Have a node's blocks, by layer, which are the cache's from now on."""
+        """Become an owner of a node's blocks, by layer."""
         for number, block in blocks.items():
-            self.layers[number][node] = block
+            self.layers[number][node] = block.share()
 
     def release(self, node: Node) -> None:
-        """Let go of a node in memory."""
+        """Release a node's blocks in memory."""
         for blocks in self.layers.values():
-            blocks.pop(node).owners -= 1
+            blocks.pop(node).release()
 
     def erase(self, node: Node) -> None:
-        """Let go of a node in the file."""
+        """Free a node's slot in the file."""
         assert self.file is not None
         self.file.free(self.slots.pop(node))
 
     def write(self, node: Node) -> None:
-        """Have a node in the file. Raises OSError."""
+        """Write a node's blocks to the file. Raises OSError."""
         if node not in self.slots and self.file is not None:
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()  # copies to blocks may only be enqueued
@@ -121,7 +132,7 @@ class PrefixBlocks:
     def read(self, nodes: Sequence[Node], memory: HostMemory) -> tuple[int, Exception | None]:
         """Bring nodes from the file to memory. Returns how many of them, the first ones, and why no more."""
         coming, error = list[tuple[Node, dict[int, Block], Future[None]]](), None
-        with ThreadPoolExecutor(2) as threads:  # beside page-locking
+        with ThreadPoolExecutor(2) as threads:  # beside pinning
             try:
                 for node in nodes:
                     assert self.file is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -9,13 +10,49 @@ from torch import Tensor
 
 class Node:
     """Up to a block of tokens that follow those of its parent. Only a node without children may have fewer. pins: entries with a
-    name that contain it."""
+    name that contain it. salt: of its prompts, where it is a root.
 
-    __slots__ = ("children", "parent", "pins", "tokens")
+    order: the keys of its children, sorted: of all of them the two beside a key begin like it for longest."""
 
-    def __init__(self, parent: Node | None, tokens: Tensor) -> None:
-        self.parent, self.tokens, self.pins = parent, tokens, 0
+    __slots__ = ("children", "order", "parent", "pins", "salt", "tokens")
+
+    def __init__(self, parent: Node | None, tokens: Tensor, salt: str = "") -> None:
+        self.parent, self.tokens, self.pins, self.salt = parent, tokens, 0, salt
         self.children: dict[bytes, Node] = {}
+        self.order: list[bytes] = []
+
+    def add(self, child: Node) -> None:
+        """Add a child, in the place of one with equal tokens."""
+        key = _key(child.tokens)
+        if key not in self.children:
+            insort(self.order, key)
+        self.children[key] = child
+
+    def drop(self, child: Node) -> None:
+        """Remove a child."""
+        key = _key(child.tokens)
+        del self.children[key]
+        del self.order[bisect_left(self.order, key)]
+
+    def nearest(self, block: Tensor) -> tuple[Node | None, int]:
+        """Return the child that begins like a block for longest, and for how many tokens; None where all differ from the first."""
+        at = bisect_left(self.order, _key(block))
+        beside = [self.children[key] for key in self.order[max(0, at - 1) : at + 1]]
+        same = [common(child.tokens, block) for child in beside]
+        best = max(same, default=0)
+        return (beside[same.index(best)], best) if best else (None, 0)
+
+    def beginnings(self, tokens: Tensor) -> Iterator[Node]:
+        """Yield the children that hold less of the same tokens, the longest first."""
+        key, at = _key(tokens), bisect_left(self.order, _key(tokens))
+        while at:
+            child = self.children[self.order[at - 1]]
+            same = common(child.tokens, tokens)
+            if same == len(child.tokens):
+                yield child
+                at -= 1
+            else:  # all beginnings are of the tokens that this one begins with
+                at = bisect_right(self.order, key[: same * tokens.itemsize], hi=at)
 
 
 class PrefixTree:
@@ -41,9 +78,8 @@ class PrefixTree:
                 break
             found = node.children.get(_key(block))
             if found is None:
-                near = max(node.children.values(), key=lambda child: common(child.tokens, block), default=None)
-                same = 0 if near is None else common(near.tokens, block)
-                return [*path, near] if near is not None and same else path, done + same
+                near, same = node.nearest(block)
+                return path if near is None else [*path, near], done + same
             path.append(found)
             node, done = found, done + len(block)
         return path, done
@@ -51,19 +87,20 @@ class PrefixTree:
     def insert(self, ids: Tensor, salt: str) -> Iterator[tuple[Node, bool]]:
         """Yield the nodes that hold a prompt [T], block by block, and whether each is new; a new one is part of the tree once the
         next is asked for. The last may hold more tokens than the prompt has."""
-        node = self._roots.setdefault(salt, Node(None, ids[:0]))
+        node = self._roots.get(salt) or Node(None, ids[:0], salt)
         try:
             for block in ids.split(self.block_size):
-                longer = (child for child in node.children.values() if common(child.tokens, block) == len(block))
-                found = node.children.get(_key(block)) or next(longer, None)
+                found = node.children.get(_key(block))
+                if found is None:
+                    near, same = node.nearest(block)
+                    found = near if same == len(block) else None
                 new = found is None
                 found = found or Node(node, block.clone())
                 yield found, new
                 if node.parent is None:
                     self._roots[salt] = node  # which has gone if the last one behind it was dropped meanwhile
-                node.children[_key(found.tokens)] = found
-                self.pin(found, 1)  # nothing on the way is dropped meanwhile
-                self.pin(node, -1)
+                node.add(found)
+                self._pin(found, 1)  # nothing on the way is dropped meanwhile
                 node = found
         finally:
             self.pin(node, -1)
@@ -71,17 +108,11 @@ class PrefixTree:
 
     def covered(self, node: Node) -> list[Node]:
         """Return the nodes beside one that hold less of the same tokens and have no pins."""
-        beside = [] if node.parent is None else node.parent.children.values()
-        return [
-            other
-            for other in beside
-            if not other.pins
-            and len(other.tokens) < len(node.tokens)
-            and common(other.tokens, node.tokens) == len(other.tokens)
-        ]
+        beside = () if node.parent is None else node.parent.beginnings(node.tokens)
+        return [other for other in beside if not other.pins]
 
     def touch(self, node: Node | None) -> None:
-        """Have a node and those before it be the most recently used."""
+        """Mark a node and its ancestors as the most recently used."""
         while node is not None and node.parent is not None:
             self.nodes.pop(node, None)
             self.nodes[node] = None
@@ -90,8 +121,7 @@ class PrefixTree:
     def pin(self, node: Node | None, pins: int) -> None:
         """Add pins to a node and those before it, or take them off."""
         while node is not None and node.parent is not None:
-            before, node.pins = node.pins, node.pins + pins
-            self.pinned += (node.pins > 0) - (before > 0)
+            self._pin(node, pins)
             node = node.parent
 
     def unpinned(self) -> Iterator[Node]:
@@ -102,9 +132,13 @@ class PrefixTree:
         """Take a node without children out."""
         del self.nodes[node]
         assert node.parent is not None
-        del node.parent.children[_key(node.tokens)]
+        node.parent.drop(node)
         if node.parent.parent is None and not node.parent.children:
-            self._roots = {salt: root for salt, root in self._roots.items() if root.children}
+            del self._roots[node.parent.salt]
+
+    def _pin(self, node: Node, pins: int) -> None:
+        before, node.pins = node.pins, node.pins + pins
+        self.pinned += (node.pins > 0) - (before > 0)
 
 
 def _key(tokens: Tensor) -> bytes:

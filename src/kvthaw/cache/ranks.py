@@ -33,7 +33,7 @@ class Ranks:
         return range(first, first + count)
 
     def all_heads(self, count: int) -> int:
-        """Return how many heads a layer has of which this process has `count`."""
+        """Return the number of heads of a layer whose share in this process is `count`."""
         return count * self.size if self.splits_heads else count
 
     def gather(self, own: Tensor, dim: int) -> Tensor:

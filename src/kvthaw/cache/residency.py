@@ -47,7 +47,7 @@ class Residency:
             self.row_slot = grown
 
     def widen(self, slots: int) -> None:
-        """Have more slots, in other tensors. Those there keep their rows."""
+        """Add slots, in new tensors. Rows stay in their slots."""
         more = slots - self.slots
         self.slot_row = F.pad(self.slot_row[:, :, :-1], (0, more + 1), value=-1)
         self.used = torch.cat((F.pad(self.used[:, :, :-1], (0, more)), self.used[:, :, -1:]), dim=2)

@@ -30,7 +30,7 @@ class LayerShape:
 
     @classmethod
     def of(cls, layer: OffloadedLayer | DenseLayer, seq: int, kv_dtype: KvDtype | None) -> LayerShape:
-        """Return the shape of a layer, a sequence of which has had a prompt."""
+        """Return the shape of a layer after the prompt of a sequence."""
         queries = layer.recent_queries[seq][None, :, :0]
         keys = layer.read(seq, 0, 0)[None, :, :, 0].to(queries.device)
         return cls(queries, keys, layer.scale, row_format(kv_dtype, keys.shape[3], keys.dtype))
@@ -41,7 +41,7 @@ class LayerShape:
 
 
 def copy_rows(layer: DenseLayer, seq: int, start: int, stop: int, block: Block, format: RowFormat) -> None:
-    """Have a block begin with rows start .. stop of a sequence; from a GPU they are only enqueued on the current stream."""
+    """Copy rows start .. stop of a sequence to the beginning of a block. Copies from a GPU are only enqueued."""
     block.data[:, : stop - start].copy_(format.encode(layer.read(seq, start, stop)), non_blocking=True)
 
 

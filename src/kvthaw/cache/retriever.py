@@ -89,7 +89,7 @@ class Retriever:
             self._buffers = {seqs: HostSelectionBuffer(self.context, seqs, self.rows, self.slots)}
 
     def buffer(self, seqs: int) -> HostSelectionBuffer:
-        """Return the buffer for choices of so many sequences, which stays where it is."""
+        """Return the buffer for choices of `seqs` sequences. The buffer does not move."""
         if seqs not in self._buffers:
             self._buffers[seqs] = HostSelectionBuffer(self.context, seqs, self.rows, self.slots)
         return self._buffers[seqs]
@@ -152,7 +152,7 @@ class Retriever:
         self._place(self.residency.slot_row.shape[0])
 
     def make_room(self, tokens: int) -> None:
-        """Allocate for so many tokens of each sequence; until there are more, no tensor of a choice moves."""
+        """Allocate for `tokens` tokens of each sequence. Until there are more, no tensor of a choice moves."""
         self.index.make_room(self.residency.slot_row.shape[0], tokens)
         self.residency.grow(tokens)
 
@@ -328,7 +328,7 @@ class Retriever:
         return Choice(selection, *buffer.parts(here.to(query.device, non_blocking=True))[2:], host)
 
     def clone_from(self, other: Retriever) -> None:
-        """Copy the index of another group with as many sequences."""
+        """Copy the index of another group with an equal number of sequences."""
         other.wait()
         self.index.clone_from(other.index)
 

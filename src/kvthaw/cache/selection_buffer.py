@@ -14,7 +14,7 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class HostSelectionBuffer:
-    """Of one group, for so many sequences, in page-locked memory where the group is on a GPU. It stays where it is.
+    """Of one group, for so many sequences, in pinned memory where the group is on a GPU. It stays where it is.
 
     query: [B, Hq, D] float32. answer: bytes, brought to the device at once; parts() says what they are.
     """

@@ -70,10 +70,10 @@ class Sequences:
         return self.room or self.positions
 
     def __post_init__(self) -> None:
-        self._placed: tuple[Step | int, int, torch.device] | None = None  # of what token of a step, or before one
+        self.known: dict[object, Any] = {}
+        """Memo of values that hold for the sequences as they are, by user. Every change but decoded tokens clears it."""
         self._prompt: tuple[int | None, int] | None = None  # announced: of a sequence or all, its end
         self._committed: tuple[Step, dict[str, Any]] | None = None  # the latest step, and the counts before it
-        self._full_at, self._full_version = 0, -1
 
     def reset(self) -> None:
         """Forget every sequence."""
@@ -81,7 +81,12 @@ class Sequences:
         self.ring_start, self.capacity, self.decoded, self.dense_tokens, self.cached_tokens, self.undropped = [], 0, 0, 0, 0, 0
         self.prompted = self.prompt_only = False
         self.step, self.held, self._prompt, self._committed = None, Held(), None, None
+        self.changed()
+
+    def changed(self) -> None:
+        """Count a change other than decoded tokens, and clear the memo that layers and captured steps rely on."""
         self.version += 1
+        self.known.clear()
 
     def open(self, count: int, capacity: int) -> None:
         """Hold `count` idle sequences with room for `capacity` tokens each."""
@@ -93,18 +98,19 @@ class Sequences:
         """Hold the first `count` sequences only; the others have no tokens."""
         self.left_pad, self.ring_start = self.left_pad[:count], self.ring_start[:count]
         self.idle &= frozenset(range(count))
-        self.version += 1
+        self.changed()
 
     def widen(self) -> None:
         """Hold all that open() was given again; none has tokens."""
         self.left_pad, self.ring_start = [0] * self.opened, [0] * self.opened
         self.idle = frozenset(range(self.opened))
-        self.version += 1
+        self.changed()
 
     def divide(self, regions: Regions, most_decoded: int) -> None:
         """Set the regions of the token positions; called with the first prompt."""
         self.regions, self.most_decoded = regions, most_decoded
         self.ring_start = [regions.first_indexed(self.length(seq)) for seq in range(self.count)]
+        self.changed()
 
     @property
     def count(self) -> int:
@@ -151,9 +157,10 @@ class Sequences:
         if self.regions is None:
             return False
         at = self.padded_length + taken
-        if self._full_version != self.version or self._full_at < self.padded_length:
-            self._full_at, self._full_version = self._next_full(), self.version
-        return at == self._full_at or (at > self._full_at and bool(self.leaving(taken)))
+        next_full: int = self.known.get("full", -1)
+        if next_full < self.padded_length:
+            next_full = self.known["full"] = self._next_full()
+        return at == next_full or (at > next_full and bool(self.leaving(taken)))
 
     def leaving(self, taken: int = 0) -> list[tuple[int, int, int]]:
         """Return (sequence, start, stop) for every ring that is full after `taken` more tokens: the positions that leave it with
@@ -214,7 +221,7 @@ class Sequences:
         return max(0, end - (self.padded_length if seq is None else self.length(seq)))
 
     def decodes(self, tokens: int) -> bool:
-        """Return whether a step of so many new tokens decodes them one by one, if every sequence has tokens before them."""
+        """Return whether a step of `tokens` new tokens decodes them one by one, if every sequence has earlier tokens."""
         return self.verifying or (tokens <= self.most_decoded and not self.announced)
 
     def begin(self, tokens: int, left_pad: Sequence[int] | None = None, *, dense: bool = True) -> Step:
@@ -262,10 +269,10 @@ class Sequences:
         for name, value in before.items():
             setattr(self, name, value)
         self.commits -= 1
-        self.version += 1
+        self.changed()
 
     def _count_dense(self, step: Step) -> None:
-        self.version += 1
+        self.changed()
         self.prompt_only = step.start == 0 and step.remaining == 0
         self.dense_tokens += step.tokens if self.prompted else 0
         self.prompted = self.prompted or step.remaining == 0
@@ -300,16 +307,16 @@ class Sequences:
 
     def place(self, step: Step, token: int, device: torch.device) -> None:
         """Set the device's lengths to a token of the step, counted from 0. Every layer calls this; the first does it."""
-        if self._placed != (step, token, device):
+        if self.known.get("placed") != (step, token, device):
             self._set(step.lengths(token + 1), device)
-            self._placed = step, token, device
+            self.known["placed"] = step, token, device
 
     def place_before_step(self, device: torch.device) -> None:
         """Set the device's lengths to the committed ones, unless they are, with the rings as they are at the next token: a captured
         step advances the lengths itself."""
-        if self._placed != (placed := (self.version, self.padded_length, device)):
+        if self.known.get("placed") != (self.padded_length, device):
             self._set(self._live_lengths(), device, coming=1)
-            self._placed = placed
+            self.known["placed"] = self.padded_length, device
 
     def place_committed(self, device: torch.device) -> None:
         """Set the device's lengths to the committed ones, for queries that come again."""
@@ -318,12 +325,12 @@ class Sequences:
     def count_replay(self) -> None:
         """Note that a replayed step has advanced the device's lengths by a token."""
         self.on_device.advance()
-        self._placed = None
+        self.known.pop("placed", None)
 
     def forget_device(self) -> None:
         """Note that a replayed step failed, so that the device's lengths are not known."""
         self.on_device.forget()
-        self._placed = None
+        self.known.pop("placed", None)
 
     def _live_lengths(self) -> list[int]:
         return [0 if seq in self.idle else self.length(seq) for seq in range(self.count)]
@@ -334,7 +341,7 @@ class Sequences:
         if self.regions is not None and self.ring_start:
             starts = [self.indexed(seq, n + coming * new) for seq, (n, new) in enumerate(zip(lengths, live, strict=True))]
         self.on_device.set(lengths, starts, live, device)
-        self._placed = None
+        self.known.pop("placed", None)
 
     # Changes from outside
 
@@ -346,7 +353,7 @@ class Sequences:
         self.left_pad = [self.padded_length - n for n in lengths]
         self.idle = self.paused | {other for other, n in enumerate(lengths) if n == 0}
         self.prompt_only = False
-        self.version += 1
+        self.changed()
 
     def pause(self, seq: int) -> None:
         """Exclude a sequence from the steps of the others."""
@@ -364,46 +371,36 @@ class Sequences:
         self.set_length(seq, 0)
         self.ring_start[seq] = 0 if self.regions is None else self.regions.sink
 
-    def ring_after_crop(self, seq: int, length: int, *, evicts: bool) -> int:
-        """Return where the ring of a sequence begins after a crop to a length: where it began before if the method evicts, else as
-        far back as in a prompt of that length."""
+    def ring_after_crop(self, seq: int, length: int) -> int:
+        """Return where the ring of a sequence begins after a crop to a length: as far back as in a prompt of that length."""
         if self.regions is None:
             return 0
-        return self.regions.indexed(self._start_after_crop(seq, length, evicts=evicts), length)
+        return self.regions.indexed(min(self.ring_start[seq], self.regions.first_indexed(length)), length)
 
-    def _start_after_crop(self, seq: int, length: int, *, evicts: bool) -> int:
-        assert self.regions is not None
-        return self.indexed(seq) if evicts else min(self.ring_start[seq], self.regions.first_indexed(length))
-
-    def crop(self, drop: int, *, evicts: bool = False) -> None:
+    def crop(self, drop: int) -> None:
         """Drop the last `drop` tokens of every sequence; see ring_after_crop."""
         if self.regions is not None:
-            for seq in range(self.count):
-                self.ring_start[seq] = self._start_after_crop(seq, max(0, self.length(seq) - drop), evicts=evicts)
+            firsts = [self.regions.first_indexed(max(0, self.length(seq) - drop)) for seq in range(self.count)]
+            self.ring_start = [min(pair) for pair in zip(self.ring_start, firsts, strict=True)]
         self.padded_length = max(0, self.padded_length - drop)
         self.left_pad = [min(pad, self.padded_length) for pad in self.left_pad]
         self.prompt_only = False
-        self.version += 1
+        self.changed()
 
     def reorder(self, sequences: Collection[int]) -> None:
         """Sequence i becomes what sequence sequences[i] was."""
         self.left_pad = [self.left_pad[seq] for seq in sequences]
         self.ring_start = [self.ring_start[seq] for seq in sequences] if self.ring_start else []
-        self.version += 1
-
-    def flush_windows(self, tokens: int) -> None:
-        """Move ring starts as if the next tokens had come: a method that evicts has overwritten what leaves with them."""
-        self.ring_start = [self.indexed(seq, self.length(seq) + tokens) for seq in range(self.count)]
-        self.version += 1
+        self.changed()
 
     def adopt(self, lengths: Sequence[int]) -> None:
         """Set the lengths of all sequences."""
         self.padded_length = max(lengths)
         self.left_pad = [self.padded_length - n for n in lengths]
         self.capacity = self.room or roomier(0, self.padded_length)
-        self.version += 1
+        self.changed()
 
     def forget_prompt(self) -> None:
         """Reset the sizes set by a first prompt that failed."""
         self.regions, self.capacity, self.step, self.ring_start = None, 0, None, []
-        self.version += 1
+        self.changed()

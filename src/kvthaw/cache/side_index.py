@@ -1,10 +1,14 @@
-"""An index of one sequence that is built beside the steps of the others."""
+"""The states of a sequence in an index; an index of one sequence that is built while the others take steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
+
+from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index, Snapshots
@@ -36,7 +40,7 @@ class SideIndex:
         self.end = end
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait at most so many seconds for the changes, None: as long as it takes. Returns whether all have ended."""
+        """Wait at most `timeout` seconds for the changes; None: without a limit. Returns whether all have ended."""
         return not wait(self._changes, timeout).not_done
 
     def snapshot(self) -> Any:
@@ -50,6 +54,60 @@ class SideIndex:
         self._wanted = False
         for change in self._changes:
             change.cancel()
+
+
+class State(Enum):
+    """What the index has of a sequence."""
+
+    INDEXED = auto()
+    """All positions up to the watermark; none where that is the end of the sink."""
+    APPENDING = auto()
+    """The same. commit() appends what the prompt step under way brings."""
+    STALE = auto()
+    """Nothing that may be searched. The sequence is indexed again before the next step."""
+    BUILDING = auto()
+    """The same, while a SideIndex is built, until take_built()."""
+
+
+_NEXT = {
+    State.INDEXED: {State.INDEXED, State.APPENDING, State.STALE},
+    State.APPENDING: {State.INDEXED, State.APPENDING, State.STALE, State.BUILDING},
+    State.STALE: {State.INDEXED, State.STALE, State.BUILDING},
+    State.BUILDING: {State.INDEXED, State.STALE, State.BUILDING},
+}
+"""The states that may follow each state."""
+
+
+@dataclass(slots=True)
+class IndexedSequence:
+    """The state of a sequence in an index, and what belongs to the state.
+
+    upto: the watermark, the position up to which the index has been given tokens. last: where the latest append began; None: undo()
+    cannot take it back. coming: of APPENDING, the watermark after it and the last queries. side: of BUILDING. before: the state
+    before the step under way, where this step has changed it; drop() returns to it.
+    """
+
+    upto: int
+    state: State = State.INDEXED
+    last: int | None = None
+    coming: tuple[int, Tensor] | None = None
+    side: SideIndex | None = None
+    before: State | None = None
+
+    def enter(self, state: State, *, in_step: bool = False) -> None:
+        """Go to a state. in_step: drop() takes it back."""
+        assert state in _NEXT[self.state], f"from {self.state} to {state}"
+        self.before = self.state if in_step and self.before is None else self.before
+        self.state = state
+        if state is not State.APPENDING:
+            self.coming = None
+
+    def drop_side(self) -> None:
+        """Go from BUILDING to STALE."""
+        if self.side is not None:
+            self.side.drop()
+            self.side = None
+            self.enter(State.STALE)
 
 
 def can_build_beside(index: Index) -> bool:

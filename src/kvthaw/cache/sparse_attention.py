@@ -1,4 +1,4 @@
-"""A decode step of one layer: select rows, fetch those that are not on the device, attend."""
+"""A decode step of one layer: select rows, fetch the missing ones, attend."""
 
 from __future__ import annotations
 
@@ -123,11 +123,7 @@ class SparseAttention:
 
     def _table(self) -> Tensor:
         """Return the addresses of the blocks, as they are now, on the device."""
-        store = self.storage.store
-        table = store.table_on(self.storage.slab.data.device)
-        if self.storage.placement is not None:
-            self.storage.placement.device.memory.spills |= store.on_device.some_on_host
-        return table
+        return self.storage.store.table_on(self.storage.slab.data.device)
 
     def _by_place(self, log_weight: Tensor, slots: Tensor | None) -> Tensor:
         """log_weight [B, Hq, M] moved to the places of the slab, [B, Hq, N], by the rows' slots, or behind sink and ring; 0
@@ -156,7 +152,7 @@ class SparseAttention:
         return longer
 
     def make_room(self, capacity: int) -> None:
-        """Have room for `capacity` tokens a sequence: until that grows, nothing that a step reads moves."""
+        """Allocate for `capacity` tokens per sequence. Until capacity grows, no tensor that a step reads moves."""
         if self._room < capacity:
             if self.selects and self.retriever is not None:
                 self.retriever.make_room(capacity)
@@ -167,7 +163,7 @@ class SparseAttention:
                 self.storage.placement.make_room(capacity, self.fixed_bytes())
 
     def wait_on_stream(self) -> None:
-        """Have the device read what was offloaded; a transfer that gathers on the host has the host wait."""
+        """Make the device wait for offloaded rows. For a transfer that gathers on the host, the host waits."""
         if self.transfer is None or self.transfer.graph_safe:
             self.storage.offloader.wait_on_stream()
         else:
@@ -183,13 +179,15 @@ class SparseAttention:
         """Bring the addresses of new blocks to the device, whose rows may be on their way."""
         if self.reads_table:
             self._table()
+            if self.storage.placement is not None:
+                self.storage.placement.device.memory.spills |= self.storage.store.on_device.some_on_host
 
     def reorder(self) -> None:
         """Tables of addresses are of other sequences from now on."""
         self._room = 0
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that a captured step reads and writes, beside those of the sequences."""
+        """Return the tensors that a captured step reads and writes, without the sequences' lengths."""
         found = [self.storage.slab.data, self.storage.slab.tickets]
         if self.retriever is not None:
             found += self.retriever.tensors()

@@ -56,7 +56,7 @@ class Stats:
     fetched_bytes: int
     """Bytes of rows that crossed the bus from the host."""
     kv_device_bytes: int
-    """Bytes of KV on the device, in layers that retrieve or evict."""
+    """Bytes of KV on the device, in layers whose KV is offloaded."""
     kv_dense_bytes: int
     """Bytes of KV on the device, in layers that attend to everything, and in sliding-window layers that kvthaw serves (those of a
     `Batch`)."""
@@ -85,21 +85,43 @@ class Stats:
         """Return a plain dict, for JSON."""
         return asdict(self)
 
-    def __str__(self) -> str:
-        attended = "all" if self.attended_mean is None else f"{number(self.attended_mean)} of"
-        device = human(self.kv_device_bytes + self.kv_dense_bytes)
-        dense = f", {self.dense_tokens:,} tokens attended to all" if self.dense_tokens else ""
-        stored = f", rows in {self.kv_dtype}" if self.kv_dtype else ""
+    @property
+    def no_choice(self) -> str:
+        """Why no step had to choose among tokens; "" where one did."""
+        if not self.tokens:
+            return "there are no tokens"
+        if self.budget is None:
+            return self.reason or f"{self.method} has no index"
+        if self.tokens <= self.budget:
+            return f"the {self.tokens:,} tokens fit the budget of {self.budget:,}"
+        if not self.sparse_steps:
+            return "no token has been decoded yet, and prompts attend to everything"
+        return "" if self.retrieved else f"{self.method} attends to the first and the latest tokens alone"
+
+    @property
+    def shrunk(self) -> str:
+        """Which regions have fewer tokens than the method's own, for lack of budget; "" where none has."""
         left = [
             f"{name} {getattr(self.regions, name)} of {getattr(self.paper_regions, name)}"
             for name in ("sink", "window", "buffer")
             if self.regions and getattr(self.regions, name) < getattr(self.paper_regions, name)
         ]
-        shrunk = f"; the budget leaves {', '.join(left)} tokens" if left else ""
-        return (
-            f"{self.method}: {attended} {self.tokens:,} tokens attended a step{dense}{shrunk}; KV {device} on the device, "
-            f"{human(self.kv_host_bytes)} on the host{stored}; hit rate {share(self.hit_rate)}"
+        return f"the budget leaves {', '.join(left)} tokens" if left else ""
+
+    def __str__(self) -> str:
+        attended = "all" if self.attended_mean is None else f"{number(self.attended_mean)} of"
+        dense = f"{self.dense_tokens:,} later prompt tokens attended to everything" if self.dense_tokens else ""
+        stored = f", rows in {self.kv_dtype}" if self.kv_dtype else ""
+        host = f", {human(self.kv_host_bytes)} on the host{stored}" if self.kv_host_bytes else ""
+        hits = "" if self.hit_rate is None else f"{share(self.hit_rate)} of the selected rows were on the device already"
+        parts = (
+            f"{self.method}: {attended} {self.tokens:,} tokens attended per step",
+            dense,
+            self.shrunk,
+            f"KV {human(self.kv_device_bytes + self.kv_dense_bytes)} on the device{host}",
+            hits,
         )
+        return "; ".join(filter(None, parts))
 
 
 def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV], reason: str = "") -> Stats:

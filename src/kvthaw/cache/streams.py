@@ -2,7 +2,7 @@
 
 While the device computes the next layers, keys and values of a finished one leave it on a stream of their own, and a thread
 indexes them as soon as they have arrived, another those of the layer behind it. Another searches with predicted queries, two more
-build indexes of prompts, and of sequences that join others, and one page-locks memory for what is to come.
+build indexes of prompts, and of sequences that join others, and one pins memory for what is to come.
 """
 
 from __future__ import annotations

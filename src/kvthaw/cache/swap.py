@@ -35,8 +35,10 @@ def swap_out(kv: KVCache, seq: int) -> Swapped:
 @torch.inference_mode(False)
 @torch.no_grad()
 def swap_in(kv: KVCache, seq: int, swapped: Swapped) -> None:
-    """Have an empty sequence go on where one ended that was swapped out; nothing waits on the host any longer. Raises CacheError
-    where the cache was reset since, or other layers are in force, and torch.OutOfMemoryError; the sequence is empty then."""
+    """Restore a swapped-out sequence into an empty slot and free its host copy.
+
+    Raises CacheError where the cache was reset or other layers are in force, and torch.OutOfMemoryError; the slot is empty then.
+    """
     try:
         if any(
             layer.home is None or own.home() is not layer.home for layer, own in zip(kv.layers, swapped.layers, strict=True)

@@ -29,7 +29,7 @@ class SwappedLayer:
     def release(self) -> None:
         """Share the blocks no longer."""
         for block in self.blocks:
-            block.owners -= 1
+            block.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,6 @@ def to_blocks(rows: Tensor, size: int, memory: HostMemory) -> list[Block]:
     HostMemoryError."""
     blocks = []
     for part in rows.split(size, dim=1):
-        blocks.append(Block(memory.allocate(part.shape, part.dtype, pinned=part.is_cuda)))
+        blocks.append(Block(memory.allocate(part.shape, part.dtype, pinned=part.is_cuda)).share())
         blocks[-1].data.copy_(part, non_blocking=True)
     return blocks

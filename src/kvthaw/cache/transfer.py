@@ -25,13 +25,13 @@ class Rows(Protocol):
 
     @property
     def pinned(self) -> bool:
-        """Whether they are page-locked."""
+        """Whether they are pinned."""
 
     def gather(self, rows: Tensor, out: Tensor) -> tuple[int, Tensor]:
         """As `kvthaw.native.gather_rows`."""
 
     def piece(self, seq: int, head: int, row: int, most: int) -> Tensor:
-        """Return rows of a head that lie side by side, from one on, at most so many, [n, *tail]."""
+        """Return at most `most` contiguous rows of a head, from `row` on, [n, *tail]."""
 
 
 def scatter(slab: Slab, rows: Tensor, which: Tensor, slots: Tensor) -> None:

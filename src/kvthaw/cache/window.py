@@ -17,6 +17,7 @@ from kvthaw.cache.swapped import SwappedLayer
 from kvthaw.errors import CacheError
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.local import Span, local_attention
+from kvthaw.kernels.places import Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
 from kvthaw.regions import Regions
 
@@ -42,9 +43,6 @@ class WindowLayer(DeviceLayer):
 
     # Reading
 
-    def length(self, seq: int) -> int:
-        return self.sequences.length(seq)
-
     def read(self, seq: int, start: int, stop: int) -> Tensor:
         """See LayerKV. Only positions that the next query attends to are here."""
         assert self.slab is not None
@@ -65,28 +63,26 @@ class WindowLayer(DeviceLayer):
 
     # Steps
 
-    def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+    def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> tuple[Tensor, None]:
         self._allocate(step, key, attention.scale)
         assert self.slab is not None
         self._before = step, {row.seq: self.slab.data[row.seq].clone() for row in step.rows() if row.past}
         out = self._attend(step, query, key, value, attention)
         self.append(step, query, key, value)
-        return out
+        return out, None
 
-    def decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """See LayerKV. A single token is a kernel that reads device counters alone."""
-        if step.tokens > 1:
-            return self.prefill(step, query, key, value, attention)
+    def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
+        """See LayerKV. A kernel reads device counters alone."""
         assert self.slab is not None
-        self.sequences.place(step, 0, self.slab.data.device)
-        return self._attend_one(query, key, value, attention)
+        self.sequences.place(step, t, self.slab.data.device)
+        return self._attend_one(query, newest, attention)
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         assert self.slab is not None
         if step.dense:
             return self._attend(step, query, key, value, attention)
         self.sequences.place_committed(self.slab.data.device)
-        return self._attend_one(query, key, value, attention)
+        return self._attend_one(query[:, :, 0], (key[:, :, -1], value[:, :, -1]), attention)[:, :, None]
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         assert self.slab is not None
@@ -113,24 +109,24 @@ class WindowLayer(DeviceLayer):
         before = self._before[1][seq]
         return torch.cat([before[:, place:end] for place, end in self.slab.runs(start, stop)], dim=1)
 
-    def _attend_one(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+    def _attend_one(self, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
         assert self.slab is not None
         lengths, seqs = self.sequences.on_device.lengths, len(query)
         if self.leader is None:
             self._starts = self.span.firsts(lengths - 1)
         step = DecodeStep(
-            query[:, :, 0],
+            query,
             self.slab.keys[:seqs],
             self.slab.values[:seqs],
             scale=attention.scale,
-            newest=(key[:, :, -1], value[:, :, -1]),
+            newest=newest,
             lengths=lengths[:seqs],
             starts=(self.leader or self)._starts[:seqs],
             regions=self.slab.regions,
             softcap=attention.softcap,
             sinks=attention.sinks,
         )
-        return sparse_decode(step, self.slab.tickets)[:, :, None]
+        return sparse_decode(step, self.slab.tickets)
 
     def _allocate(self, step: Step, key: Tensor, scale: float) -> None:
         if self.slab is None:
@@ -152,12 +148,8 @@ class WindowLayer(DeviceLayer):
                 self.slab.data[seq].copy_(data)
             self._before = None, {}
 
-    def check_crop(self, drop: int) -> None:
-        if drop:
-            raise CacheError(f"layer {self.number} keeps {self.span.size} tokens; it cannot be cropped")
-
     def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
-        """See check_crop()."""
+        """Raise CacheError."""
         raise CacheError(f"layer {self.number} keeps {self.span.size} tokens; it cannot be cropped")
 
     def clear(self, seq: int) -> None:

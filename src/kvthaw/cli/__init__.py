@@ -23,18 +23,18 @@ app = typer.Typer(
 )
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command("chat", epilog=chat.EXAMPLES)(chat.chat)
+app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
+app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.command("methods", epilog=methods.EXAMPLES)(methods.methods)
+app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
 app.add_typer(evaluate.app, name="eval")
+app.add_typer(bench.app, name="bench")
+app.command("reproduce", epilog=reproduce.EXAMPLES)(reproduce.reproduce)
 app.command("lm-eval", epilog=harness.EXAMPLES, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     harness.lm_eval
 )
-app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
-app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
-app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
-app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
-app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
-app.add_typer(bench.app, name="bench")
-app.command("reproduce", epilog=reproduce.EXAMPLES)(reproduce.reproduce)
 
 
 def _version(asked: bool) -> None:

@@ -6,17 +6,28 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import complain, load_model, prompt_text, warned, write_whole
-from kvthaw.cli.options import chat_of, dense_of, host_bytes_of, one_budget
+from kvthaw.cli.common import (
+    as_its_makers,
+    complain,
+    load_model,
+    prompt_text,
+    sampling_given,
+    warned,
+    write_whole,
+)
+from kvthaw.cli.options import DIGEST, chat_of, dense_of, host_bytes_of, one_budget
 from kvthaw.cli.progress import Reading, stderr, waiting
+from kvthaw.cli.words import attended, details, took
 from kvthaw.errors import ConfigError, KvthawError, unknown
-from kvthaw.formatting import human, seconds
+from kvthaw.formatting import human
+from kvthaw.names import check_kept_name
 
 if TYPE_CHECKING:
     from kvthaw.conversation import Conversation
@@ -29,14 +40,25 @@ EXAMPLES = (
     '  echo "Who stole the tarts?" | kvthaw chat --model Qwen/Qwen3-8B --file book.txt --method icecache-digest --budget 256'
 )
 SHIPPED = (
-    " It is a small model, trained to find what a text says and to continue books, not to converse: it soon repeats itself, less "
-    "with --repetition-penalty 1.2. --model NAME takes another."
+    " It is a small model, trained to find planted facts and to continue books, not to answer questions or to converse: it soon "
+    "repeats itself, less with --repetition-penalty 1.2. --model NAME takes another."
 )
+SETTINGS: dict[str, tuple[str, type]] = {
+    "temperature": ("temperature", float),
+    "top-k": ("top_k", int),
+    "top-p": ("top_p", float),
+    "min-p": ("min_p", float),
+    "repetition-penalty": ("repetition_penalty", float),
+    "max-new-tokens": ("max_tokens", int),
+    "seed": ("seed", int),
+}
+"""What /set sets: fields of Sampling by the names of options, and what they are."""
 HELP = {
     "/recalled [N]": "the N passages that the last answer recalled most, 5 if not given",
     "/recalled PAGE.html": "a page that shows what it recalled, token by token",
     "/stats": "what the cache holds and did",
     "/save NAME": "keep the conversation and its KV; kvthaw chat --context NAME takes it up again",
+    "/set [NAME VALUE]": "how answers are chosen, such as /set temperature 0.7; without a name, what is set",
     "/clear": "forget all but the document",
     "/quit": "end, as Ctrl-D does; Ctrl-C ends an answer only",
 }
@@ -68,15 +90,16 @@ def chat(
     kv_dtype: options.KvDtype = None,
     prefill_chunk: options.PrefillChunk = None,
     max_new_tokens: options.MaxNewTokens = 1024,
-    temperature: options.Temperature = 0.0,
+    temperature: options.Temperature = None,
     top_k: options.TopK = None,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     stop: options.Stop = None,
     seed: options.Seed = 0,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
+    verbose: options.Verbose = False,
 ) -> None:
     """Talk with a model, about a text if you like; every turn prefills only what is new.
 
@@ -85,7 +108,10 @@ def chat(
     """
     settings: dict[str, Any] = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers)}
     settings |= {"seed": seed, "device_memory": device_memory, "kv_dtype": kv_dtype, "host_bytes": host_bytes_of(host_memory)}
-    document, place = None if file is None else prompt_text(None, file), None if context is None else _place(kv_dir, context)
+    document, place = (
+        None if file is None else prompt_text(None, file),
+        None if context is None else _place(kv_dir, context, "--context"),
+    )
     if place is not None and document is None and not place.exists():
         raise ConfigError(f"nothing is kept in {place}; give a text for it as --file")
     from kvthaw.methods.auto import check_name
@@ -95,18 +121,11 @@ def chat(
     from kvthaw.engine.hf import Cache
     from kvthaw.engine.sampling import Sampling
 
-    sampling = Sampling(
-        temperature,
-        top_k,
-        top_p,
-        seed,
-        min_p,
-        repetition_penalty=repetition_penalty,
-        stop=stop or (),
-        max_tokens=max_new_tokens,
-    )
+    given = sampling_given(temperature, top_k, top_p, min_p, repetition_penalty)
+    sampling = Sampling(seed=seed, stop=stop or (), max_tokens=max_new_tokens, **given)
     asked, template = chat_of(None, system, thinking), None if chat_template is None else prompt_text(None, chat_template)
     llm, tokenizer = load_model(model, device, dtype, asked, template)
+    sampling = as_its_makers(sampling, given, llm)
     if not tokenizer.chat_template:
         tokenizer.chat_template = plain_template(tokenizer)
         warned(
@@ -127,15 +146,17 @@ def chat(
         if line == "/quit":
             break
         try:
-            if line.startswith("/"):
+            if line.split()[0] == "/set":
+                sampling = _set(sampling, line.removeprefix("/set"))
+            elif line.startswith("/"):
                 _obey(talk, *line.split(maxsplit=1), kv_dir=kv_dir)
             else:
-                _answer(talk, line, sampling)
+                _answer(talk, line, sampling, verbose)
         except (KvthawError, OSError) as error:
             complain(str(error))
 
 
-def _answer(talk: Conversation, question: str, sampling: Sampling) -> None:
+def _answer(talk: Conversation, question: str, sampling: Sampling, verbose: bool) -> None:
     """Print an answer as it comes, until Ctrl-C."""
     with _interruptible() as interrupted, ExitStack() as shown:
         reading = Reading(shown)
@@ -162,11 +183,12 @@ def _answer(talk: Conversation, question: str, sampling: Sampling) -> None:
         print(flush=True)
     answer = talk.answer
     if answer is not None:
-        why = {"length": "; cut at --max-new-tokens", "interrupted": "; stopped"}.get(answer.finish, "")
-        _say(
-            f"{talk.prefilled:,} tokens prefilled, {len(talk.tokens):,} in all; first token after {seconds(talk.ttft_s)}, then "
-            f"{seconds(answer.tpot_s)} a token{why}"
-        )
+        why = {"length": " Cut at --max-new-tokens.", "interrupted": " Stopped."}.get(answer.finish, "")
+        kept = len(talk.tokens) - len(answer.tokens) - talk.prefilled
+        _say(took(talk.prefilled, kept, talk.ttft_s, answer.tpot_s, len(answer.tokens)) + why)
+        lines = [attended(talk.cache)] if verbose or len(talk.messages) <= 2 else []
+        for line in [*lines, *(details(talk.cache) if verbose else ())]:
+            _say(line)
 
 
 def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path) -> None:
@@ -176,11 +198,12 @@ def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path)
             raise ConfigError(f"/recalled: {argument!r} is neither a number nor the name of a page, PAGE.html")
         _recalled(talk, argument)
     elif command == "/stats":
-        _say(str(talk.cache.stats()))
+        for line in (attended(talk.cache), *details(talk.cache)):
+            _say(line)
     elif command == "/save":
         if not argument:
             raise ConfigError("/save: NAME is missing")
-        place = _place(kv_dir, argument)
+        place = _place(kv_dir, argument, "/save: NAME")
         with waiting(f"saving {place}"):
             talk.save(place)
         _say(f"kept in {place}; --context {argument} takes it up again")
@@ -194,15 +217,36 @@ def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path)
         raise unknown("command", command, dict.fromkeys(["/help", *(name.split()[0] for name in HELP)]))
 
 
+def _set(sampling: Sampling, argument: str) -> Sampling:
+    """Return settings of which one is changed as a line asks for, and tell them."""
+    name, _, value = argument.strip().replace("=", " ").partition(" ")
+    name, value = name.lstrip("-").replace("_", "-"), value.strip()
+    if name:
+        if name not in SETTINGS:
+            raise unknown("/set", name, SETTINGS)
+        field, kind = SETTINGS[name]
+        try:
+            number = None if name == "top-k" and value in ("0", "none") else kind(value)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise ConfigError(f"/set {name}: {value!r} is not {what}") from None
+        try:
+            sampling = replace(sampling, **{field: number})  # type: ignore[arg-type]  # its own fields
+        except ConfigError as error:
+            raise ConfigError(f"/set {str(error).replace(field, name)}") from None
+    _say(", ".join(f"{each} {getattr(sampling, field)}" for each, (field, _) in SETTINGS.items()))
+    return sampling
+
+
 def _recalled(talk: Conversation, argument: str) -> None:
     """Tell which passages the last answer recalled, as many as are asked for, or write the page that shows them."""
     if talk.answer is None:
         raise ConfigError("nothing was recalled: no question was answered yet")
     if not any(talk.recording.selected):
-        stats = talk.cache.stats()
-        raise ConfigError(
-            f"nothing was recalled: {stats.method} attended to all {stats.tokens:,} tokens; --method takes an index"
-        )
+        index = talk.cache.settings.method.name
+        other = DIGEST[0] if index == "full" else index
+        instead = f"; start with --method {other}" if talk.cache.stats().method == "full" else ""
+        raise ConfigError(f"nothing was recalled: {talk.cache.stats().no_choice or 'no step asked the index'}{instead}")
     if argument.endswith(".html"):
         page = talk.page("What the last answer recalled")
         write_whole(Path(argument), page)
@@ -216,10 +260,11 @@ def _recalled(talk: Conversation, argument: str) -> None:
         print(f"{where}  {' '.join(one.text.split())}")
 
 
-def _place(folder: Path, name: str) -> Path:
-    """Return where what has a name is kept. Raises ConfigError for a name that is none."""
-    if not name.strip() or Path(name).name != name or name.startswith("."):
-        raise ConfigError(f"{name!r} is no name for a folder in {folder}")
+def _place(folder: Path, name: str, field: str) -> Path:
+    """Return where what has a name is kept. Raises ConfigError for one that no server could ask for, where nothing is kept."""
+    known = name and Path(name).name == name and not name.startswith(".") and (folder / name).exists()
+    if not known:
+        check_kept_name(name, field)
     return folder / name
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +24,17 @@ from kvthaw.errors import ConfigError, KvthawError
 
 if TYPE_CHECKING:
     from kvthaw.engine.hf import PreTrainedModel
+    from kvthaw.engine.sampling import Sampling
     from kvthaw.evaluate.job import Shard
     from kvthaw.evaluate.text import Chat
+
+
+_KINDS = {
+    b"%PDF": "a PDF, no text; pdftotext makes text of it",
+    b"PK\x03\x04": "a zip archive, as .docx and .epub files are, no text; pandoc -t plain makes text of documents",
+    b"\x1f\x8b": "compressed by gzip, no text; gunzip unpacks it",
+}
+"""By how a file begins: what it is instead of text, and what makes text of it."""
 
 
 class Commands(TyperGroup):
@@ -32,6 +43,13 @@ class Commands(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         _unwrap(self)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command; of one that is cut short, name those that begin so."""
+        near = [name for name in self.list_commands(ctx) if args and name.startswith(args[0]) and args[0] not in self.commands]
+        if near:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, near))}?")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
@@ -197,13 +215,51 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
         where, data = "the prompt", prompt.encode("utf-8", "surrogateescape")  # as it was typed
     else:
         where, data = ("stdin", sys.stdin.buffer.read()) if file is None else (str(file), file.read_bytes())
+    kind = next((kind for start, kind in _KINDS.items() if data.startswith(start)), None)
+    if kind is not None:
+        raise ConfigError(f"{where} is {kind}")
     try:
-        text = data.decode("utf-8").replace("\r\n", "\n")
+        coding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+        text = data.decode(coding).replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where} is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
+        raise ConfigError(
+            f"{where} is not UTF-8 text: {error.reason} at byte {error.start:,}; iconv -t utf-8 converts text"
+        ) from None
     if not text.strip():
         raise ConfigError(f"{where} is empty")
     return text
+
+
+def sampling_given(
+    temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, repetition_penalty: float | None
+) -> dict[str, Any]:
+    """Return the settings of `Sampling` that are given."""
+    named = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    named["repetition_penalty"] = repetition_penalty
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def as_its_makers(sampling: Sampling, given: Mapping[str, Any], model: PreTrainedModel) -> Sampling:
+    """Return how a model samples: where nothing is given, as its generation config says, which is told."""
+    from kvthaw.engine.generation_config import as_generate_does
+
+    unused = ("top_k", "top_p", "min_p") if given.get("temperature") == 0 else ()
+    taken = {name: value for name, value in as_generate_does(model).items() if name not in (*given, *unused)}
+    if not taken:
+        return sampling
+    each = ", ".join(f"{name} {value:g}" for name, value in taken.items())
+    stderr().print(
+        f"by the model's generation config: {each}; --temperature 0 takes the likeliest token", style="dim", soft_wrap=True
+    )
+    return replace(sampling, **taken)  # type: ignore[arg-type]  # its own names
+
+
+def tell_template(model: str, tokenizer: Any) -> None:
+    """Say that a model has a chat template, where it was not said whether to ask through it."""
+    if getattr(tokenizer, "chat_template", None):
+        warned(
+            f"{model} has a chat template: --chat asks through it; --no-chat goes on with the text, as now, without this line"
+        )
 
 
 def warned(text: str) -> None:

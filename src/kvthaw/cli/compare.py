@@ -10,14 +10,30 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import load_model, print_wide, tell_outdated, warned, write_whole
-from kvthaw.cli.options import budget_of, chat_of, listed, many_dense, names_of, questions_of, shard_of, tokens_of, words
+from kvthaw.cli.options import (
+    budget_of,
+    chat_of,
+    files_of,
+    listed,
+    many_dense,
+    names_of,
+    questions_of,
+    shard_of,
+    tokens_of,
+    words,
+)
 from kvthaw.cli.progress import bars, stderr, waiting, watched
 from kvthaw.errors import unknown
 
-_ALL, _BUDGETS, _TASKS = ["all"], ["64", "128", "256", "1024"], ["passkey", "niah", "longeval", "kv_retrieval"]
+_ALL, _BUDGETS, _TASKS = (
+    ["all"],
+    ["64", "128", "256", "1024"],
+    ["passkey", "niah", "longeval", "kv_retrieval", "agreement"],
+)
 EXAMPLES = (
     "Examples:\n\n"
     "  kvthaw compare --task passkey,niah,longeval,kv-retrieval --method all --budget 64,128,256,1024 --out compared\n\n"
+    "  kvthaw compare --task longbench_qasper,ruler_qa_1 --data LongBench/data --data ruler_qa_1=dev-v1.1.json --length 8k\n\n"
     "  kvthaw compare --task ruler --method icecache-digest,quest,pariskv:beta=0.2 --dense-layers 0,2 --question dense,sparse\n\n"
     "  for i in 1 2 3 4; do kvthaw compare --task passkey --length 64k --shard $i/4 --out compared & done; wait\n\n"
     "  kvthaw compare --report-only --out compared"
@@ -29,7 +45,8 @@ def compare(
     task: Annotated[
         list[str],
         typer.Option(
-            help="Tasks or suites of them, as kvthaw eval knows them, and perplexity (of a fifth of the samples); "
+            help="Tasks, published benchmarks or suites of them, as kvthaw eval knows them; agreement: how near next-token "
+            "distributions are to full attention's, on a fifth of these prompts; perplexity: of a fifth of the samples; "
             f"{options.SEVERAL}."
         ),
     ] = _TASKS,
@@ -45,10 +62,13 @@ def compare(
     budget: Annotated[list[str] | None, options.budgets(",".join(_BUDGETS))] = None,
     retrieved: options.ManyRetrieved = None,
     length: options.Lengths = options.LENGTH,
-    samples: Annotated[int, typer.Option(min=1, help="Samples a cell, the same under every method.")] = 50,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Samples a cell, the same under every method; of a benchmark its first questions.")
+    ] = 50,
     question: options.Questions = options.DENSE,
     dense_layers: options.ManyDenseLayers = None,
     text: options.Text = None,
+    data: options.Data = None,
     chat: options.UseChat = None,
     system: options.System = None,
     thinking: options.Thinking = None,
@@ -93,10 +113,16 @@ def compare(
 
     if not report_only:
         from kvthaw.engine.hf.kv_dir import KvDir
-        from kvthaw.evaluate.compare import Grid, run
+        from kvthaw.evaluate.agreement import Agreement
+        from kvthaw.evaluate.compare import Grid, agreement, check_texts, fifth, run
+        from kvthaw.evaluate.passages import text_name
         from kvthaw.evaluate.perplexity import Course, Reader
+        from kvthaw.evaluate.published import benchmarks
+        from kvthaw.evaluate.published.runner import Examiner, Run
         from kvthaw.evaluate.runner import Runner
-        from kvthaw.evaluate.tasks import named
+        from kvthaw.evaluate.tasks import find, named
+        from kvthaw.evaluate.tasks.base import fingerprint_of
+        from kvthaw.evaluate.text import Chat
         from kvthaw.methods import METHODS
 
         names = tuple(dict.fromkeys(one for name in names_of(method) for one in (METHODS if name == "all" else [name])))
@@ -104,9 +130,14 @@ def compare(
             if name.partition(":")[0] not in METHODS:
                 raise unknown("method", name, ("all", *METHODS))
         wanted = listed([tasks] if tasks else task, str, "--task")
-        others = ",".join(name for name in wanted if name != "perplexity")
+        published = {each.name: each for one in wanted for each in benchmarks(one)}
+        others = ",".join(name for name in wanted if name not in ("perplexity", "agreement") and not benchmarks(name))
+        made = named(others) if others else []
+        if "agreement" in wanted and not (made or published):
+            raise typer.BadParameter("agreement is measured on the prompts of other tasks; name one", param_hint="--task")
+        files = files_of(data or [], [*made, *published])
         grid = Grid(
-            tasks=tuple(named(others)) if others else (),
+            tasks=tuple(made),
             methods=names,
             budgets=tuple(listed(limits, budget_of, "--budget")) if limits else (),
             lengths=sizes,
@@ -118,21 +149,44 @@ def compare(
             retrieved=tuple(listed(retrieved, int, "--retrieved")) if retrieved else (),
             chat=asked,
             text=haystack,
-            courses=tuple(
-                Course(n, samples=max(1, samples // 5), seed=seed, text=haystack)
-                for n in sorted(sizes)
-                if "perplexity" in wanted
-            ),
+            data={name: Path(files[name]) for name in made if name in files},
         )
-        grid.jobs(), grid.variants()  # what is wrong costs no loading
+        jobs, variants = grid.jobs(), grid.variants()  # what is wrong costs no loading
+        for name in made:
+            find(name, grid.data.get(name))
+        items = [(one, one.load(files.get(one.name))[:samples]) for one in published.values()]
         out.mkdir(parents=True, exist_ok=True)
         results = ResultsFile(out / "results.jsonl")
-        llm, tokenizer = load_model(model, device, dtype)
+        over = {name: fingerprint_of(haystack, grid.data.get(name)) for name in made}
+        check_texts(results, over | ({"perplexity": text_name(haystack)} if "perplexity" in wanted else {}))
+        llm, tokenizer = load_model(model, device, dtype, asked)
+        template = chat is None and asked is None and getattr(tokenizer, "chat_template", None) is not None
         how: dict[str, Any] = {"name": model, "batch": batch, "full": not no_full}
         how |= {"kv_dir": None if kv_dir is None else KvDir(kv_dir, warned)}
         runner, reader = Runner(llm, tokenizer, results, **how), Reader(llm, tokenizer, results, **how)
+        examiner = Examiner(llm, tokenizer, results, **how)
+        runs = [
+            Run(
+                one,
+                some,
+                one.generation,
+                1,
+                max(sizes),
+                Chat() if template and one.generation.chat else asked,
+                way,
+                seed,
+                probe=probe,
+            )
+            for one, some in items
+            for way in questions
+        ]
+        work: list[Any] = [(runner, job) for job in jobs] + [(examiner, one) for one in runs]
+        if "perplexity" in wanted:
+            work += [(reader, Course(n, samples=fifth(samples), seed=seed, text=haystack)) for n in sorted(sizes)]
+        if "agreement" in wanted and (compared := agreement(runner, examiner, jobs, runs)) is not None:
+            work.append((Agreement(llm, tokenizer, results, **how), compared))
         with bars() as progress:
-            run(runner, reader, grid, shard=part, tell=watched(progress, "beginning"))
+            run(work, variants, shard=part, tell=watched(progress, "beginning"))
         tell_outdated(results.outdated)
     if part[1] == 1:
         _report(out, as_json)
@@ -142,25 +196,30 @@ def _report(out: Path, as_json: bool) -> None:
     """Write the report beside the results, and print its summaries."""
     from kvthaw.errors import ConfigError
     from kvthaw.evaluate.compare import summaries
-    from kvthaw.evaluate.overview import by_task, overview
-    from kvthaw.evaluate.overview import perplexities as perplexity_table
+    from kvthaw.evaluate.overview import agreements, by_task, nearness, overview, perplexities
+    from kvthaw.evaluate.report import by_benchmark
     from kvthaw.evaluate.results import ResultsFile
 
     with waiting("writing the report"):
         records = list(ResultsFile(out / "results.jsonl")) if out.is_dir() else []
         if not records:
             raise ConfigError(f"{str(out)!r} holds no results of kvthaw compare")
-        tasks, perplexities = summaries(records)
-        document = overview(tasks, perplexities)
+        found = summaries(records)
+        document = overview(found)
         for name, text in (("report.html", document.html()), ("report.md", document.markdown())):
             write_whole(out / name, text)
     if as_json:
-        for one in (*tasks, *perplexities):
+        for one in (*found.tasks, *found.benchmarks, *found.perplexities, *found.agreements):
             print(json.dumps(one))
         return
-    for question in dict.fromkeys(one["question"] for one in tasks):
-        for table in by_task([one for one in tasks if one["question"] == question]):
+    near = nearness(found.agreements)
+    for question in dict.fromkeys(one["question"] for one in found.tasks):
+        for table in by_task([one for one in found.tasks if one["question"] == question], near):
             print_wide(table)
-    if perplexities:
-        print_wide(perplexity_table(perplexities))
+    for question in dict.fromkeys(one["question"] for one in found.benchmarks):
+        print_wide(by_benchmark([one for one in found.benchmarks if one["question"] == question]))
+    if found.agreements:
+        print_wide(agreements(found.agreements))
+    if found.perplexities:
+        print_wide(perplexities(found.perplexities))
     stderr().print(f"wrote {out / 'report.html'} and .md", style="dim")

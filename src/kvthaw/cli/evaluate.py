@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvthaw.cli import options, perplexity, published
+from kvthaw.cli import agreement, options, perplexity, published
 from kvthaw.cli.common import ended_as_shard, load_model, print_results, save_plot, tell_outdated, warned
-from kvthaw.cli.options import chat_of, listed, questions_of, shard_of, tokens_of, variants_of, words
+from kvthaw.cli.options import chat_of, files_of, listed, questions_of, shard_of, tokens_of, variants_of, words
 from kvthaw.cli.progress import bars, shown
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.published import benchmarks
@@ -56,7 +56,8 @@ app = typer.Typer(cls=Tasks, no_args_is_help=True, rich_markup_mode="rich", epil
 def _eval() -> None:
     """Measure the accuracy of methods on tasks, published benchmarks and perplexity, and their recall against exact attention.
 
-    kvthaw eval TASK runs a task or a published benchmark; kvthaw eval perplexity decodes a text through the methods.
+    kvthaw eval TASK runs a task or a published benchmark; kvthaw eval agreement compares methods with full attention on your own
+    text, kvthaw eval perplexity decodes a text through them.
     """
 
 
@@ -89,14 +90,7 @@ def evaluate(
     shard: options.ShardOf = "1/1",
     probe: Annotated[int, typer.Option(min=0, help="Compare every n-th step with exact attention; 0 never.")] = 2,
     text: options.Text = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[TASK=]PATH",
-            help="Read a task's questions, or those of all tasks, from this file or folder: LongEval and key-value files, SQuAD's "
-            "and HotpotQA's layout, bAbI's folder. A sample's number in the file is its seed. Repeat it for several tasks.",
-        ),
-    ] = None,
+    data: options.Data = None,
     seed: options.Seed = 0,
     as_json: options.Lines = False,
     out: Annotated[
@@ -113,14 +107,15 @@ def evaluate(
 ) -> None:
     """Run tasks under every method, budget and length, and under full attention on the same samples.
 
-    One prefill a sample serves all of them. A prompt has exactly --length tokens, the answer not included; a prompt of a published
-    file keeps its own length, which must not be greater. With --kv-dir the time to the first token is that of a restore.
+    One prefill a sample serves all of them. A prompt has --length tokens, the answer not included, or up to 1 % less under a
+    tokenizer that cannot make so many; a prompt of a published file keeps its own length, which must not be greater. With --kv-dir
+    the time to the first token is that of a restore.
     """
     try:
         tasks = named(task)
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="TASK") from None
-    files = _files(data or [], tasks)
+    files = {name: Path(one) for name, one in files_of(data or [], tasks).items()}
     lengths, where, questions = listed(length, tokens_of, "--length"), _depths(depths), questions_of(question)
     mine, asked = shard_of(shard, out), chat_of(chat, system, thinking)
     from kvthaw.engine.hf.kv_dir import KvDir
@@ -172,23 +167,8 @@ def evaluate(
 
 
 app.command("published", epilog=published.EXAMPLES)(published.evaluate)
+app.command("agreement", epilog=agreement.EXAMPLES)(agreement.agreement)
 app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
-
-
-def _files(given: list[str], tasks: list[str]) -> dict[str, Path]:
-    """Return the files of each task; those with a task's name before them are for it alone."""
-    found: dict[str, Path] = {}
-    for one in given:
-        name, given_name, path = one.partition("=")
-        name = name.replace("-", "_")
-        if given_name and name in (*tasks, *TASKS, *SUITES):
-            mine = [each for each in named(name) if each in tasks]
-            if not mine:
-                raise typer.BadParameter(f"{one!r}: {name} is not among the tasks: {', '.join(tasks)}", param_hint="--data")
-            found.update(dict.fromkeys(mine, Path(path)))
-        else:
-            found = dict.fromkeys(tasks, Path(one)) | found
-    return found
 
 
 def _depths(given: list[str]) -> tuple[float, ...]:

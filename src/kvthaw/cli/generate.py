@@ -11,16 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, prompt_text, warned
+from kvthaw.cli.common import as_its_makers, load_model, prompt_text, sampling_given, tell_template, warned
 from kvthaw.cli.options import chat_of, dense_of, host_bytes_of, one_budget
 from kvthaw.cli.progress import Reading, stderr, waiting
+from kvthaw.cli.words import attended, details, took
 from kvthaw.errors import ConfigError
-from kvthaw.formatting import seconds
 
 EXAMPLES = (
     'Examples:\n\n  kvthaw generate "The sky is blue. The sun is" --max-new-tokens 8\n\n'
-    '  kvthaw generate --file book.txt --question "Who stole the tarts?" --question "Who is late?" --method icecache-digest\n\n'
-    '  kvthaw generate --file book.txt --question "Who is late?" --kv book.kv   (again, it reads the question alone)\n\n'
+    '  kvthaw generate --model Qwen/Qwen3-8B --chat --file notes.txt --question "Who leads?" --question "What was decided?"\n\n'
+    '  kvthaw generate --model Qwen/Qwen3-8B --chat --file notes.txt --question "Who leads?" --kv notes.kv '
+    "  (again, it reads the question alone)\n\n"
     '  kvthaw generate "Tell me a joke." --model Qwen/Qwen3-8B --chat --system "Be brief." --temperature 0.7 --top-p 0.9\n\n'
     "  cat book.txt | kvthaw generate --model meta-llama/Llama-3.1-8B --budget 0.05 --json"
 )
@@ -54,11 +55,11 @@ def generate(
         bool, typer.Option("--compile", help="Compile decode steps first (a minute or more, on a GPU).")
     ] = False,
     max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = 0.0,
+    temperature: options.Temperature = None,
     top_k: options.TopK = None,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     presence_penalty: options.PresencePenalty = 0.0,
     stop: options.Stop = None,
@@ -77,6 +78,7 @@ def generate(
     ] = False,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
+    verbose: options.Verbose = False,
 ) -> None:
     """Continue a prompt under a method and a budget, or answer questions about it.
 
@@ -95,24 +97,34 @@ def generate(
     from kvthaw.answering import Answer, Prompts, shared_tokens
     from kvthaw.engine.hf import Cache, attach
     from kvthaw.engine.hf.chunks import CHUNK
-    from kvthaw.engine.hf.kv_dir import KvDir, fill, keep
-    from kvthaw.engine.hf.model import check_prompt
+    from kvthaw.engine.hf.kv_dir import KvDir, fill, keep, saved_tokens
+    from kvthaw.engine.hf.model import check_prompt, check_text, positions
     from kvthaw.engine.sampling import Sampling
     from kvthaw.evaluate.machine import now, versions
-    from kvthaw.evaluate.text import following, split_prompt
+    from kvthaw.evaluate.text import dates_of_kept, following, split_prompt
 
+    given = sampling_given(temperature, top_k, top_p, min_p, repetition_penalty)
     sampling = Sampling(
-        temperature, top_k, top_p, seed, min_p, repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty, stop=stop or (), max_tokens=max_new_tokens,
+        seed=seed, frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, stop=stop or (),
+        max_tokens=max_new_tokens, **given,
     )  # fmt: skip
     template = None if chat_template is None else prompt_text(None, chat_template)
     llm, tokenizer = load_model(model, device, dtype, asked, template)
-    questions = question or [""]
-    parts = [split_prompt(tokenizer, text, following(text, one), asked) for one in questions]
+    sampling = as_its_makers(sampling, given, llm)
+    if chat is None and asked is None and not as_json:
+        tell_template(model, tokenizer)
+    questions, folder, dates = question or [""], None if kv_dir is None else KvDir(kv_dir, warned), dict[str, str]()
+    check_text(tokenizer, text, positions(llm))
+    if asked is not None:
+        known = folder.prompts(llm) if folder else [] if kv is None else [saved_tokens(llm, kv, lambda _: None)]  # fill() warns
+        dates = dates_of_kept(tokenizer, asked, known, text)
+    parts = [split_prompt(tokenizer, text, following(text, one), asked, dates=dates) for one in questions]
     prompts = [before + after for before, after in parts]
-    check_prompt(llm, max(map(len, prompts)))
-    start, cache, once = now(llm.device), Cache(llm, method, **settings), kv is None and kv_dir is None and len(prompts) == 1
-    folder, shared = None if kv_dir is None else KvDir(kv_dir, warned), prompts[0] if once else shared_tokens(parts)
+    longest = max(map(len, prompts))
+    check_prompt(llm, longest)
+    cache = Cache(llm, method, sized_for=(1, longest + max_new_tokens), **settings)
+    start, once = now(llm.device), kv is None and kv_dir is None and len(prompts) == 1
+    shared = prompts[0] if once else shared_tokens(parts)
     taken = fill(cache, kv, shared, warned) if kv else folder.fill(cache, shared) if folder else 0
     source = Prompts(llm, cache, method, prompts, shared, taken, prefill_chunk)
     live = stream and not as_json
@@ -132,8 +144,9 @@ def generate(
             show.end()
             if len(prompts) > 1 and not as_json:
                 print(f"> {questions[number]}")
+            ids = prompts[number]
             answer, first = (
-                Answer(llm, tokenizer, own, after, sampling=sampling, prompt=prompts[number]),
+                Answer(llm, tokenizer, own, after, sampling=sampling, prompt=ids, after=ids if asked is None else ()),
                 now(llm.device) - start,
             )
             for piece in answer:
@@ -154,7 +167,7 @@ def generate(
                     "kept_tokens": kept,
                     "new_tokens": new,
                     "finish": answer.finish,
-                    "temperature": temperature,
+                    "temperature": sampling.temperature,
                     "seed": seed,
                     **timing,
                     **stats.to_dict(),
@@ -163,9 +176,8 @@ def generate(
                 print(json.dumps(({"question": questions[number]} if question else {}) | record), flush=True)
             else:
                 print("" if live else answer.text)
-                line = (
-                    f"{stats}; {len(prompts[number]):,} prompt tokens, {kept:,} of them kept, {new} new; first token after "
-                    f"{seconds(timing['ttft_s'])}, then {seconds(timing['tpot_s'])} a token"
-                )
-                stderr().print(line, style="dim", highlight=False)
+                prefilled = len(prompts[number]) - kept
+                lines = [attended(own), took(prefilled, kept, timing["ttft_s"], timing["tpot_s"], new)]
+                for line in [*lines, *(details(own) if verbose else ())]:
+                    stderr().print(line, style="dim", highlight=False, soft_wrap=True, markup=False)
             start = now(llm.device)

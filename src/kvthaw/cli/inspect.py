@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, prompt_text, write_whole
+from kvthaw.cli.common import as_its_makers, load_model, prompt_text, tell_template, write_whole
 from kvthaw.cli.options import chat_of, variants_of
 from kvthaw.cli.progress import bars, stderr
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import human
 
 EXAMPLES = (
-    'Examples:\n\n  kvthaw inspect --file book.txt --question "Who stole the tarts?" -o page.html\n\n'
-    '  kvthaw inspect --file book.txt --question "..." --method icecache-digest --method quest --budget 128,256 -o page.html'
+    'Examples:\n\n  kvthaw inspect --model Qwen/Qwen3-8B --chat --file notes.txt --question "Who leads?" -o page.html\n\n'
+    '  kvthaw inspect --file notes.txt --question "..." --method icecache-digest --method quest --budget 128,256 -o page.html'
 )
 _MOST = 4  # runs of a page
 
@@ -34,6 +34,8 @@ def inspect(
     dense_layers: options.ManyDenseLayers = None,
     max_new_tokens: options.MaxNewTokens = 64,
     exact: Annotated[bool, typer.Option(help="Also compute the exact top-k, which reads all keys at every step.")] = True,
+    temperature: options.Temperature = None,
+    seed: options.Seed = 0,
     chat: options.UseChat = None,
     system: options.System = None,
     thinking: options.Thinking = None,
@@ -42,8 +44,8 @@ def inspect(
 ) -> None:
     """Answer a question about a document, and write a page that shows which tokens each step recalled.
 
-    The page is one file of at most 10 MB that opens without a network. The first method and budget write the answer; the others
-    decode the same tokens.
+    The page is one file of at most 10 MB that opens without a network. The first method and budget write the answer, which is that
+    of kvthaw generate with the same options; the others decode the same tokens.
     """
     variants = variants_of(method, budget, retrieved, dense_layers)
     if len(variants) > _MOST:
@@ -51,19 +53,30 @@ def inspect(
     if not os.access(out.parent, os.W_OK):
         raise ConfigError(f"--out is {str(out)!r}; its folder does not exist or cannot be written to")
     document, asked = prompt_text(None, file), chat_of(chat, system, thinking)
+    from kvthaw.engine.sampling import Sampling
+    from kvthaw.evaluate.text import AnswerText, stop_tokens
     from kvthaw.evaluate.variant import complete
     from kvthaw.inspect.page import standalone
     from kvthaw.inspect.run import inspect as run
 
     llm, tokenizer = load_model(model, device, dtype, asked)
+    if chat is None and asked is None:
+        tell_template(model, tokenizer)
+    given: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
+    sampling = as_its_makers(Sampling(seed=seed, **given), given, llm)
     variants = [complete(llm, variant) for variant in variants]
     with bars() as progress:
         task = progress.add_task("prefill", total=None)
         found = run(
-            llm, tokenizer, document, question, variants, limit=max_new_tokens, exact=exact, chat=asked,
+            llm, tokenizer, document, question, variants, limit=max_new_tokens, exact=exact, chat=asked, sampling=sampling,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )  # fmt: skip
     page = standalone(found, tokenizer, f"{file.name}: {question.strip()}")
     write_whole(out, page)
-    print(tokenizer.decode(found.answer, skip_special_tokens=True))
+    said, stops = AnswerText(tokenizer), stop_tokens(llm, tokenizer)
+    for token in found.answer:
+        if token not in stops:
+            said.push(token)
+    said.finish()
+    print(said.text)
     stderr().print(f"wrote {out}, {human(len(page.encode()))}", style="dim", highlight=False)

@@ -19,6 +19,7 @@ def methods(
         typer.Argument(
             metavar="[NAME]",
             help="Tell what this one does and its options, which other commands take as in --method pariskv:rho=0.2:beta=0.1.",
+            callback=options.named_method,
         ),
     ] = None,
     as_json: options.Json = False,
@@ -33,9 +34,9 @@ def methods(
     from kvthaw.errors import unknown
     from kvthaw.evaluate.describe import describe, word
     from kvthaw.evaluate.report import lay_out
+    from kvthaw.method_names import AUTO
     from kvthaw.methods import METHODS, resolve
     from kvthaw.methods import options as own
-    from kvthaw.methods.auto import AUTO
 
     if name == AUTO:
         _auto(as_json)
@@ -54,18 +55,22 @@ def methods(
     elif as_json:
         print(json.dumps(rows[0] | {"text": own.text(METHODS[name]), "options": own.options(METHODS[name])}))
     else:
-        takes = own.options(METHODS[name])
+        takes, (row,) = own.options(METHODS[name]), rows
         print(f"{name}: {own.text(METHODS[name])}\n")
+        for what in ("paper", "differs_from_the_paper_in", "choose_it_when"):
+            if row[what] != "-":
+                print(f"{what.replace('_', ' ').capitalize()}: {row[what]}\n")
         if takes:
             columns = ["option", "default", "takes"]
-            told = [[one, str(of["default"]), of["takes"]] for one, of in takes.items()]
-            print_wide(lay_out(None, columns, told, words=columns))
+            lines = [[one, str(of["default"]), of["takes"]] for one, of in takes.items()]
+            print_wide(lay_out(None, columns, lines, words=columns))
 
 
 def _auto(as_json: bool) -> None:
     """Tell what auto is in force as, by device."""
     from kvthaw.evaluate.report import lay_out
-    from kvthaw.methods.auto import AUTO, BEST
+    from kvthaw.method_names import AUTO
+    from kvthaw.methods.auto import BEST
 
     text = (
         "Full attention while its KV fits the device and that is the faster way, then an index. It takes no options; "

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from kvthaw.cli.common import prompt_text
-from kvthaw.engine.hub import offline
+from kvthaw.engine.hub import check_path, offline
+from kvthaw.errors import ConfigError, one_of, unknown
 from kvthaw.formatting import read_bytes
+from kvthaw.method_names import AUTO, GROUP, NAMES, split_names
+from kvthaw.regions import BUDGET
 
 if TYPE_CHECKING:
     from kvthaw.evaluate.job import Question, Shard
@@ -35,21 +41,55 @@ def tokens_of(text: str | int) -> int:
 
 
 def named_model(name: str | None) -> str | None:
-    """Return a model's name, if it can be loaded: one on the hub costs no import of torch where the hub does not answer."""
+    """Return a model's name, unless torch need not be imported to see that it cannot be loaded."""
     if name is not None:
+        check_path(name)
         offline(name)
+    return name
+
+
+def named_method(given: Any) -> Any:
+    """Return names of methods with their options. Raises ConfigError for one that there is not, before torch is imported."""
+    loaded, packaged = sys.modules.get("kvthaw.methods"), (point.name for point in entry_points(group=GROUP))
+    known = dict.fromkeys((AUTO, *(NAMES if loaded is None else loaded.METHODS), *packaged))
+    for text in [given] if isinstance(given, str) else given or ():
+        for name in (part.partition(":")[0] for part in names_of([text])):
+            if name not in known:
+                raise unknown("method", name, known)
+    return given
+
+
+def named_dtype(name: str) -> str:
+    """Return a dtype's name as torch has it."""
+    found = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}.get(name, name)
+    one_of(("auto", "float32", "bfloat16", "float16"), dtype=found)
+    return found
+
+
+def named_device(name: str | None) -> str | None:
+    """Return a device's name. Raises ConfigError for a kind of device that there is not, before torch is imported."""
+    if name is not None and not re.fullmatch(r"(cpu|cuda|mps|xpu|hpu|npu|meta)(:\d+)?", name):
+        raise ConfigError(f"device is {name!r}; it must be cpu, cuda, or one of several as cuda:1")
     return name
 
 
 MODEL = typer.Option(
     "--model",
     metavar="NAME",
-    help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.",
+    help="[bold]shipped[/], a local folder, a .gguf file, or an id on the Hugging Face hub.",
     callback=named_model,
 )
 Model = Annotated[str, MODEL]
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; the GPU if there is one.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16; auto: bfloat16 on a GPU, float32 on a CPU.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more of the cache after each answer.")]
+Device = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; the GPU if there is one.", callback=named_device)
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype", help="float32, bfloat16, float16; auto: bfloat16 on a GPU, float32 on a CPU.", callback=named_dtype
+    ),
+]
 DeviceMemory = Annotated[
     str | None,
     typer.Option(
@@ -95,7 +135,9 @@ Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a res
 Method = Annotated[
     str,
     typer.Option(
-        "--method", help="A name of [bold]kvthaw methods[/], with options as in icecache-digest:reuse=2; or [bold]auto[/]."
+        "--method",
+        help="A name of [bold]kvthaw methods[/], with options as in icecache-digest:reuse=2; or [bold]auto[/].",
+        callback=named_method,
     ),
 ]
 Methods = Annotated[
@@ -104,6 +146,7 @@ Methods = Annotated[
         "--method",
         help="Methods, separated by commas or repeated. Options follow a colon, as in icecache-digest:reuse=2; every method also "
         "takes budget, retrieved, dense_layers, sink, window, buffer and kv_dtype: pqcache:budget=0.2,quest:sink=4.",
+        callback=named_method,
     ),
 ]
 
@@ -124,6 +167,7 @@ Plugin = Annotated[
         metavar="FILE.PY",
         help="Add the methods in METHODS of this Python file; may be repeated.",
         callback=_load_plugins,
+        is_eager=True,
         exists=True,
         dir_okay=False,
     ),
@@ -150,10 +194,10 @@ Budget = Annotated[
     typer.Option(
         "--budget",
         metavar="TOKENS",
-        help="Most tokens attended per KV head and step, or a fraction of the length. Default 256.",
+        help=f"Most tokens attended per KV head and step, or a fraction of the length. Default {BUDGET:,}.",
     ),
 ]
-Budgets = Annotated[list[str] | None, budgets("256")]
+Budgets = Annotated[list[str] | None, budgets(str(BUDGET))]
 Retrieved = Annotated[
     int | None,
     typer.Option(
@@ -200,6 +244,15 @@ Lengths = Annotated[
     list[str],
     typer.Option("--length", metavar="TOKENS", help=f"Tokens of the prompt, such as 4096 or 128k; {SEVERAL}."),
 ]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[TASK=]PATH",
+        help="Read a task's questions, or those of all tasks, from this file or folder: LongEval and key-value files, SQuAD's "
+        "and HotpotQA's layout, bAbI's folder, published benchmarks. A sample's number in the file is its seed. Repeat it for "
+        "several tasks.",
+    ),
+]
 UseChat = Annotated[
     bool | None, typer.Option("--chat/--no-chat", help="Ask through the tokenizer's chat template; --system implies it.")
 ]
@@ -208,12 +261,24 @@ ChatTemplate = Annotated[
     Path | None,
     typer.Option("--chat-template", help="A chat template (Jinja) instead of the tokenizer's.", exists=True, dir_okay=False),
 ]
-Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        min=0.0,
+        help="0 takes the likeliest token. Default of this and the next four: the model's generation config, else 0.",
+    ),
+]
 TopK = Annotated[int | None, typer.Option("--top-k", min=1, help="Draw from so many of the likeliest tokens.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens that have this probability together.")]
-MinP = Annotated[float, typer.Option("--min-p", help="Draw from tokens of at least this share of the likeliest's probability.")]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", help="Draw from the likeliest tokens that have this probability together.")
+]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", help="Draw from tokens of at least this share of the likeliest's probability.")
+]
 RepetitionPenalty = Annotated[
-    float, typer.Option("--repetition-penalty", help="Above 1: tokens of the prompt and the answer become less likely.")
+    float | None,
+    typer.Option("--repetition-penalty", help="Above 1: tokens of the prompt and the answer become less likely."),
 ]
 FrequencyPenalty = Annotated[
     float, typer.Option("--frequency-penalty", help="Above 0: a token of the answer becomes less likely each time.")
@@ -222,7 +287,10 @@ PresencePenalty = Annotated[
     float, typer.Option("--presence-penalty", help="Above 0: a token of the answer becomes less likely once.")
 ]
 Stop = Annotated[
-    list[str] | None, typer.Option("--stop", metavar="TEXT", help="End an answer before this text; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--stop", metavar="TEXT", help="End an answer before this text, which may spell special tokens; may be repeated."
+    ),
 ]
 PrefillChunk = Annotated[
     int | None,
@@ -256,8 +324,12 @@ Out = Annotated[
 
 
 def budget_of(text: str) -> int | float:
-    """Read a budget: tokens, or with a point a fraction of the length. Raises ValueError."""
-    return float(text) if "." in text else int(text)
+    """Read a budget: tokens, or with a point a fraction of the length. Raises ValueError, and a usage error for one that is not
+    positive."""
+    found = float(text) if "." in text else int(text)
+    if found <= 0:
+        raise typer.BadParameter(f"{text} is too small; it must be at least 1 token, or a fraction above 0 as 0.1")
+    return found
 
 
 def listed(given: Sequence[str], kind: Callable[[str], T], option: str) -> list[T]:
@@ -326,6 +398,28 @@ def chat_of(chat: bool | None, system: str | None, thinking: bool | None) -> Cha
     return Chat(system, thinking) if chat or wanted else None
 
 
+def files_of(given: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
+    """Return the --data of each task; those with a name before them are for the tasks alone that it stands for. Raises a usage
+    error for a name that is not among the tasks."""
+    from kvthaw.evaluate.published import benchmarks
+    from kvthaw.evaluate.tasks import SUITES, TASKS, named
+
+    found: dict[str, str] = {}
+    for one in given:
+        name, given_name, path = one.partition("=")
+        name = name.replace("-", "_")
+        known = given_name and (name in (*tasks, *TASKS, *SUITES) or benchmarks(name))
+        if not known:
+            found = dict.fromkeys(tasks, one) | found
+            continue
+        stands_for = [each.name for each in benchmarks(name)] or named(name)
+        mine = [each for each in stands_for if each in tasks]
+        if not mine:
+            raise typer.BadParameter(f"{one!r}: {name} is not among the tasks: {', '.join(tasks)}", param_hint="--data")
+        found.update(dict.fromkeys(mine, path))
+    return found
+
+
 def shard_of(shard: str, out: Path | None = None, *, needs_out: bool = True) -> Shard:
     """Return the shard asked for. Raises a usage error for what is none, and for one without a file that the others share."""
     from kvthaw.evaluate import job
@@ -346,21 +440,19 @@ def words(text: Path | None) -> str | None:
 
 def names_of(methods: Sequence[str]) -> list[str]:
     """Return the methods of an option that is given several times, or with several separated by commas."""
-    from kvthaw.methods.options import split
-
-    return [name for one in methods for name in split(one)]
+    return [name for one in methods for name in split_names(one)]
 
 
 def variants_of(
     methods: Sequence[str], budget: Sequence[str] | None, retrieved: Sequence[str] | None, dense_layers: Sequence[str] | None
 ) -> list[Variant]:
-    """Return every method under every limit, 256 tokens where there is none; see read_variants. A wrong name or option costs no
+    """Return every method under every limit, BUDGET tokens where there is none; see read_variants. A wrong name or option costs no
     loading of a model."""
     from kvthaw.evaluate.variant import read_variants
 
     return read_variants(
         names_of(methods),
-        listed(budget, budget_of, "--budget") if budget else ([] if retrieved else [256]),
+        listed(budget, budget_of, "--budget") if budget else ([] if retrieved else [BUDGET]),
         listed(retrieved, int, "--retrieved") if retrieved else [],
         many_dense(dense_layers),
     )

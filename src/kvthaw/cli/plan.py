@@ -27,14 +27,14 @@ EXAMPLES = (
     "  kvthaw plan --model Qwen/Qwen3-8B --length 32k --batch 24 --gpu H100\n\n"
     "  kvthaw plan --model ./my-model --length 100000 --gpu-memory 24GB --method clusterkv-plus --budget 1024 --json"
 )
-_METHODS = ["auto", "full", "pariskv-plus", "clusterkv-plus", "icecache-digest-device", "icecache-digest"]
+_METHODS = ["auto", "full", "thaw", "pariskv-plus", "clusterkv-plus", "icecache-digest-device", "icecache-digest"]
 _LENGTH = 131072
 
 
 def plan(
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME", help="A local folder or an id on the hub; config.json alone is read.",
+        typer.Option("--model", metavar="NAME", help="A local folder, a .gguf file or an id on the hub; no weights are read.",
                      callback=options.named_model),
     ] = None,
     shape: Annotated[str | None, typer.Option(help=f"Instead of a model: one of {', '.join(SHAPES)}.")] = None,
@@ -50,9 +50,11 @@ def plan(
         str | None,
         typer.Option("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}; [bold]none[/]: a CPU. Default: this machine's."),
     ] = None,
-    gpu_memory: Annotated[str | None, typer.Option(help='Its memory, such as "24GB". Default: that of --gpu.')] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help='Its memory, as it is sold: "24GB" is 24 GiB. Default: that of --gpu.')
+    ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help='Free memory of the host, such as "64GB". Default: without a limit.')
+        str | None, typer.Option(help='Free memory of the host, such as "64GB", 64 GiB. Default: without a limit.')
     ] = None,
     method: options.Methods = _METHODS,
     plugin: options.Plugin = None,
@@ -68,7 +70,7 @@ def plan(
     """Estimate the memory and the time a token that a model, a method and a length take, before any weight is loaded.
 
     Bytes are those that the cache itself allocates; it is made on torch's meta device, which holds nothing. Milliseconds a token
-    are of captured steps: expected where GPU and method were measured, reckoned from bytes elsewhere. The number in brackets is of
+    are of captured steps: expected where GPU and method were measured, estimated from bytes elsewhere. The number in brackets is of
     steps with none of the selected rows on the device already.
     """
     given, names, limit = length and single(length, tokens_of, "--length"), names_of(method), one_budget(budget)
@@ -101,7 +103,7 @@ def plan(
         return
     print_wide(_places(about, found[0], forecaster))
     if len(found) > 1:
-        print_wide(_methods(found, forecaster.most))
+        print_wide(_methods(found, forecaster))
     for line in _words(about, found[0], forecaster):
         stdout().print(line, highlight=False, soft_wrap=True)
     stored = [one.method for one in found if one.needs.rows or one.needs.blocks]
@@ -114,8 +116,7 @@ def plan(
 
 def _machine(gpu: str | None, gpu_memory: str | None, host_memory: str | None) -> Machine:
     """Return what the options describe; this machine's GPU if they name none."""
-    memory = None if gpu_memory is None else read_bytes(gpu_memory, "--gpu-memory")
-    host = None if host_memory is None else read_bytes(host_memory, "--host-memory")
+    memory, host = _memory(gpu_memory, "--gpu-memory"), _memory(host_memory, "--host-memory")
     if gpu == "none":
         if memory is not None:
             raise ConfigError(f"--gpu is none and --gpu-memory is {gpu_memory!r}; give one of them")
@@ -128,6 +129,14 @@ def _machine(gpu: str | None, gpu_memory: str | None, host_memory: str | None) -
             return Machine(gpu=known_gpu(name), gpu_memory=memory, host_memory=host)
     known = None if gpu is None else find_gpu(gpu)
     return Machine(gpu=known, gpu_memory=known.memory if known and memory is None else memory, host_memory=host)
+
+
+def _memory(given: str | None, option: str) -> int | None:
+    """Return the bytes of a machine's memory. Raises ConfigError for so few that the unit was left out."""
+    found = None if given is None else read_bytes(given, option)
+    if found is not None and found < 1 << 20:
+        raise ConfigError(f"{option} is {given!r}, which is {found:,} bytes; give it a unit, such as 24GB")
+    return found
 
 
 def _config(model: str | None, shape: str | None) -> PreTrainedConfig:
@@ -162,30 +171,34 @@ def _places(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> Tab
     return lay_out(title, ("what", "device", "host"), rows, words=("what",))
 
 
-def _methods(found: list[Forecast], most: int) -> Table:
-    """Return the methods side by side. most: tokens of the longest prompt that the model has positions for."""
+def _methods(found: list[Forecast], forecaster: Forecaster) -> Table:
+    """Return the methods side by side."""
     from kvthaw.evaluate.report import lay_out
 
     rows = []
     for one in found:
         name = one.method if one.in_force == one.method.partition(":")[0] else f"{one.method} ({one.in_force})"
-        fits = "-" if one.fits is None else "yes" if one.fits else "no"
-        rows.append((name, human(one.needs.device), human(one.needs.host), fits, _time(one), _longest(one, most)))
-    columns = ("method", "device", "host", "fits", "ms a token", "longest prompt")
-    return lay_out("Methods: KV and index, beside the weights", columns, rows)
+        fits = "" if one.fits is None else "yes" if one.fits else "no"
+        device = human(forecaster.weights + one.needs.device)
+        rows.append((name, device, human(one.needs.host), fits, _time(one), _longest(one, forecaster.most)))
+    columns = ("method", "device", "host", "fits", "ms/token", "longest")
+    return lay_out("Methods: bytes with the weights, and the longest prompt that fits", columns, rows)
 
 
 def _longest(one: Forecast, most: int) -> str:
+    """Return the longest prompt that fits, in units of 1,024 tokens as --length takes them."""
     if one.longest is None:
-        return "-"
-    return "none" if not one.longest else f"{one.longest:,}" + (", all positions" if one.longest == most else "")
+        return ""
+    return "none" if not one.longest else "all" if one.longest == most else f"{one.longest // 1024:,}k"
 
 
 def _time(one: Forecast) -> str:
+    """Return milliseconds a token, with ~ where they were estimated."""
     if one.step_s is None or one.step_no_hits_s is None:
-        return "-"
-    low, high = (f"{1000 * seconds:.1f}" for seconds in (one.step_s, one.step_no_hits_s))
-    return f"{one.basis} {low}" + (f" ({high})" if high != low else "")
+        return ""
+    digits = 1 if one.step_no_hits_s < 0.1 else 0
+    low, high = (f"{1000 * seconds:.{digits}f}" for seconds in (one.step_s, one.step_no_hits_s))
+    return f"{'~' * (one.basis == 'estimated')}{low}" + (f" ({high})" if high != low else "")
 
 
 def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list[str]:
@@ -197,9 +210,19 @@ def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list
     said = [f"{one.method}: {takes}" + (f"; {needs.reason}." if needs.reason else ".")]
     if one.fits is not None:
         short = "fits" if one.fits else "does not fit"
-        said.append(f"It {short}. The longest prompt that does, in tokens: {_longest(one, forecaster.most)}.")
+        every = ", all positions of the model" * (one.longest == forecaster.most)
+        most = f"The longest prompt that does has {one.longest:,} tokens{every}." if one.longest else "No prompt does."
+        said.append(f"It {short}. {most}")
+    if one.fits is False:
+        would = forecaster.would_fit(one.method, about["length"])
+        said.append(
+            f"What would fit: {'; or '.join(would)}." if would else "Nothing that was tried would fit: a smaller model may."
+        )
     if one.step_s is not None:
-        said.append(f"A token takes, in ms: {_time(one)}.")
+        how = "as measured" if one.basis == "expected" else "estimated from bytes and bandwidth, not measured"
+        said.append(f"A token takes {_time(one).strip('~')} ms, {how}.")
+        if "(" in _time(one):
+            said[-1] += " In brackets: with none of the selected rows on the device already."
     elif not (forecaster.machine.gpu or forecaster.machine.cpu):
         said.append("With --gpu it tells milliseconds a token, too.")
     quantised = getattr(forecaster.model.config, "quantization_config", None)

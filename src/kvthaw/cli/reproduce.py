@@ -55,9 +55,11 @@ def reproduce(
     dtype: options.Dtype = "auto",
 ) -> None:
     """Measure a table or figure of a paper at the paper's settings, and print the paper's numbers beside ours."""
+    from kvthaw.errors import ConfigError, KvthawError
     from kvthaw.evaluate.plot import check, save
     from kvthaw.evaluate.results import ResultsFile
     from kvthaw.reproduce import PAPERS, Lab, named, run
+    from kvthaw.reproduce import check as check_data
     from kvthaw.reproduce.draw import picture
 
     if name == "list":
@@ -72,18 +74,31 @@ def reproduce(
         check(path)
     chosen = model or ("shipped" if quick else None)
     results = ResultsFile(out)
-    with bars() as progress:
-        room = host_bytes_of(host_memory)
-        lab = Lab(chosen, lambda asked: load_model(asked, device, dtype), results, data, words(text), quick, limit, room)
-        lab.note = warned
-        outcomes = []
-        bar = progress.add_task("", total=None, line="end")
-        for one in wanted:
-            lab.tell = partial(_tell, progress, bar, one.name)
-            outcomes.append(run(one, lab))
-    tell_outdated(results.outdated)
-    for outcome in outcomes:
-        save_plot(pictures[outcome.experiment.name], lambda path, of=outcome: save(picture(of), path))  # type: ignore[misc]
+    outcomes: list[Outcome] = []
+    failures: dict[str, list[str]] = {}
+    try:
+        with bars() as progress:
+            room = host_bytes_of(host_memory)
+            lab = Lab(chosen, lambda asked: load_model(asked, device, dtype), results, data, words(text), quick, limit, room)
+            check_data(wanted, lab)
+            bar = progress.add_task("", total=None, line="end")
+            for one in wanted:
+                lab.tell, lab.note = partial(_tell, progress, bar, one.name), partial(_note, one.name)
+                try:
+                    outcomes.append(run(one, lab))
+                except KvthawError as error:
+                    failures.setdefault(str(error), []).append(one.name)
+    finally:
+        tell_outdated(results.outdated)
+        for outcome in outcomes:
+            save_plot(pictures[outcome.experiment.name], lambda path, of=outcome: save(picture(of), path))  # type: ignore[misc]
+        if outcomes:
+            _print(outcomes, as_json)
+    if failures:
+        raise ConfigError("; ".join(f"{', '.join(names)}: {error}" for error, names in failures.items()))
+
+
+def _print(outcomes: list[Outcome], as_json: bool) -> None:
     print_results(
         [line for each in outcomes for line in each.lines()],
         as_json,
@@ -94,8 +109,13 @@ def reproduce(
             stderr().print(f"{outcome.experiment.name}: {outcome.experiment.note}", style="dim", soft_wrap=True)
 
 
+def _note(name: str, text: str) -> None:
+    warned(f"{name}: {text}")
+
+
 def _tell(bar: Progress, task: Any, name: str, state: State) -> None:
-    bar.update(task, description=f"{name}: {state.doing}", completed=state.samples, total=state.of)
+    tokens = f", token {state.tokens:,} of {state.prompt:,}" if state.prompt else ""
+    bar.update(task, description=f"{name}: {state.doing}{tokens}", completed=state.samples, total=state.of)
 
 
 def _listed(one: Experiment) -> dict[str, object]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,6 +17,10 @@ from kvthaw.cli.common import prompt_text
 from kvthaw.cli.options import dense_of, host_bytes_of, one_budget
 from kvthaw.cli.progress import stderr, waiting
 from kvthaw.errors import ConfigError
+from kvthaw.names import ALLOWED, is_name, nearest
+
+if TYPE_CHECKING:
+    from kvthaw.serve.service import Service
 
 EXAMPLES = (
     "Needs pip install kvthaw\\[serve].\n\nExamples:\n\n  kvthaw serve\n\n"
@@ -61,9 +68,10 @@ def serve(
         Path | None, typer.Option(help="Keep named documents in this folder, for the next start.", file_okay=False)
     ] = None,
     context: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
-            help="Prefill this text and keep it under its name without suffix; may be repeated.", exists=True, dir_okay=False
+            metavar="[NAME=]FILE",
+            help="Prefill this text and keep it under NAME, or the file's name without suffix; may be repeated.",
         ),
     ] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are answered with 429.")] = 64,
@@ -73,7 +81,22 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="Require one of the keys in this file, one a line.", exists=True, dir_okay=False)
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Without keys, answer under this host name too; may be repeated. [bold]*[/]: under any."),
+    ] = None,
     chat_template: options.ChatTemplate = None,
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        typer.Option(
+            help="Sampling of requests that do not say it: [bold]auto[/] by the model's generation config, [bold]none[/] as "
+            "OpenAI's, temperature 1."
+        ),
+    ] = "auto",
+    log_level: Annotated[
+        Literal["error", "warning", "info", "debug"],
+        typer.Option(help="info: a line for each request, without texts; debug: for those of the page and of probes too."),
+    ] = "info",
     served_model_name: Annotated[
         str | None, typer.Option(help="Name by which clients ask for the model. Default MODEL.")
     ] = None,
@@ -97,8 +120,9 @@ def serve(
     if served is not None and model is not None:
         raise typer.BadParameter(f"{served!r} and --model {model} are given; one of them is enough", param_hint="MODEL")
     model, allowed = served or model or "shipped", one_budget(budget)
+    contexts = _contexts(context or ())
     kept, host_bytes = dense_of(dense_layers), host_bytes_of(host_memory)
-    keys = tuple(line.strip() for line in prompt_text(None, api_key_file).splitlines() if line.strip()) if api_key_file else ()
+    keys = () if api_key_file is None else _keys(api_key_file)
     template = None if chat_template is None else prompt_text(None, chat_template)
     if tp > 1 and device is not None:
         raise ConfigError(f"--tp is {tp} and --device {device!r}; each process takes the device of its number, or the CPU")
@@ -126,7 +150,8 @@ def serve(
         raise ConfigError(f"the server's packages are not installed ({error}): pip install kvthaw[serve]") from None
     from kvthaw.engine.processes import spawned
 
-    name, local = served_model_name or model, Path(model).expanduser()
+    local = Path(model).expanduser()
+    name = served_model_name or (local.resolve().name if local.exists() else model)
     if local.is_dir():
         model = str(local.absolute())  # processes of a cluster have other working directories
     how: dict[str, Any] = {
@@ -136,9 +161,10 @@ def serve(
         "prefix_memory": prefix_memory,
         "prefix_disk": prefix_disk,
         "kv_dir": None if kv_dir is None else kv_dir.absolute(),
-        "contexts": {path.stem: prompt_text(None, path) for path in context or ()},
+        "contexts": contexts,
         "name": name,
         "chat_template": template,
+        "generation_config": generation_config,
         "tp": tp,
         "device": device,
         "dtype": dtype,
@@ -167,13 +193,73 @@ def serve(
             ready=partial(serving, "with Ray"),  # which says where: other applications may have started its proxies
         )
         return
-    with listen(host, port) as socket, spawned(tp, follow, model, method, how):  # a taken address costs no loading either
+    try:
+        listener = listen(host, port)  # a taken address costs no loading either
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ConfigError(f"--port is {port}, which is in use at {host}; --port 0 takes one that is free") from None
+    with listener as socket, spawned(tp, follow, model, method, how):
         service = build(model, method, progress=waiting, **how)
         serving(f"at http://{host}:{socket.getsockname()[1]}")
-        if not service.chats:
-            stderr().print("without a chat template: completions only; --chat-template gives one", style="dim", soft_wrap=True)
-        run(service, socket, grace=grace, api_keys=keys)
+        for line in _told(service, method):
+            stderr().print(line, style="dim", highlight=False, soft_wrap=True)
+        _log_to_stderr(log_level)
+        run(service, socket, grace=grace, api_keys=keys, hosts=(host, *(allowed_host or ())))
         service.batch.cache.replay = None  # captured steps hold the group's collectives
+
+
+def _told(service: Service, method: str) -> Iterator[str]:
+    """Yield what a server does, in lines."""
+    batch, kept = service.batch, service.kept()
+    budget = batch.cache.settings.budget
+    limits = [method, *([] if budget is None else [f"budget {budget:,}"]), f"{batch.capacity:,} tokens a request"]
+    yield "a page at /, OpenAI's API at /v1; " + ", ".join([*limits, f"{batch.max_seqs} decoded at once"])
+    if kept:
+        yield "documents: " + ", ".join(f"{name} ({len(entry.ids):,} tokens)" for name, entry in sorted(kept.items()))
+    if not service.chats:
+        yield "without a chat template: completions only; --chat-template gives one"
+    if service.defaults:
+        each = ", ".join(f"{name} {value:g}" for name, value in service.defaults.items())
+        yield f"requests that do not say it are sampled by the model's generation config: {each}"
+
+
+def _log_to_stderr(level: str) -> None:
+    """Write what kvthaw logs, with times."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log = logging.getLogger("kvthaw")
+    log.addHandler(handler)
+    log.setLevel(level.upper())
+
+
+def _keys(file: Path) -> tuple[str, ...]:
+    """Read a key a line, but for those that begin with #."""
+    lines = [line.strip() for line in prompt_text(None, file).splitlines()]
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"--api-key-file is {str(file)!r}; it has no key, a line that does not begin with #")
+    return keys
+
+
+def _contexts(given: Sequence[str]) -> dict[str, str]:
+    """Read the texts of files, by the names that they are given or have."""
+    files = dict[str, Path]()
+    for each in given:
+        name, equals, file = each.partition("=")
+        if not equals or Path(each).exists():
+            name, file = Path(each).stem, each
+        path = Path(file).expanduser()
+        if not path.exists() or path.is_dir():
+            raise typer.BadParameter(f"{file!r} is {'a folder' if path.is_dir() else 'no file'}", param_hint="--context")
+        if not is_name(name):
+            better = f"{nearest(name) or 'NAME'}={file}"
+            raise ConfigError(f"--context {each!r} has the name {name!r}; it must be {ALLOWED}: --context {better!r}")
+        if name in files:
+            both = f"{str(files[name])!r} and {file!r}"
+            raise ConfigError(f"--context is {both}, both with the name {name!r}; give one another as NAME=FILE")
+        files[name] = path
+    return {name: prompt_text(None, path) for name, path in files.items()}
 
 
 def _least_and_most(replicas: str) -> tuple[int, int]:

@@ -50,6 +50,13 @@ class Admission:
             return free is None or self._on_host(every) <= free
         return sum(layer.storage.host_need(new) for layer in kv.offloaded if layer.plan) <= free
 
+    def leaves_room(self) -> bool:
+        """Return whether entries with a name leave host memory for a request of all tokens that a sequence may have, or half of
+        it, so that they refuse nobody for good."""
+        kv, limit = self.kv, self.kv.settings.host_bytes
+        longest = kv.settings.in_blocks(kv.sequences.room) // kv.settings.block_size
+        return limit is None or self._blocks_on_host(longest) <= limit or 2 * self._blocks_on_host(0) <= limit
+
     def _blocks(self, request: Request) -> int:
         settings = self.kv.settings
         return settings.in_blocks(request.prompt + request.limit) // settings.block_size
@@ -62,8 +69,6 @@ class Admission:
         """Return of each layer under the method, in force or not: its number, the bytes of host memory that a block takes, and how
         many blocks the device has room for in all, once full attention's KV is gone."""
         kv, device = self.kv, self.kv.streams.device
-        if kv.settings.method.evicts:
-            return []
         if kv.chooser.full:
             coming = [(layer.number, kv.chooser.block_bytes(place)) for place, layer in kv.chooser.by_method.items()]
             sizes = [(number, size, held_bytes(size, pinned=self._pinned)) for number, size in coming]
@@ -78,7 +83,11 @@ class Admission:
 
     def _on_host(self, requests: Sequence[Request]) -> int:
         """Return the bytes of host memory that requests may take beside what a prefix cache has to keep."""
-        layers, blocks = self._layers(), sum(map(self._blocks, requests))
+        return self._blocks_on_host(sum(map(self._blocks, requests)))
+
+    def _blocks_on_host(self, blocks: int) -> int:
+        """Return the bytes of host memory that so many blocks of each layer may take beside what a prefix cache has to keep."""
+        layers = self._layers()
         kept, sizes, copied = 0, dict[int, int](), 0
         if self.prefix_cache is not None:
             kept, sizes = self.prefix_cache.pinned_blocks()

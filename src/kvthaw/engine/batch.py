@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.layers import expect, wait_indexed
+from kvthaw.cache.passes import expect, wait_indexed
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.swapped import Swapped
 from kvthaw.engine.admission import Admission
@@ -20,14 +20,14 @@ from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, comp
 from kvthaw.engine.hf import PreTrainedModel, Stats
 from kvthaw.engine.hf.attention import unwrap
 from kvthaw.engine.hf.batch_cache import BatchCache, check_positions
+from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.engine.hf.chunks import CHUNK, spans
-from kvthaw.engine.hf.dry_run import sequence_bytes
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.logprobs import TokenLogprobs, logprobs, score
 from kvthaw.engine.request import Request, RequestOptions, new_request
 from kvthaw.engine.sampling import Sampler
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError, at_least
-from kvthaw.methods.auto import AUTO
+from kvthaw.method_names import AUTO
 from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
@@ -100,7 +100,9 @@ class Batch:
         self._compile, self._capture = compile, capture and model.device.type == "cuda"
         if not compile and not self.cache.states:  # whose steps are always of all sequences
             self.cache.kv.chooser.seq_bytes = functools.cache(
-                functools.partial(sequence_bytes, model, method, capacity, **settings)
+                functools.partial(
+                    sequence_bytes, model, self.cache.settings.method if method == AUTO else method, capacity, **settings
+                )
             )
         self.launched: Callable[[], object] = lambda: None  # called when a step is on the device, before its tokens are read
 
@@ -155,7 +157,7 @@ class Batch:
         if request.finished or request in self._joined:
             raise CacheError(f"the request {'has finished' if request.finished else 'is in the batch'}")
         seq = self._seqs.index(None)
-        wait_indexed(self.cache.kv.layers)  # and not for the step under way, beside which the host gets to the prompt
+        wait_indexed(self.cache.kv.offloaded)  # and not for the step under way, beside which the host gets to the prompt
         self.cache.kv.clear(seq)  # steps that it took part in as an empty sequence leave traces too
         request.place(seq, self.model)
         self._seqs[seq] = request
@@ -183,7 +185,7 @@ class Batch:
         chunk. With the last of them choose the request's first token, and return True if it is a new one; where indexes are still
         being built start() chooses it, and further calls do nothing.
 
-        Under a method that evicts, and in models with linear attention, the whole prompt is one chunk. Where the prefill fails, the
+        In models with linear attention the whole prompt is one chunk. Where the prefill fails, the
         request has no place any longer and may join again; the batch is as it was."""
         sequences, first = self.cache.kv.sequences, request.prefilled == 0
         if request in self._indexing:
@@ -198,7 +200,12 @@ class Batch:
             logits = self._prefill(request, start, stop)
             request.prefilled = stop
             if start or stop < request.prompt:
-                expect(self.cache.kv.layers, request.seq, request.prompt if stop < request.prompt else 0)
+                expect(
+                    self.cache.kv.offloaded,
+                    self.cache.kv.preallocator,
+                    request.seq,
+                    request.prompt if stop < request.prompt else 0,
+                )
             self.cache.kv.finite.prompt(request.seq, self.cache.kv.offloaded)
             if stop == request.prompt:
                 self._indexing[request] = logits
@@ -278,6 +285,8 @@ class Batch:
         if request not in self._joined:
             raise CacheError(f"the request of sequence {request.seq} is not in the batch")
         request.finished = "left"
+        if self._decoding[request.seq] is not request:
+            self._keep_part(request)
         self._release(request)
 
     def preempt(self, request: Request, *, keep: bool = True) -> bool:
@@ -354,7 +363,7 @@ class Batch:
         self._replay.prepare()  # while the device is at the prompt
         self.cache.kv.finite.end(request.seq)
         self.cache.wait()
-        self._keep(request, request.prompt - request.prompt % self.cache.settings.block_size)  # the last block is written into
+        self._keep(request, request.prompt % self.cache.settings.block_size)  # the last block is written into
         self._decoding[request.seq] = request
         return bool(self._give([request], *read()))
 
@@ -414,19 +423,43 @@ class Batch:
         request.cached_tokens = request.prefilled = prefixes.fill(kv, request.ids, seq=request.seq, salt=request.salt)
         return True
 
-    def _keep(self, request: Request, tokens: int, name: str | None = None) -> None:
+    def _keep(self, request: Request, but: int) -> None:
+        """Keep a prompt that is whole: all of it where its name is still to be given, else all but its last tokens."""
         if self.prefix_cache is not None and request.embeddings is None:
-            self.prefix_cache.keep(self.cache.kv, request.ids[:tokens], seq=request.seq, salt=request.salt, name=name)
+            how = self._naming(request)
+            tokens = request.prompt - (0 if how else but)
+            try:
+                self.prefix_cache.keep(self.cache.kv, request.ids[:tokens], seq=request.seq, salt=request.salt, **how)
+            except CacheError as error:  # there is no room for an entry with a name
+                request.error = error
+
+    def _naming(self, request: Request) -> dict[str, Any]:
+        """Return how the prefix cache is to name a prompt that is whole, once; nothing where it has no name."""
+        if request.name is None or request.named:
+            return {}
+        request.named = True
+        return {"name": request.name, "about": request.about, "leaves_room": self.admission.leaves_room}
+
+    def _keep_part(self, request: Request) -> None:
+        """Keep the whole blocks of a prompt that is given up, for the next try; all of one whose index alone is not whole."""
+        kv, size, whole = self.cache.kv, self.cache.settings.block_size, request.prefilled == request.prompt
+        tokens = request.prefilled - (0 if whole else request.prefilled % size)
+        if self.prefix_cache is None or request.embeddings is not None or tokens <= (0 if whole else request.cached_tokens):
+            return
+        try:
+            kv.finite.end(request.seq)
+            self.cache.wait()
+            how = self._naming(request) if whole else {}
+            self.prefix_cache.keep_part(kv, request.ids[:tokens], seq=request.seq, salt=request.salt, **how)
+        except Exception as error:  # of an index that could not be built, for one: nobody waits for the prompt any longer
+            _log.info("a prompt that is given up is not kept: %s", error)
 
     def _release(self, request: Request, *, later: bool = False) -> None:
         if self._decoding[request.seq] is request:
-            try:
-                self._keep(request, request.prompt, request.name)
-            except CacheError as error:  # there is no room for an entry with a name
-                request.error = error
+            self._keep(request, 0)
         self._seqs[request.seq] = self._decoding[request.seq] = None
         self._joined.remove(request)
         if 0 < request.prefilled < request.prompt:
-            expect(self.cache.kv.layers, request.seq, 0)
+            expect(self.cache.kv.offloaded, self.cache.kv.preallocator, request.seq, 0)
         self._indexing.pop(request, None)
         self._empty(request.seq, later=later)

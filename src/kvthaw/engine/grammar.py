@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
+from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 
@@ -16,6 +19,9 @@ from kvthaw.errors import ConfigError
 Source = tuple[str, bool]
 """A JSON schema as text, and whether objects have no members that it does not name."""
 _CACHED_BYTES = 64 << 20  # of compiled grammars
+MOST_TRIES = 150_000_000
+"""How often compiling a schema may try a token, which is most of its time: less than a minute of a core."""
+_LEAST_VOCABULARY = 4096  # a state costs as much as so many tokens
 
 
 class Matcher:
@@ -43,6 +49,7 @@ class Grammar:
 
     def __init__(self, compiled: Any, vocabulary: int, source: Source) -> None:
         self._compiled, self.vocabulary, self.source = compiled, vocabulary, source
+        self.bytes = int(compiled.memory_size_bytes)
 
     def matcher(self, stops: Collection[int]) -> Matcher:
         """Return what follows an output that ends with one of the tokens `stops`; raises ConfigError where there are none."""
@@ -75,6 +82,8 @@ class Grammars:
         info = xgrammar.TokenizerInfo(texts, vocab_size=vocabulary, stop_token_ids=[0])
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHED_BYTES)
         self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Source, Grammar] = OrderedDict()  # the latest used last
 
     def json(self) -> Grammar:
         """Return the grammar of a JSON object."""
@@ -83,18 +92,50 @@ class Grammars:
     def json_schema(self, schema: Any, *, strict: bool = False) -> Grammar:
         """Return the grammar of JSON that a schema describes; strict: objects have no members that it does not name.
 
-        Raises ConfigError for a schema whose keywords would not all be met, see `check_schema`."""
-        check_schema(schema)
-        return self.compile((json.dumps(schema), strict))
+        Raises ConfigError for a schema whose keywords would not all be met or which takes too long to compile, see `read`."""
+        return self.compile(self.read(schema, strict=strict)[0])
+
+    def read(self, schema: Any, *, strict: bool = False) -> tuple[Source, int]:
+        """Return the source of a schema's grammar, and how often compiling it tries a token. Raises
+        ConfigError for a schema that is not served, see `check_schema`, and for one that takes too long."""
+        passes = check_schema(schema)
+        tokens = max(self._vocabulary, _LEAST_VOCABULARY)
+        most = MOST_TRIES // tokens
+        if passes > most:
+            raise ConfigError(
+                f"json_schema takes {round(passes)} passes over a vocabulary of {self._vocabulary} tokens to compile; "
+                f"it may take {most}. A minLength or maxLength above 128 takes 192, a pattern one for each way on in it"
+            )
+        return (json.dumps(schema), strict), round(passes * tokens)
+
+    def known(self, source: Source) -> Grammar | None:
+        """Return a grammar that was compiled lately."""
+        with self._lock:
+            if source in self._kept:
+                self._kept.move_to_end(source)
+            return self._kept.get(source)
 
     def compile(self, source: Source) -> Grammar:
         """Return the grammar of a schema that was checked; raises ConfigError where nothing can meet it."""
+        if (known := self.known(source)) is not None:
+            return known
         schema, strict = source
         try:
             compiled = self._compiler.compile_json_schema(schema, any_whitespace=False, strict_mode=strict)
-        except RuntimeError as error:
-            raise ConfigError(f"json_schema cannot be met: {str(error).rpartition(': ')[2].strip()}") from None
-        return Grammar(compiled, self._vocabulary, source)
+        except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+            raise ConfigError(f"json_schema cannot be met: {_why(error)}") from None
+        made = Grammar(compiled, self._vocabulary, source)
+        with self._lock:
+            self._kept[source] = made
+            while len(self._kept) > 1 and sum(one.bytes for one in self._kept.values()) > _CACHED_BYTES:
+                self._kept.popitem(last=False)
+        return made
+
+
+def _why(error: Exception) -> str:
+    """Return what xgrammar says of a schema, without the place in its own code."""
+    said = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()
+    return "xgrammar makes no grammar of it" if not said or "Check failed" in said else said
 
 
 class TokenMasks:

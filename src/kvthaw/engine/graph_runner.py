@@ -116,7 +116,6 @@ class GraphRunner:
         self._cache, self.compiled, self.capture = weakref.ref(cache), compiled, capture
         self.captures, self.capture_seconds, self.capture_bytes = 0, 0.0, 0
         self._forward, self._kv, self._captures = forward, cache.kv, capture
-        self._known = -1, -1  # version and length at which no tensor had moved
         self._graph: SegmentedGraph | None = None
         self._addresses: tuple[int, ...] = ()
         self._steady = 0
@@ -155,7 +154,7 @@ class GraphRunner:
         if self._captures and sequences.step is None:
             with suppress(Exception), torch.inference_mode(False), torch.no_grad():
                 self._prepare()
-                self._known = sequences.version, sequences.padded_length
+                sequences.known[id(self)] = sequences.padded_length
 
     def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
         kind = len(ids), bucket(self._kv, len(ids))
@@ -171,7 +170,7 @@ class GraphRunner:
         if self._observers != observers:
             self._graph, self._steady, self._observers = None, 0, list(observers)
             self._others.clear()
-        if self._graph is None or self._known != (sequences.version, sequences.padded_length) or kv.needs_host():
+        if self._graph is None or sequences.known.get(id(self)) != sequences.padded_length or kv.needs_host():
             self._prepare()
         if self._graph is None:
             kv.finish_clear()  # of which a capture must know nothing
@@ -194,7 +193,7 @@ class GraphRunner:
             sequences.forget_device()  # the device may have gone on, or not have done what was captured
             raise
         kv.after_step()
-        self._known = sequences.version, sequences.padded_length
+        sequences.known[id(self)] = sequences.padded_length  # at which no tensor has moved
         return self._logits
 
     def _switch(self, kind: tuple[int, int], ids: Tensor, positions: Tensor) -> None:

@@ -18,7 +18,7 @@ _SECONDS = 3.0
 
 def offline(name: str) -> bool:
     """Return whether a model must come from the hub's local cache, since the hub does not answer: never the one that ships, nor a
-    folder. Raises ConfigError where the local cache does not hold it."""
+    folder or a file. Raises ConfigError where the local cache does not hold it."""
     if name == SHIPPED or is_path(name):
         return False
     from huggingface_hub import constants
@@ -30,9 +30,36 @@ def offline(name: str) -> bool:
     return True
 
 
+def check_path(name: str) -> Path | None:
+    """Return the folder or .gguf file that a model's name is of, None for "shipped" and ids on the hub. Raises ConfigError for a
+    path at which no model lies."""
+    if name == SHIPPED or not is_path(name):
+        return None
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (path / "config.json").exists():
+            return path
+        files = sorted(path.glob("*.gguf"))
+        hint = f"; name a file in it, such as {files[0].name}" if files else ""
+        raise ConfigError(f"model is {name!r}; that folder holds no config.json{hint}")
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ConfigError(f"model is {name!r}; of files only .gguf ones can be loaded: name its folder instead")
+        return path
+    if name.lower().endswith(".gguf"):
+        raise ConfigError(f"model is {name!r}; there is no such file")
+    raise ConfigError(f"model is {name!r}; there is no such folder")
+
+
 def is_path(name: str) -> bool:
-    """Return whether a model's name is that of a folder, which need not exist, and no id on the hub."""
-    return not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+    """Return whether a model's name is that of a folder or a .gguf file, which need not exist, and no id on the hub."""
+    return (
+        not name
+        or name.lower().endswith(".gguf")
+        or name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or Path(name).exists()
+    )
 
 
 def display_name(name: str) -> str:

@@ -3,102 +3,179 @@
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvthaw.cache.prefix import PrefixCache
+from kvthaw.cache.prefix import PrefixCache, always
+from kvthaw.cache.prefix_kept import Entry, Key
 from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf.folders import clean, delete_folder
 from kvthaw.engine.hf.saving import Part, check_header, index_kind, index_tensors, read_layers, write_folder
-from kvthaw.errors import CacheError, HostMemoryError
+from kvthaw.errors import CacheError
+from kvthaw.names import ALLOWED, is_name
 
 _log = logging.getLogger(__name__)
+
+
+def as_it_is(about: Any) -> Any:
+    """Return what was saved about an entry."""
+    return about
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What is written of an entry, all of one moment."""
+
+    key: Key
+    entry: Entry
+    header: Mapping[str, Any]
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stamp:
+    """What is another for every folder that is saved in the place of an entry; parent: the device and the inode of what has it."""
+
+    inode: int
+    time: int
+    parent: tuple[int, int]
 
 
 class Library:
     """A folder with a saved cache for each entry of a prefix cache, which `Cache.load` reads too. Several processes may share it.
 
-    cache: of the model and the settings under which entries are taken up again.
+    An entry of no salt has its name's folder, others NAME@SALT. A caller makes one call at a time for a name: those that change
+    memory on the thread that owns the prefix cache, write() and delete() on any.
+
+    cache: of the model and the settings under which entries are taken up again. leaves_room: as for `PrefixCache.name`.
     """
 
-    def __init__(self, cache: Cache, prefix: PrefixCache, folder: Path) -> None:
-        self.cache, self.prefix, self.folder = cache, prefix, folder
-        self._stamps: dict[str, tuple[int, int] | None] = {}  # of each entry's folder when it was read or saved
+    def __init__(self, cache: Cache, prefix: PrefixCache, folder: Path, leaves_room: Callable[[], bool] = always) -> None:
+        self.cache, self.prefix, self.folder, self._leaves_room = cache, prefix, folder, leaves_room
+        self._stamps: dict[Key, _Stamp | None] = {}  # of each entry's folder when it was last read or saved
+        self._saved: dict[Key, Entry] = {}  # those that are in the folder
 
-    def restore(self) -> dict[str, Any]:
-        """Take up all entries of the folder. Returns by name what was saved about each. An entry that is damaged, of another model
-        or too large for the memory is left out, with a warning that says so."""
-        found: dict[str, Any] = {}
-        for path in sorted(self.folder.iterdir()) if self.folder.exists() else ():
-            if not path.name.startswith("."):
-                found |= self.refresh(path.name)
-        return found
-
-    def changed(self, name: str) -> bool:
-        """Return whether another process saved or deleted an entry since it was last read or saved here."""
-        return self._stamp(name) != self._stamps.get(name)
-
-    def refresh(self, name: str) -> dict[str, Any]:
-        """Take up an entry that is new to this process; forget one that the folder has no more. Returns as restore() does."""
-        stamp = self._stamps[name] = self._stamp(name)
-        if stamp is None:
-            if name in self.prefix.entries:
-                self.prefix.forget(name)
-            return {}
-        path = self.folder / name
+    def restore(self, read: Callable[[Any], Any] = as_it_is) -> None:
+        """Take up all entries of the folder, as refresh() does, and delete what a process left there that was killed in a save."""
+        clean(self.folder)
         try:
-            header = check_header(self.cache.model, path)
-            layers = dict(read_layers(path, header, self.cache.kv, self.cache.model.device))
-            rows = {number: (own.shape, own.blocks[0]) for number, own in layers.items()}
-            kept = {number: own.kept[0] for number, own in layers.items() if own.kept}
-            ids = torch.tensor(header["token_ids"][0])
-            self.prefix.restore(self.cache.kv, name, ids, rows, salt=header.get("salt", ""), indexes=kept)
-        except (CacheError, HostMemoryError) as error:
-            _log.warning("%s; it has to be prefilled again", error)
-            return {}
-        return {name: header.get("about")}
+            found = sorted(path.name for path in self.folder.iterdir() if not path.name.startswith("."))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _log.warning("%s cannot be read: %s; its documents have to be prefilled again", self.folder, error.strerror)
+            return
+        for each in found:
+            name, _, salt = each.partition("@")
+            if is_name(name):
+                self.refresh((salt, name), read)
+            else:
+                _log.warning("%s is left out: its name must be %s; rename the folder", self.folder / each, ALLOWED)
 
-    def parts(self, name: str) -> list[Part]:
-        """Return what save() writes of an entry, on the host. Where the device is used, on the thread that uses it."""
-        kv, parts = self.cache.kv, []
+    def changed(self, key: Key) -> bool:
+        """Return whether another process saved or deleted an entry since it was last read or saved here."""
+        return self._stamp(key) != self._stamps.get(key)
+
+    def refresh(self, key: Key, read: Callable[[Any], Any] = as_it_is) -> None:
+        """Take up an entry that is new to this process; forget one that the folder has no more. read: makes an entry's `about` of
+        what was saved about it. What cannot be taken up is left out with a warning that says why, and tried again the next time."""
+        salt, name = key
+        stamp = self._stamp(key)
+        if stamp is None:
+            if key in self.prefix.entries:
+                self.prefix.forget(name, salt)
+            self._stamps.pop(key, None)
+            self._saved.pop(key, None)
+            return
+        try:
+            self._take_up(key, read)
+        except Exception as error:  # whatever is in a folder, a server starts
+            known = isinstance(error, CacheError | MemoryError | OSError)
+            says = str(error) if known else f"{self._path(key)} cannot be taken up ({type(error).__name__})"
+            _log.warning("%s; it has to be prefilled again", says)  # the error itself holds what was read
+        else:
+            self._stamps[key], self._saved[key] = stamp, self.prefix.entry(name, salt)
+
+    def collect(self, key: Key) -> Collected | None:
+        """Return what write() takes of an entry, None where there is none or the folder has it. On the thread that owns the prefix
+        cache."""
+        entry, kv = self.prefix.entries.get(key), self.cache.kv
+        if entry is None or self._saved.get(key) is entry:
+            return None
         updaters = {layer.number: layer.storage.updater for layer in kv.offloaded if layer.plan is not None}
-        kept = self.prefix.snapshots(kv, name)
-        for number, shape, rows in self.prefix.rows(name):
+        kept, parts = self.prefix.snapshots(kv, entry), list[Part]()
+        for number, shape, rows in self.prefix.rows(entry):
             index = index_tensors(updaters.get(number), {0: kept.get(number)})
             parts.append(
                 (f"layer-{number:04}.safetensors", shape.scale, {"rows.0": rows, "queries.0": shape.queries[0].cpu()} | index)
             )
-        return parts
+        said = {"left_pad": [0], "token_ids": [entry.ids.tolist()], "tenant": entry.salt, "about": entry.about}
+        return Collected(key, entry, index_kind(kv) | said, parts)
 
-    def save(self, name: str, parts: Sequence[Part], about: Any = None) -> None:
-        """Write an entry, in the place of what is there; on any thread. A folder that cannot be written is logged."""
-        entry = self.prefix.entry(name)
-        header = index_kind(self.cache.kv) | {
-            "left_pad": [0],
-            "token_ids": [entry.ids.tolist()],
-            "salt": entry.salt,
-            "about": about,
-        }
+    def write(self, what: Collected) -> None:
+        """Write an entry, in the place of what is there; on any thread. Raises OSError, with what was there as it was."""
+        write_folder(self.cache.model, self._path(what.key), what.header, what.parts)
+        self._stamps[what.key], self._saved[what.key] = self._stamp(what.key), what.entry
+
+    def save(self, name: str, salt: str = "") -> None:
+        """Write an entry, where the folder does not have it. A folder that cannot be written is logged."""
+        if (what := self.collect((salt, name))) is not None:
+            try:
+                self.write(what)
+            except OSError as error:
+                _log.warning("%s; it will have to be prefilled again after a restart", error)
+
+    def holds(self, key: Key) -> bool:
+        """Return whether there is a folder of a name, be it damaged."""
+        return self._path(key).is_dir()
+
+    def delete(self, key: Key) -> None:
+        """Delete what the folder has of an entry, where it has anything; on any thread. Raises OSError where files remain."""
+        delete_folder(self._path(key))
+        self._stamps.pop(key, None)
+        self._saved.pop(key, None)
+
+    # Inside
+
+    def _take_up(self, key: Key, read: Callable[[Any], Any]) -> None:
+        salt, name = key
+        path, kv = self._path(key), self.cache.kv
+        header = check_header(self.cache.model, path)
+        if header.get("salt"):
+            raise CacheError(f"{path} is of an earlier version, with its cache_salt in plain text")
+        if header.get("tenant", "") != salt:
+            raise CacheError(f"{path} was saved under another name or cache_salt")
+        if len(header["token_ids"]) != 1 or header["left_pad"] != [0]:
+            raise CacheError(f"{path} has {len(header['token_ids'])} rows, padded by {header['left_pad']}; an entry has one")
+        about = read(header.get("about"))
+        layers = dict(read_layers(path, header, kv, self.cache.model.device))
+        rows = {number: (own.shape, own.blocks[0]) for number, own in layers.items()}
+        kept = {number: own.kept[0] for number, own in layers.items() if own.kept}
+        ids = torch.tensor(header["token_ids"][0])
+        how: dict[str, Any] = {"salt": salt, "indexes": kept, "about": about, "leaves_room": self._leaves_room}
+        self.prefix.restore(kv, name, ids, rows, **how)
+
+    def _path(self, key: Key) -> Path:
+        salt, name = key
+        return self.folder / (f"{name}@{salt}" if salt else name)
+
+    def _stamp(self, key: Key) -> _Stamp | None:
+        """Return an entry's stamp, None where there is no folder. What cannot be looked at, or is not the folder that had it, such
+        as a place where nothing is mounted, has changed nothing."""
+        known = self._stamps.get(key)
         try:
-            write_folder(self.cache.model, self.folder / name, header, parts)
-            self._stamps[name] = self._stamp(name)
-        except OSError as error:
-            _log.warning("%s; it will have to be prefilled again after a restart", error)
-
-    def delete(self, name: str) -> None:
-        """Delete an entry, where there is one."""
-        shutil.rmtree(self.folder / name, ignore_errors=True)
-        self._stamps[name] = self._stamp(name)
-
-    def _stamp(self, name: str) -> tuple[int, int] | None:
-        """Return what is another for every folder that is saved in the place of an entry, None where there is none."""
+            parent = self.folder.stat()
+        except OSError:
+            return known
+        home = parent.st_dev, parent.st_ino
         try:
-            found = (self.folder / name).stat()
+            found = self._path(key).stat()
         except FileNotFoundError:
-            return None
-        except OSError:  # shared storage that does not answer has changed nothing
-            return self._stamps.get(name)
-        return found.st_ino, found.st_mtime_ns
+            return None if known is None or known.parent == home else known
+        except OSError:
+            return known
+        return _Stamp(found.st_ino, found.st_mtime_ns, home)

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +53,7 @@ def spawned(size: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
         raise ConfigError(f"tp is {size} under torchrun; start one process without it, which starts the others")
     if torch.cuda.is_available() and torch.cuda.device_count() < size:
         raise ConfigError(f"tp is {size}; there are {torch.cuda.device_count()} GPUs")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = meeting()
     cores = divide([cores_near(rank) for rank in range(size)])
     context, ending = multiprocessing.get_context("spawn"), threading.Event()
     others = [
@@ -63,7 +64,7 @@ def spawned(size: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
         for other in others:
             other.start()
         threading.Thread(target=_watch, args=(others, ending), daemon=True).start()
-        with bound(cores[0]), _member(0, store=store, rank=0, world_size=size):
+        with bound(cores[0]), _variables(**_loopback()), _member(0, store=store, rank=0, world_size=size):
             yield
         for other in others:
             other.join(_PATIENCE)
@@ -71,6 +72,14 @@ def spawned(size: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
         ending.set()
         for other in others:
             other.kill()
+
+
+def meeting() -> dist.TCPStore:
+    """Return the store at which the processes meet. It listens on the loopback interface alone: by itself it would on all."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    how = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listening.detach()}  # the store closes it
+    return dist.TCPStore("127.0.0.1", port, **how)
 
 
 @contextmanager
@@ -81,20 +90,28 @@ def _member(number: int, **how: Any) -> Iterator[None]:
         device = torch.device("cuda", number)
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device is None else "nccl", device_id=device, **how)
-    with _local_rank(number):
+    with _variables(LOCAL_RANK=str(number)):  # torchrun's, which transformers asks for where there are GPUs
         yield
     dist.destroy_process_group()  # not after an error: the other processes may wait for this one
 
 
+def _loopback() -> dict[str, str]:
+    """Return the variables that make gloo and NCCL listen on the loopback interface. By default gloo listens at the address of the
+    host's name, and NCCL on another interface."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    return {"GLOO_SOCKET_IFNAME": names[0], "NCCL_SOCKET_IFNAME": f"={names[0]}"} if names else {}
+
+
 @contextmanager
-def _local_rank(number: int) -> Iterator[None]:
-    """Say by torchrun's variable, which transformers asks for where there are GPUs, which of this machine's processes this is."""
-    before = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = str(number)
+def _variables(**values: str) -> Iterator[None]:
+    """Set environment variables, which torch and transformers offer no argument for, and set them back."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        os.environ.pop("LOCAL_RANK") if before is None else os.environ.update(LOCAL_RANK=before)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _run(rank: int, size: int, port: int, cores: Sequence[int], work: Callable[..., None], args: Sequence[Any]) -> None:
@@ -103,7 +120,8 @@ def _run(rank: int, size: int, port: int, cores: Sequence[int], work: Callable[.
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_outlive, daemon=True).start()
     try:
-        with bound(cores), _member(rank, store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size):
+        store = dist.TCPStore("127.0.0.1", port)
+        with bound(cores), _variables(**_loopback()), _member(rank, store=store, rank=rank, world_size=size):
             work(*args)
     except KvthawError as error:
         _log.error("process %d: %s", rank, error)

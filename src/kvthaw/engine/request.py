@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -28,17 +29,21 @@ class RequestOptions(TypedDict, total=False):
 
     max_new_tokens: None for sampling.max_tokens, or as many as the capacity holds. stop: tokens that end it beside
     sampling.stop_token_ids, None for those of the model's generation config. tokenizer: transformers', which decodes
-    `Request.text`; stop strings need one. cache_salt: the prefix cache shares prompts of one salt alone. name: it keeps this prompt
-    under a name. embeddings: [T, hidden], of the prompt's tokens in place of the model's own, such as of an image that some of them
-    stand for; each token attends to those before it. Such a prompt shares no prefix, since token ids do not tell it apart.
+    `Request.text`; stop strings need one. text_after: tokens whose text that one goes on, such as the prompt; without any the text
+    begins for itself. cache_salt: the prefix cache shares prompts of one salt alone. name: it keeps this
+    prompt under a name, about: with what its entry says, as JSON. embeddings: [T, hidden], of the prompt's tokens in place of
+    the model's own, such as of an image that some of them stand for; each token attends to those before it. Such a prompt
+    shares no prefix, since token ids do not tell it apart.
     """
 
     max_new_tokens: int | None
     stop: int | Sequence[int] | None
     sampling: Sampling
     tokenizer: Any
+    text_after: Sequence[int]
     cache_salt: str
     name: str | None
+    about: Any
     embeddings: Tensor | None
 
 
@@ -49,7 +54,8 @@ class Request:
     seq: its place in the batch while it is there, else -1. prompt: its tokens, of which `prefilled` have come into the batch, the
     first `cached_tokens` of them from the prefix cache; tokens: those generated so far, of which `fed` have come too. finished:
     None while more will come; "stop" after a stop token (which is the last of tokens) or a stop string, "length" at its limit,
-    "left" where it was taken out, "error" where its prefill failed, with `error`. stopped_by: the token or the string.
+    "left" where it was taken out, "error" where its prefill failed, with `error`, which also says why its prompt could not get
+    its name. stopped_by: the token or the string.
 
     text: the text so far where a tokenizer was given, without a stop token or string unless include_stop is set; piece: what the
     latest token added to it. Text that may become a stop string or is part of a character is held back until more is known. Tokens
@@ -64,7 +70,9 @@ class Request:
     sampling: Sampling
     salt: str = ""
     name: str | None = None
+    about: Any = field(default=None, repr=False)
     embeddings: Tensor | None = field(default=None, repr=False)
+    text_after: tuple[int, ...] = field(default=(), repr=False)
     seq: int = -1
     prefilled: int = 0
     cached_tokens: int = 0
@@ -80,6 +88,7 @@ class Request:
     matcher: Matcher | None = field(init=False, repr=False)
     fetched: int = field(default=0, init=False, repr=False)  # tokens asked of the prefix cache's file
     swapped: Swapped | None = field(default=None, init=False, repr=False)  # its sequence, where it waits in host memory
+    named: bool = field(default=False, init=False, repr=False)  # whether its prompt was whole and got its name, or could not
     _read: int = field(default=0, init=False, repr=False)  # tokens that were decoded
     _piece: str = field(default="", init=False, repr=False)
 
@@ -118,7 +127,9 @@ class Request:
     def decode(self, tokenizer: Any) -> None:
         """Decode its text with a tokenizer of transformers."""
         how = self.sampling
-        self.decoded = Detokenizer(tokenizer, how.stop, include_stop=how.include_stop, min_tokens=how.min_tokens)
+        self.decoded = Detokenizer(
+            tokenizer, how.stop, include_stop=how.include_stop, min_tokens=how.min_tokens, after=self.text_after
+        )
 
     def fail(self, error: Exception) -> None:
         """End it with an error."""
@@ -199,6 +210,11 @@ def check_embeddings(embeddings: Tensor, tokens: int, model: PreTrainedModel, na
         raise ConfigError(f"name is {name!r} and embeddings are given; prompts are kept by their token ids")
 
 
+def hidden_salt(cache_salt: str) -> str:
+    """Return what stands for a tenant's salt in the prefix cache and in files: "" for none, else a digest."""
+    return hashlib.sha256(f"cache_salt {cache_salt}".encode("utf-8", "surrogatepass")).hexdigest() if cache_salt else ""
+
+
 def new_request(
     prompt: Tensor | Sequence[int], model: PreTrainedModel, capacity: int, vocabulary: int, **how: Unpack[RequestOptions]
 ) -> Request:
@@ -227,13 +243,16 @@ def new_request(
     least, most = int(ids.min()), int(ids.max())
     if least < 0 or most >= vocabulary:  # on a GPU the whole batch would be lost
         raise ConfigError(f"the prompt has token ids from {least} to {most}; the model's are 0 to {vocabulary - 1}")
-    stop, salt = how.get("stop"), how.get("cache_salt", "")
+    stop, salt = how.get("stop"), hidden_salt(how.get("cache_salt", ""))
     if stop is None and not sampling.ignore_eos:
         stop = getattr(model.generation_config, "eos_token_id", None)
     own = () if stop is None else [stop] if isinstance(stop, int) else stop
     if (embeddings := how.get("embeddings")) is not None:
         check_embeddings(embeddings, tokens, model, how.get("name"))
-    request = Request(ids, limit, frozenset([*own, *sampling.stop_token_ids]), sampling, salt, how.get("name"), embeddings)
+    ends = frozenset([*own, *sampling.stop_token_ids])
+    request = Request(
+        ids, limit, ends, sampling, salt, how.get("name"), how.get("about"), embeddings, tuple(how.get("text_after", ()))
+    )
     if tokenizer is not None:
         request.decode(tokenizer)
     return request

@@ -16,6 +16,8 @@ from kvthaw.engine.logprobs import TOPK, Drawn, score, top
 from kvthaw.errors import ConfigError, at_least, within
 from kvthaw.typecheck import check_type
 
+_MOST = (1 << 63) - 1
+"""The largest number that a tensor of integers holds."""
 _COLDEST = 1e-6  # temperatures between 0 and this one count as this one
 
 
@@ -87,7 +89,7 @@ class Sampling:
             raise ConfigError(f"stop is {self.stop!r}; a stop string must have at least one character")
         _whole(1, top_k=self.top_k, max_tokens=self.max_tokens)
         _whole(0, min_tokens=self.min_tokens, logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
-        _whole(-(1 << 63), (1 << 63) - 1, seed=self.seed)
+        _whole(-_MOST - 1, _MOST, seed=self.seed, top_k=self.top_k, max_tokens=self.max_tokens, min_tokens=self.min_tokens)
         _within(0, math.inf, temperature=self.temperature)
         _within(0, 1, min_p=self.min_p)
         _within(-2, 2, frequency_penalty=self.frequency_penalty, presence_penalty=self.presence_penalty)

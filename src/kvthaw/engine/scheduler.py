@@ -18,7 +18,9 @@ from kvthaw.typecheck import check_type
 _log = logging.getLogger(__name__)
 MEMORY_ERRORS = (HostMemoryError, torch.OutOfMemoryError)
 STEP_TOKENS = 4096
-"""Tokens that one step processes while other requests decode."""
+"""Tokens that one step processes on a GPU while other requests decode."""
+CPU_WORK = 1 << 38
+"""Multiplications that a CPU does in about a second: cores of a server do more, a laptop's fewer."""
 DEPTH = 32768
 """Earlier tokens to which attention takes about as long as all else that a token takes, for an 8B model on an H200: .89 ns for each
 of them, and 29 us."""
@@ -39,7 +41,8 @@ class Scheduler:
     Each step gives every request whose prompt is whole one token, and one waiting prompt a chunk of what the budget of tokens
     leaves (chunked prefill; Sarathi-Serve, vLLM). The deeper in the prompt a chunk is the fewer tokens it has, so that steps take
     about as long each; where earlier KV does not lie on the GPU, it has as many at least as hide the bus. While nobody decodes it
-    has the batch's `prefill_chunk` tokens.
+    has the batch's `prefill_chunk` tokens on a GPU. A CPU takes seconds for these, in which a short request that comes would wait;
+    there it has 128 to 512, for a model of many weights few.
 
     - Requests get places by priority, the lowest number first, then in the order in which they came, once host and device
       memory suffice for all that they may need beside those that have places.
@@ -51,11 +54,11 @@ class Scheduler:
     - Where full attention ends (method="auto") and device_memory has no room for the index of as many sequences as there are
       places, there are fewer until all have ended; requests that lose theirs go through the model again.
     - Of the prompts that have places the one that came first and the one that is shortest take turns.
-    - A method that evicts cannot take a prompt in chunks; its prompts go through the model whole.
     - Where a model is split over processes every process makes the same calls (see `kvthaw.engine.lockstep`). Only what all of
       them notice alike, a lack of host memory, is helped there; other errors come up, since the others may be in mid-step.
 
-    batch: has no requests of its own. step_tokens: about the tokens of a step, at the beginning of a prompt. max_waiting: how
+    batch: has no requests of its own. step_tokens: about the tokens of a step, at the beginning of a prompt; None: 4,096 on a GPU,
+    on a CPU as many as alone. max_waiting: how
     many requests may wait for a place; None: any number.
 
     preemptions: how often a request gave its place back; resumed: how often one went on with what it had held; recomputed: how
@@ -71,14 +74,15 @@ class Scheduler:
                 print(request.tokens[-1:], request.finished)
     """
 
-    def __init__(self, batch: Batch, *, step_tokens: int = STEP_TOKENS, max_waiting: int | None = None) -> None:
-        check_type(int, step_tokens=step_tokens)
-        check_type(int | None, max_waiting=max_waiting)
+    def __init__(self, batch: Batch, *, step_tokens: int | None = None, max_waiting: int | None = None) -> None:
+        check_type(int | None, step_tokens=step_tokens, max_waiting=max_waiting)
         at_least(1, step_tokens=step_tokens)
         at_least(0, max_waiting=max_waiting)
         if batch.requests:
             raise CacheError(f"the batch has {len(batch.requests)} requests of its own; a scheduler takes one that has none")
-        self.batch, self.step_tokens, self.max_waiting = batch, step_tokens, max_waiting
+        self.batch, self.max_waiting = batch, max_waiting
+        self._alone = cpu_tokens(batch.model.num_parameters()) if batch.model.device.type == "cpu" else None
+        self.step_tokens = step_tokens or self._alone or STEP_TOKENS
         self.preemptions = self.resumed = self.recomputed = 0
         self.split = batch.cache.kv.settings.ranks.size > 1
         self._rank: dict[Request, tuple[int, int]] = {}  # of those that have not ended: priority, number of arrival
@@ -162,8 +166,10 @@ class Scheduler:
                     del self._rank[request]
         return told
 
-    def _chunk(self, request: Request, decoded: int) -> int:
-        """Return how many tokens of a prompt go through the model beside so many that were decoded."""
+    def _chunk(self, request: Request, decoded: int) -> int | None:
+        """Return how many tokens of a prompt go through the model beside so many that were decoded; None: the batch's chunk."""
+        if not decoded:
+            return None if self._alone is None else chunk_tokens(self._alone, request.prefilled)
         tokens, left = chunk_tokens(self.step_tokens, request.prefilled, decoded), request.prompt - request.prefilled
         if self.batch.streams_back(request):
             return max(tokens, streamed_tokens(request.prefilled))
@@ -176,7 +182,7 @@ class Scheduler:
         if request.seq < 0:
             return []
         try:
-            return [request] if self.batch.prefill(request, self._chunk(request, decoded) if decoded else None) else []
+            return [request] if self.batch.prefill(request, self._chunk(request, decoded)) else []
         except Exception as error:
             if self.split and not isinstance(error, HostMemoryError):
                 del self._rank[request]  # it has no place any longer, and nobody is told
@@ -274,6 +280,12 @@ class Scheduler:
         """Let a request that lost its place to a lack of memory wait until another one has ended."""
         self._preempted(request)
         self._short = max(1, len(self.batch.requests))
+
+
+def cpu_tokens(weights: int) -> int:
+    """Return how many tokens a CPU takes through so many weights in about a second, a power of two; more where reading the weights
+    would take longer than the products, fewer where that saves little."""
+    return min(512, max(128, 1 << (max(1, CPU_WORK // weights).bit_length() - 1)))
 
 
 def chunk_tokens(step_tokens: int, depth: int, decoded: int = 0) -> int:

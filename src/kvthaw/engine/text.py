@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -11,24 +12,62 @@ from kvthaw.errors import ConfigError
 
 _HALF = "�"  # what tokenizers decode bytes to that are no character, or not yet
 _LONGEST = 64  # tokens that can be waited for; a character takes at most four
+_MARK = 0xD800  # the first of the code points that no text has; some stand for special tokens
+_NONE: Mapping[Any, str] = MappingProxyType({})
+
+
+def is_special(tokenizer: Any, token: int) -> bool:
+    """Return whether a token is left out of the text of an answer."""
+    return not tokenizer.decode([token], skip_special_tokens=True) and bool(tokenizer.decode([token]))
+
+
+def special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[int, str]:
+    """Return the special tokens that texts spell, and how."""
+    found = {token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]}
+    named = {token: tokenizer.convert_ids_to_tokens(token) for token in found if is_special(tokenizer, token)}
+    return {token: name for token, name in sorted(named.items()) if any(name in text for text in texts)}
+
+
+def tokens_after(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that goes on another one: without the space that some tokenizers put before all texts."""
+
+    def read(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    if read("\na") != [*read("\n"), *read("a")]:
+        for before in ("a", "\n", "."):
+            alone, both = read(before), read(before + text)
+            if tokenizer.unk_token_id not in alone and both[: len(alone)] == alone:
+                return both[len(alone) :]
+    return read(text)
 
 
 class TextStream:
     """Decode tokens one by one into pieces of text, of which none ends within a character.
 
     The pieces together are what the tokenizer decodes all tokens to. Wherever more than 64 tokens in a row end in bytes that are no
-    character, they are given as they are.
+    character, they are given as they are. marks: special tokens that are given as a text; others are left out. after: tokens whose
+    text the pieces go on; some tokenizers drop the space before the first word of a text, which then is none.
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        skip_special_tokens: bool = True,
+        marks: Mapping[int, str] = _NONE,
+        after: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer, self._skip, self._marks = tokenizer, skip_special_tokens, marks
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._given: list[int] = []  # the tokens of the last piece
+        self._given = self._end_of(after)  # the tokens of the last piece
         self._held: list[int] = []  # those after it
+        self._stream = self._new_stream()
 
     def push(self, token: int) -> str:
         """Return the text that a token completes."""
+        if token in self._marks:
+            return (self.finish() if self._rest() else "") + self._marks[token]
         self._held.append(token)
         piece = self._step(token)
         if len(self._held) > _LONGEST:
@@ -39,10 +78,10 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the text of the tokens that were held back, and start over."""
+        """Return the text of the tokens that were held back. What comes then goes on the last whole piece."""
         piece = self._rest()
-        self._given, self._held = [], []
-        self._stream = DecodeStream(skip_special_tokens=self._skip)
+        self._held = []
+        self._stream = self._new_stream()
         return piece
 
     def _step(self, token: int) -> str | None:
@@ -54,6 +93,17 @@ class TextStream:
             self._stream = DecodeStream(ids=[token], skip_special_tokens=self._skip)
             return self._rest()
         return piece
+
+    def _new_stream(self) -> DecodeStream:
+        return DecodeStream(ids=self._given, skip_special_tokens=self._skip)
+
+    def _end_of(self, tokens: Sequence[int]) -> list[int]:
+        """Return the last tokens of a text, as few as say something and begin and end with a character; none where none do."""
+        for n in range(1, min(len(tokens), _LONGEST) + 1):
+            text = self._decode(tokens[-n:])
+            if text.strip() and _HALF not in text:
+                return list(tokens[-n:])
+        return []
 
     def _rest(self) -> str:
         return self._decode(self._given + self._held)[len(self._decode(self._given)) :]
@@ -68,14 +118,24 @@ class StopStrings:
 
     The text ends where the first of the strings is complete, wherever pieces begin and end; of several that are complete with
     the same character the longest counts. What may become a stop string is held back. include: the text ends behind the stop
-    string, not before it. found: the string that ended the text, None before that.
+    string, not before it. special: special tokens that the strings may spell, which no text shows; `marks` are what stands for
+    these tokens in the pieces. found: the string that ended the text, None before that.
     """
 
-    def __init__(self, strings: Sequence[str], *, include: bool = False) -> None:
+    def __init__(self, strings: Sequence[str], *, include: bool = False, special: Mapping[int, str] = _NONE) -> None:
         if isinstance(strings, str) or "" in strings:
             raise ConfigError(f"the stop strings are {strings!r}; they must be a sequence of strings that are not empty")
         self.strings, self.include = tuple(strings), include
         self.found: str | None = None
+        self.marks = {token: chr(_MARK + i) for i, token in enumerate(special)}
+        by_length = sorted(special, key=lambda token: len(special[token]), reverse=True)
+        self._watched: dict[str, str] = {}  # what ends the text, and the string that it is
+        for stop in self.strings:
+            marked = stop
+            for token in by_length:
+                marked = marked.replace(special[token], self.marks[token])
+            self._watched |= {stop: stop, marked: stop}
+        self._hidden = {ord(mark): None for mark in self.marks.values()}
         self._held = ""
 
     def push(self, piece: str) -> str:
@@ -83,19 +143,23 @@ class StopStrings:
         if self.found is not None:
             return ""
         text = self._held + piece
-        ends = [(at + len(stop), -len(stop), stop) for stop in self.strings if (at := text.find(stop)) >= 0]
+        ends = [(at + len(stop), -len(stop), stop) for stop in self._watched if (at := text.find(stop)) >= 0]
         if ends:
-            end, _, self.found = min(ends)
-            self._held = ""
-            return text[: end if self.include else end - len(self.found)]
-        held = max((self._begun(text, stop) for stop in self.strings), default=0)
+            end, length, stop = min(ends)
+            self._held, self.found = "", self._watched[stop]
+            return self.shown(text[: end + length]) + (self.found if self.include else "")
+        held = max((self._begun(text, stop) for stop in self._watched), default=0)
         self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        return self.shown(text[: len(text) - held])
 
     def finish(self) -> str:
         """Return the text that was held back."""
         held, self._held = self._held, ""
-        return held
+        return self.shown(held)
+
+    def shown(self, piece: str) -> str:
+        """Return a piece without its marks."""
+        return piece.translate(self._hidden) if self._hidden else piece
 
     @staticmethod
     def _begun(text: str, stop: str) -> int:
@@ -106,8 +170,10 @@ class StopStrings:
 class Detokenizer:
     """The text of one output, of whole characters and up to a stop string.
 
-    tokenizer: transformers'. stop, include_stop: strings that end the text, and whether it ends behind them; see StopStrings.
-    min_tokens: text of so many tokens is not searched. text: all the text so far; stopped_by: the stop string that ended it.
+    tokenizer: transformers'. stop, include_stop: strings that end the text, and whether it ends behind them; see StopStrings. They
+    may spell special tokens, which the text itself leaves out.
+    min_tokens: text of so many tokens is not searched. after: tokens whose text this one goes on, such as a prompt's; see
+    TextStream. text: all the text so far; stopped_by: the stop string that ended it.
 
     Example::
 
@@ -119,10 +185,18 @@ class Detokenizer:
         print(out.finish())
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        after: Sequence[int] = (),
+    ) -> None:
         self.text = ""
-        self._stream = TextStream(tokenizer)
-        self._stops = StopStrings(stop, include=include_stop)
+        self._stops = StopStrings(stop, include=include_stop, special=special_tokens(tokenizer, stop))
+        self._stream = TextStream(tokenizer, marks=self._stops.marks, after=after)
         self._unsearched = min_tokens
 
     @property
@@ -135,7 +209,7 @@ class Detokenizer:
         piece = self._stream.push(token)
         if self._unsearched > 0:
             self._unsearched -= 1
-            return self._add(piece)
+            return self._add(self._stops.shown(piece))
         return self._add(self._stops.push(piece))
 
     def finish(self) -> str:

@@ -14,7 +14,7 @@ from kvthaw.cache.kv_prefetcher import buffer_for, longest_run
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.graph_runner import bucket
-from kvthaw.engine.hf.cache import of_layer
+from kvthaw.engine.hf.dry_run import of_layer
 from kvthaw.engine.scheduler import STEP_TOKENS, chunk_tokens, streamed_tokens
 from kvthaw.kernels.dense import BLOCK, LONG, continued, plan, runs
 from kvthaw.kernels.merge import PARTS
@@ -76,7 +76,7 @@ def plan_attention(batch: Batch) -> None:
     kind. A plan is the thread's that made it: call this on the one that takes the steps. Does nothing on a CPU, and for layers
     without tensors."""
     device, config = batch.cache.model.device, batch.model.config.get_text_config(decoder=True)
-    if device.type != "cuda" or batch.cache.settings.method.evicts:
+    if device.type != "cuda":
         return
     known = set[tuple[object, ...]]()
     for layer in batch.cache.kv.layers:

@@ -1,17 +1,24 @@
-"""Every method on the same work: a grid of tasks, lengths, methods and budgets, run piece by piece and in shards."""
+"""Every method on the same work: a grid of tasks, lengths, methods and budgets, run in pieces and shards; summaries of it."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvthaw.errors import ConfigError, KvthawError
+from kvthaw.evaluate.agreement import STEPS, Comparison, Prompt, longest
+from kvthaw.evaluate.agreement import summarize as summarize_agreement
 from kvthaw.evaluate.evaluator import Evaluator
 from kvthaw.evaluate.job import EVEN_DEPTHS, Job, Question, Shard, part
-from kvthaw.evaluate.perplexity import Course, Reader
 from kvthaw.evaluate.perplexity import summarize as summarize_perplexity
+from kvthaw.evaluate.published.results import summarize as summarize_benchmark
+from kvthaw.evaluate.published.runner import Examiner, Run
 from kvthaw.evaluate.results import Record, summarize
 from kvthaw.evaluate.runner import Runner
 from kvthaw.evaluate.text import Chat
@@ -25,8 +32,7 @@ Tell = Callable[[str, int, int], None]
 class Grid:
     """Every task at every length under every method, budget and protocol.
 
-    methods, budgets, retrieved, dense_layers: as for read_variants. courses: what perplexity is measured on. The others are as for
-    Job.
+    methods, budgets, retrieved, dense_layers: as for read_variants. data: the files of each task. The others are as for Job.
     """
 
     tasks: tuple[str, ...]
@@ -39,15 +45,26 @@ class Grid:
     seed: int = 0
     probe: int = 0
     depths: tuple[float, ...] = EVEN_DEPTHS
-    courses: tuple[Course, ...] = ()
     retrieved: tuple[int, ...] = ()
     chat: Chat | None = None
     text: str | None = None
+    data: Mapping[str, Path] = field(default_factory=dict)
 
     def jobs(self) -> list[Job]:
         """Return a job a task, length and protocol. Raises ConfigError for what no job can be."""
         return [
-            Job(task, length, self.samples, self.seed, self.depths, question, self.probe, self.text, chat=self.chat)
+            Job(
+                task,
+                length,
+                self.samples,
+                self.seed,
+                self.depths,
+                question,
+                self.probe,
+                self.text,
+                self.data.get(task),
+                self.chat,
+            )
             for task, length, question in itertools.product(self.tasks, self.lengths, self.questions)
         ]
 
@@ -56,16 +73,37 @@ class Grid:
         return list(dict.fromkeys((FULL, *read_variants(self.methods, self.budgets, self.retrieved, self.dense_layers))))
 
 
-def run(runner: Runner, reader: Reader, grid: Grid, *, shard: Shard = (1, 1), tell: Tell = lambda *_: None) -> None:
-    """Compute what the runner's and the reader's results lack of a grid.
+Work = tuple[Evaluator[Any, Any], Any]
+"""A piece of work, and what does it."""
+
+
+def agreement(runner: Runner, examiner: Examiner, jobs: Iterable[Job], runs: Iterable[Run]) -> Comparison | None:
+    """Return the prompts of a fifth of the samples of jobs and runs, to compare next tokens on; None where none can be made that
+    leaves the model positions for these tokens."""
+    made: dict[Prompt, None] = {}
+    most = longest(runner.model, STEPS)
+    asked = [partial(runner.prompts, job, job.cells()[: fifth(job.samples)]) for job in jobs]
+    asked += [partial(examiner.prompts, run, run.items[: fifth(len(run.items))]) for run in runs]
+    for prompts in asked:
+        with contextlib.suppress(ConfigError):  # the samples themselves raise it in their turn
+            made |= dict.fromkeys(Prompt(tuple(tokens)) for tokens in prompts() if len(tokens) <= most)
+    return Comparison(tuple(made), STEPS) if made else None
+
+
+def fifth(samples: int) -> int:
+    """Return how many of the samples perplexity and agreement take."""
+    return max(1, samples // 5)
+
+
+def run(work: Sequence[Work], variants: Iterable[Variant], *, shard: Shard = (1, 1), tell: Tell = lambda *_: None) -> None:
+    """Compute what evaluators' results lack of their work under variants.
 
     All work gets its first samples before any gets its next, so that a run that is stopped has something of everything. shard:
-    (i, n) computes every n-th piece, from the i-th on; n processes with the same grid compute all of it. Raises ConfigError, before
+    (i, n) computes every n-th piece, from the i-th on; n processes with the same work compute all of it. Raises ConfigError, before
     any work, for a setting that no cache of the model would take, and KvthawError at the end where pieces failed.
     """
-    wanted = [complete(runner.model, one) for one in grid.variants() if runner.prefills.full or one != FULL]
-    work: list[tuple[Evaluator[Any, Any], Any]] = [(runner, job) for job in grid.jobs()]
-    work += [(reader, course) for course in grid.courses]
+    asked = list(variants)
+    wanted = {by: [complete(by.model, one) for one in asked if by.prefills.full or one != FULL] for by, _ in work}
     in_turn = itertools.zip_longest(*([(by, one, block) for block in by.blocks(one, by.places(one))] for by, one in work))
     mine = part([piece for turn in in_turn for piece in turn if piece is not None], shard)
     failed = list[str]()
@@ -76,7 +114,7 @@ def run(runner: Runner, reader: Reader, grid: Grid, *, shard: Shard = (1, 1), te
 
         doing(0, 0, "")
         try:
-            for piece in by.missing(one, wanted, block):
+            for piece in by.missing(one, wanted[by], block):
                 for records in by.compute(piece, doing):
                     by.results.add(*records)
         except KvthawError as error:  # the others have their turn
@@ -86,30 +124,66 @@ def run(runner: Runner, reader: Reader, grid: Grid, *, shard: Shard = (1, 1), te
         raise KvthawError("\n".join((f"{len(failed)} pieces gave no results; the same command tries them again", *failed)))
 
 
-def summaries(records: Iterable[Record]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Summarize records by task, length, protocol and variant, and those of perplexity by length and variant.
+@dataclass(frozen=True, slots=True)
+class Summaries:
+    """Of tasks, by task, length, protocol and variant; of perplexity, by length and variant; of benchmarks, by benchmark, protocol
+    and variant; of agreement with full attention, by variant."""
 
-    Raises ConfigError where they are of several models, devices or versions: those are not one comparison.
-    """
-    tasks, stretches, about = dict[str, Cells](), dict[str, Cells](), set()
+    tasks: list[dict[str, Any]]
+    perplexities: list[dict[str, Any]]
+    benchmarks: list[dict[str, Any]]
+    agreements: list[dict[str, Any]]
+
+
+def check_texts(records: Iterable[Record], wanted: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise ConfigError where records, and those that are wanted, are of one task over two texts: a report would mix them.
+
+    wanted: by task, or "perplexity", what settings call the text that it is to be over."""
+    found = dict[str, Any](wanted)
+    for record in records:
+        setting, over = record.setting, "text" if "nll" in record.measures else "source"
+        name, text = "perplexity" if over == "text" else setting.get("task"), setting.get(over)
+        if name is not None and found.setdefault(name, text) != text:
+            raise ConfigError(
+                f"{name} has results over another text in this folder, and one report is of one text: name another --out"
+            )
+
+
+def summaries(records: Iterable[Record]) -> Summaries:
+    """Summarize records. Raises ConfigError where they are of several models, devices, versions or texts: those are not one
+    comparison."""
+    records = list(records)
+    check_texts(records)
+    kinds: dict[str, dict[str, Cells]] = {measure: {} for measure in _WORK}
+    about = set()
     for record in records:
         about.add(" ".join(str(record[name]) for name in ("model", "weights", "dtype", "device", "kvthaw")))
-        kind, names = (stretches, ("length", "steps", "text")) if "nll" in record.measures else (tasks, _JOB)
-        variant = Variant.of(record.setting)
-        work = " ".join(str(record.setting.get(name)) for name in names)
-        kind.setdefault(work, {}).setdefault(variant, []).append(record)
+        kind = next(measure for measure in _WORK if measure in record.measures)
+        work = " ".join(str(record.setting.get(name)) for name in _WORK[kind])
+        kinds[kind].setdefault(work, {}).setdefault(Variant.of(record.setting), []).append(record)
     if len(about) > 1:
         raise ConfigError(f"the results are of {len(about)} settings, and one report compares one: {'; '.join(sorted(about))}")
-    found = [
-        summarize(some, next((of for variant, of in cells.items() if variant.method == "full"), ()))
-        for cells in tasks.values()
-        for some in cells.values()
-    ]
-    return found, [one for cells in stretches.values() for one in _perplexities(cells)]
+    return Summaries(
+        [summarize(some, _full(cells)) for cells in kinds["accuracy"].values() for some in cells.values()],
+        [one for cells in kinds["nll"].values() for one in _perplexities(cells)],
+        [summarize_benchmark(some, _full(cells)) for cells in kinds["scores"].values() for some in cells.values()],
+        [summarize_agreement(some) for cells in kinds["kl"].values() for some in cells.values()],
+    )
 
 
 Cells = dict[Variant, list[Record]]
-_JOB = ("task", "length", "question", "source", "probe", "chat", "system", "thinking", "max_new_tokens")
+_ASKED = ("length", "question", "chat", "system", "thinking", "max_new_tokens", "probe")
+_WORK = {
+    "nll": ("length", "steps", "text"),
+    "kl": ("steps", "answer"),
+    "scores": ("benchmark", *_ASKED, "stops", "temperature", "top_p", "judge"),
+    "accuracy": ("task", "source", *_ASKED),
+}
+"""A measure that records of one kind alone have -> what tells their work apart."""
+
+
+def _full(cells: Cells) -> Sequence[Record]:
+    return next((of for variant, of in cells.items() if variant.method == "full"), ())
 
 
 def _perplexities(cells: Cells) -> list[dict[str, Any]]:

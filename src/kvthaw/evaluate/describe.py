@@ -24,7 +24,7 @@ def describe(method: Method) -> dict[str, Any]:
     bytes_a_key: what the index keeps on the device for each key of a KV head, measured, of head_dim 128 in bf16, with its room to
     grow; beside the rows that are selected, and only in layers that choose."""
     decides = safe = held = None
-    evicts = method.evicts
+    evicts = method.index is None
     if method.index is not None:
         small, large = (_built(method, prompt) for prompt in _PROMPTS)
         decides, safe = "host" if small.on_host else "device", small.graph_safe

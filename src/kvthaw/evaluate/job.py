@@ -19,6 +19,9 @@ QUESTIONS: tuple[Question, ...] = get_args(Question)
 """Ways to ask; see Job."""
 THINKING = 4096
 """Tokens of an answer with its thoughts, where nobody asks for another number."""
+LEAD = 24
+"""Tokens of an answer through a chat template beyond the task's own: a model answers in a sentence there, which begins with the
+question's words."""
 EVEN_DEPTHS = tuple(i / 100 for i in range(0, 100, 5))
 """0 to 95 % in steps of 5."""
 
@@ -37,7 +40,8 @@ class Job:
     task. question: "dense" prefills it with the context; "sparse" caches the context and sends the question's tokens through the
     sparse path one by one. probe: observe every n-th step, 0 for none. text: the haystack, the book that ships if None. data: files
     that the task's questions come from instead of what ships. chat: ask through the chat template, whose tokens length does not
-    count. max_new_tokens: the longest answer, thoughts included; None: the task's, or THINKING where thinking is on.
+    count. max_new_tokens: the longest answer, thoughts included; None: the task's, LEAD
+    more through a chat template, or THINKING where thinking is on.
     """
 
     task: str
@@ -71,7 +75,8 @@ class Job:
 
     def limit(self, task: Task) -> int:
         """Return the most tokens of an answer."""
-        return self.max_new_tokens or (THINKING if self.thinks else task.max_new_tokens)
+        lead = 0 if self.chat is None else LEAD
+        return self.max_new_tokens or (THINKING if self.thinks else task.max_new_tokens + lead)
 
     def cells(self) -> list[tuple[int, float | None]]:
         """(seed, depth) of every sample. More samples begin with those of fewer, and few are spread over the depths, too: each

@@ -10,7 +10,7 @@ from importlib.metadata import version
 import torch
 
 from kvthaw.engine.hf import PreTrainedModel
-from kvthaw.engine.hf.model import plain_weights
+from kvthaw.engine.hf.identity import adapters, kv_weights
 from kvthaw.version import __version__
 
 
@@ -26,11 +26,14 @@ def identity(model: PreTrainedModel, name: str) -> dict[str, str]:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Return a short hash of names, shapes, dtypes and the first values of every weight, wherever they came from."""
+    """Return a short hash of names, shapes, dtypes and the first values of every weight, wherever they came from, and of what tells
+    the active adapters."""
     digest = hashlib.blake2b(digest_size=8)
-    for name, weight in plain_weights(model):
+    for name, weight in kv_weights(model):
         head = weight.flatten()[:16].float().cpu().numpy().tobytes()
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + head)
+    if active := adapters(model):
+        digest.update(str(active).encode())
     return digest.hexdigest()
 
 

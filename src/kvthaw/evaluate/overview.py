@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table as RichTable
 
 from kvthaw.engine.hub import display_name
 from kvthaw.evaluate import plot
-from kvthaw.evaluate.compare import named
+from kvthaw.evaluate.compare import Summaries, named
 from kvthaw.evaluate.document import Document, Part, Share, Table, Value, fold, heading, paragraph, picture
 from kvthaw.evaluate.metrics import mean, paired_sums, wilson
-from kvthaw.evaluate.report import lay_out, milliseconds, on
+from kvthaw.evaluate.report import lay_out, milliseconds, on, percent
 
 Summary = dict[str, Any]
 Row = tuple[str, ...]
+KL = "KL to full"
 
 
-def by_task(summaries: Sequence[Summary]) -> list[RichTable]:
-    """Return accuracy for the terminal, a table a length: one row a method and budget, one column a task."""
+def by_task(summaries: Sequence[Summary], near: Mapping[Row, float] | None = None) -> list[RichTable]:
+    """Return accuracy for the terminal, a table a length: one row a method and budget, one column a task. near: as for
+    `accuracies`."""
     first, every = summaries[0], dict.fromkeys(one["n"] for one in summaries)
     samples = f"{' / '.join(map(str, every))} sample{'s' * (max(every) > 1)}"
     about = f"{samples} a cell, question {first['question']}, {on(first)}"
     by_length: dict[int, list[Summary]] = {}
     for one in summaries:
         by_length.setdefault(one["length"], []).append(one)
-    return [in_text(f"accuracy at {n:,} tokens, {about}", accuracies(by_length[n])) for n in sorted(by_length)]
+    return [in_text(f"accuracy at {n:,} tokens, {about}", accuracies(by_length[n], near)) for n in sorted(by_length)]
 
 
 def perplexities(summaries: Sequence[Summary]) -> RichTable:
@@ -38,17 +40,49 @@ def perplexities(summaries: Sequence[Summary]) -> RichTable:
     return in_text(f"perplexity after so many tokens, and nats over full: {about}", perplexity_table(summaries))
 
 
+def agreements(summaries: Sequence[Summary]) -> RichTable:
+    """Return how near variants are to full attention for the terminal; see `agreement_table`."""
+    return in_text(
+        f"KL(full || method) in nats a token: {_compared(summaries[0])}, {on(summaries[0])}", agreement_table(summaries)
+    )
+
+
+def agreement_table(summaries: Sequence[Summary]) -> Table:
+    """One row a variant, the nearest of each budget first."""
+    lines: list[list[Value]] = []
+    for one in sorted(summaries, key=lambda one: (one["method"] == "full", one["budget"] or 0, one["kl"])):
+        low_high = "-" if one["kl_95"] is None else f"{one['kl_95'][0]:.4f} to {one['kl_95'][1]:.4f}"
+        attended = "all" if one["attended_mean"] is None else f"{one['attended_mean']:.0f}"
+        kl = [f"{one['kl']:.4f}", low_high, f"{one['kl_p99']:.4f}", f"{100 * one['same_top']:.1f}"]
+        lines.append([*named(one), *kl, attended])
+    measures = (KL, "95 % interval", "99th percentile", "same top %", "tokens attended")
+    return Table(("method", "budget", "dense layers", *measures), lines)
+
+
+def nearness(agreements: Iterable[Summary]) -> dict[Row, float]:
+    """Return the KL to full attention of each variant, as a table names it."""
+    return {tuple(named(one)): one["kl"] for one in agreements}
+
+
+def _compared(one: Summary) -> str:
+    """Return what the next tokens of a summary follow."""
+    follows = "full attention's greedy answers" if one["answer"] == "greedy" else "the text that follows"
+    lengths = f"{one['lengths'][0]:,}" + (f" to {one['lengths'][-1]:,}" if len(one["lengths"]) > 1 else "")
+    return f"{one['tokens']:,} tokens of {follows}, {one['n']} prompts of {lengths} tokens"
+
+
 def in_text(title: str, made: Table) -> RichTable:
     """Return a table for the terminal, shares without their intervals."""
     cells = [[value if isinstance(value, str) else value.text for value in row] for row in made.rows]
     return lay_out(title, [textwrap.fill(name, 10, break_long_words=False) for name in made.columns], cells)
 
 
-def overview(tasks: Sequence[Summary], perplexities: Sequence[Summary] = ()) -> Document:
+def overview(summaries: Summaries) -> Document:
     """Make the report of `kvthaw.evaluate.compare.summaries`."""
     blocks: list[Part] = []
-    for question in dict.fromkeys(one["question"] for one in tasks):
-        some = [one for one in tasks if one["question"] == question]
+    near = nearness(summaries.agreements)
+    for question in dict.fromkeys(one["question"] for one in summaries.tasks):
+        some = [one for one in summaries.tasks if one["question"] == question]
         how = "in the prefill" if question == "dense" else "through the method"
         counts = sorted({one["n"] for one in some})
         samples = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
@@ -61,24 +95,40 @@ def overview(tasks: Sequence[Summary], perplexities: Sequence[Summary] = ()) -> 
         rows = max(one["rows"] for one in some) if any(one["step_s"] for one in some) else 1
         if rows > 1:
             about += f" A decode step is shared by up to {rows} samples."
-        blocks += [heading(f"Accuracy, the question {how}"), paragraph(about), accuracies(some).part()]
+        blocks += [heading(f"Accuracy, the question {how}"), paragraph(about), accuracies(some, near).part()]
         for length in sorted({one["length"] for one in some}):
             at = [one for one in some if one["length"] == length]
             blocks.append(fold(f"At {length:,} tokens", accuracies(at).part()))
         blocks += _pictures(some)
-    if perplexities:
-        blocks += [heading("Perplexity"), paragraph(_PERPLEXITY), perplexity_table(perplexities).part()]
-    return Document("Methods on the same work", blocks)
+    for question in dict.fromkeys(one["question"] for one in summaries.benchmarks):
+        some = [one for one in summaries.benchmarks if one["question"] == question]
+        how = "in the prefill" if question == "dense" else "through the method"
+        blocks += [
+            heading(f"Published benchmarks, the question {how}"),
+            paragraph(_SCORES + on(some[0])),
+            score_table(some, near).part(),
+        ]
+    if summaries.agreements:
+        about = f"{_AGREEMENT} {_compared(summaries.agreements[0])}, {on(summaries.agreements[0])}."
+        blocks += [heading("Agreement with full attention"), paragraph(about), agreement_table(summaries.agreements).part()]
+    if summaries.perplexities:
+        blocks += [heading("Perplexity"), paragraph(_PERPLEXITY), perplexity_table(summaries.perplexities).part()]
+    return Document("kvthaw compare: methods side by side", blocks)
 
 
+_SCORES = "Scores by the benchmarks' own metrics, in percent. "
+_AGREEMENT = (
+    "Every method is sent the tokens that full attention answers. KL(full || method) of the next-token distributions in nats a "
+    "token, with a bootstrap interval over prompts, and the share of tokens whose likeliest next token is the same:"
+)
 _PERPLEXITY = (
     "Of the tokens that follow in the text, sent one by one through the method; beside it the difference to full attention on the "
     "same tokens in nats, with its normal 95 % interval."
 )
 
 
-def accuracies(some: Sequence[Summary]) -> Table:
-    """One row a method and budget, the best mean first; one column a task."""
+def accuracies(some: Sequence[Summary], near: Mapping[Row, float] | None = None) -> Table:
+    """One row a method and budget, the best mean first; one column a task. near: KL to full attention, a column if there is any."""
     tasks = list(dict.fromkeys(one["task"] for one in some))
     rows: dict[Row, list[Summary]] = {}
     for one in some:
@@ -92,6 +142,7 @@ def accuracies(some: Sequence[Summary]) -> Table:
                 *variant,
                 _share(mine),
                 _difference(mine),
+                *_nats_of(variant, near),
                 *(_share(of) for of in by_task.values()),
                 f"{sum(held) / len(held):.0f}" if held else "all",
                 milliseconds(mean(one["step_s"] for one in mine)),
@@ -103,13 +154,35 @@ def accuracies(some: Sequence[Summary]) -> Table:
         "budget",
         "dense layers",
         "mean",
-        "less full",
+        "vs full",
+        *([KL] if near else []),
         *tasks,
         "tokens attended",
         "ms a step",
         "KV MiB on the device",
     )
     return Table(heads, lines)
+
+
+def score_table(some: Sequence[Summary], near: Mapping[Row, float] | None = None) -> Table:
+    """One row a method and budget, one column a published benchmark. near: as for `accuracies`."""
+    names = list(dict.fromkeys(one["benchmark"] for one in some))
+    rows: dict[Row, dict[str, Summary]] = {}
+    for one in some:
+        rows.setdefault(tuple(named(one)), {})[one["benchmark"]] = one
+    lines: list[list[Value]] = []
+    for variant, found in sorted(rows.items(), key=lambda row: (row[0][0] != "full", -_score(row[1].values()), row[0])):
+        cells = [f"{percent(found[name]['score'])}, n={found[name]['n']}" if name in found else "-" for name in names]
+        lines.append([*variant, percent(_score(found.values())), *_nats_of(variant, near), *cells])
+    return Table(("method", "budget", "dense layers", "mean", *([KL] if near else []), *names), lines)
+
+
+def _score(some: Iterable[Summary]) -> float:
+    return mean(one["score"] for one in some) or 0.0
+
+
+def _nats_of(variant: Row, near: Mapping[Row, float] | None) -> list[str]:
+    return [f"{near[variant]:.4f}" if variant in near else "-"] if near else []
 
 
 def _mean(some: Sequence[Summary]) -> float:

@@ -109,9 +109,8 @@ class Observer:
 class Probe(Observer):
     """Observes every sparse layer of a cache, at every n-th step of each.
 
-    reference: a cache that holds the same first tokens in full; rows are read from it instead of the host store, and for a
-    method that evicts there is no other place. Exact attention here knows neither softcap nor learned sinks. `seconds` is the
-    time that observing took, to be taken off timings.
+    reference: a cache that holds the same first tokens in full; rows are read from it instead of the host store. Exact attention
+    here knows neither softcap nor learned sinks. `seconds` is the time that observing took, to be taken off timings.
     """
 
     def __init__(self, cache: Cache, *, every: int = 1, reference: Cache | None = None) -> None:
@@ -141,21 +140,14 @@ class Probe(Observer):
         start = now(query.device)
         for seq in range(layer.sequences.count):
             rows = stored_rows(layer, seq, query.device, self._reference.get(layer.number))
-            if rows is not None:
-                self.observations.append(observe(layer, seq, query[seq], choice, rows))
+            self.observations.append(observe(layer, seq, query[seq], choice, rows))
         self.seconds += now(query.device) - start
 
 
-def stored_rows(layer: OffloadedLayer, seq: int, device: torch.device, known: LayerKV | None = None) -> list[Tensor] | None:
-    """Return all rows of a sequence in parts [H, n, 2, D], or None where some are gone for good. known: a layer that holds its
-    first tokens in full."""
+def stored_rows(layer: OffloadedLayer, seq: int, device: torch.device, known: LayerKV | None = None) -> list[Tensor]:
+    """Return all rows of a sequence in parts [H, n, 2, D]. known: a layer that holds its first tokens in full."""
     length = layer.length(seq)
     prefix = 0 if known is None else min(length, known.length(seq))
-    if layer.settings.method.evicts and prefix < length:
-        assert layer.plan is not None
-        gone = layer.indexed(seq) > layer.plan.regions.sink and prefix < layer.indexed(seq)
-        if gone:
-            return None
     parts = [] if known is None or prefix == 0 else [known.read(seq, 0, prefix).to(device)]
     return [*parts, layer.read(seq, prefix, length).to(device)] if prefix < length else parts
 

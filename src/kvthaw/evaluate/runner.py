@@ -43,8 +43,10 @@ class Runner(Evaluator[Job, SampleKey]):
         """Return what the records of samples under a complete variant depend on.
 
         depth: where the fact was asked to stand, 0..1, None if left to the task. source: a hash of the haystack and files that were
-        given, "" for what ships. chat, system, thinking, max_new_tokens: only where they were given.
+        given, "" for what ships. chat, system, thinking: only where they were given. max_new_tokens: where it was given, or where
+        the chat template leaves answers more room than the task does.
         """
+        own = work.max_new_tokens is None and work.chat is None
         same: Setting = {
             **self.same,
             **setting_of(variant),
@@ -54,22 +56,32 @@ class Runner(Evaluator[Job, SampleKey]):
             "probe": work.probe,
             "source": fingerprint_of(work.text, work.data),
             **({} if work.chat is None else {"chat": True, **work.chat.setting()}),
-            **({} if work.max_new_tokens is None else {"max_new_tokens": work.max_new_tokens}),
+            **({} if own else {"max_new_tokens": work.limit(find(work.task, work.data))}),
         }
         return [[{**same, "seed": seed, "depth": depth}] for seed, depth in places]
 
     def compute(self, piece: Piece[Job, SampleKey], tell: Tell = lambda *_: None) -> Iterator[list[Record]]:
         job, task = piece.work, find(piece.work.task, piece.work.data)
         samples = [self._sample(task, job, *place) for place in piece.places]
-        parts = [split_prompt(self.tokenizer, sample.context, sample.question, job.chat) for sample in samples]
-        for context, question in parts:
-            check_prompt(self.model, len(context) + len(question))
+        parts = self._parts(job, samples)
         sparse = job.question == "sparse"
         prompts = [context if sparse else context + question for context, question in parts]
         rests = [question if sparse else [] for _, question in parts]
         for filled in self.prefills.of(piece.variants, prompts, tell):
             settings = [one for (one,) in self.settings(job, filled.variant, piece.places)]
             yield self._lines(job, task, samples, filled, rests, settings)
+
+    def prompts(self, job: Job, places: Sequence[SampleKey]) -> list[list[int]]:
+        """Return the prompts of samples, context and question in one."""
+        task = find(job.task, job.data)
+        return [context + question for context, question in self._parts(job, [self._sample(task, job, *one) for one in places])]
+
+    def _parts(self, job: Job, samples: Sequence[Sample]) -> list[tuple[list[int], list[int]]]:
+        """Return the tokens of each sample's context and question. Raises ConfigError for more than the model has positions for."""
+        parts = [split_prompt(self.tokenizer, sample.context, sample.question, job.chat) for sample in samples]
+        for context, question in parts:
+            check_prompt(self.model, len(context) + len(question))
+        return parts
 
     def _sample(self, task: Task, job: Job, seed: int, depth: float | None) -> Sample:
         try:

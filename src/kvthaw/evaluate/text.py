@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+from kvthaw.engine.chat_template import dates_of, dates_said, has_template, opening, render, templates
 from kvthaw.engine.hf import PreTrainedModel
-from kvthaw.engine.text import StopStrings, TextStream
+from kvthaw.engine.hf.kv_dir import common
+from kvthaw.engine.text import StopStrings, TextStream, special_tokens
 from kvthaw.errors import ConfigError
 
 
@@ -24,13 +29,16 @@ def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
 class AnswerText:
     """The text of an answer as its tokens come, up to one of the strings that end it.
 
-    after_first_word: strings before the answer's first word do not end it. text: all of it so far; stopped: whether a string ended
-    it.
+    after_first_word: strings before the answer's first word do not end it. after: tokens whose text it goes on; see TextStream.
+    text: all of it so far; stopped: whether a string ended it.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), *, after_first_word: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), *, after_first_word: bool = False, after: Sequence[int] = ()
+    ) -> None:
         self.text = ""
-        self._stream, self._stops, self._begun = TextStream(tokenizer), StopStrings(stops), not after_first_word
+        self._stops = StopStrings(stops, special=special_tokens(tokenizer, stops))
+        self._stream, self._begun = TextStream(tokenizer, marks=self._stops.marks, after=after), not after_first_word
 
     @property
     def stopped(self) -> bool:
@@ -55,6 +63,7 @@ class AnswerText:
         return new
 
 
+_DATED = 64  # tokens that a date may have more than today's
 _SWITCHES = ("enable_thinking", "thinking")
 """What templates call the switch for thinking."""
 
@@ -75,8 +84,8 @@ class Chat:
 
     def check(self, tokenizer: Any) -> None:
         """Raise ConfigError for a tokenizer whose template does not do what is asked for."""
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigError("chat, a system prompt or thinking is asked for, but the tokenizer has no chat template")
+        if not has_template(tokenizer):
+            raise ConfigError(f"chat, a system prompt or thinking is asked for, but the tokenizer has {templates(tokenizer)}")
         if self.system is not None and self.system.strip() not in self.render(tokenizer, "Hello."):
             raise ConfigError("system is given, but the chat template leaves the system prompt out")
         if self.thinking is not None:
@@ -85,20 +94,18 @@ class Chat:
                 word = "on" if self.thinking else "off"
                 raise ConfigError(f"thinking is to be {word}, but the chat template does not know {' or '.join(_SWITCHES)}")
 
-    def render(self, tokenizer: Any, prompt: str) -> str:
-        """Return the text that asks for an answer to a prompt."""
-        return self.turns(tokenizer, [{"role": "user", "content": prompt}])
+    def render(self, tokenizer: Any, prompt: str, dates: Mapping[str, str] = MappingProxyType({})) -> str:
+        """Return the text that asks for an answer to a prompt. dates: see `render`."""
+        return self.turns(tokenizer, [{"role": "user", "content": prompt}], dates=dates)
 
-    def turns(self, tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text that asks for an answer after several messages."""
+    def turns(
+        self, tokenizer: Any, messages: Sequence[Mapping[str, str]], *, dates: Mapping[str, str] = MappingProxyType({})
+    ) -> str:
+        """Return the text that asks for an answer after several messages. dates: see `render`."""
         if self.system is not None:
             messages = [{"role": "system", "content": self.system}, *messages]
-        switch = {} if self.thinking is None else dict.fromkeys(_SWITCHES, self.thinking)
-        try:
-            text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **switch)
-        except Exception as error:  # whatever the template raises
-            raise ConfigError(f"the chat template fails: {error}") from error
-        return text
+        switch: dict[str, Any] = {} if self.thinking is None else dict.fromkeys(_SWITCHES, self.thinking)
+        return render(tokenizer, messages, dates=dates, add_generation_prompt=True, **switch)
 
 
 def spoken(text: str, stops: Sequence[str] = ()) -> str:
@@ -115,15 +122,44 @@ def following(document: str, question: str) -> str:
     return question if apart else f"\n{question}"
 
 
-def split_prompt(tokenizer: Any, context: str, question: str, chat: Chat | None = None) -> tuple[list[int], list[int]]:
+def dates_of_kept(tokenizer: Any, chat: Chat, kept: Sequence[Sequence[int]], prompt: str) -> dict[str, str]:
+    """Return what a chat template is to say of the date, by format: what it said when that prompt was kept that has most of this
+    one; today's date where none has more than with this. kept: tokens of prompts."""
+    today = dates_of(tokenizer, datetime.now())
+    draw = partial(chat.render, tokenizer)
+
+    def read(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    if not today or not kept:
+        return today
+    ids, start = read(draw(prompt, today)), len(read(opening(draw, today)))
+    best, most = today, max(common(one, ids) for one in kept)
+    for one in kept:
+        text = tokenizer.decode(one[: start + _DATED], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if (dates := dates_said(text, draw, today)) is not None:
+            at = len(read(opening(draw, dates)))
+            if (held := at + common(one[at:], ids[start:])) > most:
+                best, most = dates, held
+    return best
+
+
+def split_prompt(
+    tokenizer: Any,
+    context: str,
+    question: str,
+    chat: Chat | None = None,
+    *,
+    dates: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[list[int], list[int]]:
     """Return the tokens of a context and of what follows it, together those of the whole prompt; one that spans both is the
     question's.
 
-    chat: through the tokenizer's template, whose end then is the question's.
+    chat: through the tokenizer's template, whose end then is the question's. dates: see `render`.
     """
     prompt, before = context + question, context
     if chat is not None:
-        whole_text = chat.render(tokenizer, prompt)
+        whole_text = chat.render(tokenizer, prompt, dates)
         at = whole_text.rfind(question) if question else len(whole_text)
         if at < 0:
             raise ConfigError("the chat template changes the question, so context and question cannot be told apart")

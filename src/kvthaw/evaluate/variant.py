@@ -11,8 +11,10 @@ from kvthaw.cache.index_api import Method
 from kvthaw.cache.plan import Settings, try_index
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.errors import ConfigError
+from kvthaw.method_names import split_names
 from kvthaw.methods import resolve
-from kvthaw.methods.options import digest, split, take
+from kvthaw.methods.options import digest, take
+from kvthaw.regions import BUDGET
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def read_variants(
     limits: list[tuple[int | float | None, int | None]] = [(one, None) for one in budgets]
     limits += [(None, one) for one in retrieved]
     found: dict[Variant, None] = {}
-    for written in itertools.chain.from_iterable(map(split, [methods] if isinstance(methods, str) else methods)):
+    for written in itertools.chain.from_iterable(map(split_names, [methods] if isinstance(methods, str) else methods)):
         own = read_variant(written)
         method = resolve(own.method)
         if method.dense and own != Variant(own.method):
@@ -99,7 +101,7 @@ def complete(model: PreTrainedModel, variant: Variant) -> Variant:
     if resolve(variant.method).dense:
         return FULL
     cache = Cache(model, variant.method, **variant.limits)
-    budget = 256 if variant.budget is None and variant.retrieved is None else variant.budget
+    budget = BUDGET if variant.budget is None and variant.retrieved is None else variant.budget
     return replace(variant, budget=budget, dense_layers=cache.settings.dense_layers)
 
 

@@ -70,7 +70,7 @@ class TreeIndex(Index, Snapshots, Swaps):
             c.build_beam,
             c.build_retrieve_share,
             c.retrieve_batch,
-            CHOICES["merge"].index(c.merge),
+            int(c.merge == "share"),
             context.scale,
             CHOICES["unit"].index(c.unit),
             c.outliers,
@@ -128,7 +128,11 @@ class TreeIndex(Index, Snapshots, Swaps):
             most = [self.context.store.seqs, self.context.q_heads, self.context.head_dim]
             raise ValueError(f"query is {list(query.shape)}; it must be {most}, or fewer sequences")
         at_least(0, budget=budget)
-        group = self.context.group
+        return self.search(query, rows, counts, budget)
+
+    def search(self, query: Tensor, rows: Tensor, counts: Tensor, budget: int) -> Callable[[], None]:
+        """Return what prepare() does with a query [B, Hq, D] that was checked."""
+        batch, group = query.shape[0], query.shape[1] // self.context.kv_heads
 
         def select() -> None:
             bases = self._addresses(0, batch, {seq: self.length(seq) for seq in range(batch) if self.forest.size(seq)})

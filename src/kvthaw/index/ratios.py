@@ -17,12 +17,14 @@ short contexts, and rho >= beta."""
 @dataclass(frozen=True, slots=True)
 class Ratios:
     """rho: share of the keys that collide in a subspace; beta: share that become candidates; None: by region length, as in
-    TABLE. candidates: a fixed number of candidates instead of beta. tiered: six tiers of votes, or one. Raises ConfigError."""
+    TABLE. candidates: a fixed number of candidates instead of beta. tiered: six tiers of votes, or one. least: candidates for each
+    selected row, at least. Raises ConfigError."""
 
     rho: float | None = None
     beta: float | None = None
     candidates: int | None = None
     tiered: bool = True
+    least: int = 1
 
     def __post_init__(self) -> None:
         proportion(**{name: share for name, share in (("rho", self.rho), ("beta", self.beta)) if share is not None})
@@ -44,11 +46,12 @@ class Ratios:
         return ends if self.tiered else [0] * 5 + ends[-1:]
 
     def wanted(self, length: int, k: int) -> int:
-        """Candidates for a region of `length` keys: at least the k rows that are wanted, if there are so many."""
+        """Return the number of candidates for a region of `length` keys: at least `least` for each of the k rows, as far as there
+        are keys."""
         if self.candidates is not None:
             return min(length, self.candidates)
         beta = self.beta or next(beta for end, _, beta in TABLE if end is None or length < end)
-        return min(length, max(k, _ceil(beta * length)))
+        return min(length, max(self.least * k, _ceil(beta * length)))
 
     def most(self, capacity: int, k: int) -> int:
         """The largest `wanted` of any length up to capacity."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,40 +13,56 @@ from kvthaw.errors import at_least, within
 from kvthaw.index.planes import Planes
 from kvthaw.index.tokens import Policy, TokenIndex
 
+_NATS = 87.0
+"""How far two logits may lie apart until the lesser one's chance is less than any float32 that is exact."""
+
 
 class SoftHashIndex(TokenIndex):
-    """A token's score is the chance that the query meets it, summed over L tables, times the length of its value.
+    """A token's score is the chance that the query meets it, summed over L tables, times the length of its value, or not.
 
     Table l has K random directions w_li. A key stands in the bucket of its signs; a query is in every bucket c of {-1, 1}^K with
-    the chance p_l(c) = softmax_c(sum_i tanh(q.w_li) c_i / tau). score = |v| sum_l p_l(bucket of k). The query heads of a group
-    agree by their scores' shares of the sum over the indexed tokens; mean_query: by the score of the mean query.
+    the chance p_l(c) = softmax_c(sum_i tanh(q.w_li) c_i / (tau sqrt(D))), D being head_dim, as in the authors' code.
+    score = |v| sum_l p_l(bucket of k), without |v| unless `values`. The query heads of a group agree by their scores' shares of the
+    sum over the indexed tokens; mean_query: by the score of the mean query.
 
-    buckets [B, H, capacity, L] uint8 or, for more than 8 bits, int16; lengths [B, H, capacity] float32.
+    buckets [B, H, capacity, L] uint8 or, for more than 8 bits, int16; lengths [B, H, capacity] float32, if they count.
     """
 
     def __init__(
-        self, context: IndexContext, *, bits: int = 10, tables: int = 60, tau: float = 0.3, policy: Policy = "max"
+        self,
+        context: IndexContext,
+        *,
+        bits: int = 10,
+        tables: int = 60,
+        tau: float = 0.3,
+        values: bool = True,
+        policy: Policy = "max",
     ) -> None:
         within(1, 12, bits=bits)
         at_least(1, tables=tables)
-        at_least(0.2, tau=tau)  # below it a chance may be less than any float32
-        self.bits, self.count, self.tau = bits, tables, tau
+        root = math.sqrt(context.head_dim)
+        at_least(math.ceil(1e3 * 2 * bits / (_NATS * root)) / 1e3, tau=tau)
+        self.bits, self.count, self.tau, self.softness = bits, tables, tau, tau * root
         kind = torch.uint8 if bits <= 8 else torch.int16
-        super().__init__(context, columns={"buckets": ((tables,), kind), "lengths": ((), torch.float32)}, policy=policy)
+        columns: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"buckets": ((tables,), kind)}
+        if values:
+            columns["lengths"] = (), torch.float32
+        super().__init__(context, columns=columns, policy=policy)
         self.planes = Planes(context, tables=tables, bits=bits)
         powers = 1 << torch.arange(bits, device=context.device)
         self.corners = ((torch.arange(1 << bits, device=context.device)[:, None] & powers) > 0).float() * 2 - 1  # [2^K, K]
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         kind = self.tables["buckets"].dtype
-        return {"buckets": self.planes.code(keys).to(kind), "lengths": values.float().norm(dim=3)}
+        coded = {"buckets": self.planes.code(keys).to(kind)}
+        return coded | ({"lengths": values.float().norm(dim=3)} if "lengths" in self.tables else {})
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *self.planes.tensors(), self.corners]
 
     def chances(self, query: Tensor) -> Tensor:
         """p_l(c) for query [B, H, P, D]: [B, H, P, L, 2^K] float32; bit i of a bucket is the sign of direction i."""
-        turned = torch.tanh(query.float() @ self.planes.directions).unflatten(3, (self.count, self.bits)) / self.tau
+        turned = torch.tanh(query.float() @ self.planes.directions).unflatten(3, (self.count, self.bits)) / self.softness
         return torch.softmax(turned @ self.corners.T, dim=4)
 
     def estimate(self, query: Tensor, tokens: int) -> Tensor:
@@ -56,5 +73,7 @@ class SoftHashIndex(TokenIndex):
         for table in range(self.count):
             where = buckets[:, :, None, :, table].long().expand(-1, -1, asked, -1)
             total += chances[:, :, :, table].gather(3, where)
+        if "lengths" in self.tables:
+            total = total * self.tables["lengths"][:batch, :, None, :tokens]
         least = torch.finfo(torch.float32).tiny  # a value of 0 ranks last, but it is a token
-        return (total * self.tables["lengths"][:batch, :, None, :tokens]).clamp(min=least).log() / self.scale
+        return total.clamp(min=least).log() / self.scale

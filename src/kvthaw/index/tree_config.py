@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,6 +12,10 @@ from torch import Tensor
 from kvthaw.errors import at_least, one_of, proportion, within
 
 _MASK = (1 << 64) - 1
+Promotion = Literal["random", "in_order"]
+Descend = Literal["node", "level", "digest"]
+Unit = Literal["page", "token"]
+Merge = Literal["union", "share", "each"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +41,18 @@ class TreeConfig:
         (algorithm 4's own answer): a store that fetches single rows need not bring a page's other tokens.
     merge: how the query heads of one KV head share the budget. "union": all that the heads found, or in turn each head's best
         where that is more than the budget. "share": by the best score, q.k times the attention's scale less the head's own
-        log-sum-exp over what it saw.
+        log-sum-exp over what it saw. "each": every head's own, of an equal share of the budget; all attend to the union, uncut, as
+        in the paper, whose budget is a query head's.
     seed: of promotions and directions.
     """
 
     promote: float = 0.05
     promote_higher: float = 0.0
-    promotion: str = "random"
+    promotion: Promotion = "random"
     page_size: int = 16
     composites: int = 1
     simples: int = 4
-    descend: str = "node"
+    descend: Descend = "node"
     query_beam: int = 16
     query_beam_share: float = 0.0
     query_retrieve_share: float = 0.9
@@ -57,8 +63,8 @@ class TreeConfig:
     build_retrieve_share: float = 0.9
     outliers: int = 2
     spread: float = 2.0
-    unit: str = "page"
-    merge: str = "union"
+    unit: Unit = "page"
+    merge: Merge = "union"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -83,12 +89,7 @@ class TreeConfig:
         return self.promote, self.promote_higher or self.promote
 
 
-CHOICES = {
-    "promotion": ("random", "in_order"),
-    "descend": ("node", "level", "digest"),
-    "unit": ("page", "token"),
-    "merge": ("union", "share"),
-}
+CHOICES = {"promotion": get_args(Promotion), "descend": get_args(Descend), "unit": get_args(Unit), "merge": get_args(Merge)}
 
 
 def splitmix64(x: int) -> int:

@@ -17,6 +17,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.inspect.pack import pack, pack_sets, stacked
 from kvthaw.inspect.recorder import Recording
 from kvthaw.inspect.run import Inspection, Run
+from kvthaw.regions import BUDGET
 
 MOST_BYTES = 10_000_000
 """Bytes of a page, unless another number is asked for."""
@@ -29,12 +30,14 @@ def asset(name: str) -> str:
 
 def label(method: str, budget: float | None, retrieved: float | None) -> str:
     """Return what readers are told of a way to attend."""
-    return f"{method}, budget {256 if budget is None else budget}" if retrieved is None else f"{method}, {retrieved} retrieved"
+    return (
+        f"{method}, budget {BUDGET if budget is None else budget}" if retrieved is None else f"{method}, {retrieved} retrieved"
+    )
 
 
-def texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """Return the text that each token adds; a token within a character adds nothing."""
-    stream = TextStream(tokenizer)
+def texts(tokenizer: Any, tokens: Sequence[int], after: Sequence[int] = ()) -> list[str]:
+    """Return the text that each token adds; a token within a character adds nothing. after: tokens whose text these go on."""
+    stream = TextStream(tokenizer, after=after)
     pieces = [stream.push(token) for token in tokens]
     rest = stream.finish()
     if pieces:
@@ -44,7 +47,10 @@ def texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 
 def text_data(tokenizer: Any, document: Sequence[int], question: Sequence[int], answer: Sequence[int]) -> dict[str, Any]:
     """Return the text of all tokens and where each ends, in UTF-16 units, as browsers count."""
-    pieces = [piece for part in (document, question, answer) for piece in texts(tokenizer, part)]
+    pieces, before = list[str](), list[int]()
+    for part in (document, question, answer):
+        pieces += texts(tokenizer, part, before)
+        before += part
     lengths = torch.tensor([len(piece.encode("utf-16-le")) // 2 for piece in pieces])
     return {
         "text": "".join(pieces),

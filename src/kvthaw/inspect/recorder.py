@@ -53,7 +53,7 @@ class ExactTopK(Observer):
     """Ranks all tokens of the retrieval region beside each selection of some sequences, which reads all of their keys: steps are
     slow, and run eagerly.
 
-    reference: layers by number that hold the same first tokens in full, for methods that evict. rows [H, M]: as many as each head
+    reference: layers by number that hold the same first tokens in full. rows [H, M]: as many as each head
     selected, the best by the largest softmax weight in its query group. mass [H]: the share of the exact softmax that sink, window,
     buffer and the selected rows cover, the mean of the group.
     """
@@ -71,10 +71,9 @@ class ExactTopK(Observer):
             return
         for seq in self.seqs:
             parts = stored_rows(layer, seq, query.device, self._reference.get(layer.number))
-            if parts is not None:
-                rows, mass = exact_rows(layer, seq, query[seq], choice.selection.rows[seq].to(query.device), parts)
-                self._rows.setdefault(seq, {})[layer.number] = rows.cpu()
-                self._mass.setdefault(seq, {})[layer.number] = mass.cpu()
+            rows, mass = exact_rows(layer, seq, query[seq], choice.selection.rows[seq].to(query.device), parts)
+            self._rows.setdefault(seq, {})[layer.number] = rows.cpu()
+            self._mass.setdefault(seq, {})[layer.number] = mass.cpu()
 
     def take(self, seq: int) -> tuple[Rows, Rows]:
         """Return the best rows and the attention mass by layer of a sequence's latest step, and forget them."""

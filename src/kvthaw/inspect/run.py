@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.engine.decode import decode
 from kvthaw.engine.hf import Cache, PreTrainedModel
-from kvthaw.engine.hf.model import check_prompt
+from kvthaw.engine.hf.model import check_prompt, check_text, positions
 from kvthaw.engine.prefill import prefill
+from kvthaw.engine.sampling import GREEDY, Sampler, Sampling
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.text import Chat, following, split_prompt, stop_tokens
 from kvthaw.evaluate.variant import Variant, fork, whole
@@ -52,30 +53,33 @@ def inspect(
     limit: int = 64,
     exact: bool = True,
     chat: Chat | None = None,
+    sampling: Sampling = GREEDY,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Inspection:
-    """Prefill a document once, then send the question and the answer through each variant, token by token.
+    """Prefill a document and a question once, as `kvthaw generate` does, then send the answer through each variant, token by token.
 
-    The first variant answers greedily; the others are given its tokens. exact: rank all tokens beside every step. chat: as one
-    message. Raises ConfigError for a question without tokens, a method that retrieves nothing and a tokenizer without a template.
+    The first variant answers as sampling says; the others are given its tokens. The prefill, which attends to everything, chooses
+    the first token. exact: rank all tokens beside every step. chat: as one message. Raises ConfigError for a question without
+    tokens, a method that retrieves nothing and a tokenizer without a template.
     """
     at_least(1, max_new_tokens=limit)
     for variant in variants:
         check_retrieves(variant)
     if chat is not None:
         chat.check(tokenizer)
+    check_text(tokenizer, document, positions(model))
     before, asked = split_prompt(tokenizer, document, following(document, question), chat)
     if not before or not asked:
         raise ConfigError(f"the document has {len(before)} tokens and the question {len(asked)}; each needs at least 1")
     check_prompt(model, len(before) + len(asked) + limit)
     base = whole(model, variants)
-    logits = prefill(model, base, before, progress=progress)
+    logits = prefill(model, base, before + asked, progress=progress)
     answer: list[int] = []
     runs = []
     for variant in variants:
         run = Run(variant)
         stops = stop_tokens(model, tokenizer)
-        _record(model, fork(base, variant), base.kv.layers, logits, asked, run, answer, exact, stops, limit)
+        _record(model, fork(base, variant), base.kv.layers, logits, run, answer, exact, stops, limit, sampling, before + asked)
         runs.append(run)
     return Inspection(before, asked, answer, runs)
 
@@ -83,13 +87,13 @@ def inspect(
 def replay(
     model: PreTrainedModel, variant: Variant, prompt: Sequence[int], answer: Sequence[int], *, exact: bool = False
 ) -> Run:
-    """Record what a variant recalls for an answer that was given after a prompt. exact: rank all tokens beside every step, but for
-    methods that evict. Raises ConfigError for a method that retrieves nothing."""
+    """Record what a variant recalls for an answer that was given after a prompt. exact: rank all tokens beside every step.
+    Raises ConfigError for a method that retrieves nothing."""
     check_retrieves(variant)
     cache, run = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved), Run(variant)
     logits = prefill(model, cache, prompt)
     cache.wait()
-    _record(model, cache, (), logits, (), run, list(answer), exact, frozenset(), len(answer))
+    _record(model, cache, (), logits, run, list(answer), exact, frozenset(), len(answer))
     return run
 
 
@@ -104,21 +108,21 @@ def _record(
     cache: Cache,
     reference: Sequence[LayerKV],
     logits: Tensor,
-    asked: Sequence[int],
     run: Run,
     answer: list[int],
     exact: bool,
     stops: frozenset[int],
     limit: int,
+    sampling: Sampling = GREEDY,
+    prompt: Sequence[int] = (),
 ) -> None:
-    """Send the question and the answer through a cache; an answer that is empty is filled."""
-    given, pending = list(answer), deque(asked)
+    """Send the answer through a cache that holds the prompt; an answer that is empty is filled."""
+    given, sampler = list(answer), Sampler(1, logits.shape[-1], logits.device)
+    sampler.join(0, sampling, prompt, stops)
     recorder = Recorder(cache.kv)
     ranked = ExactTopK(cache.kv, [0], reference) if exact else None
 
     def choose(after: Tensor) -> list[int] | None:
-        if pending:
-            return [pending.popleft()]
         run.recording.take(0, recorder, ranked)
         stats = cache.stats()
         for place, count in (
@@ -127,7 +131,7 @@ def _record(
             ("fetched", stats.fetched_bytes),
         ):
             run.places[place].append(count)
-        token = int(after[0].argmax())
+        token = int(sampler(after, torch.tensor([cache.get_seq_length()], device=after.device)).tokens)
         run.said.append(token)
         if not given:
             answer.append(token)

@@ -30,11 +30,13 @@ from kvthaw.methods.prkv import prkv
 from kvthaw.methods.prkv_plus import prkv_plus
 from kvthaw.methods.quest import quest
 from kvthaw.methods.registry import Methods
+from kvthaw.methods.remainder import with_remainder
 from kvthaw.methods.retroinfer import retroinfer
 from kvthaw.methods.shadowkv import shadowkv
 from kvthaw.methods.snapkv import snapkv
 from kvthaw.methods.socket import socket
 from kvthaw.methods.streaming import streaming
+from kvthaw.methods.thaw import thaw
 from kvthaw.methods.twilight import twilight
 from kvthaw.typecheck import check_type
 
@@ -43,6 +45,8 @@ def resolve(method: str | Method, **options: Any) -> Method:
     """Return a Method by name, with options, or as it is. Options may stand in the name: "icecache:promote=0.1:merge=union".
 
     Every method that retrieves also takes sink, window and buffer, in tokens, instead of its own regions, every method kv_dtype.
+    A method whose index is on the device takes remainder, the tokens of a page: what it does not select is estimated from the
+    mean key and the mean value of each page (`kvthaw.index.remainder`); 0: it is left out.
 
     Raises ConfigError for a name that is not in METHODS, naming the nearest, and for options that the method does not take."""
     if isinstance(method, Method):
@@ -59,14 +63,16 @@ def resolve(method: str | Method, **options: Any) -> Method:
         raise unknown("method", method, METHODS)
     if kv_dtype is not None:
         one_of(get_args(KvDtype), kv_dtype=kv_dtype)
+    page = 0 if "remainder" in signature(make).parameters else options.pop("remainder", 0)
     regions = {name: options.pop(name) for name in REGIONS if name in options and name not in signature(make).parameters}
     check(method, options, make)
-    check_type(int, **regions)
+    check_type(int, remainder=page, **regions)
     made = make(**options)
     if not isinstance(made, Method):
         raise ConfigError(f"method {method} made {made!r}; its function must return a kvthaw.Method")
     if regions and made.index is None:
         raise ConfigError(f"method {method} retrieves nothing; it has no option {next(iter(regions))!r}")
+    made = with_remainder(made, page)
     return replace(made, name=method, regions=replace(made.regions, **regions), kv_dtype=kv_dtype or made.kv_dtype)
 
 
@@ -90,6 +96,7 @@ METHODS = Methods(
         "icecache-digest-device": icecache_digest_device,
         "pariskv": pariskv,
         "pariskv-plus": pariskv_plus,
+        "thaw": thaw,
         "pqcache": pqcache,
         "magicpig": magicpig,
         "omnikv": omnikv,
@@ -101,4 +108,4 @@ METHODS = Methods(
         "socket": socket,
     }
 )
-"""Name -> the function that makes the Method from its options. The only list of methods."""
+"""Name -> the function that makes the Method from its options. `kvthaw.method_names` repeats the names."""

@@ -2,47 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvthaw.cache.crossing import Crossing
+from kvthaw.cache.dry_run import Needs
 from kvthaw.cache.index_api import Method
+from kvthaw.formatting import human
+from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve
 from kvthaw.methods.options import check, written
 
-AUTO = "auto"
+Limits = dict[str, tuple[int, int]]
+"""By place: the bytes that a cache needs there, and those that there are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The method for long contexts on a kind of device, and from where on it is the faster way."""
+    """The methods for long contexts on a kind of device, the best first and each with less on the device than the one before, and
+    from where on the first is faster than full attention."""
 
-    method: str
+    methods: tuple[str, ...]
     crossing: Crossing
+
+    @property
+    def method(self) -> str:
+        """The best."""
+        return self.methods[0]
 
 
 _8B = 4096
 """Bytes of KV of a token in a layer of 8 heads of 128 dimensions in bf16, of which the crossings on GPUs are."""
 
+_ON_GPU = ("thaw", "pariskv-plus", "clusterkv-plus", "icecache-digest")
 BEST = {
-    "NVIDIA H100": Best("pariskv-plus", Crossing(((1, 35700), (24, 6100)), _8B, "measured on an H100")),
-    "NVIDIA H200": Best("pariskv-plus", Crossing(((1, 20000), (24, 7900)), _8B, "measured on an H200")),
-    "cuda": Best("pariskv-plus", Crossing(((1, 20000), (24, 7900)), _8B, "an H200's, not measured on this GPU")),
-    "cpu": Best("icecache-digest", Crossing(((1, 8192),), 0, "two cores, from one length: docs/notes/placement.md")),
+    "NVIDIA H100": Best(_ON_GPU, Crossing(((1, 35700), (24, 6100)), _8B, "measured on an H100")),
+    "NVIDIA H200": Best(_ON_GPU, Crossing(((1, 20000), (24, 7900)), _8B, "measured on an H200")),
+    "cuda": Best(_ON_GPU, Crossing(((1, 20000), (24, 7900)), _8B, "an H200's, not measured on this GPU")),
+    "cpu": Best(("icecache-digest",), Crossing(((1, 8192),), 0, "measured on two cores, at one length")),
 }
 """By the name of a GPU, or how it begins; other GPUs, and the CPU. The H200's for 24 sequences is an H100's, by the memory's
 bandwidth. `python -m benchmarks.placement` prints such lines."""
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A method that was chosen by memory, and what it needs. reason: why it is not the fastest, if it is not. lacks: how it exceeds
+    the memory, if it does."""
+
+    method: Method
+    needs: Needs
+    reason: str = ""
+    lacks: str = ""
+
+
+def fastest(methods: Sequence[Method], needs: Callable[[Method], Needs], limits: Callable[[Needs], Limits]) -> Chosen:
+    """Choose the first of some methods that fits the memory, or else the one that exceeds it least.
+
+    needs: returns what a method takes. limits: returns by place what that is, and how much there is."""
+    found, over = list[Needs](), list[float]()
+    for method in methods:
+        found.append(needs(method))
+        over.append(max((need / max(1, limit) for need, limit in limits(found[-1]).values()), default=0.0))
+        if over[-1] <= 1:
+            break
+    best = over.index(min(over))
+    lacks = [_lacks(methods[i].name, limits(one)) for i, one in enumerate(found)]
+    return Chosen(methods[best], found[best], lacks[0] if best else "", lacks[best])
+
+
+def _lacks(name: str, limits: Limits) -> str:
+    """Say where a method takes more than there is."""
+    places = limits.items()
+    short = [f"{human(need)} on the {place} ({human(limit)} free)" for place, (need, limit) in places if need > limit]
+    return f"{name} would need {' and '.join(short)}" if short else ""
+
+
 def find(method: str | Method, device: torch.device, **options: Any) -> tuple[Method, Crossing | None]:
     """Return the method of a name or "auto" on a device, and for "auto" up to where full attention is the faster way."""
+    methods, crossing = candidates(method, device, **options)
+    return methods[0], crossing
+
+
+def candidates(method: str | Method, device: torch.device, **options: Any) -> tuple[list[Method], Crossing | None]:
+    """Return as find(), for "auto" all methods that it may choose, the fastest first."""
     if not isinstance(method, str) or method.partition(":")[0] != AUTO:
-        return resolve(method, **options), None
+        return [resolve(method, **options)], None
     check(AUTO, dict(map(written, method.split(":")[1:])) | options)
     best = best_on(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
-    return resolve(best.method), best.crossing
+    return [resolve(name) for name in best.methods], best.crossing
 
 
 def best_on(name: str) -> Best:

@@ -30,6 +30,6 @@ def h2o(*, agree: Agree = "mean", score: Score = "sum", queries: int | None = No
         index=partial(HeavyIndex, agree=agree, score=score, queries=queries),
         regions=Regions(0, 32, 16),
         prompt_queries=queries,
-        differs="-",
+        differs="one choice a KV head, the paper's one a query head; evicts by 16 tokens, as they leave the ring, not step by step",
         choose="comparing with eviction by accumulated attention",
     )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from kvthaw.cache.index_api import IndexContext, Method
 from kvthaw.cache.transfer import Layout, Way, transfer_of
 from kvthaw.errors import at_least, one_of
+from kvthaw.index.each_head import EachHeadTreeIndex
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods.options import check
@@ -43,7 +44,9 @@ def icecache(
     """Search a DCI-tree of each KV head on the host and fetch the pages that hold the best keys.
 
     The device keeps two pages of sink, two of window, one of buffer, and the pages selected. GQA: the query heads of a group
-    search on their own; the union of their pages is fetched, or, where the budget holds fewer, each head's best in turn.
+    search on their own; the union of their pages is fetched, or, where the budget holds fewer, each head's best in turn. With
+    `merge=each` every head has an equal share of the budget, and the union is not cut: the paper's b rows of each of G heads are
+    `merge=each:retrieved=G*b`.
 
     preset: "paper" promotes points at random with one ratio, finds parents by descending to the nearest point of each level
     (algorithm 2), and descends from the k best points of every node visited (algorithm 4), found by prioritized DCI. "code"
@@ -64,9 +67,12 @@ def icecache(
         threads,
         transfer,
         layout,
-        differs="rows lie in token order (`layout=page`: copied by pages); the union of pages is cut to the budget; regions shrink "
-        "below 160; a new promoted key takes over nearer ones; ratio, k, page size, sink, window and P-DCI's share are kvthaw's, "
-        "the paper gives none",
+        differs="rows lie in token order (`layout=page`: copied by pages); the union of pages is cut to the budget, "
+        "which is a KV head's, not a query head's (`merge=each`: uncut); every member measured is ranked, not the k best of "
+        "each node; parents are found "
+        "level by level; a layer is copied and indexed after its attention, not beside it; "
+        "regions shrink below 160; a new promoted key takes over "
+        "nearer ones; ratio, k, page size, sink, window and P-DCI's share are kvthaw's, the paper gives none",
         choose="reproducing the paper",
     )
 
@@ -77,11 +83,12 @@ def tree_method(
     """Return a method that searches trees of these TreeConfig fields on the host. fields: more of Method's."""
     at_least(1, reuse=reuse)
     at_least(0, threads=threads)
+    config = TreeConfig(**tree)
     return Method(
         name,
         paper="IceCache",
-        unit="page",
-        index=partial(_index, TreeConfig(**tree), tree.get("seed"), threads),
+        unit=config.unit,
+        index=partial(_index, config, tree.get("seed"), threads),
         regions=REGIONS,
         transfer=transfer_of(transfer, layout),
         anchors=reuse,
@@ -90,4 +97,5 @@ def tree_method(
 
 
 def _index(config: TreeConfig, seed: int | None, threads: int, context: IndexContext) -> TreeIndex:
-    return TreeIndex(context, replace(config, seed=context.seed if seed is None else seed), threads=threads)
+    kind = EachHeadTreeIndex if config.merge == "each" else TreeIndex
+    return kind(context, replace(config, seed=context.seed if seed is None else seed), threads=threads)

@@ -23,6 +23,7 @@ SETTINGS: dict[str, Any] = {
     "insert_beam": 20,
     "insert_retrieve_share": 1.0,
     "build_beam": 0,
+    "unit": "token",
     "merge": "share",
 }
 
@@ -33,8 +34,9 @@ def icecache_digest(
     """Search icecache's trees on the host by node digests instead of node keys.
 
     A digest is the mean, the spread and the outliers, in 8 bits, of all keys below a node; a query descends to the nodes that may
-    hold the best key, so that one key unlike its node is found. The device holds what it holds under icecache. Parents are
-    exact, P-DCI gives every member a true distance, and GQA is by the largest share in any head's attention.
+    hold the best key, so that one key unlike its node is found. Single tokens are fetched, the best of all members of the nodes
+    visited; `unit=page` fetches their pages whole, of which few tokens matter on real keys. The device holds what it holds under
+    icecache. Parents are exact, P-DCI gives every member a true distance, and GQA is by the largest share in any head's attention.
 
     A captured step is one graph more than it has searches; with another transfer than "uva" or with prefetch no step is captured.
     prefetch: search while the layer before attends, with the query that its attention input gives. reuse, threads, transfer,
@@ -50,7 +52,7 @@ def icecache_digest(
         transfer,
         layout,
         prefetches=prefetch,
-        differs="descends by node digests, not keys; exact parents; no pruning by P-DCI; rows in token order",
+        differs="descends by node digests, not keys; single tokens, not pages (`unit=page`); exact parents; no pruning by P-DCI",
         choose="device memory is all that matters and the host has cores to spare",
     )
 

@@ -26,6 +26,6 @@ def omnikv(*, filters: tuple[int, ...] | None = None, dense: bool = True) -> Met
         index=partial(FilterIndex, dense=dense),
         regions=Regions(4, 32, 16),
         anchors=anchors,
-        differs="keeps a window of the generated tokens, not all",
+        differs="keeps a window of the generated tokens, not all; the first layer that is not dense is always a filter",
         choose="comparing with reuse of tokens across layers",
     )

@@ -6,11 +6,10 @@ import ast
 import hashlib
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.plan import Settings
@@ -31,18 +30,6 @@ def written(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def split(text: str) -> list[str]:
-    """Read names with options from a list separated by commas, in which an option alone belongs to the name before it: "full,
-    quest:budget=64,sink=4" is full and quest:budget=64:sink=4."""
-    found: list[str] = []
-    for part in map(str.strip, re.split(r",(?![^(]*\))", text)):
-        if found and re.match(r"\w+=", part):
-            found[-1] += f":{part}"
-        elif part:
-            found.append(part)
-    return found
-
-
 def take(text: str, kinds: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Take the options that `kinds` names off a name with options. Returns what is left of it, and their values.
 
@@ -57,7 +44,7 @@ def take(text: str, kinds: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 def check(method: str, given: Mapping[str, Any], *takes: Callable[..., object]) -> None:
     """Raise ConfigError for an option that none of `takes` has, and for a value that is not what its annotation says. What a method
     takes under any name is its own to check, together with what it makes of that."""
-    known = {name: one for each in takes for name, one in inspect.signature(each, eval_str=True).parameters.items()}
+    known = {name: one for each in takes for name, one in _parameters(each).items()}
     named = {name: one.annotation for name, one in known.items() if one.kind is not one.VAR_KEYWORD}
     for name, value in given.items():
         if name in named:
@@ -70,7 +57,15 @@ def check(method: str, given: Mapping[str, Any], *takes: Callable[..., object]) 
             raise ConfigError(f"method {method} has no option {name!r}; {hint(name, (*named, *regions, *_BESIDE), has)}")
 
 
-_DECIDES = ("index", "regions", "evicts", "keep", "anchors", "rotary", "prefetches")
+def _parameters(make: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    """Return what a function or a dataclass takes, by name. Types of inherited fields are read where their class was written."""
+    if not is_dataclass(make):
+        return inspect.signature(make, eval_str=True).parameters
+    kinds = get_type_hints(make)
+    return {name: one.replace(annotation=kinds[name]) for name, one in inspect.signature(make).parameters.items()}
+
+
+_DECIDES = ("index", "regions", "keep", "anchors", "rotary", "prefetches")
 """What of a Method decides what is attended to; how rows come to the device does not."""
 
 
@@ -78,7 +73,8 @@ def digest(method: Method) -> str:
     """Eight bytes, in hexadecimal, of all options that a method's choices depend on, by name and value, defaults among them: of its
     index, of the functions and dataclasses that this is made with, and of the method itself. Raises TypeError for an option of
     another kind."""
-    stored = {} if method.kv_dtype is None else {"kv_dtype": method.kv_dtype}
+    stored: dict[str, Any] = {} if method.kv_dtype is None else {"kv_dtype": method.kv_dtype}
+    stored["evicts"] = method.index is None and not method.dense  # digests of earlier results stay as they are
     text = json.dumps(stored | {name: _plain(getattr(method, name)) for name in _DECIDES}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -119,7 +115,7 @@ def options(make: Callable[..., Method]) -> dict[str, dict[str, Any]]:
     }
     if any(one.kind is one.VAR_KEYWORD for one in named) and isinstance(made.index, partial):
         for settings in filter(is_dataclass, (*made.index.args, *made.index.keywords.values())):
-            kinds = inspect.signature(type(settings), eval_str=True).parameters
+            kinds = _parameters(type(settings))
             found |= {
                 name: {"default": getattr(settings, name), "takes": describe(one.annotation)} for name, one in kinds.items()
             }

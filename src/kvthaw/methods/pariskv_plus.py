@@ -41,7 +41,7 @@ def pariskv_plus(
         "pariskv-plus",
         votes,
         full_threshold,
-        ratios=Ratios(1.0 if votes == "graded" else rho, beta, candidates, votes == "tiered"),
+        ratios=Ratios(1.0 if votes == "graded" else rho, beta, candidates, votes == "tiered", least=4),
         policy=policy,
         centre=centre,
         rotate=rotate,

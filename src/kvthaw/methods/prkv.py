@@ -53,6 +53,7 @@ def prkv(
         transfer=transfer_of(transfer, layout),
         dense_layers=0,
         differs="maps tokens to pages and moves no rows (`layout=page`: copies them); a kernel reads rows (`transfer=bulk`: one "
-        "copy); the budget includes the window",
-        choose="reproducing the paper; long outputs whose attention keeps to a part of the context",
+        "copy); the budget includes the window; a refresh is begun in one append and in force with the next page",
+        choose="reproducing the paper; long outputs whose attention keeps to a part of the context; it has no sink, "
+        "and chat prompts of real models need `sink=16`",
     )

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import ConfigError
+from kvthaw.method_names import AUTO, GROUP
 
 Make = Callable[..., Method]
-GROUP = "kvthaw.methods"
-"""The entry points of packages that have methods: the name is the method's, the value the function that makes it."""
 
 
 class Methods(Mapping[str, Make]):
@@ -31,7 +30,7 @@ class Methods(Mapping[str, Make]):
 
         A name that was registered before stands for the new function. Raises ConfigError for a name of kvthaw's own, for one that
         could not be told from options, and for what is no function."""
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in ("auto", "all"):
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (AUTO, "all"):
             raise ConfigError(
                 f"name is {name!r}; a method's name has letters, digits, '-', '_' and '.', and is not auto or all"
             )

@@ -49,6 +49,7 @@ def retroinfer(
         index=index,
         regions=Regions(4, 64, 16),
         any_budget=True,
-        differs="the budget says how many rows are read",
+        differs="the budget says how many rows are read; k-means starts from random keys, "
+        "the authors' from evenly spaced ones, with keys centred",
         choose="comparing with clusters whose rest is estimated",
     )

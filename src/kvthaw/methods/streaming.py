@@ -1,4 +1,4 @@
-"""StreamingLLM (Xiao et al., 2023): the first tokens and the most recent ones; all others are evicted."""
+"""StreamingLLM (Xiao et al., 2023): decode steps attend to the first tokens and the most recent ones alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from kvthaw.regions import Regions
 
 
 def streaming(*, sink: int = 4) -> Method:
-    """Sink and window fill the whole budget. Keys keep the positions they were cached with."""
+    """Sink and window fill the whole budget. Keys keep the positions that they have in the text.
+
+    The paper gives keys positions within the cache, which lets a model go on beyond the positions that it has; here it cannot.
+    Host: rows of all other tokens lie there unread, so that a long continuation, a fork or another prompt may attend to them."""
     at_least(0, sink=sink)
     return Method(
         "streaming",
@@ -16,7 +19,6 @@ def streaming(*, sink: int = 4) -> Method:
         unit="-",
         index=None,
         regions=Regions(sink, 1, 1),
-        evicts=True,
-        differs="-",
+        differs="keys keep their positions in the text; the paper counts positions within the cache",
         choose="as a lower bound: sink and window alone",
     )

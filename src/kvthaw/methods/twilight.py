@@ -34,5 +34,5 @@ def twilight(
         paper="Twilight",
         index=index,
         differs="proposes four times the budget, not a quarter of the context; cuts the union to the budget",
-        choose="heads differ much in how many tokens they need",
+        choose="heads differ much in how many tokens they need; it has quest's regions, without a sink (`sink=16`)",
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvthaw.errors import unknown
 from kvthaw.reproduce import clusterkv, icecache, pariskv, prkv
-from kvthaw.reproduce.experiment import Cell, Experiment, Outcome, run
+from kvthaw.reproduce.experiment import Cell, Experiment, Outcome, check, run
 from kvthaw.reproduce.lab import Lab
 
 PAPERS: dict[str, tuple[Experiment, ...]] = {
@@ -33,4 +33,4 @@ def named(names: str) -> Iterator[Experiment]:
             raise unknown("name", name, ("list", "all", *PAPERS, *EXPERIMENTS))
 
 
-__all__ = ["EXPERIMENTS", "PAPERS", "Cell", "Experiment", "Lab", "Outcome", "named", "run"]
+__all__ = ["EXPERIMENTS", "PAPERS", "Cell", "Experiment", "Lab", "Outcome", "check", "named", "run"]

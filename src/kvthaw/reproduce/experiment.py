@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate.published import BENCHMARKS
 from kvthaw.evaluate.tasks.base import read_asset
 
 if TYPE_CHECKING:
@@ -118,13 +119,15 @@ def experiments(paper: str, plans: Mapping[str, Measurement]) -> tuple[Experimen
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The paper's numbers beside ours. differs: in what the run differs from the paper's, settings that it does not give aside."""
+    """The paper's numbers beside ours. differs: in what the run differs from the paper's, settings that it does not give aside.
+    left_out: a sentence for each of the columns that could not be measured here."""
 
     experiment: Experiment
     model: str
     said: Table
     cells: Cells
     differs: str
+    left_out: tuple[str, ...] = ()
 
     def lines(self) -> list[dict[str, Any]]:
         """Return a plain dict a row, for JSON."""
@@ -143,6 +146,7 @@ class Outcome:
                 "ours": {column: cell.value for (name, column), cell in self.cells.items() if name == row},
                 "ours_on": self.on(row),
                 "differs": self.differs,
+                "left_out": list(self.left_out),
             }
             for row, said in self.said.rows.items()
         ]
@@ -156,14 +160,33 @@ class Outcome:
 
 def run(experiment: Experiment, lab: Lab) -> Outcome:
     """Measure an experiment, or read from the lab's results what is known of it."""
-    model, said = experiment.said(lab.name)
+    check([experiment], lab)
+    (model, said), before = experiment.said(lab.name), len(lab.left_out)
     measured = experiment.plan.measure(lab, list(said.rows))
     cells = {place: cell for place, cell in measured.items() if place[1] in said.columns}
     if not cells:
-        raise ConfigError(f"{experiment.name}: nothing of it could be measured here; it needs {experiment.plan.needs}")
+        why, *others = lab.left_out[before:] or [""]
+        why += f" (and {len(others)} more)" * bool(others)
+        raise ConfigError(f"nothing of it could be measured here; it needs {experiment.plan.needs}" + f"; {why}" * bool(why))
     if lab.quick and experiment.plan.needs != "nothing":
         cells = once(cells)
-    return Outcome(experiment, model, said, cells, differs(experiment, lab))
+    return Outcome(experiment, model, said, cells, differs(experiment, lab), tuple(lab.left_out[before:]))
+
+
+def check(wanted: Iterable[Experiment], lab: Lab) -> None:
+    """Load the published data that experiments read, before any of them runs. Raises ConfigError that names all that is missing."""
+    if lab.quick or lab.name is None:
+        return
+    missing: list[str] = []
+    for name in dict.fromkeys(name for one in wanted for name in getattr(one.plan, "benchmarks", ())):
+        try:
+            lab.items(BENCHMARKS[name])
+        except ConfigError as error:
+            if lab.data is None:
+                raise
+            missing.append(f"{name}: {error}")
+    if missing:
+        raise ConfigError("; ".join(missing))
 
 
 def once(cells: Cells) -> Cells:

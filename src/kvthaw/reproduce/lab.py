@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from kvthaw.bench.card import where
 from kvthaw.bench.decode import Bench
 from kvthaw.engine.hf import PreTrainedModel
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity
 from kvthaw.evaluate.published import Benchmark, Item
@@ -20,6 +21,7 @@ from kvthaw.evaluate.results import ResultsFile
 from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import FULL, Variant, read_variant
+from kvthaw.methods import resolve
 
 BUDGET = 64
 """Of all quick runs."""
@@ -37,7 +39,7 @@ class Lab:
     """name: of the model. load: brings model and tokenizer when they are first needed. data: a file or folder of published data, or
     "hub". text: a book instead of the one that ships. quick: run everything as small as it can be. limit: of a benchmark's
     questions, or a task's samples. host_bytes: most host memory for KV where shapes are timed; None: as much as is free. known: of
-    times, show what the results hold of a GPU of this name, and measure none."""
+    times, show what the results hold of a GPU of this name, and measure none. left_out: sentences on columns that were."""
 
     name: str | None
     load: Load
@@ -50,6 +52,17 @@ class Lab:
     known: str | None = None
     tell: Callable[[Progress], None] = lambda progress: None
     note: Callable[[str], None] = lambda text: None
+    left_out: list[str] = field(default_factory=list)
+    _items: dict[str, list[Item]] = field(default_factory=dict)
+
+    @contextmanager
+    def attempt(self, columns: Iterable[str]) -> Iterator[None]:
+        """Leave columns out, with a sentence, that the model's positions or the host's memory cannot take."""
+        try:
+            yield
+        except (ConfigError, HostMemoryError) as error:
+            self.left_out.append(f"{', '.join(columns)} left out: {error}")
+            self.note(self.left_out[-1])
 
     @cached_property
     def loaded(self) -> tuple[PreTrainedModel, Any]:
@@ -88,10 +101,26 @@ class Lab:
         """The model, its type and its device."""
         return f"{Path(self.name or '').name}, {self.same['dtype']}, {self.same['device']}"
 
-    def variant(self, row: str) -> Variant:
-        """Return the variant of a row such as "pqcache:budget=0.2", smaller if quick."""
+    def variant(self, row: str, *, each_head: bool = False) -> Variant:
+        """Return the variant of a row such as "pqcache:budget=0.2", smaller if quick. each_head: the row's budget is of each query
+        head where the method's heads of a KV head can choose apart, see `apart`."""
         asked = read_variant(row)
-        return asked if asked == FULL else self.shrunk(asked)
+        small = asked if asked == FULL else self.shrunk(asked)
+        return self.apart(small) if each_head else small
+
+    def apart(self, variant: Variant) -> Variant:
+        """Return an IceCache whose budget is of each query head, as its paper counts: beside the regions of that budget, as many
+        rows for every head of a KV head, and the union uncut. Of a fraction the regions are of the whole."""
+        method, config = resolve(variant.method), self.loaded[0].config.get_text_config(decoder=True)
+        if not variant.method.startswith("icecache") or variant.budget is None:
+            return variant
+        group = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        name = f"{variant.method}:merge=each"
+        if isinstance(variant.budget, float):
+            return replace(variant, method=name, budget=min(0.99, group * variant.budget))
+        regions = method.regions.for_budget(variant.budget)
+        kept = f"sink={regions.sink}:window={regions.window}:buffer={regions.buffer}"
+        return replace(variant, method=f"{name}:{kept}", budget=None, retrieved=group * (variant.budget - regions.held))
 
     def shrunk(self, variant: Variant) -> Variant:
         """Return the variant, with BUDGET if quick."""
@@ -103,7 +132,9 @@ class Lab:
         """Return a benchmark's questions, one that ships in its place if quick."""
         if self.quick:
             return benchmark.items([_stand_in(benchmark.name)])
-        return benchmark.load(self.data)[: self.limit]
+        if benchmark.name not in self._items:
+            self._items[benchmark.name] = benchmark.load(self.data)
+        return self._items[benchmark.name][: self.limit]
 
     def chat(self, benchmark: Benchmark) -> Chat | None:
         """Return the model's chat template, if it has one and the benchmark is asked through one."""

@@ -37,7 +37,8 @@ class Score(NamedTuple):
 @dataclass(frozen=True)
 class Scores:
     """Published benchmarks, asked as published. mean: the column that is the mean of all others. length: where prompts are cut in
-    the middle. samples, new_tokens: of a benchmark, 1 and its own if not there. options: what a benchmark adds to a method's."""
+    the middle. samples, new_tokens: of a benchmark, 1 and its own if not there. options: what a benchmark adds to a method's.
+    each_head: budgets are of each query head, see Lab.variant."""
 
     columns: Mapping[str, Score]
     length: int | None = None
@@ -45,6 +46,12 @@ class Scores:
     new_tokens: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     mean: str = ""
+    each_head: bool = False
+
+    @property
+    def benchmarks(self) -> list[str]:
+        """The benchmarks whose data are read."""
+        return list(dict.fromkeys(score.benchmark for score in self.columns.values() if score.benchmark))
 
     @cached_property
     def needs(self) -> str:
@@ -54,24 +61,30 @@ class Scores:
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
         examiner = Examiner(*lab.loaded, lab.results, name=lab.name or "model")
-        cells: Cells = {}
-        names = list(dict.fromkeys(score.benchmark for score in self.columns.values() if score.benchmark))
-        for name in names[: 1 if lab.quick else None]:
-            run, variants = self._run(lab, name), {row: lab.variant(self._written(row, name)) for row in rows}
+        cells, names = Cells(), self.benchmarks[: 1 if lab.quick else None]
+        for name in names:
+            run, variants = (
+                self._run(lab, name),
+                {row: lab.variant(self._written(row, name), each_head=self.each_head) for row in rows},
+            )
             count = f"n={len(run.items)}" + f" x {run.samples}" * (run.samples > 1)
-            found = examiner.run(run, list(dict.fromkeys(variants.values())), lab.tell)
+            found: dict[Variant, list[Record]] = {}
+            columns = [column for column, score in self.columns.items() if score.benchmark == name]
+            with lab.attempt(columns):
+                found = examiner.run(run, list(dict.fromkeys(variants.values())), lab.tell)
             for row, variant in variants.items():
                 on = f"{lab.on}, {said(lab, variant)}, {'a stand-in for ' * lab.quick}{name}, {count}"
-                for column, score in self.columns.items():
-                    value = metric(found[variant], score) if score.benchmark == name else None
+                for column in columns if found else ():
+                    value = metric(found[variant], self.columns[column])
                     if value is not None:
                         cells[row, column] = Cell(value, on)
         if self.mean:
-            others = [column for column, score in self.columns.items() if score.benchmark in names[: 1 if lab.quick else None]]
+            others = [column for column, score in self.columns.items() if score.benchmark in names]
             for row in rows:
                 values = [cells[row, column].value for column in others if (row, column) in cells]
                 if len(values) == len(others):
-                    cells[row, self.mean] = Cell(mean(float(v) for v in values if v is not None), cells[row, others[0]].on)
+                    on = cells[row, others[0]].on if len(names) == 1 else f"{lab.on}, the mean of {len(others)} columns"
+                    cells[row, self.mean] = Cell(mean(float(v) for v in values if v is not None), on)
         return cells
 
     def _written(self, row: str, name: str) -> str:
@@ -100,13 +113,15 @@ def metric(records: Sequence[Record], score: Score) -> float | None:
 
 @dataclass(frozen=True)
 class Asked:
-    """Tasks that are made. columns: -> task, and tokens of the prompt, or words if so many. depths: where the facts stand."""
+    """Tasks that are made. columns: -> task, and tokens of the prompt, or words if so many. depths: where the facts stand.
+    each_head: budgets are of each query head, see Lab.variant."""
 
     columns: Mapping[str, tuple[str | tuple[str, ...], int]]
     samples: int
     depths: tuple[float, ...] = EVEN_DEPTHS
     words: bool = False
     text: bool = False
+    each_head: bool = False
 
     @property
     def needs(self) -> str:
@@ -115,15 +130,15 @@ class Asked:
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
         runner = Runner(*lab.loaded, lab.results, name=lab.name or "model")
-        variants, cells = {row: lab.variant(row) for row in rows}, Cells()
+        variants, cells = {row: lab.variant(row, each_head=self.each_head) for row in rows}, Cells()
         different = list(dict.fromkeys(variants.values()))
         for column, (names, size) in self.columns.items():
             tasks = ("passkey",) if lab.quick else (names,) if isinstance(names, str) else names
             records: dict[Variant, list[Record]] = {}
-            for task in tasks:
-                for variant, some in runner.run(self._job(lab, task, size), different, lab.tell).items():
-                    records.setdefault(variant, []).extend(some)
-            for row, variant in variants.items():
+            with lab.attempt([column]):
+                found = [runner.run(self._job(lab, task, size), different, lab.tell) for task in tasks]
+                records = {one: [record for each in found for record in each[one]] for one in different}
+            for row, variant in variants.items() if records else ():
                 mine = records[variant]
                 about = f"{'+'.join(tasks)}, {mine[0]['prompt']:,} tokens, n={len(mine)}"
                 value = mean(record["accuracy"] for record in mine)
@@ -164,12 +179,18 @@ class Read:
         steps, samples = (2, 1) if lab.quick else (self.steps, self.samples)
         variants, cells = {row: lab.variant(row) for row in rows}, Cells()
         different = list(dict.fromkeys(variants.values()))
-        found = {n: reader.run(Course(n, steps, samples, text=lab.text), different, lab.tell) for n in lengths.values()}
+        found: dict[int, dict[Variant, list[Record]]] = {}
+        for asked, length in lengths.items():
+            with lab.attempt([str(asked)]):
+                found[length] = reader.run(Course(length, steps, samples, text=lab.text), different, lab.tell)
         for row, variant in variants.items():
             by_length = {n: summarize_perplexity(some[variant], some[FULL]) for n, some in found.items()}
             on = f"{lab.on}, {said(lab, variant)}, {'the book that ships' if lab.text is None else '--text'}, n={samples}"
             for asked, length in lengths.items():
-                cells[row, str(asked)] = Cell(by_length[length]["perplexity"], f"{on}, {length:,} tokens")
+                if length in found:
+                    cells[row, str(asked)] = Cell(by_length[length]["perplexity"], f"{on}, {length:,} tokens")
+            if len(by_length) < len(set(lengths.values())):
+                continue
             apart = max(one["perplexity"] - one["full_perplexity"] for one in by_length.values())
             cells[row, "deviation"] = Cell(apart, on)
         return cells

@@ -56,10 +56,15 @@ class Watched:
     scale: float = 100
 
     @property
+    def benchmarks(self) -> list[str]:
+        """The benchmarks whose questions are the prompts."""
+        return list(dict.fromkeys(view.prompt for view in self.columns.values() if view.prompt in BENCHMARKS))
+
+    @property
     def needs(self) -> str:
         """A model, and what the prompts come from."""
         names = dict.fromkeys(view.prompt for view in self.columns.values())
-        files = dict.fromkeys(family(name) for name in names if name in BENCHMARKS)
+        files = dict.fromkeys(map(family, self.benchmarks))
         data = f", --data ({', '.join(files)}: a folder, or hub)" if files else ""
         return "--model" + data + ", --text (a book of PG19)" * ("text" in names)
 
@@ -71,8 +76,10 @@ class Watched:
         cells: Cells = {}
         for source, columns in sources.items():
             variants = list(dict.fromkeys(asked[row, column] for row in rows for column in columns))
-            found = watch(lab, source, variants, 1 if lab.quick else lab.limit or self.samples)
-            for row in rows:
+            found: dict[Variant, list[Record]] = {}
+            with lab.attempt(columns):
+                found = watch(lab, source, variants, 1 if lab.quick else lab.limit or self.samples)
+            for row in rows if found else ():
                 for column in columns:
                     view, variant = self.columns[column], asked[row, column]
                     value = getattr(

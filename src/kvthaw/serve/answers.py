@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import uuid
@@ -11,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvthaw.engine.logprobs import TokenLogprobs
+from kvthaw.engine.token_bytes import Offsets, TokenBytes
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.jobs import Delta
 from kvthaw.serve.schema import ChatRequest, CompletionRequest, Sampled
@@ -33,10 +33,13 @@ class Answer:
     prefix = ""
     ending = b""
     """Bytes at the end of a stream."""
+    warning: str | None = None
+    """What else the client is told at the end."""
 
     def __init__(self, body: Sampled, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
         self.id, self.created, self.model = f"{self.prefix}{uuid.uuid4().hex}", int(time.time()), model
         self._prompts, self._tokenizer, self._outputs = prompts, tokenizer, body.outputs
+        self._bytes = TokenBytes(tokenizer)
         self._new = 0  # tokens generated
         self._cached = [0] * len(prompts)  # tokens of each prompt that its first output found in the prefix cache
 
@@ -68,14 +71,14 @@ class Answer:
         """Return events as they are sent."""
         return b"".join(b"data: " + _json(event) + b"\n\n" for event in events)
 
+    @property
+    def _told(self) -> Json:
+        return {} if self.warning is None else {"warning": self.warning}
+
     def _count(self, delta: Delta) -> None:
         self._new += len(delta.tokens)
         if delta.index % self._outputs == 0:
             self._cached[delta.index // self._outputs] += delta.cached_tokens
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
     def _scores(self, scores: Sequence[TokenLogprobs]) -> list[Json]:
         """Return log-probabilities of tokens, each with the likeliest ones."""
@@ -85,8 +88,8 @@ class Answer:
         ]
 
     def _token(self, token: int, logprob: float) -> Json:
-        text = self._text([token])
-        return {"token": text, "logprob": max(logprob, IMPOSSIBLE), "bytes": None if "\ufffd" in text else list(text.encode())}
+        known = self._bytes
+        return {"token": known.text(token), "logprob": max(logprob, IMPOSSIBLE), "bytes": list(known.of(token))}
 
 
 class Completion(Answer):
@@ -124,14 +127,14 @@ class Completion(Answer):
 
     def closing(self) -> list[Json]:
         options = self._body.stream_options
-        return [self._chunk(None)] if options is not None and options.include_usage else []
+        return [self._chunk(None) | self._told] if self._told or (options is not None and options.include_usage) else []
 
     def whole(self, outputs: Sequence[Delta]) -> Json:
         outputs = [self._kept(delta) for delta in outputs]
         for delta in outputs:
             self._count(delta)
         choices = [self._choice(delta, whole=True) for delta in outputs]
-        return self._head | {"object": self.kind, "choices": choices, "usage": self._usage()}
+        return self._head | {"object": self.kind, "choices": choices, "usage": self._usage()} | self._told
 
     def _chunk(self, choice: Json | None) -> Json:
         """Return a chunk of a stream; without a choice the last one, which has the usage alone."""
@@ -184,32 +187,44 @@ class CompletionAnswer(Completion):
     def __init__(self, body: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
         super().__init__(body, prompts, tokenizer, model)
         self._echo = body.echo
-        self._begun: dict[int, int] = {}  # characters of the tokens given so far, by output
-        self._special = set(tokenizer.all_special_ids)  # they are not in the text
+        self._begun = set[int]()  # outputs of which something was given
+        self._offsets: dict[int, Offsets] = {}  # by output
 
     def _choice(self, delta: Delta, *, whole: bool) -> Json:
         text, scores, first = delta.text, list[TokenLogprobs | None](delta.logprobs), delta.index not in self._begun
         prompt = self._prompts[delta.index // self._outputs] if first and self._echo else []
         if prompt:
-            text, scores = self._tokenizer.decode(prompt, skip_special_tokens=True) + text, [*delta.prompt_logprobs, *scores]
-        at = self._begun.setdefault(delta.index, 0)
-        tokens = [one.token if one is not None else prompt[0] for one in scores]
-        words = [self._text([token]) for token in tokens]
-        lengths = [0 if token in self._special else len(word) for token, word in zip(tokens, words, strict=True)]
-        *offsets, self._begun[delta.index] = itertools.accumulate(lengths, initial=at)
+            text, scores = self._said(prompt) + text, [*delta.prompt_logprobs, *scores]
+        self._begun.add(delta.index)
         logprobs: Json | None = None
         if scores:
+            tokens = [one.token if one is not None else prompt[0] for one in scores]
             logprobs = {
-                "tokens": words,
+                "tokens": [self._bytes.text(token) for token in tokens],
                 "token_logprobs": [None if one is None else max(one.logprob, IMPOSSIBLE) for one in scores],
                 "top_logprobs": [None if one is None else self._top(one) for one in scores],
-                "text_offset": offsets,
+                "text_offset": self._places(delta.index, tokens, prompt),
             }
         return {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": delta.finished}
 
+    def _said(self, prompt: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _places(self, index: int, tokens: Sequence[int], echoed: Sequence[int]) -> list[int]:
+        """Return where an output's next tokens begin in its text, the first of which are echoed."""
+        after = [] if self._echo else self._prompts[index // self._outputs]
+        offsets = self._offsets.setdefault(index, Offsets(self._tokenizer, self._bytes, after))
+        found = [offsets.push(token) for token in tokens[: len(echoed)]]
+        if echoed:
+            offsets.begin()
+        return [*found, *(offsets.push(token) for token in tokens[len(echoed) :])]
+
     def _top(self, score: TokenLogprobs) -> dict[str, float]:
-        """Return the likeliest tokens and the token itself; of several of one text the likeliest."""
-        found: dict[str, float] = {}
-        for token, logprob in (*score.top, (score.token, score.logprob)):
-            found.setdefault(self._text([token]), max(logprob, IMPOSSIBLE))
-        return found
+        """Return the likeliest tokens and the token itself, by their texts; others of one text by their ids."""
+        text = self._bytes.text
+        names = {score.token: text(score.token)}
+        for token, _ in score.top:
+            name = text(token)
+            names.setdefault(token, f"token_id:{token}" if name in names.values() else name)
+        return {names[token]: max(logprob, IMPOSSIBLE) for token, logprob in (*score.top, (score.token, score.logprob))}

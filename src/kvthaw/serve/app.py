@@ -2,64 +2,63 @@
 
 from __future__ import annotations
 
-import asyncio
-import hmac
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from kvthaw.errors import ConfigError, hint
+from kvthaw.errors import ConfigError
 from kvthaw.serve import contexts, page
 from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json
-from kvthaw.serve.clients import attended, service_of
+from kvthaw.serve.bodies import BodyRoute, invalid
+from kvthaw.serve.clients import attended, client_of, service_of, while_connected
 from kvthaw.serve.errors import ERRORS, ApiError, as_api_error
+from kvthaw.serve.guard import Guard
 from kvthaw.serve.jobs import Job
+from kvthaw.serve.request_log import RequestLog
 from kvthaw.serve.responses import ResponseAnswer
 from kvthaw.serve.schema import (
-    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     ResponsesRequest,
     Sampled,
     TokenizeRequest,
-    names_within,
 )
 from kvthaw.serve.service import Service, refused
 from kvthaw.version import __version__
 
-MOST_BYTES = 16 << 20
-"""Bytes of a body."""
+SAVING = 3.0
+"""Seconds that documents have to be written once a server has ended all requests."""
 KEEP_ALIVE = 10.0
 """Seconds of silence after which a stream gets a comment."""
-OPEN_PATHS = ("/health", "/ready", *page.FILES)
-"""Those that need no key."""
 
 _STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
-def create_app(service: Service, *, api_keys: Sequence[str] = ()) -> FastAPI:
-    """Return the ASGI application, whose lifespan is that of the service's worker. api_keys: one of them must come with every
-    request, where there are any."""
+def create_app(service: Service, *, api_keys: Sequence[str] = (), hosts: Collection[str] | None = None) -> FastAPI:
+    """Return the ASGI application, whose lifespan is that of the service's worker. api_keys, hosts: see `Guard`."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.worker.start()
         yield
+        await service.saved(SAVING)
         await service.worker.stop()
 
     app = FastAPI(title="kvthaw", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service = service
     for each in (router, contexts.router, page.router):
         app.include_router(each, responses=ERRORS)
-    app.add_middleware(Guard, api_keys=api_keys)
+    app.add_middleware(Guard, api_keys=api_keys, hosts=hosts)
+    app.add_middleware(RequestLog)
     app.add_exception_handler(ApiError, _raised)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
@@ -67,44 +66,15 @@ def create_app(service: Service, *, api_keys: Sequence[str] = ()) -> FastAPI:
     return app
 
 
-class Guard:
-    """Refuses requests without a key and bodies that are too large."""
-
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
-        self._app, self._keys = app, [key.encode() for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        if not self._allowed(scope):
-            error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-            return await error.response()(scope, receive, send)
-        size = 0
-
-        async def counted() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > MOST_BYTES:
-                raise HTTPException(413, f"the body has more than {MOST_BYTES} bytes")
-            return message
-
-        return await self._app(scope, counted, send)
-
-    def _allowed(self, scope: Scope) -> bool:
-        if not self._keys or scope["path"] in OPEN_PATHS:
-            return True
-        given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
-        return sum(hmac.compare_digest(given, key) for key in self._keys) > 0  # compares all of them, whichever is right
-
-
 @router.post("/v1/chat/completions", responses=_STREAMS)
 async def chat(body: ChatRequest, http: Request) -> Response:
     """Answer a conversation."""
     service = service_of(http)
+    body = body.filled(service.defaults)
     body.check()
     service.check(body.model, body.n)
-    prompts = [await service.encode_chat([*(await service.context_messages(body)), *body.messages])]
+    encode = service.encode_chat(body.messages, body, client=client_of(http))
+    prompts = [await while_connected(service, encode, http.receive)]
     return await _generate(http, body, prompts, ChatAnswer(body, prompts, service.tokenizer, service.name), "messages")
 
 
@@ -112,11 +82,15 @@ async def chat(body: ChatRequest, http: Request) -> Response:
 async def completions(body: CompletionRequest, http: Request) -> Response:
     """Continue texts or tokens."""
     service = service_of(http)
+    body = body.filled(service.defaults)
     body.check()
     service.check(body.model, len(body.prompts) * body.n)
-    before = await service.context_tokens(body)
+    client = client_of(http)
+    before = await service.context_tokens(body, client)
+    encode = partial(service.encode, behind=before, client=client)
     prompts = [
-        before + (await service.encode(one, special=not before) if isinstance(one, str) else one) for one in body.prompts
+        before + (await while_connected(service, encode(one), http.receive) if isinstance(one, str) else one)
+        for one in body.prompts
     ]
     return await _generate(http, body, prompts, CompletionAnswer(body, prompts, service.tokenizer, service.name), "prompt")
 
@@ -125,9 +99,11 @@ async def completions(body: CompletionRequest, http: Request) -> Response:
 async def responses(body: ResponsesRequest, http: Request) -> Response:
     """Answer a conversation with a response, of which nothing is kept."""
     service = service_of(http)
+    body = body.filled(service.defaults)
     body.check()
     service.check(body.model, 1)
-    prompts = [await service.encode_chat([*await service.context_messages(body), *body.messages], param="input")]
+    encode = service.encode_chat(body.messages, body, param="input", client=client_of(http))
+    prompts = [await while_connected(service, encode, http.receive)]
     return await _generate(http, body, prompts, ResponseAnswer(body, prompts, service.tokenizer, service.name), "input")
 
 
@@ -152,16 +128,16 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Json:
     service = service_of(http)
     body.check()
     if body.messages is not None:
-        tokens = await service.encode_chat(body.messages)
+        tokens = await service.encode_chat(body.messages, client=client_of(http))
     else:
-        tokens = await service.encode(body.prompt or "", special=body.add_special_tokens)
+        tokens = await service.encode(body.prompt or "", special=body.add_special_tokens, client=client_of(http))
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.batch.capacity}
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, http: Request) -> Json:
     """Return the text of tokens."""
-    return {"prompt": await asyncio.to_thread(service_of(http).tokenizer.decode, body.tokens)}
+    return {"prompt": await service_of(http).decode(body.tokens, client_of(http))}
 
 
 @router.get("/health", response_class=Response)
@@ -198,18 +174,19 @@ async def _generate(
 ) -> Response:
     service = service_of(http)
     try:
-        sampling = body.sampling(await service.grammar(body))
+        grammar = await while_connected(service, service.grammar(body, client_of(http)), http.receive)
+        sampling = body.sampling(grammar)
     except ConfigError as error:
         raise refused(body, error, param) from None
     job = service.submit(body, prompts, sampling, param, answer.id)
+    http.state.job, http.state.outputs = job, body.outputs
     if body.stream:
         return EventStream(service, job, _events(service, job, answer, body))
     async with attended(service, job, http.receive):
         outputs = await job.whole()
+    answer.warning = await service.save(job)
     if outputs and outputs[-1].error is not None:
         raise as_api_error(outputs[-1].error)
-    if body.kv_name is not None:
-        await service.save(body.kv_name)
     if len(outputs) < len(job.requests) or any(output.finished is None for output in outputs):
         return Response(status_code=499)  # nobody reads it
     return JSONResponse(answer.whole(outputs))
@@ -226,8 +203,7 @@ async def _events(service: Service, job: Job, answer: Answer, body: Sampled) -> 
             return
         if added or not deltas:
             yield added or b": keep-alive\n\n"
-    if body.kv_name is not None:
-        await service.save(body.kv_name)
+    answer.warning = await service.save(job)
     yield answer.encode(answer.closing()) + answer.ending
 
 
@@ -248,30 +224,25 @@ def _card(service: Service) -> Json:
     return card | {"max_model_len": service.batch.capacity, "chat_template": service.chats}
 
 
-async def _raised(_: Request, error: Exception) -> Response:
-    return as_api_error(error).response()
+async def _raised(http: Request, error: Exception) -> Response:
+    return _noted(http, as_api_error(error))
 
 
-async def _failed(_: Request, error: Exception) -> Response:
-    return ApiError(500, "the server failed on this request", code="internal_error").response()
+async def _failed(http: Request, error: Exception) -> Response:
+    return _noted(http, ApiError(500, "the server failed on this request", code="internal_error"))
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
+    return _noted(http, ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
-    """Name the first field that is wrong, one that is not known before others, without its value, and the field that a misspelled
-    one is like."""
+async def _invalid(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
-    where = [str(part) for part in first["loc"][1:]]
-    if first["type"] == "json_invalid" or not where:
-        return ApiError(400, "the body is not a JSON object with Content-Type: application/json").response()
-    says = first["msg"]
-    if first["type"] == "extra_forbidden":
-        body = request.scope["route"].body_field.field_info.annotation
-        known = body.model_fields if len(where) == 1 else names_within(Body)
-        says = "; ".join(filter(None, ("is not served", hint(where[-1], known))))
-    return ApiError(400, f"{'.'.join(where)}: {says}", param=where[0]).response()
+    return _noted(http, invalid(http, error))
+
+
+def _noted(http: Request, error: ApiError) -> Response:
+    """Return the response to an error, which the log tells."""
+    http.state.error = str(error)
+    return error.response()

@@ -6,16 +6,20 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.engine.batch import Batch
-from kvthaw.engine.hf.model import Dtype, load, positions, silence
+from kvthaw.engine.generation_config import recommended
+from kvthaw.engine.hf.model import Dtype, check_text, load, positions, silence
 from kvthaw.engine.hub import SHIPPED
 from kvthaw.engine.library import Library
 from kvthaw.engine.warm import warm
+from kvthaw.names import check_kept_name
 from kvthaw.serve.service import Service
+from kvthaw.serve.turns import Turns, about_document
 
+GenerationConfig = Literal["auto", "none"]
 LENGTH = 131072
 """Tokens of a request, unless they are given or the model's positions end before."""
 
@@ -33,6 +37,7 @@ def build(
     contexts: Mapping[str, str] = MappingProxyType({}),
     name: str | None = None,
     chat_template: str | None = None,
+    generation_config: GenerationConfig = "auto",
     tp: int = 1,
     device: str | None = None,
     dtype: Dtype = "auto",
@@ -43,9 +48,13 @@ def build(
 
     model, tp, device, dtype: see `load`; all processes of a model that is split build the same at the same time. prefix_memory: see
     `PrefixCache`. kv_dir: documents with a name stay in this folder; of others as many bytes as prefix_disk
-    says go to a file there. contexts: texts that are prefilled and kept, by name. name:
-    what clients call the model; None: model. progress: wraps what takes long. settings: of `Batch`.
+    says go to a file there. contexts: texts that are prefilled and kept, by name, behind the beginning of the
+    chat template if there is one. name: what clients call the model; None: model. generation_config:
+    "auto" for the model's in the place of OpenAI's defaults. progress: wraps what takes long. settings: of
+    `Batch`.
     """
+    for title in contexts:
+        check_kept_name(title, "contexts")
     silence()
     with progress(f"loading {model}"):
         llm, tokenizer = load(model, device=device, dtype=dtype, tp=tp)
@@ -55,16 +64,22 @@ def build(
         length = max_len or min(LENGTH, positions(llm) or LENGTH)
         batch = Batch(llm, method, max_seqs=max_seqs, capacity=length, prefix_cache=prefix, **settings)
         warm(batch)
-    library = None if kv_dir is None else Library(batch.cache, prefix, kv_dir)
+    library = None if kv_dir is None else Library(batch.cache, prefix, kv_dir, batch.admission.leaves_room)
     with progress("restoring documents"):
         service = Service(
-            batch, tokenizer, name or model, chat_template=chat_template, max_waiting=max_waiting, library=library
+            batch,
+            tokenizer,
+            name or model,
+            chat_template=chat_template,
+            max_waiting=max_waiting,
+            library=library,
+            defaults=recommended(llm) if generation_config == "auto" else {},
         )
     for title, text in contexts.items():
         with progress(f"reading {title}"):
-            new = _read(batch, prefix, tokenizer, title, text)
+            new = _read(batch, prefix, service.turns if service.chats else None, tokenizer, title, text)
         if library is not None and new:
-            library.save(title, library.parts(title))
+            library.save(title)
     return service
 
 
@@ -75,10 +90,14 @@ def follow(model: str, method: str, how: Mapping[str, Any]) -> None:
     service.batch.cache.replay = None  # captured steps hold the group's collectives
 
 
-def _read(batch: Batch, prefix: PrefixCache, tokenizer: Any, name: str, text: str) -> bool:
-    """Keep a text under a name. Returns whether it was not kept already."""
-    request = batch.request(tokenizer(text)["input_ids"], max_new_tokens=1, name=name)
-    kept = prefix.entries.get(name)
+def _read(batch: Batch, prefix: PrefixCache, turns: Turns | None, tokenizer: Any, name: str, text: str) -> bool:
+    """Keep a text under a name. Returns whether it was not kept already. turns: None where there is no chat template."""
+    kept, about = prefix.entries.get(("", name)), None if turns is None else about_document(text)
+    if kept is not None and turns is not None and kept.about == about and turns.opens(kept.ids.tolist()):
+        return False
+    check_text(tokenizer, text, positions(batch.model))
+    ids = tokenizer(text)["input_ids"] if turns is None else turns.document(text)
+    request = batch.request(ids, max_new_tokens=1, name=name, about=about)
     if kept is not None and kept.ids.equal(request.ids):
         return False
     batch.prefill(batch.join(request), request.prompt)

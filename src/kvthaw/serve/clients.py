@@ -1,16 +1,20 @@
-"""Helpers of routes: the service of a request, and cancellation when its client disconnects."""
+"""Helpers of routes: the service and the client of a request, and cancellation when the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.types import Receive
 
+from kvthaw.serve.errors import ApiError, shutting_down
 from kvthaw.serve.jobs import Job
 from kvthaw.serve.service import Service
+
+Result = TypeVar("Result")
 
 
 def service_of(http: Request) -> Service:
@@ -21,7 +25,7 @@ def service_of(http: Request) -> Service:
 
 @asynccontextmanager
 async def attended(service: Service, job: Job, receive: Receive) -> AsyncIterator[None]:
-    """Cancel the job as soon as the client disconnects or the block ends."""
+    """Cancel the job as soon as the client disconnects or the block ends; what it keeps under a name is saved in any case."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -34,3 +38,28 @@ async def attended(service: Service, job: Job, receive: Receive) -> AsyncIterato
     finally:
         watcher.cancel()
         service.worker.cancel(job)
+        service.save(job)
+
+
+def client_of(http: Request) -> str:
+    """Return the address of a client, by which clients take turns; a header would be any that they like."""
+    return "" if http.client is None else http.client.host
+
+
+async def while_connected(service: Service, work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """Return what work returns. Cancels it, and raises ApiError, as soon as the client disconnects or the server is to end."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    worked = asyncio.create_task(work)
+    others = asyncio.create_task(watch()), asyncio.create_task(service.ending.wait())
+    try:
+        await asyncio.wait({worked, *others}, return_when=asyncio.FIRST_COMPLETED)
+        if worked.done():
+            return worked.result()
+        raise shutting_down() if others[1].done() else ApiError(499, "the client has left", code="client_left")
+    finally:
+        for task in (worked, *others):
+            task.cancel()

@@ -2,76 +2,122 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from typing import Annotated
 
-from kvthaw.errors import CacheError, ConfigError
+from fastapi import APIRouter, Header, Request
+from fastapi.responses import JSONResponse, Response
+
+from kvthaw.cache.prefix_kept import Key
+from kvthaw.engine.request import hidden_salt
+from kvthaw.errors import ConfigError
 from kvthaw.serve.answers import Json
-from kvthaw.serve.clients import attended, service_of
+from kvthaw.serve.bodies import BodyRoute
+from kvthaw.serve.clients import attended, client_of, service_of
 from kvthaw.serve.errors import ApiError, as_api_error, too_long
-from kvthaw.serve.schema import ContextRequest, Name
+from kvthaw.serve.fields import Name
+from kvthaw.serve.jobs import Job
+from kvthaw.serve.schema import ContextRequest
 from kvthaw.serve.service import Service
 
-router = APIRouter(prefix="/v1/contexts")
+router = APIRouter(prefix="/v1/contexts", route_class=BodyRoute)
+Salt = Annotated[str, Header(alias="Cache-Salt", max_length=256)]
+"""Names of other salts are none to a request."""
 
 
-@router.post("")
-async def create(body: ContextRequest, http: Request) -> Json:
+@router.post("", responses={202: {"description": "it is being prefilled"}})
+async def create(body: ContextRequest, http: Request) -> Response:
     """Prefill a document, and keep it in the place of what has its name."""
     service = service_of(http)
     body.check()
     service.check(None, 1)
     service.kept()
     if body.messages is not None:
-        ids = await service.encode_chat(body.messages, answer=False)
+        ids = await service.encode_chat(body.messages, answer=False, client=client_of(http))
     else:
-        ids = await service.encode(body.text or "")
+        ids = await service.encode(body.text or "", param="text", client=client_of(http))
     param = "text" if body.messages is None else "messages"
     if len(ids) + 1 > service.batch.capacity:
         raise too_long(len(ids), 1, service.batch.capacity, param)
+    about = None if body.messages is None else [message.model_dump(exclude_none=True) for message in body.messages]
     try:
-        request = service.batch.request(ids, max_new_tokens=1, cache_salt=body.cache_salt, name=body.name)
+        request = service.batch.request(ids, max_new_tokens=1, cache_salt=body.cache_salt, name=body.name, about=about)
     except ConfigError as error:
         raise ApiError(400, str(error), param=param) from None
     service.check(None, 1)
     job = service.worker.submit([request])
+    if not body.wait:
+        service.coming.add((request.salt, body.name), job, _kept(service, job))
+        return JSONResponse(_coming(job, None), 202)
+    http.state.job, http.state.outputs = job, 1
     async with attended(service, job, http.receive):
-        outputs = await job.whole()
-    for output in outputs:
-        if isinstance(output.error, CacheError):
-            raise ApiError(400, str(output.error), param="name", code="context_not_kept")
-        if output.error is not None:
-            raise as_api_error(output.error)
-    await service.save(body.name, body.messages)
-    return _card(service, body.name) | {"cached_tokens": sum(output.cached_tokens for output in outputs)}
+        await job.whole()
+    return JSONResponse(await _kept(service, job))
 
 
 @router.get("")
-async def contexts(http: Request) -> Json:
-    """List the documents that are kept."""
-    service = service_of(http)
-    return {"object": "list", "data": [_card(service, name) for name in sorted(service.kept())]}
+async def contexts(http: Request, cache_salt: Salt = "") -> Json:
+    """List the documents that are kept, and those that are being prefilled without a client that waits."""
+    service, salt = service_of(http), _salt(cache_salt)
+    names = {*service.kept(salt), *(name for own, name in service.coming.jobs if own == salt)}
+    return {"object": "list", "data": [_card(service, (salt, name)) for name in sorted(names)]}
 
 
 @router.get("/{name}")
-async def context(name: Name, http: Request) -> Json:
-    """Describe a document that is kept."""
-    await service_of(http).refresh(name)
-    return _card(service_of(http), name)
+async def context(name: Name, http: Request, cache_salt: Salt = "") -> Json:
+    """Describe a document."""
+    key = _salt(cache_salt), name
+    await service_of(http).refresh(key)
+    return _card(service_of(http), key)
 
 
 @router.delete("/{name}", status_code=204)
-async def delete(name: Name, http: Request) -> Response:
-    """Let a document go."""
-    service = service_of(http)
-    await service.refresh(name)
-    _card(service, name)
-    await service.forget(name)
+async def delete(name: Name, http: Request, cache_salt: Salt = "") -> Response:
+    """Let a document go, with its files."""
+    service, key = service_of(http), (_salt(cache_salt), name)
+    await service.refresh(key)
+    if not service.has_files(key):
+        _card(service, key)
+    if (job := service.coming.take(key)) is not None:
+        service.worker.cancel(job)
+    await service.forget(key)
     return Response(status_code=204)
 
 
-def _card(service: Service, name: str) -> Json:
-    entry = service.kept().get(name)
+async def _kept(service: Service, job: Job) -> Json:
+    """Return the card of what a job keeps, once it is kept and saved; raises ApiError."""
+    outputs, request = await job.whole(), job.requests[0]
+    unsaved = await service.save(job)
+    for output in outputs:
+        if output.error is not None:
+            raise as_api_error(output.error, "name")
+    if unsaved is not None:
+        raise ApiError(500, unsaved, param="name", code="context_not_saved")
+    said = {"tokens": request.prompt, "messages": isinstance(request.about, list)}
+    return _made(request.name, "completed") | said | {"cached_tokens": sum(output.cached_tokens for output in outputs)}
+
+
+def _card(service: Service, key: Key) -> Json:
+    if key in service.coming.jobs:
+        return _coming(*service.coming.jobs[key])
+    entry = service.kept(key[0]).get(key[1])
     if entry is None:
-        raise ApiError(404, f"no context is named {name!r}", param="name", code="context_not_found")
-    return {"id": name, "object": "context", "tokens": len(entry.ids), "messages": name in service.messages}
+        raise ApiError(404, f"no context is named {key[1]!r}", param="name", code="context_not_found")
+    return _made(key[1], "completed") | {"tokens": len(entry.ids), "messages": isinstance(entry.about, list)}
+
+
+def _coming(job: Job, error: ApiError | None) -> Json:
+    request = job.requests[0]
+    said = {"tokens": request.prompt, "messages": isinstance(request.about, list), "prefilled_tokens": request.prefilled}
+    return _made(request.name, "in_progress" if error is None else "failed") | said | ({} if error is None else error.body())
+
+
+def _made(name: str | None, status: str) -> Json:
+    return {"id": name, "object": "context", "status": status}
+
+
+def _salt(header: str) -> str:
+    """Return what stands for the salt of a header, which arrives as Latin-1 and may have been UTF-8."""
+    try:
+        return hidden_salt(header.encode("latin-1").decode())
+    except ValueError:
+        return hidden_salt(header)

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
+from kvthaw.cache.prefix_kept import NotKeptError
 from kvthaw.errors import ConfigError, HostMemoryError
 
 
@@ -63,12 +64,20 @@ def too_long(prompt: int, new: int, limit: int, param: str) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """Convert an exception for the client. Only exceptions about its own request keep their message."""
+def shutting_down() -> ApiError:
+    """Return the error for a request that comes too late."""
+    return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+
+
+def as_api_error(error: Exception, name: str = "kv_name") -> ApiError:
+    """Convert an exception for the client. Only exceptions about its own request keep their message. name: the field that names
+    what the request keeps."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ConfigError):
         return ApiError(400, str(error))
+    if isinstance(error, NotKeptError):
+        return ApiError(400, str(error), param=name, code="context_not_kept")
     if isinstance(error, HostMemoryError):
         return ApiError(503, "the server has too little memory for this request", code="out_of_memory")
     return ApiError(500, "the model failed on this request", code="internal_error")

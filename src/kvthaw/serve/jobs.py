@@ -30,10 +30,12 @@ class Delta:
 
 
 class Job:
-    """The outputs of one HTTP request. Only the event loop's thread uses it. numbers: of its requests among all."""
+    """The outputs of one HTTP request. Only the event loop's thread uses it. numbers: of its requests among all. arrived, first:
+    when it came, and its first token did, by time.perf_counter(); 0 before."""
 
     def __init__(self, requests: Sequence[Request], numbers: Sequence[int]) -> None:
         self.requests, self.numbers, self.arrived = requests, numbers, time.perf_counter()
+        self.first = 0.0
         self.open = set(range(len(requests)))
         self._deltas: list[Delta] = []  # that nobody has read
         self._changed = asyncio.Event()
@@ -43,6 +45,8 @@ class Job:
         """Add to an output that has not ended."""
         if delta.index in self.open:
             self._deltas.append(delta)
+            if delta.tokens and not self.first:
+                self.first = time.perf_counter()
             if delta.finished is not None:
                 self.open.remove(delta.index)
             if self._streamed or not self.open or delta.error is not None:

@@ -14,6 +14,7 @@ from kvthaw.inspect.page import asset, label, replay_data, run_data, served, tex
 from kvthaw.inspect.run import replay
 from kvthaw.methods import METHODS, resolve
 from kvthaw.serve.answers import Json
+from kvthaw.serve.bodies import BodyRoute
 from kvthaw.serve.clients import service_of
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.schema import RecallRun
@@ -32,7 +33,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.get("/", include_in_schema=False)
@@ -57,6 +58,7 @@ async def run(name: str, body: RecallRun, http: Request) -> Json:
     """Send the tokens of an answer through another method or budget, and return what they recalled there. Other requests wait for
     it."""
     service = service_of(http)
+    body.check(service.batch.capacity)
     found = _recorded(service, name)
     service.check(None, 1)
     if service.worker.lockstep.size > 1:

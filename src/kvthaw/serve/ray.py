@@ -104,10 +104,10 @@ class Replica:
             raise KvthawError(f"the model cannot go on: {self._service.worker.failure}")
 
     async def drain(self, grace: float) -> None:
-        """Take no more requests; end with "abort" those that run for longer than so many seconds."""
+        """Take no more requests, and write what they keep; end with "abort" those that run for longer than so many seconds."""
         worker, ends = self._service.worker, time.monotonic() + grace
         worker.draining = True
-        while worker.open and time.monotonic() < ends:
+        while self._service.busy and time.monotonic() < ends:
             await asyncio.sleep(0.1)
         worker.abort()
 
@@ -250,7 +250,7 @@ def application(
     Raises ConfigError where Ray is not installed.
     """
     serve = _import_ray().serve
-    from kvthaw.serve.app import MOST_BYTES
+    from kvthaw.serve.guard import MOST_BYTES
 
     least, most = replicas
     if not 1 <= least <= most:

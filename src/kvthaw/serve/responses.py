@@ -122,7 +122,7 @@ class ResponseAnswer(Answer):
             "background": body.background,
             "store": body.store,
             "truncation": body.truncation,
-        }
+        } | self._told
 
     def _usage(self) -> Json:
         (prompt,) = self._prompts

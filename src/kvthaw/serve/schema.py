@@ -3,64 +3,46 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag
 
 from kvthaw.engine.grammar import Grammar
 from kvthaw.engine.sampling import Sampling
+from kvthaw.errors import unknown
+from kvthaw.methods import METHODS
 from kvthaw.serve.errors import ApiError
+from kvthaw.serve.fields import (
+    MOST_PARTS,
+    MOST_PROMPTS,
+    MOST_STOP_LENGTH,
+    MOST_STOPS,
+    MOST_TOKEN_RULES,
+    MOST_TOKENS,
+    Body,
+    Count,
+    Name,
+    Only,
+    Prompt,
+    Short,
+    Text,
+    TextOrList,
+    Token,
+    few,
+)
 
 MOST_LOGPROBS = 20
 """The most likely tokens that are reported beside each."""
 
-Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
-Text = Annotated[str, Field(min_length=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-"""Of a context; it may become the name of a folder."""
-
-
-def _kind(prompt: Any) -> str:
-    first = prompt[0] if isinstance(prompt, list) and prompt else None
-    if not isinstance(prompt, list):
-        return "text"
-    return "list of tokens" if isinstance(first, list) else "list of texts" if isinstance(first, str) else "tokens"
-
-
-Prompt = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("list of texts")]
-    | Annotated[Tokens, Tag("tokens")]
-    | Annotated[list[Tokens], Field(min_length=1, fail_fast=True), Tag("list of tokens")],
-    Discriminator(_kind),
+_StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_LENGTH)]
+_Stop = Annotated[
+    Annotated[_StopString, Tag("text")]
+    | Annotated[list[_StopString], Field(max_length=MOST_STOPS, fail_fast=True), Tag("list")],
+    TextOrList,
 ]
-
-
-def _nullable(schema: dict[str, Any]) -> None:
-    """Let the description say that a field that need not be given may be null."""
-    properties = schema.get("properties", {})
-    for name in properties.keys() - schema.get("required", []):
-        if {"type": "null"} not in properties[name].get("anyOf", []):
-            properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
-
-
-class Body(BaseModel):
-    """A JSON object without unknown fields; a field that is null is not given."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_nullable)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _given(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
-
-
-def names_within(kind: type[Body]) -> set[str]:
-    """Return the names of the fields of a kind of object, and of all kinds that extend it."""
-    own = {field.alias or name for name, field in kind.model_fields.items()}
-    return own.union(*map(names_within, kind.__subclasses__()))
+_Bias = dict[Annotated[Token, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]]
 
 
 class StreamOptions(Body):
@@ -68,13 +50,14 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Annotated[bool, Only(False)] = False
 
 
 class JsonSchema(Body):
     """What JSON is to look like. name and description say nothing more; strict: objects have no members but those named."""
 
     name: str = Field(max_length=64)
-    description: str | None = None
+    description: Annotated[str, Field(max_length=1 << 14)] | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool = False
 
@@ -106,21 +89,30 @@ class Sampled(Body):
     """What every kind of request for text takes."""
 
     format_field: ClassVar[str] = "response_format"
-    model: str | None = None
+    model: Short | None = None
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stream: bool = False
-    user: str | None = None
+    # for OpenAI's accounts and caches alone
+    user: Short | None = None
+    safety_identifier: Short | None = None
+    prompt_cache_key: Short | None = None
     # vLLM's
-    top_k: int = Field(0, ge=-1, description="0 and -1: all")
+    top_k: int = Field(0, ge=-1, lt=1 << 31, description="0 and -1: all")
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0)
-    min_tokens: int = Field(0, ge=0)
+    repetition_penalty: float = Field(1.0, gt=0, le=sys.float_info.max)
+    min_tokens: Count = 0
     ignore_eos: bool = False
-    stop_token_ids: list[Token] = []
+    stop_token_ids: Annotated[list[Token], Field(max_length=MOST_TOKEN_RULES, fail_fast=True)] = Field([])
     include_stop_str_in_output: bool = False
     cache_salt: str = Field("", max_length=256, description="prompts of other salts share no KV with this one")
+    # OpenAI's that are not served
+    store: Annotated[bool, Only(False)] = False
+    tools: Annotated[list[Any], Only([])] = Field([])
+    tool_choice: Annotated[str, Only("none", "auto")] = "none"
+    parallel_tool_calls: bool = True
+    service_tier: Annotated[str, Only("auto", "default")] = "auto"
     # kvthaw's
     context: Name | None = Field(None, description="a kept document, which the prompt follows")
     kv_name: Name | None = Field(None, description="keep this prompt as a context")
@@ -137,6 +129,10 @@ class Sampled(Body):
     def json_format(self) -> JsonSchema | Literal["json_object"] | None:
         """The JSON that the output must be; None for any text."""
         return None
+
+    def filled(self, defaults: Mapping[str, float]) -> Self:
+        """Return the request with what it leaves out."""
+        return self.model_copy(update={name: value for name, value in defaults.items() if name not in self.model_fields_set})
 
     def check(self) -> None:
         """Raise ApiError for fields that do not go together."""
@@ -172,9 +168,10 @@ class Generation(Sampled):
     n: int = Field(1, ge=1, le=128)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[Annotated[Token, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
-    stop: str | list[Text] = []
+    logit_bias: Annotated[_Bias, few(MOST_TOKEN_RULES)] = Field({})
+    stop: _Stop = Field([])
     stream_options: StreamOptions | None = None
+    metadata: Annotated[dict[str, str], Only({})] = Field({})
     response_format: Annotated[TextFormat | SchemaFormat, Field(discriminator="type")] | None = None
 
     @property
@@ -207,9 +204,11 @@ class CompletionRequest(Generation):
     """Of POST /v1/completions. max_tokens=0 with echo is the prompt alone."""
 
     prompt: Prompt
-    max_tokens: int | None = Field(16, ge=0)
+    max_tokens: Count | None = 16
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool = False
+    best_of: Annotated[int, Only(1)] = 1
+    suffix: Annotated[str, Only("")] = ""
 
     def check(self) -> None:
         super().check()
@@ -242,22 +241,36 @@ class Message(Body):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("list")],
+        TextOrList,
+    ]
+    name: Short | None = None
+    # of OpenAI's messages that are handed back
+    tool_calls: Annotated[list[Any], Only([])] = Field(default=[], exclude=True)
+    annotations: Annotated[list[Any], Only([])] = Field(default=[], exclude=True)
 
     def plain(self) -> dict[str, str]:
         """Return what chat templates read."""
         return {"role": self.role, "content": _joined(self.content)} | ({"name": self.name} if self.name else {})
 
 
+_Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+
+
 class ChatRequest(Generation):
     """Of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: _Messages
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    functions: Annotated[list[Any], Only([])] = Field([])
+    function_call: Annotated[str, Only("none", "auto")] = "none"
+    modalities: Annotated[list[str], Only(["text"])] = Field(["text"])
+    reasoning_effort: Annotated[str, Only("none")] = "none"
+    verbosity: Annotated[str, Only("medium")] = "medium"
 
     def check(self) -> None:
         super().check()
@@ -276,8 +289,8 @@ class InputPart(Body):
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list[Any] = Field([], max_length=0)
-    logprobs: list[Any] = []
+    annotations: Annotated[list[Any], Only([])] = Field([])
+    logprobs: list[Any] = Field([])
 
 
 class InputMessage(Body):
@@ -285,8 +298,11 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputPart]
-    id: str | None = None
+    content: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[InputPart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("list")],
+        TextOrList,
+    ]
+    id: Short | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def message(self) -> Message:
@@ -298,22 +314,29 @@ class ResponseText(Body):
     """How a response's text is to look."""
 
     format: Annotated[TextFormat | FlatSchemaFormat, Field(discriminator="type")] = TextFormat(type="text")
+    verbosity: Annotated[str, Only("medium")] = "medium"
 
 
 class ResponsesRequest(Sampled):
     """Of POST /v1/responses. Nothing is kept of a response, so none can be gone on from by its id."""
 
     format_field = "text"
-    input: Text | Annotated[list[InputMessage], Field(min_length=1)]
+    input: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag("list")],
+        TextOrList,
+    ]
     instructions: Text | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     text: ResponseText = ResponseText()
-    include: list[Literal["message.output_text.logprobs"]] = []
+    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=16, fail_fast=True)] = Field([])
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] = {}
-    store: Literal[False] = False
-    background: Literal[False] = False
-    truncation: Literal["disabled"] = "disabled"
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], few(16), Field(max_length=16)
+    ] = Field({})
+    background: Annotated[bool, Only(False)] = False
+    truncation: Annotated[str, Only("disabled")] = "disabled"
+    reasoning: Annotated[dict[str, Any], Only({})] = Field({})
 
     def check(self) -> None:
         super().check()
@@ -342,9 +365,9 @@ class ResponsesRequest(Sampled):
 class TokenizeRequest(Body):
     """Of POST /tokenize (vLLM's): a text, or a conversation through the chat template."""
 
-    model: str | None = None
+    model: Short | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: _Messages | None = None
     add_special_tokens: bool = True
 
     def check(self) -> None:
@@ -356,16 +379,25 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """Of POST /detokenize (vLLM's)."""
 
-    model: str | None = None
-    tokens: Annotated[list[Token], Field(fail_fast=True)]
+    model: Short | None = None
+    tokens: Annotated[list[Token], Field(max_length=MOST_TOKENS, fail_fast=True)]
 
 
 class RecallRun(Body):
-    """Of POST /v1/recalls/ID/runs (kvthaw's): a method, that of the server by default, and how much it may attend."""
+    """Of POST /v1/recalls/ID/runs (kvthaw's): a method, that of the server by default, and how much it may attend. The method
+    has no options, which could take any amount of memory."""
 
-    method: Annotated[str, Field(max_length=256)] | None = None
+    method: Annotated[str, Field(max_length=64)] | None = None
     budget: int | None = Field(None, ge=1, lt=1 << 31)
     retrieved: int | None = Field(None, ge=1, lt=1 << 31)
+
+    def check(self, capacity: int) -> None:
+        """Raise ApiError for a method that the list of methods does not have, and for more tokens than a request may have."""
+        if self.method is not None and self.method not in list(METHODS):
+            raise ApiError(400, str(unknown("method", self.method, METHODS)), param="method")
+        for name, limit in (("budget", self.budget), ("retrieved", self.retrieved)):
+            if limit is not None and limit > capacity:
+                raise ApiError(400, f"{name} is {limit}; it must be at most {capacity}, the context length", param=name)
 
 
 class ContextRequest(Body):
@@ -373,8 +405,9 @@ class ContextRequest(Body):
 
     name: Name
     text: Text | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: _Messages | None = None
     cache_salt: str = Field("", max_length=256)
+    wait: bool = Field(True, description="whether the answer comes when the document is kept; else at once, with a status")
 
     def check(self) -> None:
         """Raise ApiError unless one of text and messages is given."""

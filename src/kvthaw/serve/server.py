@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import socket
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from kvthaw.engine.warm import frozen
 from kvthaw.errors import KvthawError
 from kvthaw.serve.app import create_app
+from kvthaw.serve.protocol import BoundedProtocol
 from kvthaw.serve.service import Service
+
+_log = logging.getLogger(__name__)
+SWITCH = 0.0005
+"""Seconds that a thread keeps the interpreter from others. The worker asks for it again after each operation of a step; by Python's
+5 ms it would wait most of the time for threads that read requests."""
+LATE = 10.0
+"""Seconds beyond its grace that a server has to end."""
 
 
 class Server(uvicorn.Server):
     """Serves until a signal, and for at most `grace` seconds more: then requests end with "abort". A second signal ends them."""
 
-    def __init__(self, service: Service, *, grace: float, api_keys: Sequence[str] = ()) -> None:
-        app = create_app(service, api_keys=api_keys)
-        super().__init__(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=5))
+    def __init__(
+        self, service: Service, *, grace: float, api_keys: Sequence[str] = (), hosts: Collection[str] | None = None
+    ) -> None:
+        app = create_app(service, api_keys=api_keys, hosts=hosts)
+        how: dict[str, Any] = {"ws": "none", "http": BoundedProtocol, "server_header": False}
+        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, **how))
         self.signal: int | None = None
-        self._worker, self._grace, self._ends = service.worker, grace, float("inf")
+        self.ends = float("inf")
+        self._service, self._worker, self._grace = service, service.worker, grace
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take no more requests; called by signals."""
-        self._ends = time.monotonic() + (self._grace if self.signal is None else 0)
+        self.ends = time.monotonic() + (self._grace if self.signal is None else 0)
         self.signal, self._worker.draining = sig, True
 
     async def on_tick(self, counter: int) -> bool:
-        """End when all requests have ended, or their time has."""
+        """End when all requests have ended and what they keep is written, or their time has ended."""
+        if self._worker.draining:
+            self._service.ending.set()
         if self._worker.failure is not None or (
-            self._worker.draining and (not self._worker.open or time.monotonic() > self._ends)
+            self._worker.draining and (not self._service.busy or time.monotonic() > self.ends)
         ):
             self._worker.abort()
             self.should_exit = True
@@ -47,13 +66,36 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def run(service: Service, listener: socket.socket, *, grace: float, api_keys: Sequence[str] = ()) -> None:
-    """Serve until SIGTERM or Ctrl-C, as the last thing that the process does. Raises KeyboardInterrupt after the latter and
-    KvthawError where the model cannot go on."""
-    server = Server(service, grace=grace, api_keys=api_keys)
-    with frozen():
-        server.run([listener])
+def run(
+    service: Service,
+    listener: socket.socket,
+    *,
+    grace: float,
+    api_keys: Sequence[str] = (),
+    hosts: Collection[str] | None = None,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C, as the last thing that the process does: it ends even where a thread does not. api_keys,
+    hosts: see `Guard`. Raises KeyboardInterrupt after the latter and KvthawError where the model cannot go on."""
+    server = Server(service, grace=grace, api_keys=api_keys, hosts=hosts)
+    ended, interval = threading.Event(), sys.getswitchinterval()
+    threading.Thread(target=_end, args=(server, ended), daemon=True).start()
+    sys.setswitchinterval(SWITCH)
+    try:
+        with frozen():
+            server.run([listener])
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
     if service.worker.failure is not None:
         raise KvthawError(f"the model cannot go on: {service.worker.failure}")
     if server.signal == signal.SIGINT:
         raise KeyboardInterrupt
+
+
+def _end(server: Server, ended: threading.Event) -> None:
+    """End the process where a server has not ended in its time: a thread may be in a step, or in a library, that no signal ends."""
+    while not ended.wait(0.5):
+        if time.monotonic() > server.ends + LATE:
+            _log.critical("the server ends though a thread still works")
+            logging.shutdown()
+            os._exit(128 + signal.SIGINT if server.signal == signal.SIGINT else 0)

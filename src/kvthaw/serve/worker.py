@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from kvthaw.engine.lockstep import Cancel, Change, Forget, Lockstep, Submit
+from kvthaw.cache.prefix_kept import Key
+from kvthaw.engine.lockstep import Cancel, Change, Forget, Lockstep
 from kvthaw.engine.request import Request
 from kvthaw.engine.scheduler import Scheduler
 from kvthaw.engine.warm import plan_attention
@@ -52,8 +53,10 @@ class _Task:
 class Worker:
     """Runs a scheduler in its own thread. The event loop calls its methods; none of them waits for a step.
 
-    room: the most requests at a time, running and waiting. draining: callers must submit no more requests. failure: the exception
-    that ended the thread; nothing is served afterwards. lockstep: keeps the other processes of a split model in step.
+    room: the most requests at a time, running and waiting, and the most outputs beyond the first of each. Those of one request that
+    half of the places do not hold come behind other requests, so that none waits for all of them. draining: callers must submit no
+    more requests. failure: the exception that ended the thread; nothing is served afterwards. lockstep: keeps the other processes
+    of a split model in step.
     """
 
     scheduler: Scheduler
@@ -73,6 +76,9 @@ class Worker:
     _ended: bool = False
     _told: float = 0.0  # when the metrics of the cache were set
     _thread: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self._share = max(1, self.scheduler.batch.max_seqs // 2)  # places of one request where others wait
 
     def start(self) -> None:
         """Start the thread; in the event loop that it is to serve."""
@@ -95,21 +101,27 @@ class Worker:
         return sum(len(job.open) for job in self._jobs)
 
     def check_room(self, count: int) -> None:
-        """Raise QueueFullError if there is no room for `count` more requests."""
-        if self.open + count > self.room:
-            raise QueueFullError(f"{self.open} requests are served or wait; {self.room} may")
+        """Raise QueueFullError if there is no room for a request of `count` outputs."""
+        jobs = len(self._jobs)
+        if jobs >= self.room:
+            raise QueueFullError(f"{jobs} requests are served or wait; {self.room} may")
+        if (more := self.open - jobs) + count - 1 > self.room:
+            raise QueueFullError(
+                f"requests have {more} outputs beyond their first, and {count - 1} would come; {self.room} may"
+            )
 
     def submit(self, requests: Sequence[Request]) -> Job:
         """Queue requests made by `Batch.request`. Raises QueueFullError."""
         self.check_room(len(requests))
         job = Job(requests, [next(self._numbers) for _ in requests])
+        priorities = [index // self._share for index in range(len(requests))]
+        changes = self.lockstep.submits(job.numbers, requests, priorities)
         self._jobs.add(job)
-        changes = [Submit.of(number, request) for number, request in zip(job.numbers, requests, strict=True)]
-        self._inbox.put(_Task(partial(self._submit, job), changes))
+        self._inbox.put(_Task(partial(self._submit, job, priorities), changes))
         return job
 
-    async def call(self, work: Callable[[], Result]) -> Result:
-        """Run work in the thread between two steps and return its result; other processes do nothing meanwhile."""
+    async def call(self, work: Callable[[], Result], changes: Sequence[Change] = ()) -> Result:
+        """Run work in the thread between two steps and return its result. changes: what other processes do meanwhile."""
         told: asyncio.Future[Result] = self._loop.create_future()
 
         def run() -> None:
@@ -120,14 +132,14 @@ class Worker:
             else:
                 self._loop.call_soon_threadsafe(told.set_result, result)
 
-        self._inbox.put(_Task(run))
+        self._inbox.put(_Task(run, changes))
         return await told
 
-    def forget(self, name: str) -> None:
+    async def forget(self, key: Key) -> None:
         """Delete a named prompt from the prefix cache, if it is there."""
-        prefix = self.scheduler.batch.prefix_cache
+        prefix, (salt, name) = self.scheduler.batch.prefix_cache, key
         assert prefix is not None
-        self._inbox.put(_Task(lambda: prefix.forget(name) if name in prefix.entries else None, [Forget(name)]))
+        await self.call(lambda: prefix.forget(name, salt) if key in prefix.entries else None, [Forget(salt, name)])
 
     def cancel(self, job: Job) -> None:
         """Remove a job's unfinished outputs from the batch."""
@@ -191,11 +203,11 @@ class Worker:
     def _finish(self) -> None:
         self._ended = True
 
-    def _submit(self, job: Job) -> None:
-        for index, request in enumerate(job.requests):
+    def _submit(self, job: Job, priorities: Sequence[int]) -> None:
+        for index, (request, priority) in enumerate(zip(job.requests, priorities, strict=True)):
             output = _Output(job, index, request)
             try:
-                self.scheduler.submit(request)
+                self.scheduler.submit(request, priority=priority)
                 self._outputs[request] = output
             except Exception as error:
                 self._send([self._failure(output, error)])
@@ -251,7 +263,7 @@ class Worker:
         request, metrics, arrived = output.request, self.metrics, output.job.arrived
         if request.finished is not None:
             del self._outputs[request]
-        if request.error is not None:
+        if request.error is not None and request.finished is not None:  # earlier ones are of its name
             return self._failure(output, request.error)
         first = not output.first
         if first:

@@ -36,7 +36,7 @@ class BatchCache(Cache):
                 f"{type(model).__name__} has its first weights offloaded by accelerate; a running batch needs them on the device, "
                 "an attached model does not"
             )
-        super().__init__(model, method, **settings)
+        super().__init__(model, method, sized_for=(1, capacity), **settings)
         for i, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayerMixin) and not isinstance(layer, CacheLayer):
                 raise UnsupportedModelError(

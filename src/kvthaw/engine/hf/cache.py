@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,46 +24,44 @@ from transformers.cache_utils import (
 
 from kvthaw.cache.clone import clone
 from kvthaw.cache.crossing import Crossing
+from kvthaw.cache.device_memory import DeviceMemory
+from kvthaw.cache.dry_run import Needs
+from kvthaw.cache.host_memory import available_host_memory
 from kvthaw.cache.index_api import Index, Method
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.layers import reserve
 from kvthaw.cache.no_effect import no_effect, stays_on_host
-from kvthaw.cache.plan import Settings, default_block_size, try_index
+from kvthaw.cache.passes import reserve
+from kvthaw.cache.plan import Settings, default_block_size, knows_softcap, try_index
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.stats import Stats
 from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf import saving
 from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
+from kvthaw.engine.hf.dry_run import dry_run, head_dim, of_layer
 from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
+from kvthaw.engine.hf.identity import Origin
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
+from kvthaw.engine.hf.masks import as_bool
 from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
-from kvthaw.formatting import human
+from kvthaw.formatting import human, read_bytes
 from kvthaw.kernels.local import Span
 from kvthaw.kernels.row_format import KvDtype, row_format
-from kvthaw.methods.auto import AUTO, find
+from kvthaw.method_names import AUTO
+from kvthaw.methods.auto import Limits, candidates, fastest, find
 from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
-
-
-def of_layer(config: Any, layer: int) -> Any:
-    """Return the config of one layer of a decoder, whose layers may differ (Gemma 4)."""
-    return config.per_layer_config[layer] if hasattr(config, "per_layer_config") else config
-
-
-def head_dim(config: Any) -> int:
-    """Return the dimensions of a layer's keys, by its config."""
-    dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return dim
+_LONGEST = 131072  # tokens for which a method is chosen where the model has positions for more, or does not say
 
 
 def _crossing(
     model: PreTrainedModel, token_bytes: int, known: Crossing | None, full_below: int | Crossing | None
 ) -> Crossing | None:
-    """Return up to where a model attends to everything, of a token of whose layers KV takes so many bytes: what the user says, or
-    what is known."""
+    """Return the length up to which a model attends to everything: what the user says, or what is known.
+
+    token_bytes: bytes of one token's KV, all layers."""
     if isinstance(full_below, Crossing):
         known = full_below
     elif full_below is not None:
@@ -80,15 +78,18 @@ class Cache(DynamicCache):
     Making one sets the model's attention function to kvthaw's, which serves plain caches too; `kvthaw.detach(model)` undoes that.
     No gradients flow through it.
 
-    model: a decoder whose attention goes through transformers' AttentionInterface. method: a name in METHODS or a Method;
-    further keyword arguments are the method's options. "auto": full attention while all KV lies on the device and that is the
-    faster way, by what was measured (`kvthaw.methods.auto`), then the best index: pariskv-plus on a GPU, icecache-digest on a CPU;
-    device_memory is "auto" unless given. `Stats.method` and `Stats.reason` tell what is in force and why, and the log when that
-    changes. full_below: full attention up to so many tokens a sequence, or as a Crossing says, instead of what was measured, or
-    before any other method.
+    model: a decoder whose attention goes through transformers' AttentionInterface.
+    method: a name in METHODS or a Method. Further keyword arguments are the method's options. "auto" takes full attention while
+        all KV lies on the device and measurements say that it is faster (`kvthaw.methods.auto`). Then "auto" takes the best index:
+        thaw on a GPU, icecache-digest on a CPU. It takes the next of pariskv-plus, clusterkv-plus and icecache-digest where an
+        index does not fit a GPU beside the weights. It sets device_memory to "auto" unless the caller gives one.
+    sized_for: how many rows must fit, and how many tokens each has. None: one row of all positions of the model, at most 131,072.
+    full_below: attend to everything up to this many tokens a sequence, or where a Crossing says. None: where kvthaw measured it.
+    dense_layers: how many of the first layers keep all KV on the device. None: the method's number for models of 16 layers and
+        more, else 0.
     budget, retrieved, seed, sparse_queries, block_size, host_bytes, device_memory, kv_dtype: see `kvthaw.cache.plan.Settings`.
-    dense_layers: the first layers, which keep all KV on the device (default: the method's for models of 16 layers and more, else
-    0).
+
+    `Stats.method` and `Stats.reason` tell what is in force and why. The log tells when that changes.
 
     Give it to assisted decoding on an attached model: kvthaw must see the forward's arguments to tell candidates from a question.
 
@@ -114,6 +115,7 @@ class Cache(DynamicCache):
         device_memory: int | str | None = None,
         full_below: int | Crossing | None = None,
         kv_dtype: KvDtype | None = None,
+        sized_for: tuple[int, int] | None = None,
         **options: Any,
     ) -> None:
         given = {
@@ -122,13 +124,24 @@ class Cache(DynamicCache):
         }  # fmt: skip
         model = unwrap(model)
         use_kvthaw_attention(model)
-        chosen, crossing = find(method, model.device, **options)
+        methods, crossing = candidates(method, model.device, **options)
         config = model.config.get_text_config(decoder=True)
         super().__init__(config=config)
         self.layers: Layers = Layers(self.layers)
         full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
         if not full:
             raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer whose KV could be offloaded")
+        how = {
+            "budget": budget, "retrieved": retrieved, "dense_layers": dense_layers, "block_size": block_size, "seed": seed,
+            "kv_dtype": kv_dtype,
+        }  # fmt: skip
+        self._sized_for = sized_for
+        softcap = getattr(config, "attn_logit_softcapping", None)
+        if softcap is not None and len(methods) > 1:
+            methods = [each for each in methods if knows_softcap(each)]
+        chosen, self._passed_over = methods[0], ""
+        if len(methods) > 1:
+            chosen, self._passed_over = _that_fits(model, methods, len(full), sized_for, device_memory, host_bytes, how)
         self._dense_layers = dense_layers
         if dense_layers is None:
             dense_layers = chosen.dense_layers if len(self.layers) >= 16 else 0
@@ -150,10 +163,10 @@ class Cache(DynamicCache):
         )  # fmt: skip
         self.kv = KVCache(self.settings, full, len(self.layers), self._windows(config))
         if len(full) == len(self.layers):
-            self.kv.origin = weakref.ref(model)
+            self.kv.origin = Origin(model)
         index: Index | None = None
         for dim in {head_dim(of_layer(config, layer.number)) for layer in self.kv.chooser.by_method.values()}:
-            index = try_index(chosen, dim, model.dtype, getattr(config, "attn_logit_softcapping", None))
+            index = try_index(chosen, dim, model.dtype, softcap)
         self.blocks_stay = stays_on_host(chosen, index, model.device)
         """Why blocks stay on the host whatever room the device has; None where they need not."""
         self._no_effect = no_effect(given, self.settings, self.blocks_stay, full, model.device)
@@ -201,9 +214,8 @@ class Cache(DynamicCache):
 
     @property
     def prefills_whole(self) -> bool:
-        """Whether a prompt goes through the model at once: what a method evicts cannot be attended to again, and linear attention
-        may not continue where a chunk ended."""
-        return self.settings.method.evicts or bool(self.foreign)
+        """Whether a prompt goes through the model at once: linear attention may not continue where a chunk ended."""
+        return bool(self.foreign)
 
     def prompt(self, tokens: int) -> AbstractContextManager[None]:
         """Within it the next `tokens` tokens of each row (padding included) are one prompt, in chunks of any size: what does not
@@ -219,7 +231,7 @@ class Cache(DynamicCache):
     def reserve(self, tokens: int) -> None:
         """Allocate the host memory that the next tokens take, if they are decoded through the index. Raises HostMemoryError before
         anything has changed."""
-        reserve(self.kv.layers, self.kv.sequences, tokens)
+        reserve(self.kv.offloaded, self.kv.sequences, tokens)
 
     def check_finite(self) -> None:
         """Raise CacheError, with the layer, if the model gave keys or values that are not finite while decoding: on a CPU at the
@@ -236,9 +248,9 @@ class Cache(DynamicCache):
             self.kv.sequences.verifying = False
 
     def check_mask(self, mask: Tensor) -> None:
-        """Raise CacheError for a mask, [B, n] or [B, 1, 1, n] bool, that does not fit a step of one token."""
+        """Raise CacheError for a mask, [B, n] or [B, 1, 1, n], that does not fit a step of one token."""
         sequences = self.kv.sequences
-        own = mask[:, None, None].bool() if mask.ndim == 2 else mask
+        own = mask[:, None, None].bool() if mask.ndim == 2 else as_bool(mask)
         self._shared.read_mask(own, sequences.count, sequences.padded_length, 1)
 
     def reset(self) -> None:
@@ -279,12 +291,13 @@ class Cache(DynamicCache):
         cache was made without. The two are independent afterwards; what is offloaded for the forks of a dense cache is offloaded
         once and stays on the host with that cache."""
         model, mine = self.model, self.settings
+        settings.setdefault("sized_for", self._sized_for)
         if "budget" not in settings and "retrieved" not in settings:
             settings |= {"budget": mine.budget, "retrieved": mine.retrieved}
         settings.setdefault("dense_layers", self._dense_layers)
         for name in ("seed", "sparse_queries", "block_size", "host_bytes", "device_memory"):
             settings.setdefault(name, getattr(mine, name))
-        settings.setdefault("kv_dtype", mine.kv_dtype if find(method, model.device)[0].stores else None)
+        settings.setdefault("kv_dtype", None if find(method, model.device)[0].dense else mine.kv_dtype)
         twin = Cache(model, method, **settings)
         self.kv.rollback_failed_step()
         clone(twin.kv, self.kv.sequences, self.kv.layers)
@@ -313,8 +326,6 @@ class Cache(DynamicCache):
         Raises CacheError, and reads nothing into a cache, for a folder that is damaged in any way and for another model: class,
         config, dtype or weights."""
         cache = cls(model, method, **settings)
-        if cache.settings.method.evicts:
-            raise CacheError(f"{cache.settings.method.name} evicts tokens as they come; it cannot take up a saved cache")
         saving.load(cache.model, cache.kv, cache.layers, Path(path))
         return cache
 
@@ -329,11 +340,75 @@ class Cache(DynamicCache):
             if module is not None and isinstance(mine, CacheLayer):
                 mine.remember_module(module)
 
+    def needs(self, batch: int, prompt: int, new_tokens: int, *, pinned: bool) -> Needs:
+        """Return what an empty cache would take for `batch` prompts of `prompt` tokens and answers of at most `new_tokens`.
+
+        The cache is of no use afterwards.
+
+        pinned: whether the cache pins its host memory."""
+        return dry_run(self.model, self.kv, self.layers, batch, prompt, new_tokens, pinned=pinned)
+
     def stats(self) -> Stats:
         """Return what the cache holds and did so far. Waits for the device."""
         stats, replay = replace(self.kv.stats(), no_effect=dict(self._no_effect)), self.replay
+        if self._passed_over and stats.method == self.settings.method.name:
+            stats = replace(stats, reason="; ".join(filter(None, (stats.reason, self._passed_over))))
         if replay is None:
             return stats
         return replace(
             stats, captures=replay.captures, capture_seconds=replay.capture_seconds, capture_bytes=replay.capture_bytes
         )
+
+
+def sequence_bytes(model: PreTrainedModel, method: str | Method, capacity: int, **settings: Any) -> int:
+    """Return how many bytes of the device a sequence of a running batch takes under the method, its rows on the host.
+
+    settings: as for `Batch`."""
+    cache = Cache(model, method, **settings | {"full_below": 0, "device_memory": 0})
+    cache.kv.sequences.room = capacity
+    return cache.needs(1, capacity, 0, pinned=False).device
+
+
+def _that_fits(
+    model: PreTrainedModel,
+    methods: Sequence[Method],
+    layers: int,
+    sized_for: tuple[int, int] | None,
+    device_memory: int | str | None,
+    host_bytes: int | None,
+    how: Mapping[str, Any],
+) -> tuple[Method, str]:
+    """Return the fastest of some methods that fits, and why it is not the first.
+
+    layers: how many keep KV of all tokens.
+    how: more settings of a cache."""
+    processes, config = ranks(model), model.config.get_text_config(decoder=True)
+    limit = read_bytes(device_memory, "device_memory") if device_memory not in (None, "auto") else 0
+    memory = DeviceMemory(limit or "auto", (), processes)
+    memory.resolve(model.device)
+    rows, tokens = sized_for or (1, min(getattr(config, "max_position_embeddings", None) or _LONGEST, _LONGEST))
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    every = 2 * heads * head_dim(config) * model.dtype.itemsize * layers // processes.all_heads(1)
+    if not memory.bytes or rows * tokens * every <= memory.bytes:  # an index takes less than all KV
+        return methods[0], ""
+    free = available_host_memory(processes) if host_bytes is None else host_bytes
+    host = None if free is None else processes.least(free)
+
+    def needs(method: Method) -> Needs:
+        cache = Cache(model, method, device_memory=memory.bytes, host_bytes=host_bytes, **how)
+        return cache.needs(rows, tokens, 0, pinned=model.device.type == "cuda")
+
+    def limits(needs: Needs) -> Limits:
+        return {"device": (needs.device, memory.bytes)} | ({} if host is None else {"host": (needs.host, host)})
+
+    chosen = fastest(methods, needs, limits)
+    if chosen.lacks and sized_for is not None:
+        _log.warning(
+            "no method fits %d x %s tokens: %s. A shorter prompt may, kv_dtype='fp8' or quantised weights: kvthaw plan tells",
+            rows,
+            f"{tokens:,}",
+            chosen.lacks,
+        )
+    elif chosen.reason:
+        _log.info("%s was chosen: %s", chosen.method.name, chosen.reason)
+    return chosen.method, chosen.reason

@@ -44,8 +44,8 @@ def in_chunks(
 
     The wrapper takes arguments by name. cache_of: returns the kvthaw cache behind a past_key_values, or None. names: of forward's
     arguments. short: forward for at most one chunk; by default the model's. Some prompts go through in one pass, and the log says
-    why: if the method evicts, if layers cannot continue after a chunk (linear attention), or if there are arguments other than
-    tokens, positions, a 2-D mask and a number of logits to keep.
+    why: if layers cannot continue after a chunk (linear attention), or if there are arguments other than tokens, positions, a 2-D
+    mask and a number of logits to keep.
     """
 
     def take(**given: Any) -> Any:
@@ -88,10 +88,8 @@ def in_chunks(
         if prompt == 1 and before:  # a token that was generated: a decode step, like the candidates behind it
             prompt = 0
         if prompt:
-            # What is dropped cannot be attended to again.
-            size = prompt if cache.settings.method.evicts else chunk
-            with cache.prompt(prompt) if prompt > size else nullcontext():
-                out = run(spans(prompt, size))
+            with cache.prompt(prompt) if prompt > chunk else nullcontext():
+                out = run(spans(prompt, chunk))
         if prompt < tokens:
             size = 1 if cache.shares_kv else tokens - prompt
             with cache.verification():
@@ -124,8 +122,6 @@ def reason_for_one_pass(given: dict[str, Any], cache: Cache, names: Collection[s
     """Return why a prompt must go through in one pass, None if it need not."""
     if "logits_to_keep" not in names:
         return "the model does not take a number of logits_to_keep"
-    if cache.settings.method.evicts and not drafted(given, cache):
-        return f"{cache.settings.method.name} drops tokens that later chunks attend to"
     if cache.foreign:
         return f"a {cache.foreign[0]} may not continue where a chunk ended"
     known = {*_WITH_TOKENS, *_AS_THEY_ARE, "attention_mask", "logits_to_keep"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,31 +14,34 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvthaw.cache import dry_run as cache_dry_run
 from kvthaw.cache.dry_run import Needs
-from kvthaw.cache.index_api import Method
-from kvthaw.engine.hf.cache import Cache, head_dim, of_layer
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.engine.hf.model import plain_weights
 from kvthaw.engine.hf.tensor_parallel import ranks
 
 
+def of_layer(config: Any, layer: int) -> Any:
+    """Return the config of one layer of a decoder, whose layers may differ (Gemma 4)."""
+    return config.per_layer_config[layer] if hasattr(config, "per_layer_config") else config
+
+
+def head_dim(config: Any) -> int:
+    """Return the dimensions of a layer's keys, by its config."""
+    dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return dim
+
+
 def dry_run(
-    model: PreTrainedModel, method: Method, batch: int, prompt: int, new_tokens: int, *, pinned: bool, **settings: Any
+    model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], batch: int, prompt: int, new_tokens: int, *, pinned: bool
 ) -> Needs:
-    """Return what a `Cache` of a model on the meta device takes for `batch` prompts of so many tokens and answers of at most
-    `new_tokens`. pinned: rows on the host are page-locked. settings: as for `Cache`."""
-    cache, tensors = Cache(model, method, **settings), partial(_tensors, model, batch, prompt)
-    needs = cache_dry_run.dry_run(cache.kv, tensors, batch, prompt, new_tokens, pinned=pinned)
-    windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+    """Return what an empty `Cache` of a model takes for `batch` prompts of so many tokens and answers of at most `new_tokens`.
+    kv, layers: the cache's. pinned: rows on the host are page-locked."""
+    tensors = partial(_tensors, model, batch, prompt)
+    needs = cache_dry_run.dry_run(kv, tensors, batch, prompt, new_tokens, pinned=pinned)
+    windows = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
     for layer in windows:
-        key = tensors(cache.layers.index(layer))[1]
+        key = tensors(layers.index(layer))[1]
         layer.update(key, key)
     return replace(needs, windows=sum(layer.keys.nbytes + layer.values.nbytes for layer in windows))
-
-
-def sequence_bytes(model: PreTrainedModel, method: str | Method, capacity: int, **settings: Any) -> int:
-    """Return what a sequence of a running batch takes of the device under the method, its rows on the host. settings: as for
-    `Batch`."""
-    cache = Cache(model, method, **settings | {"full_below": 0, "device_memory": 0})
-    cache.kv.sequences.room = capacity
-    return cache_dry_run.dry_run(cache.kv, partial(_tensors, model, 1, capacity), 1, capacity, 0, pinned=False).device
 
 
 def _tensors(model: PreTrainedModel, batch: int, tokens: int, layer: int) -> tuple[Tensor, Tensor]:
@@ -58,4 +62,4 @@ def weight_bytes(model: PreTrainedModel, tokens: int = 0) -> int:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((n for name in names if (n := getattr(config, name, None))), 0)
     used = min(1.0, tokens * (getattr(config, "num_experts_per_tok", None) or 1) / experts) if experts and tokens else 1.0
-    return sum(round(weight.nbytes * (used if ".experts." in name else 1.0)) for name, weight in model.named_parameters())
+    return sum(round(weight.nbytes * (used if ".experts." in name else 1.0)) for name, weight in plain_weights(model))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,23 +31,33 @@ from kvthaw.engine.hf.replay import replaying
 from kvthaw.engine.hf.reuse import reusing
 from kvthaw.errors import CacheError, at_least
 from kvthaw.kernels.row_format import KvDtype
-from kvthaw.methods.auto import AUTO
+from kvthaw.method_names import AUTO
 from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
+_BEHIND = "_kvthaw_cache"
+"""The attribute of a DynamicCache that keeps the kvthaw cache whose layers it has; a copy of the DynamicCache has its own."""
+_ANSWER = 256
+"""New tokens for which auto chooses its method, beside those of the prompt."""
+_WITHOUT = "kvthaw was off: the latest call had no cache (use_cache=False), and its attention was dense"
+_UNUSED = (
+    "kvthaw was off: the model left its cache empty in the latest call, as gradient checkpointing in train mode does; "
+    "model.eval() turns that off"
+)
 
 
 class Forward:
     """The forward of an attached model: gives it a kvthaw cache, takes long prompts in chunks and replays decode steps.
 
     It stands in the model's __dict__ and calls what stood there before, or the forward of the model's class. A copy of the model is
-    not attached.
+    not attached. Threads may call it at once: each call goes by its own cache, and one call runs at a time, since calls share the
+    model's hooks, the prefix cache and the device's captures.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        make: Callable[[], Cache],
+        make: Callable[[tuple[int, int] | None], Cache],
         settings: Settings,
         capture: bool,
         compiled: bool,
@@ -54,7 +66,11 @@ class Forward:
         progress: Tell | None,
     ) -> None:
         self.model, self.make, self.settings = model, make, settings
-        self.cache: Cache | None = None
+        self.cache: Cache | None = None  # of the latest call that had one
+        self.off: str | None = None  # why the latest call had none
+        self._caches: weakref.WeakSet[Cache] = weakref.WeakSet()  # that calls had
+        self._turn = threading.RLock()
+        self._warned = False
         self.handle: Callable[[], Handle | None] = lambda: None
         self.attached = True
         self.own = vars(model).get("forward")
@@ -72,12 +88,12 @@ class Forward:
         self._plain = forward
         told = None if progress is None else PrefillProgress(model, progress)
         whole = self._whole if told is None else told.parts(self._whole)
-        step = replaying(forward, self._behind, compiled=compiled, eager=whole) if capture else None
-        self._take = in_chunks(whole, self._behind, chunk, names=self._names, short=step)
+        step = replaying(forward, _behind, compiled=compiled, eager=whole) if capture else None
+        self._take = in_chunks(whole, _behind, chunk, names=self._names, short=step)
         if told is not None:
-            self._take = told.prompts(self._take, self._behind)
+            self._take = told.prompts(self._take, _behind)
         if prefix is not None:
-            self._take = reusing(self._take, self._behind, prefix, names=self._names)
+            self._take = reusing(self._take, _behind, prefix, names=self._names)
         model.forward = self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled module breaks its graph here
@@ -90,8 +106,27 @@ class Forward:
         kinds = given.get("token_type_ids")
         if kinds is not None and self._multimodal and not kinds.any():  # all text: of no other effect than to ask for a mask
             del given["token_type_ids"]
-        cache = self._supplied(given.pop("past_key_values", None), given.get("use_cache"))
-        return self._take(**given, past_key_values=cache)
+        cache = self._supplied(given.pop("past_key_values", None), given)
+        behind = _behind(cache)
+        with self._turn:
+            self.off = _WITHOUT if behind is None else None
+            if behind is not None:
+                self.cache = behind
+                self._caches.add(behind)
+            self._warn(given)
+            out = self._take(**given, past_key_values=cache)
+            if behind is not None and not behind.kv.sequences.padded_length:
+                self.off = _UNUSED
+            return out
+
+    def _warn(self, given: dict[str, Any]) -> None:
+        """Log once that attention weights, where they are asked for, do not come."""
+        asked = given.get("output_attentions")
+        if not self._warned and (getattr(self.model.config, "output_attentions", False) if asked is None else asked):
+            _log.warning(
+                "output_attentions=True has no effect: kvthaw's attention returns no weights; detach the model to get them"
+            )
+            self._warned = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """What a copy of the model has instead: the copied forward that stood here before, or that of the copy's class."""
@@ -111,32 +146,39 @@ class Forward:
                 model.forward = self.own
         drop_prefetch(model)
         give_back_attention(model)
+        with self._turn:
+            for cache in self._caches:
+                cache.replay = None  # graphs hold the collectives of a model that is split
         self.cache = None
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's forward, of which a kvthaw cache counts no token if it raises."""
-        cache = self._behind(kwargs.get("past_key_values"))
+        cache = _behind(kwargs.get("past_key_values"))
         with nullcontext() if cache is None else cache.kv.counted_forward():
             return self._plain(*args, **kwargs)
 
-    def _behind(self, given: Any) -> Cache | None:
-        """Return the cache whose layers a past_key_values has."""
-        if isinstance(given, Cache):
-            return given
-        ours = self.cache is not None and getattr(given, "layers", None) is self.cache.layers
-        return self.cache if ours else None
+    def _made(self, call: Mapping[str, Any]) -> Cache:
+        """Return a cache for the prompt of a call. The latest call's, unless somebody else has it, gives its memory back first."""
+        tokens = next((call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None), None)
+        self.cache = None
+        return self.make(None if tokens is None else (tokens.shape[0], tokens.shape[1] + _ANSWER))
 
-    def _supplied(self, given: Any, use_cache: bool | None) -> Any:
-        """Return the past_key_values that the model gets for one that was given: a kvthaw cache, or one with its layers."""
+    def _supplied(self, given: Any, call: Mapping[str, Any]) -> Any:
+        """Return the past_key_values that the model gets for one that was given: a kvthaw cache, or one with its layers. call: the
+        other arguments."""
         if given is None:
             config = self.model.config.get_text_config(decoder=True)
+            use_cache = call.get("use_cache")
             if not (getattr(config, "use_cache", True) if use_cache is None else use_cache):
                 return None
-            given = self.cache = self.make()
+            given = self._made(call)
         elif isinstance(given, Cache):
-            self.cache = given
+            pass
         elif type(given) is not DynamicCache:
-            raise CacheError(f"past_key_values is a {type(given).__name__}; kvthaw works with its own Cache or a DynamicCache")
+            raise CacheError(
+                f"past_key_values is a {type(given).__name__}; kvthaw works with its own Cache or a DynamicCache: give one of "
+                "them or none, and no cache_implementation"
+            )
         elif getattr(given, "offloading", False):
             raise CacheError("cache_implementation='offloaded' does not go with kvthaw, which offloads by itself")
         elif not any(isinstance(layer, CacheLayer) for layer in given.layers):
@@ -144,15 +186,23 @@ class Forward:
             if tokens:
                 raise CacheError(
                     f"past_key_values is a DynamicCache that holds {tokens} tokens of another attention; attach the model before "
-                    "the prompt, and give it an empty cache or none"
+                    "the prompt, and give it an empty cache or none. Tokens of PEFT's prefix tuning are not served: detach the "
+                    "model"
                 )
-            self.cache = self.make()
-            self.cache.rolls_back = True  # it may: a DynamicCache does not say that it records
+            cache = self._made(call)
+            cache.rolls_back = True  # it may: a DynamicCache does not say that it records
             for i, layer in enumerate(given.layers):  # those that are not kvthaw's may have been prepared already
-                if not isinstance(self.cache.layers[i], CacheLayer):
-                    self.cache.layers[i] = layer
-            given.layers = self.cache.layers  # generate() keeps its own object; from here on the two are one
+                if not isinstance(cache.layers[i], CacheLayer):
+                    cache.layers[i] = layer
+            given.layers = cache.layers  # generate() keeps its own object; from here on the two are one
+            setattr(given, _BEHIND, cache)
         return given
+
+
+def _behind(given: Any) -> Cache | None:
+    """Return the cache whose layers a past_key_values has."""
+    cache: Cache | None = given if isinstance(given, Cache) else getattr(given, _BEHIND, None)
+    return cache if cache is not None and given.layers is cache.layers else None
 
 
 _ATTACHED: weakref.WeakSet[Forward] = weakref.WeakSet()
@@ -186,28 +236,32 @@ class Handle:
         return self._forward.cache
 
     def stats(self) -> Stats:
-        """Stats of the latest generate()'s cache; after detach, as they were then."""
+        """Stats of the latest generate()'s cache; after detach, as they were then. Where it had none, or left it empty, they are of
+        an empty cache, and their `reason` says that kvthaw was off."""
+        forward = self._forward
         if self._last is not None:
             return self._last
-        if self._forward.cache is None:
+        if forward.off is not None:
+            return replace(forward.make(None).stats(), reason=forward.off)
+        if forward.cache is None:
             raise CacheError("nothing was generated yet")
-        return self._forward.cache.stats()
+        return forward.cache.stats()
 
     def detach(self) -> None:
         """Give the model its own forward, attention and caches back; the stats stay. Does nothing the second time."""
         if not self._forward.attached:
             return
-        cache = self._forward.cache
-        _ATTACHED.discard(self._forward)
-        self._forward.detach()
-        if cache is not None:
-            self._last, cache.replay = cache.stats(), None  # graphs hold the collectives of a model that is split
+        forward = self._forward
+        if forward.cache is not None or forward.off is not None:
+            self._last = self.stats()
+        _ATTACHED.discard(forward)
+        forward.detach()
 
     def __repr__(self) -> str:
         forward, name = self._forward, type(self._forward.model).__name__
         if not forward.attached:
             return f"<Handle of {name}, detached: {self._last or 'nothing was generated'}>"
-        return f"<Handle of {name}: {forward.cache or f'{forward.settings}; nothing was generated yet'}>"
+        return f"<Handle of {name}: {forward.off or forward.cache or f'{forward.settings}; nothing was generated yet'}>"
 
     def __enter__(self) -> Handle:
         self._open()
@@ -289,7 +343,7 @@ def attach(
         Handle(earlier).detach()
     served = attends(model)
 
-    def make() -> Cache:
+    def make(sized_for: tuple[int, int] | None) -> Cache:
         return Cache(
             model,
             method,
@@ -303,11 +357,12 @@ def attach(
             device_memory=device_memory,
             full_below=full_below,
             kv_dtype=kv_dtype,
+            sized_for=sized_for,
             **options,
         )
 
     try:
-        settings = make().settings  # refuse bad ones now, not at the first token
+        settings = make(None).settings  # refuse bad ones now, not at the first token
     except Exception:
         if not served:
             give_back_attention(model)

@@ -6,9 +6,13 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
 
 from kvthaw.engine.hf.cache import Cache
-from kvthaw.engine.hf.saving import check_header, load
+from kvthaw.engine.hf.saving import check_header, load, save
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError
 
 _log = logging.getLogger(__name__)
@@ -25,15 +29,18 @@ class KvDir:
 
     def fill(self, cache: Cache, ids: Sequence[int]) -> int:
         """Fill an empty cache with the KV of as many of a prompt's first tokens as are kept, its last token not included. Returns
-        how many. What is damaged or of another model is left alone, and told.
-
-        Raises ConfigError for a method that evicts tokens."""
+        how many. What is damaged or of another model is left alone, and told."""
         _check(cache)
-        for path in sorted(self.folder.glob("*")):
-            if path not in self._ids and not path.name.startswith("."):
-                self._ids[path] = _tokens(cache, path, self._warn)
+        self.prompts(cache.model)
         best = max(self._ids, key=lambda path: common(self._ids[path], ids), default=None)
         return 0 if best is None or not common(self._ids[best], ids) else fill(cache, best, ids, self._warn)
+
+    def prompts(self, model: PreTrainedModel) -> list[list[int]]:
+        """Return the tokens of the prompts of a model that are kept."""
+        for path in sorted(self.folder.glob("*")):
+            if path not in self._ids and not path.name.startswith("."):
+                self._ids[path] = saved_tokens(model, path, self._warn)
+        return [ids for ids in self._ids.values() if ids]
 
     def keep(self, cache: Cache, ids: Sequence[int], taken: int) -> None:
         """Keep a prompt that a cache holds, `taken` tokens of which fill() has brought. A folder that cannot be written is told."""
@@ -47,7 +54,7 @@ def fill(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], Non
     """Fill an empty cache with what a saved cache has of a prompt; see KvDir.fill. One of which less than half could be used is not
     read."""
     _check(cache)
-    held = _tokens(cache, path, warn) if path.exists() else []
+    held = saved_tokens(cache.model, path, warn)
     kept = min(common(held, ids), len(ids) - 1)  # the last token gives the logits
     if kept <= 0 or 2 * kept < len(held):
         return 0
@@ -61,10 +68,12 @@ def fill(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], Non
     return kept
 
 
-def keep(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], None] = _log.warning) -> bool:
-    """Save a prompt that a cache holds. Returns whether it could be; why not is told."""
+def keep(
+    cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], None] = _log.warning, *, about: Any = None
+) -> bool:
+    """Save a prompt that a cache holds. about: see `saving.save`. Returns whether it could be; why not is told."""
     try:
-        cache.save(path, ids)
+        save(cache.model, cache.kv, cache.layers, path, torch.tensor(ids), about)
     except OSError as error:
         warn(f"{error}; the prompt is not kept")
         return False
@@ -76,10 +85,12 @@ def common(one: Sequence[object], other: Sequence[object]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _tokens(cache: Cache, path: Path, warn: Callable[[str], None]) -> list[int]:
-    """Return the tokens of a saved cache of one row, none of one that cannot be used."""
+def saved_tokens(model: PreTrainedModel, path: Path, warn: Callable[[str], None] = _log.warning) -> list[int]:
+    """Return the tokens of a saved cache of one row, none of one that is not there or cannot be used."""
+    if not path.exists():
+        return []
     try:
-        rows: list[list[int]] = check_header(cache.model, path)["token_ids"]
+        rows: list[list[int]] = check_header(model, path)["token_ids"]
     except CacheError as error:
         warn(f"{error}; the prompt is prefilled again")
         return []
@@ -87,8 +98,5 @@ def _tokens(cache: Cache, path: Path, warn: Callable[[str], None]) -> list[int]:
 
 
 def _check(cache: Cache) -> None:
-    method = cache.settings.method
-    if method.evicts:
-        raise ConfigError(f"{method.name} evicts some tokens; its KV cannot be kept")
     if cache.foreign:
         raise ConfigError(f"the model has a {cache.foreign[0]}, whose state cannot be kept")

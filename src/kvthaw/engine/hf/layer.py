@@ -18,8 +18,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
-from kvthaw.cache.layers import check_memory, reserve
-from kvthaw.engine.hf.masks import attention_by_mask, causal_mask, dense_attention, is_padding
+from kvthaw.cache.passes import check_memory, reserve
+from kvthaw.engine.hf.masks import as_bool, attention_by_mask, causal_mask, dense_attention, is_padding
 from kvthaw.engine.ops import serves
 from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
 from kvthaw.kernels.row_format import row_format
@@ -69,7 +69,8 @@ class Shared:
             return known, False
         if mask.ndim != 4 or mask.dtype != torch.bool:
             raise CacheError(
-                f"attention_mask is {mask.dtype} of shape {list(mask.shape)}; kvthaw takes the 2-D mask of the padding, or none"
+                f"attention_mask is {mask.dtype} of shape {list(mask.shape)}; kvthaw takes the 2-D mask of the padding, or a 4-D "
+                "one of bools or of 0 and -inf"
             )
         if mask.shape[0] != batch:
             raise CacheError(f"attention_mask has {mask.shape[0]} rows; the tokens have {batch}")
@@ -188,11 +189,8 @@ class CacheLayer(CacheLayerMixin):
         self.number, self.shared = kv.number, shared
         self.module: weakref.ref[torch.nn.Module] | None = None  # whose attention it is, known from the first prompt on
         self.is_initialized = True  # nothing to initialise early
-
-    @property
-    def first(self) -> bool:
+        self.first = kv.number == shared.kv.layers[0].number
         """Whether this is the first of kvthaw's layers."""
-        return self.number == self.shared.kv.layers[0].number
 
     @property
     def kv(self) -> LayerKV:
@@ -255,13 +253,14 @@ class CacheLayer(CacheLayerMixin):
                 raise CacheError(f"the cache holds {count} rows and was given {batch}; use one cache for each batch")
             if serves(cache) or cache.sequences.room:  # nothing is padded; some models make a mask of ones (OPT, until 5.23)
                 mask = None
+            mask = None if mask is None else as_bool(mask)
             pads, own = shared.read_mask(mask, batch, before, steps)
             if new and self.first:
                 if steps > 1 or before == 0:
                     self._check_room(key, pads)
                 cache.finite.look(cache.layers)
                 with torch.inference_mode(False):
-                    reserve(cache.layers, cache.sequences, steps)
+                    reserve(cache.offloaded, cache.sequences, steps)
         except KvthawError:
             self.undo()
             raise
@@ -295,13 +294,13 @@ class CacheLayer(CacheLayerMixin):
                 f"the prompt has {held + new} tokens; the model's positions end at {shared.positions}; where the model can go "
                 "further, raise max_position_embeddings of its config, with rope_parameters that reach so far (YaRN, say)"
             )
-        if cache.offloaded and not cache.settings.method.evicts:
+        if cache.offloaded:
             block_size, filling, layer = cache.settings.block_size, cache.sequences.filling, cache.offloaded[0]
             have = [layer.reserved(seq) for seq in (range(len(pads)) if filling is None else [filling])]
             wanted = (max(0, held + new - pad - room) for pad, room in zip(pads, have, strict=True))
             row = row_format(cache.settings.kv_dtype, key.shape[3], key.dtype)
             block = key.shape[1] * row.row_bytes * block_size
-            check_memory(cache.layers, cache.streams, sum(-(-tokens // block_size) for tokens in wanted), block, key.device)
+            check_memory(cache.offloaded, cache.streams, sum(-(-tokens // block_size) for tokens in wanted), block, key.device)
 
     def get_seq_length(self) -> int:
         return self.shared.length

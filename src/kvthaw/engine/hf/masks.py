@@ -13,13 +13,23 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvthaw.cache.layer_base import AttentionParams
-from kvthaw.errors import UnsupportedModelError
+from kvthaw.errors import CacheError, UnsupportedModelError
 from kvthaw.kernels.dense import QUERIES, masked_attention
+
+_HIDES = -10000.0  # added to a score, leaves no weight
 
 
 def is_padding(mask: Tensor) -> bool:
     """Return whether a mask is one for all queries, as _mask() makes it."""
     return mask.ndim == 4 and mask.shape[2] == 1 and mask.dtype == torch.bool
+
+
+def as_bool(mask: Tensor) -> Tensor:
+    """Return a 4-D mask of 0 and -inf, or of other numbers that hide as surely, as one of bools; any other mask as it is."""
+    if mask.ndim != 4 or not mask.is_floating_point():
+        return mask
+    shown = mask == 0
+    return shown if bool((shown | (mask <= _HIDES)).all()) else mask
 
 
 def causal_mask(padding: Tensor, steps: int) -> Tensor:
@@ -110,10 +120,17 @@ def dense_attention(
         if not dropout:
             return mask.attend(query, key, value, params).transpose(1, 2).contiguous()
         _, mask = mask.between(mask.start, mask.queries.start, mask.queries.stop)
+    plain = params.softcap is None and params.sinks is None
+    if mask is not None and not plain:
+        mask = as_bool(mask)
+        if mask.dtype != torch.bool:
+            raise CacheError(
+                f"attention_mask is {mask.dtype} and adds numbers to scores; {type(module).__name__} takes masks of bools, or of 0 "
+                "and -inf"
+            )
     if mask is not None and is_padding(mask):
         mask = causal_mask(mask[..., -key.shape[2] :], query.shape[2])
     continued = 1 < query.shape[2] < key.shape[2] and (getattr(module, "is_causal", True) if causal is None else causal)
-    plain = params.softcap is None and params.sinks is None
     if mask is None and (continued or not plain):
         mask = causal_mask(query.new_ones((1, 1, 1, key.shape[2]), dtype=torch.bool), query.shape[2])
     if not plain:

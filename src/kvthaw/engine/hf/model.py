@@ -1,8 +1,8 @@
-"""Load a model: the one that ships, a local folder, one from the hub, or one of random weights."""
+"""Load a model: the one that ships, a local folder or .gguf file, one from the hub, or one of random weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,9 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
-from kvthaw.engine.hub import SHIPPED, is_path, offline
+from kvthaw.engine.hf import gguf_file
+from kvthaw.engine.hub import SHIPPED, check_path, offline
 from kvthaw.errors import ConfigError, UnsupportedModelError, one_of
 
+_SLICE, _CUT = 1 << 17, 64
+"""Characters that are tokenized at once to count tokens, and by how many tokens a cut may change their number."""
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -40,21 +43,35 @@ def load(
 ) -> tuple[PreTrainedModel, Any]:
     """Return a causal language model, ready to decode, and its tokenizer.
 
-    name: "shipped", a local folder, or an id on the Hugging Face hub. dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
+    name: "shipped", a local folder, a .gguf file, or an id on the Hugging Face hub. The weights of a .gguf file are stored as
+    numbers of dtype; its tokenizer and chat template come from the file. dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
     device: as torch names it; None takes the GPU where there is one. tp: load this process's part of a model that so many
     processes load, each on its own GPU. prepare: is called with the tokenizer before weights are read, and may refuse it. Raises
     ConfigError, naming what was not found.
     """
     where = find_device(device)
     kind = read_dtype(dtype, cuda=where.type == "cuda")
-    how: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=tp)} if tp > 1 else {}
-    with _found(name) as (source, cached):
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=cached)
+    with _found(name) as (source, how):
+        tokenizer = AutoTokenizer.from_pretrained(source, **how)
         if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without tokenizer files
             raise ConfigError(f"model is {name!r}; it has no tokenizer, such as a tokenizer.json beside its config.json")
         prepare(tokenizer)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, local_files_only=cached, **how)
+        model = _with_weights(name, source, kind, how, tp)
     return (model.to(where) if tp == 1 else model).eval(), tokenizer
+
+
+def _with_weights(name: str, source: str, dtype: torch.dtype, how: Mapping[str, Any], tp: int) -> PreTrainedModel:
+    """Return a model with its weights, or this process's part of them."""
+    model: PreTrainedModel
+    if "gguf_file" in how:
+        if tp > 1:
+            raise ConfigError(f"model is {name!r} and tp is {tp}; a .gguf file is loaded whole: tp must be 1")
+        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **how, **gguf_file.weights())
+        gguf_file.check_loaded(info, name)
+        return model
+    shared = {"distributed_config": DistributedConfig(tp_size=tp)} if tp > 1 else {}
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **how, **shared)
+    return model
 
 
 def read_dtype(name: str, *, cuda: bool) -> torch.dtype:
@@ -66,20 +83,24 @@ def read_dtype(name: str, *, cuda: bool) -> torch.dtype:
 
 def load_config(name: str) -> PreTrainedConfig:
     """Return the configuration of a model, named as for `load`; no weights are read or fetched. Raises ConfigError."""
-    with _found(name) as (source, cached):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, local_files_only=cached)
+    with _found(name) as (source, how):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, **how)
     return config
 
 
 @contextmanager
-def _found(name: str) -> Iterator[tuple[str, bool]]:
-    """Yield where to load a model from, and whether from the hub's local cache alone. Errors of loading become ConfigError."""
-    source, cached = _source(name), offline(name)
+def _found(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where to load a model from, and what from_pretrained is told of it: from the hub's local cache alone, or from a file.
+    Errors of loading become ConfigError."""
+    path, cached = _path(name), offline(name)
+    is_file = path is not None and path.is_file()
+    source = name if path is None else str(path.parent if is_file else path)
+    broken = gguf_file.BROKEN if is_file else ()
     try:
-        yield source, cached
+        yield source, {"local_files_only": cached, **({"gguf_file": path.name} if path is not None and is_file else {})}
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, *broken) as error:
         where_from = "the hub cannot be reached, and its local cache lacks a part" if cached else _first_line(error)
         raise ConfigError(f"model is {name!r}; it could not be loaded: {where_from}") from error
 
@@ -90,8 +111,25 @@ def check_prompt(model: PreTrainedModel, tokens: int) -> None:
         raise ConfigError("the prompt is empty")
     limit = positions(model)
     if limit is not None and tokens > limit:
-        most = f"the model's positions end at {limit:,}: shorten it, raise max_position_embeddings or scale its RoPE"
-        raise ConfigError(f"the prompt has {tokens:,} tokens; {most}")
+        raise ConfigError(f"the prompt has {tokens:,} tokens; {_ends_at(limit)}")
+
+
+def check_text(tokenizer: Any, text: str, limit: int | None) -> None:
+    """Raise ConfigError for a text that has more tokens than a model has positions, before all of it is tokenized: tokenizers take
+    a hundred times a text's size."""
+    if limit is None:
+        return
+    tokens, most = 0, limit + limit // 50
+    for start in range(0, len(text), _SLICE):
+        tokens += len(tokenizer(text[start : start + _SLICE], add_special_tokens=False, verbose=False)["input_ids"])
+        most += _CUT  # a word that is cut may have more tokens than it has whole
+        if tokens > most and start + _SLICE < len(text):
+            about = round(tokens * len(text) / (start + _SLICE) / 1000) * 1000
+            raise ConfigError(f"the text has some {about:,} tokens, {len(text):,} characters; {_ends_at(limit)}")
+
+
+def _ends_at(limit: int) -> str:
+    return f"the model's positions end at {limit:,}: shorten it, raise max_position_embeddings or scale its RoPE"
 
 
 def positions(model: PreTrainedModel) -> int | None:
@@ -117,7 +155,8 @@ def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) ->
 
 
 def plain_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that weights are made of, and their names: of a quantised one often several."""
+    """Yield the tensors that weights are made of, and their names: of a quantised one often several, which may be buffers. Angles
+    of rotary positions, which modules compute anew, are left out."""
 
     def parts(name: str, weight: Any) -> Iterator[tuple[str, Tensor]]:
         if is_traceable_wrapper_subclass(weight):
@@ -128,6 +167,12 @@ def plain_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
     for name, weight in model.named_parameters():
         yield from parts(name, weight)
+    for place, module in model.named_modules():
+        if any(name.endswith("inv_freq") for name in module._buffers):
+            continue
+        for name, buffer in module.named_buffers(place, recurse=False):
+            if buffer.ndim > 1 or name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield from parts(name, buffer)
 
 
 def silence() -> None:
@@ -144,23 +189,21 @@ def find_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # the meta device holds no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"device is {name!r}; torch cannot use it: {_first_line(error)}") from error
+        says = f"torch cannot use it; it must be cpu, cuda or cuda:1: {_first_line(error)}"
+        raise ConfigError(f"device is {name!r}; {says}") from error
     return device
 
 
-def _source(name: str) -> str:
+def _path(name: str) -> Path | None:
+    """Return the folder or .gguf file that holds a model, None for one on the hub. Raises ConfigError for what holds none."""
     if name == SHIPPED:
         if not (shipped_path() / "config.json").exists():
             raise ConfigError(f"model is {SHIPPED!r}, but this installation holds no model; name a folder or a hub id")
-        return str(shipped_path())
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise ConfigError(f"model is {name!r}; that folder holds no config.json")
-        return str(path)
-    if is_path(name):
-        raise ConfigError(f"model is {name!r}; there is no such folder")
-    return name
+        return shipped_path()
+    path = check_path(name)
+    if path is not None and path.is_file():
+        gguf_file.check(path, name)
+    return path
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,8 +17,8 @@ def reusing(
 ) -> Callable[..., Any]:
     """Wrap a forward that takes arguments by name, so that a prompt goes through it from where the prefix cache ends, and is kept.
 
-    That is the first prompt of a cache, of one sequence without padding, of which the last token's logits are asked for, and which
-    could go through in chunks. cache_of, names: as for in_chunks()."""
+    That is the first prompt of a cache, of one sequence without padding, at the positions from 0 on, of which the last token's
+    logits are asked for, and which could go through in chunks. cache_of, names: as for in_chunks()."""
 
     def take(**given: Any) -> Any:
         cache, ids, mask = cache_of(given.get("past_key_values")), given.get("input_ids"), given.get("attention_mask")
@@ -26,6 +26,11 @@ def reusing(
             return forward(**given)
         padded = isinstance(mask, torch.Tensor) and not bool(mask.all())
         if padded or given.get("logits_to_keep") != 1 or reason_for_one_pass(given, cache, names) is not None:
+            return forward(**given)
+        places = [given[name] for name in ("position_ids", "cache_position") if given.get(name) is not None]
+        if not all(
+            bool((each.cpu() == torch.arange(ids.shape[1])).all()) for each in places
+        ):  # KV that other prompts do not have
             return forward(**given)
         with torch.inference_mode(False), torch.no_grad():  # rows outlive the caller's mode
             taken = prefix.fill(cache.kv, ids[0])

@@ -2,25 +2,20 @@
 
 A folder has a file of safetensors for each layer, with its rows and, of a method whose index is slow to build, the index; and
 header.json, with the token ids, what the model was, whose index it is, and the SHA-256 of every file and of the header itself. It
-is written beside its place, synced, and renamed: readers find all of it or none.
+is written beside its place, synced, and renamed: readers find all of it or none. Its owner alone may read it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,9 +33,10 @@ from kvthaw.cache.resume import LayerShape, resume
 from kvthaw.cache.step import Step
 from kvthaw.engine.hf import tensor_file
 from kvthaw.engine.hf.attention import unwrap
-from kvthaw.engine.hf.model import plain_weights
+from kvthaw.engine.hf.folders import OWN, put, sync, working_folder
+from kvthaw.engine.hf.identity import identity
 from kvthaw.engine.hf.tensor_parallel import ranks
-from kvthaw.errors import CacheError
+from kvthaw.errors import CacheError, HostMemoryError
 from kvthaw.kernels.row_format import row_format
 from kvthaw.methods.options import digest
 from kvthaw.version import __version__
@@ -49,11 +45,10 @@ Part = tuple[str, float, dict[str, Tensor]]
 """The name of a layer's file, its softmax scale, and what goes into the file."""
 Item = TypeVar("Item")
 Done = TypeVar("Done")
-FORMAT = 2
+FORMAT = 3
 _log = logging.getLogger(__name__)
 _HEADER = "header.json"
 _AT_ONCE = 8  # files written at a time, or read where there are no more cores
-_SAMPLED = 64  # values of each weight that tell models apart
 
 
 def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path, token_ids: Tensor, about: Any = None) -> None:
@@ -62,8 +57,6 @@ def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path,
     held = [kv.sequences.count, kv.sequences.padded_length]
     if list(tokens.shape) != held:
         raise CacheError(f"token_ids has the shape {list(tokens.shape)}; the cache holds {held}")
-    if kv.settings.method.evicts:
-        raise CacheError(f"{kv.settings.method.name} has dropped tokens, so its cache cannot be saved")
     kv.rollback_failed_step()
     kv.wait()
     header = {"left_pad": list(kv.sequences.left_pad), "token_ids": tokens.tolist(), "about": about}
@@ -73,21 +66,22 @@ def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path,
 def write_folder(model: PreTrainedModel, path: Path, about: Mapping[str, Any], parts: Iterable[Part]) -> None:
     """Write a file for each part and a header with what is said about them, in the place of what is there. Raises OSError, with
     what is there as it was. What a process left behind that was killed while it saved here is deleted."""
-    known = identity(model)  # refuses a split model before anything is made
+    known = _known(model)  # refuses a split model before anything is made
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _working_folder(path) as folder:
+        path.parent.mkdir(OWN, parents=True, exist_ok=True)
+        with working_folder(path) as folder:
             new = folder / "new"
-            new.mkdir()
+            new.mkdir(OWN)
             files = {
                 name: {"sha256": sha256, "scale": scale}
                 for (name, scale, _), sha256 in _some_at_once(parts, lambda part: tensor_file.write(new / part[0], part[2]))
             }
             header = {"format": FORMAT, "kvthaw": __version__, "model": known, **about, "files": files}
+            (new / _HEADER).touch(tensor_file.PRIVATE)
             (new / _HEADER).write_text(json.dumps(header | {"sha256": _digest(header)}), encoding="utf-8")
-            _sync(new / _HEADER)
-            _sync(new)
-            _put(new, path, folder / "old")
+            sync(new / _HEADER)
+            sync(new)
+            put(new, path, folder / "old")
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror}: the cache cannot be saved", str(path)) from error
 
@@ -125,7 +119,9 @@ def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torc
     def read(number: int) -> SavedLayer:
         try:
             return SavedLayer.read(path, header, number, kv, device, taking)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (CacheError, HostMemoryError, OSError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
             raise CacheError(f"{path} is damaged: {_name(number)} has {error!r}") from error
 
     yield from _some_at_once([layer.number for layer in kv.layers], read, max(_AT_ONCE, min(32, os.cpu_count() or 1)))
@@ -153,6 +149,8 @@ class SavedLayer:
         if [tensors[f"rows.{seq}"].shape[1] for seq in seqs] != lengths:
             raise ValueError(f"rows of other numbers of tokens than {lengths}")
         queries = {seq: tensors[f"queries.{seq}"].to(device, copy=True) for seq in seqs if f"queries.{seq}" in tensors}
+        if not queries:
+            raise ValueError("no queries")
         some = next(iter(queries.values()))
         format = row_format(kv.settings.kv_dtype, some.shape[2], some.dtype)
         keys = some.new_empty((1, len(tensors["rows.0"]), 0, some.shape[2]))
@@ -169,7 +167,6 @@ class SavedLayer:
         for seq in seqs:
             for block, part in zip(blocks[seq], parts[seq], strict=True):
                 block.data[:, : part.shape[1]] = format.convert(part)
-                block.owners = 0  # until a sequence takes it
         shape = LayerShape(some[None, :, :0], keys, scale, format)
         same = header["index"] == index_kind(kv)["index"] and header["index"]["options"] is not None
         return cls(shape, blocks, queries, _snapshots(tensors) if same else {})
@@ -191,22 +188,24 @@ def _checked(path: Path, header: Mapping[str, Any], number: int) -> tensor_file.
 def check_header(model: PreTrainedModel, path: Path) -> dict[str, Any]:
     """Return the header of a saved cache of a model. Raises CacheError as read_header(), and where it is of another model."""
     header = read_header(path)
-    for name, value in identity(model).items():
-        if header["model"].get(name) != value:
-            raise CacheError(f"{path} was saved with another model: {name} is {header['model'].get(name)}, not {value}")
+    saved, now = header["model"], _known(model)
+    for name in (*now, *saved):
+        if saved.get(name) != now.get(name):
+            raise CacheError(f"{path} was saved with another model: {name} is {saved.get(name)}, not {now.get(name)}")
     return header
 
 
 def read_header(path: Path) -> dict[str, Any]:
     """Return the header of a saved cache. Raises CacheError where there is none, or a damaged one, or of another format."""
     try:
+        tensor_file.regular_size(path / _HEADER)
         header: dict[str, Any] = json.loads((path / _HEADER).read_text(encoding="utf-8"))
         said = header.pop("sha256")
     except FileNotFoundError:
         raise CacheError(f"{path} is no saved cache") from None
     except OSError as error:
         raise CacheError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, AttributeError, KeyError, UnicodeDecodeError):
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         raise CacheError(f"{path} is damaged: {_HEADER} is not what was saved") from None
     if said != _digest(header):
         raise CacheError(f"{path} is damaged: {_HEADER} is not what was saved")
@@ -224,33 +223,24 @@ def _whole(header: Mapping[str, Any]) -> bool:
         return False
     rows, pads, files = header["token_ids"], header["left_pad"], header["files"].values()
     return (
-        all(isinstance(row, list) and len(row) == len(rows[0]) and all(type(each) is int for each in row) for row in rows)
+        all(isinstance(row, list) and len(row) == len(rows[0]) and all(map(_is_token, row)) for row in rows)
         and 0 < len(rows) == len(pads)
         and all(type(pad) is int and 0 <= pad < len(rows[0]) for pad in pads)
         and all(isinstance(file, dict) and type(file.get("scale")) is float and "sha256" in file for file in files)
     )
 
 
-def identity(model: PreTrainedModel) -> dict[str, str]:
-    """Return what must be alike for keys and values of one model to be another's: its class, its config, its dtype, its weights (by
-    some values of each). Raises CacheError for a model that is split, of which a process has a part of the keys and values."""
+def _is_token(each: object) -> bool:
+    return type(each) is int and 0 <= each < 1 << 63
+
+
+def _known(model: PreTrainedModel) -> dict[str, str]:
+    """Return what must be alike for keys and values of one model to be another's. Raises CacheError for a model that is split, of
+    which a process has a part of the keys and values."""
     model = unwrap(model)
     if (size := ranks(model).size) > 1:
         raise CacheError(f"the model is split over {size} processes; its caches can be neither saved nor loaded")
-    config = model.config.get_text_config(decoder=True).to_dict()
-    for name in ("_name_or_path", "transformers_version", "_attn_implementation", "dtype", "torch_dtype", "use_cache"):
-        config.pop(name, None)
-    weights = hashlib.sha256()
-    for name, weight in plain_weights(model):
-        flat = weight.flatten()
-        some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu().numpy().tobytes()
-        weights.update(f"{name} {tuple(weight.shape)}".encode() + some)
-    return {
-        "architecture": type(model).__name__,
-        "config": _digest(config),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "weights": weights.hexdigest(),
-    }
+    return identity(model)
 
 
 def _tensors(kv: KVCache, layers: Sequence[Any]) -> Iterator[Part]:
@@ -321,51 +311,5 @@ def _name(layer: int) -> str:
     return f"layer-{layer:04}.safetensors"
 
 
-@contextmanager
-def _working_folder(path: Path) -> Iterator[Path]:
-    """Make a folder beside a place and lock it until it is deleted. Delete those whose process is gone, and its lock with it."""
-    for other in path.parent.glob(f".{escape(path.name)}.{'?' * 8}"):
-        with suppress(OSError), _lock(other):
-            shutil.rmtree(other, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        with _lock(folder):
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock. Raises BlockingIOError where another holds it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _put(new: Path, path: Path, old: Path) -> None:
-    """Rename a folder to its place. What is there is moved aside first, so that there is the old one, none, or the new one."""
-    try:
-        if path.exists():
-            os.rename(path, old)
-        os.rename(new, path)
-        _sync(path.parent)
-    except BaseException:
-        if old.exists() and not path.exists():
-            os.rename(old, path)
-        raise
-
-
 def _digest(what: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,13 @@ _NAMES = {
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 PIECE = 64 << 20  # bytes hashed and written at once
+PRIVATE = 0o600
+"""Mode of a file with prompts: its owner's alone."""
 _HEADER = 100 << 20  # most bytes of a file's header
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write contiguous tensors of the CPU to a new file and sync it. Returns the SHA-256 of its bytes."""
+    """Write contiguous tensors of the CPU to a new file of their owner alone, and sync it. Returns the SHA-256 of its bytes."""
     header, end = {}, 0
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))  # so that each is aligned
     for name, tensor in tensors.items():
@@ -41,7 +45,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE), "wb") as file:
         for data in (memoryview(len(text).to_bytes(8, "little") + text), *map(_bytes, tensors.values())):
             for at in range(0, len(data), PIECE):
                 digest.update(data[at : at + PIECE])
@@ -59,13 +63,17 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path, self.tensors = path, dict[str, Tensor]()
         try:
-            self._data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+            self._data = torch.from_file(str(path), shared=False, size=regular_size(path), dtype=torch.uint8)
             start = 8 + min(int.from_bytes(bytes(_bytes(self._data[:8])), "little"), _HEADER)
             for name, entry in json.loads(bytes(_bytes(self._data[8:start]))).items():
                 begin, end = entry["data_offsets"]
                 own = self._data[start + begin : start + end].view(_TYPES[entry["dtype"]])
                 self.tensors[name] = own.view(entry["shape"])
-        except (OSError, RuntimeError, LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        except FileNotFoundError:
+            raise self._damaged() from None
+        except OSError as error:
+            raise CacheError(f"{path} cannot be read: {error.strerror}") from error
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, OverflowError):
             raise self._damaged() from None
 
     def check(self, sha256: str) -> None:
@@ -75,6 +83,14 @@ class TensorFile:
 
     def _damaged(self) -> CacheError:
         return CacheError(f"{self.path.parent} is damaged: {self.path.name} is not what was saved")
+
+
+def regular_size(path: Path) -> int:
+    """Return the bytes of a file. Raises OSError for what is none, such as a pipe, which a reader would wait at."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return found.st_size
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -56,6 +56,9 @@ class Run:
         at_least(2, length=self.length)
         at_least(0, probe=self.probe)
 
+    def __str__(self) -> str:
+        return self.benchmark.name
+
 
 class Examiner(Evaluator[Run, Item]):
     """Published benchmarks: see Evaluator. The answers to one question are one batch: if one is missing, all are drawn again.
@@ -146,6 +149,10 @@ class Examiner(Evaluator[Run, Item]):
                 }
                 records.append(Record(setting, measures))
             yield records
+
+    def prompts(self, run: Run, places: Sequence[Item]) -> list[list[int]]:
+        """Return the prompts of questions, context and question in one."""
+        return [context + question for context, question in (self._prompt(run, item) for item in places)]
 
     def ask(self, prompt: str) -> str:
         """Return a short greedy answer with full attention: this model as a judge."""

@@ -1,4 +1,4 @@
-"""What every task shares: the sample, how it is scored, and how a prompt is made of an exact number of tokens."""
+"""What every task shares: the sample, how it is scored, and how a prompt is made of a number of tokens."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from kvthaw.errors import ConfigError
 
 ASSETS = Path(__file__).parents[2] / "assets"
 GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+ROOM = 8
+"""Tokens that a prompt may always lack: words of a few tokens cannot make every number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ class Task(Protocol):
         """Texts that end an answer and are no part of it; those before its first word do not count."""
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
-        """Return a sample whose prompt has exactly `length` tokens, special tokens included, as many units as go in.
+        """Return a sample whose prompt has `length` tokens, special tokens included, as many units as go in. Under a tokenizer that
+        cannot make exactly so many, it has at most 1 % or ROOM tokens less.
 
         The unit is a word where the haystack is text and a record where it is records; what is left is filled with a few
         words. A prompt that a file holds whole stays as it is, at most `length` tokens long. `depth` (0..1) says where the fact
@@ -160,7 +164,7 @@ def count(tokenizer: Any, text: str) -> int:
 
 
 def fit(tokenizer: Any, length: int, build: Callable[[int, str], Sample], *, most: int | None = None) -> Sample:
-    """Return the sample of the most units whose prompt has exactly `length` tokens.
+    """Return the sample of the most units whose prompt has `length` tokens, or the fewest less that the tokenizer allows.
 
     build(n, spare) makes it of n units and of `spare`, a few words to be put where they disturb least. most: how many units
     there are; None is no end of them. Raises ValueError if `build(0, "")` is longer than `length` already, or all units shorter.
@@ -201,7 +205,13 @@ def fit(tokenizer: Any, length: int, build: Callable[[int, str], Sample], *, mos
         spare = _spare(tokenizer, short(n, ""), partial(short, n))
         if spare is not None:
             return build(n, spare)
-    raise ValueError(f"length {length} cannot be met exactly under this tokenizer; try {length + 1}")
+    words = bisect.bisect_right(range(short(low, "") + 1), length, key=lambda n: size(low, _filler(n))) - 1
+    for fewer in range(max(0, words), max(-1, words - 4), -1):
+        size(low, _filler(fewer))
+    best = max((one for one, tokens in sizes.items() if tokens <= length), key=lambda one: (sizes[one], one[0]))
+    if short(*best) <= max(ROOM, length // 100):
+        return build(*best)
+    raise ValueError(f"length {length} cannot be met under this tokenizer: the nearest prompt has {size(*best)} tokens")
 
 
 def _spare(tokenizer: Any, tokens: int, short: Callable[[str], int]) -> str | None:
@@ -218,21 +228,23 @@ def _spare(tokenizer: Any, tokens: int, short: Callable[[str], int]) -> str | No
     return None
 
 
+def _filler(n: int) -> str:
+    """Return the filler's first `n` words, from its start again when it runs out."""
+    return " ".join(itertools.islice(itertools.cycle(GRASS.split()), n))
+
+
 def _words(tokenizer: Any, tokens: int) -> str | None:
     """Words of `tokens` tokens where a space stands before them: the filler's first, then a short one."""
     if tokens <= 0:
         return "" if tokens == 0 else None
 
-    def text(n: int) -> str:
-        return " ".join(itertools.islice(itertools.cycle(GRASS.split()), n))
-
     def alone(words: str) -> int:
         return len(tokenizer(" " + words, add_special_tokens=False)["input_ids"]) if words else 0
 
-    most = bisect.bisect_right(range(tokens + 1), tokens, key=lambda n: alone(text(n))) - 1
+    most = bisect.bisect_right(range(tokens + 1), tokens, key=lambda n: alone(_filler(n))) - 1
     for n in range(most, max(-1, most - 4), -1):
         for last in ("", "a", "an", "and", "then", "there", "always", "so it", "and then", "a day"):
-            words = f"{text(n)} {last}".strip()
+            words = f"{_filler(n)} {last}".strip()
             if alone(words) == tokens:
                 return words
     return None

@@ -1,6 +1,6 @@
 """RULER (Hsieh et al., 2024): its 13 tasks, in the published generators' formats and under their names, `ruler_` before them.
 
-What differs: prompts have exactly the tokens asked for, without the answer's, which RULER counts too; the book that ships is the
+What differs: prompts have the tokens asked for, without the answer's, which RULER counts too; the book that ships is the
 haystack where no text is given; and the files behind qa_1 and qa_2 are the user's (see documents.py).
 """
 

@@ -1,0 +1,203 @@
+"""How far next-token distributions are from full attention's on a pretrained model: KL(full || method) in nats a token.
+
+usage: python3 -m benchmarks.real_models MODEL OUT.jsonl [--method all] [--budget 64,256,1024] [--text FILE] ...
+       python3 -m benchmarks.real_models --publish OUT.jsonl...
+
+The first measures for `--seconds` what OUT.jsonl lacks: windows of a text at every length, spread evenly over it, half of them
+followed by the text itself, half by full attention's greedy answer to a question (through the chat template, where there is one).
+All variants see a block of prompts before any sees the next. MODEL: as for `kvthaw eval --model`. The second writes
+benchmarks/results/real_models.jsonl, a line a model, text, kind of prompt and variant, and the tables of docs/results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.script import put, run_as_script
+from kvthaw.bench.card import provenance
+from kvthaw.cli.options import budget_of, listed, tokens_of, words
+from kvthaw.engine.hf.model import load, silence
+from kvthaw.errors import ConfigError, KvthawError
+from kvthaw.evaluate.agreement import STEPS, Agreement, Comparison, Prompt, questions, summarize, windows
+from kvthaw.evaluate.results import Record, ResultsFile
+from kvthaw.evaluate.tasks.base import read_asset
+from kvthaw.evaluate.text import Chat
+from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
+from kvthaw.methods import METHODS
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "real_models.jsonl"
+BEGIN = "<!-- written by benchmarks/real_models.py -->"
+QUESTION = "What happens here? Answer in one sentence."
+KINDS = {"greedy": "full attention's greedy answers", "text": "the text itself"}
+
+
+def prompts_of(tokenizer: Any, text: str, lengths: Sequence[int], count: int, steps: int) -> list[Prompt]:
+    """Return so many prompts of each length that the text follows, and as many that are answered, in turn."""
+    chat = Chat() if getattr(tokenizer, "chat_template", None) is not None else None
+    found: list[Prompt] = []
+    for length in lengths:
+        follow = windows(tokenizer, text, length, count, steps)
+        ask = questions(tokenizer, text, QUESTION, length, count, chat)
+        found += [one for pair in zip(follow, ask, strict=True) for one in pair]
+    return found
+
+
+def measure(by: Agreement, work: Comparison, variants: Sequence[Variant], until: float) -> bool:
+    """Add the records that the results lack, a block of prompts after the other. Returns whether there was time for all."""
+    wanted: list[Variant] = []
+    for variant in (FULL, *variants):
+        try:
+            wanted.append(complete(by.model, variant))
+        except KvthawError as error:
+            print(f"{variant} left out: {error}", file=sys.stderr)
+    for block in by.blocks(work, by.places(work)):
+        for piece in by.missing(work, wanted, block):
+            for records in by.compute(piece):
+                by.results.add(*records)
+                print(f"{records[0]['method']} {records[0]['budget']}: {len(records)} prompts", file=sys.stderr, flush=True)
+                if time.monotonic() > until:
+                    return False
+    return True
+
+
+def lines(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    """Summarize what every variant of a model, text and kind of prompt was asked: only prompts that all of its variants have."""
+    groups: dict[tuple[str, ...], dict[Variant, dict[str, Record]]] = {}
+    for record in records:
+        group = tuple(str(record[name]) for name in ("model", "text", "answer", "steps", "dtype", "device"))
+        groups.setdefault(group, {}).setdefault(Variant.of(record.setting), {})[record["prompt"]] = record
+    for variants in groups.values():
+        most = max(map(len, variants.values()))
+        for found in variants.values():
+            if len(found) == most:  # one that was stopped has seen other prompts
+                yield _line(list(found.values()))
+
+
+def _line(records: list[Record]) -> dict[str, Any]:
+    found = summarize(records)
+    names = (
+        "model",
+        "method",
+        "budget",
+        "dense_layers",
+        "answer",
+        "n",
+        "tokens",
+        "lengths",
+        "kl",
+        "kl_95",
+        "kl_p99",
+        "same_top",
+    )
+    line = {name: found[name] for name in (*names, "attended_mean", "dtype", "device")}
+    rounded = {name: float(f"{line[name]:.4g}") for name in ("kl", "kl_p99", "same_top")}
+    line["kl_95"] = line["kl_95"] and [float(f"{value:.4g}") for value in line["kl_95"]]
+    return {**line, **rounded, "text": records[0]["text"], **records[0]["about"]}
+
+
+def tables(lines: Sequence[dict[str, Any]]) -> str:
+    """Write a table a model: KL of every method under every budget, of answers and of the text."""
+    return "\n\n".join(
+        _table([one for one in lines if (one["model"], one["text"]) == group])
+        for group in dict.fromkeys((one["model"], one["text"]) for one in lines)
+    )
+
+
+def _table(some: Sequence[dict[str, Any]]) -> str:
+    budgets = sorted({one["budget"] for one in some if one["method"] != "full"})
+    kinds = [kind for kind in KINDS if any(one["answer"] == kind for one in some)]
+    cells = {(one["method"], one["dense_layers"], one["answer"], one["budget"]): one for one in some}
+    rows = dict.fromkeys((one["method"], one["dense_layers"]) for one in some if one["method"] != "full")
+    asked = [(kind, budget) for kind in kinds for budget in budgets]
+
+    def kl(row: tuple[str, int], kind: str, budget: int) -> str:
+        one = cells.get((*row, kind, budget))
+        return "-" if one is None else f"{one['kl']:.4f}" if one["kl"] < 0.1 else f"{one['kl']:.2f}"
+
+    def order(row: tuple[str, int]) -> float:
+        known = [cells[*row, kind, 256]["kl"] for kind in kinds if (*row, kind, 256) in cells]
+        return sum(known) / len(known) if known else float("inf")
+
+    first = some[0]
+    counts = " and ".join(
+        f"{max(one['n'] for one in some if one['answer'] == kind)} prompts followed by {KINDS[kind]}" for kind in kinds
+    )
+    about = (
+        f"**{first['model']}**, {first['text']}: {counts}, of {first['lengths'][0]:,} to {first['lengths'][-1]:,} tokens, "
+        f"{first['tokens'] // first['n']} tokens each, {first['dtype']}, {first['gpu'] or first['cpu']}, {first['commit']}."
+    )
+    head = ["method", "dense layers", *(f"{kind} {budget:,}" for kind, budget in asked)]
+    body = [[f"`{row[0]}`", str(row[1]), *(kl(row, *one) for one in asked)] for row in sorted(rows, key=order)]
+    return "\n".join([about, "", *("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))])
+
+
+def publish(paths: Sequence[Path]) -> None:
+    """Write the results and the tables of the docs."""
+    records = [record for path in paths for record in ResultsFile(path)]
+    made = sorted(lines(records), key=lambda one: (one["model"], one["text"], one["answer"], one["method"], one["budget"] or 0))
+    RESULTS.write_text("".join(json.dumps(one) + "\n" for one in made), encoding="utf-8")
+    put(ROOT / "docs" / "results.md", tables(made), BEGIN)
+
+
+class Noted(ResultsFile):
+    """Results that say which text they are of, and where they were computed."""
+
+    def __init__(self, path: Path, text: str, commit: str | None) -> None:
+        super().__init__(path)
+        self.text, self.card = text, provenance(commit)
+
+    def add(self, *records: Record) -> None:
+        """Add records with what is known of them all."""
+        super().add(*(Record(one.setting, {**one.measures, "text": self.text, "about": self.card}) for one in records))
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--publish", nargs="+", type=Path, help="files of results, for the tables")
+    parser.add_argument("--method", default="all", help="all, or methods as for kvthaw eval")
+    parser.add_argument("--budget", default="64,256,1024")
+    parser.add_argument("--dense-layers", default="", help="several numbers; default: two, or what the model's size says")
+    parser.add_argument("--text", type=Path, help="a book instead of the one that ships")
+    parser.add_argument("--length", default="2048,4096", help="tokens of a prompt")
+    parser.add_argument("--prompts", type=int, default=4, help="of each length and kind")
+    parser.add_argument("--tokens", type=int, default=STEPS, help="tokens compared after each prompt")
+    parser.add_argument("--batch", type=int, help="prompts that share their steps")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many seconds")
+    parser.add_argument("--name", help="of the model, in the results")
+    parser.add_argument("--device")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--commit")
+    given = parser.parse_args()
+    if given.publish:
+        publish(given.publish)
+        return
+    if given.model is None or given.out is None:
+        parser.error("MODEL and OUT.jsonl, or --publish")
+    until = time.monotonic() + given.seconds
+    silence()
+    names = ",".join(METHODS) if given.method == "all" else given.method
+    dense = listed([given.dense_layers], int, "--dense-layers") if given.dense_layers else []
+    variants = [one for one in read_variants(names, listed([given.budget], budget_of, "--budget"), (), dense) if one != FULL]
+    model, tokenizer = load(given.model, device=given.device, dtype=given.dtype)
+    text, book = (read_asset("book.txt"), "alice") if given.text is None else (words(given.text) or "", given.text.stem)
+    lengths = listed([given.length], tokens_of, "--length")
+    prompts = prompts_of(tokenizer, text, lengths, given.prompts, given.tokens)
+    results = Noted(given.out, book, given.commit)
+    by = Agreement(model, tokenizer, results, name=given.name or Path(given.model).stem, batch=given.batch)
+    done = measure(by, Comparison(tuple(dict.fromkeys(prompts)), given.tokens), variants, until)
+    if not done:
+        raise ConfigError("the time is over; the same command goes on")
+
+
+if __name__ == "__main__":
+    run_as_script(main)

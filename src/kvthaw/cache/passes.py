@@ -1,0 +1,286 @@
+"""What the layers of a cache do together: every loop over them, by few launches where layers are alike.
+
+A layer's share of 1,000 tokens keeps an H200 busy for less than 0.1 ms, and its launches, some fifteen, take the host 1 ms.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.addresses import write
+from kvthaw.cache.finite import check_prompts
+from kvthaw.cache.host_memory import held_bytes
+from kvthaw.cache.index_updater import IndexUpdater
+from kvthaw.cache.layer_base import AttentionParams, LayerKV, PrefillKV
+from kvthaw.cache.layer_storage import Leaving
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.offloader import offload, offload_prompt
+from kvthaw.cache.preallocator import BlockPreallocator
+from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.step import Row, Step
+from kvthaw.cache.streams import Streams
+from kvthaw.kernels.freeze import Span
+
+SHORT = 1 << 22
+"""Bytes of a layer's keys up to which a prompt waits until all layers have attended, so that many are held that long."""
+BUILT_AT_ONCE = 4
+"""Layers whose indexes of a joining prompt are built between two steps of other sequences."""
+_AT_ONCE = 1 << 28
+"""Bytes of rows that leave rings at once, of one layer at least."""
+
+
+def allocated(layers: Sequence[OffloadedLayer]) -> list[OffloadedLayer]:
+    """Return the layers that have had a prompt."""
+    return [layer for layer in layers if layer.plan is not None]
+
+
+def updaters(layers: Sequence[OffloadedLayer]) -> list[tuple[OffloadedLayer, IndexUpdater]]:
+    """Return the layers that have an index of their own, and its updater."""
+    return [(layer, layer.storage.updater) for layer in allocated(layers) if layer.storage.updater is not None]
+
+
+# Prompts
+
+
+def waits(layer: OffloadedLayer, new: PrefillKV) -> bool:
+    """Return whether a layer's prompt is stored together with the following layers' prompts."""
+    return new.keys.nbytes <= SHORT and len(new.keys) == 1 and not new.passed and not layer.on_host
+
+
+def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]], preallocator: BlockPreallocator) -> None:
+    """Store and index what prefills gave layers. Layers with equal shapes and stores take few launches together."""
+    alike: dict[Hashable, list[tuple[OffloadedLayer, PrefillKV]]] = {}
+    for layer, new in prompts:
+        own = layer.storage
+        stored = tuple(own.store.length(row.seq) for row in new.step.rows())
+        kind = own.offloader.kind, own.store.format, new.keys.shape, stored
+        alike.setdefault(kind, []).append((layer, new))
+    for group in alike.values():
+        ends = dict[int, int]()
+        for row in group[0][1].step.rows():
+            ends[row.seq] = (_store_alike if len(group) > 1 else _store_one)(group, row)
+            for layer, new in group:
+                layer.storage.preallocate(row.seq, row.past + new.keys.shape[2] - row.pad, preallocator)
+        for layer, new in group:
+            layer.stored(new, ends)
+
+
+def _store_one(group: Sequence[tuple[OffloadedLayer, PrefillKV]], row: Row) -> int:
+    """Returns where the sequence's ring begins then."""
+    ((layer, new),), seq = group, row.seq
+    keys, values = new.of(row)
+    layer.extremes += *torch.aminmax(keys), *torch.aminmax(values)
+    paused, passed = seq in layer.sequences.paused, new.passed.get(seq)
+    return layer.storage.append(row, new.queries[seq], keys, values, new.step.remaining, passed, paused=paused)
+
+
+def _store_alike(group: Sequence[tuple[OffloadedLayer, PrefillKV]], row: Row) -> int:
+    """As _store_one(), in several layers at once."""
+    storages, pairs = [layer.storage for layer, _ in group], [new.of(row) for _, new in group]
+    format, like, seq, past = storages[0].store.format, pairs[0][0], row.seq, row.past
+    rows = like.new_empty((len(pairs), *like.shape[:2], 2, like.shape[2]))  # [L, H, n, 2, D]
+    torch._foreach_copy_([part for own in rows for part in own.unbind(2)], [part for pair in pairs for part in pair])
+    for (layer, _), most in zip(group, torch.linalg.vector_norm(rows.flatten(1), torch.inf, dim=1), strict=True):
+        layer.extremes.append(most)
+    rows = format.decode(format.encode(rows))  # which are what is stored from then on
+    offload_prompt([storage.offloader for storage in storages], seq, past, rows)
+    start = 0
+    for (layer, new), own in zip(group, rows, strict=True):
+        paused, (keys, values) = seq in layer.sequences.paused, own.unbind(2)
+        start = layer.storage.index_prompt(row, new.queries[seq], keys, values, new.step.remaining, paused=paused)
+    _hold([layer for layer, _ in group], seq, past, rows)  # from whose rings indexes have what they lack before
+    return start
+
+
+def _hold(layers: Sequence[OffloadedLayer], seq: int, past: int, rows: Tensor) -> None:
+    """Write a sequence's rows [L, H, n, 2, D], whose first position is `past`, to sinks and rings."""
+    slabs, length = [layer.slab for layer in layers], past + rows.shape[2]
+    regions, targets, sources = slabs[0].regions, list[Tensor](), list[Tensor]()
+    for begin, end in ((past, min(regions.sink, length)), (max(past, regions.first_indexed(length)), length)):
+        for place, stop in slabs[0].runs(begin, end):
+            targets += [slab.data[seq, :, place:stop] for slab in slabs]
+            sources += rows[:, :, begin - past : begin - past + stop - place]
+            begin += stop - place
+    torch._foreach_copy_(targets, sources)
+
+
+# Steps
+
+
+def decode(layer: OffloadedLayer, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+    """Attend from the tokens of a step, one by one, query [B, Hq, T, D]; key, value [B, H, T, D]. Returns [B, Hq, T, D]."""
+    outs = []
+    for t in range(step.tokens):
+        if t and layer.sequences.full(t):
+            flush([layer], layer.sequences.leaving(t))
+            layer.before_step()
+        outs.append(layer.decode(step, t, query[:, :, t], (key[:, :, t], value[:, :, t]), attention))
+    return torch.stack(outs, dim=2)
+
+
+def renew(layers: Sequence[OffloadedLayer], sequences: Sequences, streams: Streams) -> None:
+    """Check that prompts were finite, and rebuild the indexes of stale sequences up to their rings."""
+    check_prompts(layers)
+    if not sequences.paused:
+        streams.prefetcher.release()
+    rings = sequences.rings()
+    for layer, updater in updaters(layers):
+        updater.renew(rings, layer.recent_queries)
+
+
+def flush(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
+    """Offload and index tokens that leave rings, equally many of each, in layers that agree by one kernel; idempotent. Returns
+    whether all is done: sequences to be indexed again are left out."""
+    ringed = allocated(layers) if leaving else []
+    alike: dict[tuple[tuple[Span, ...], Hashable], list[OffloadedLayer]] = {}
+    for layer in ringed:
+        layer.storage.finish_moves()
+        if spans := tuple(layer.storage.lacking(leaving)):
+            alike.setdefault((spans, layer.storage.offloader.kind), []).append(layer)
+    for (spans, _), some in alike.items():
+        row = some[0].slab.data[0, :, 0].nbytes
+        most = max(1, _AT_ONCE // (1 + row * sum(stop - start for _, start, stop, _ in spans)))
+        for at in range(0, len(some), most):
+            group = some[at : at + most]
+            rows = offload([layer.storage.offloader for layer in group], spans)
+            for layer, own in zip(group, rows, strict=True):
+                if layer.storage.updater is not None:
+                    layer.storage.updater.flush(spans, own, layer.recent_queries)
+            _foresee(group, spans)
+            if len(some) > most:
+                group[0].streams.deferred.flush()  # which holds the rows
+    return not any(layer.storage.stale(seq) for layer in ringed for seq, _, _ in leaving)
+
+
+def _foresee(layers: Sequence[OffloadedLayer], spans: Sequence[Span]) -> None:
+    """Show indexes that begin work ahead of time the tokens that stand in the rings behind spans which have left."""
+    storages = [layer.storage for layer in layers]
+    asks = [(i, own.updater.retriever.foresees) for i, own in enumerate(storages) if own.updater is not None]
+    wanting = [(i, index) for i, index in asks if index is not None]
+    if not wanting:
+        return
+    alike, regions = dict[int, list[Span]](), storages[0].slab.regions
+    for seq, _, stop, _ in spans:
+        n = wanting[0][1].foreseen(seq)
+        if 0 < n <= regions.window and all(index.foreseen(seq) == n for _, index in wanting[1:]):
+            alike.setdefault(n, []).append((seq, stop, stop + n, stop + n))
+    for some in alike.values():
+        rows, seqs = offload([own.offloader for own in storages], some), [seq for seq, *_ in some]
+        for i, index in wanting:
+            keys, _ = storages[i].store.format.rounded(*rows[i].unbind(3))
+            index.foresee(seqs, keys)
+
+
+def take_effect(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> None:
+    """Publish what indexes prepared before tokens leave rings, so that the indexes can undo these appends.
+
+    Skips sequences whose tokens were appended ahead of the step. flush() does what fails here.
+    """
+    with suppress(Exception):
+        for _, updater in updaters(layers):
+            updater.take_effect([seq for seq, _, stop in leaving if updater.indexed(seq) < stop])
+
+
+def flush_early(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
+    """Flush rings before a step that may not come. What cannot be done now is left to flush(), which raises the reason if there is
+    still one then."""
+    try:
+        return flush(layers, leaving)
+    except Exception:
+        return False
+
+
+# Indexes
+
+
+def wait_indexed(layers: Sequence[OffloadedLayer]) -> None:
+    """Wait until indexes have been given all tokens, and raise what went wrong. Copies to the host may be under way."""
+    for _, updater in updaters(layers):
+        updater.retriever.wait()
+
+
+def note_lost(layers: Sequence[OffloadedLayer], lost: set[int]) -> None:
+    """Mark sequences as stale whose queued index work was dropped; see DeferredBatch."""
+    for _, updater in updaters(layers) if lost else ():
+        for seq in lost:
+            updater.begin_again(seq)
+    lost.clear()
+
+
+@torch.inference_mode(False)  # tensors made here outlive the caller's mode
+@torch.no_grad()
+def built(layers: Sequence[OffloadedLayer], seq: int, timeout: float | None, *, build: bool = True) -> bool:
+    """See KVCache.built. Indexes on the device are built here: with timeout 0, where other sequences wait, of few layers a call."""
+    every = updaters(layers)
+    most = (len(every) if timeout is None or timeout > 0 else BUILT_AT_ONCE) if build else 0
+    left = [(layer, own) for layer, own in every if own.is_stale(seq) and not own.retriever.index.on_host]
+    for layer, updater in left[:most]:
+        updater.renew({seq: layer.sequences.indexed(seq)}, layer.recent_queries)
+    return len(left) <= most and all(updater.built(seq, timeout) for _, updater in every)
+
+
+# Memory
+
+
+def check_memory(layers: Sequence[OffloadedLayer], streams: Streams, blocks: int, size: int, device: torch.device) -> None:
+    """Raise HostMemoryError if `blocks` more blocks of `size` bytes in every layer fit neither device nor host."""
+    streams.device.resolve(device)
+    share, pinned = streams.device.share, device.type == "cuda"
+
+    def need() -> int:
+        total = sum(layer.storage.host_need(blocks) for layer in allocated(layers))
+        lacking = (max(0, blocks - max(0, share(layer.number)) // size) for layer in layers if layer.plan is None)
+        return total + sum(lacking) * held_bytes(size, pinned=pinned)
+
+    streams.memory.check(need)
+
+
+def reserve(layers: Sequence[OffloadedLayer], sequences: Sequences, tokens: int) -> None:
+    """Allocate the host blocks for the tokens that leave their rings during the next `tokens` tokens, if these are decoded one by
+    one. Raises HostMemoryError before anything has changed."""
+    if sequences.regions is None or sequences.filling is not None or not sequences.decodes(tokens):
+        return
+    if tokens == 1 and not sequences.full():
+        return
+    after = {seq: sequences.length(seq) + tokens for seq in range(sequences.count) if seq not in sequences.idle}
+    ends = {seq: end for seq, n in after.items() if (end := sequences.indexed(seq, n)) > sequences.indexed(seq)}
+    for layer in allocated(layers) if ends else ():
+        layer.storage.reserve(ends)
+
+
+def preallocate(layers: Sequence[OffloadedLayer], sequences: Sequences, preallocator: BlockPreallocator) -> None:
+    """Take the next host block of each sequence and layer whose turn has come, and move blocks between device and host."""
+    numbered, rounds = {layer.number: layer for layer in layers}, preallocator.rounds(layers[0].store, layers[0].slab.regions)
+    for number, seq in preallocator.turns(sequences.decoded, sequences.count, rounds):
+        if number in numbered and seq not in sequences.idle:
+            layer = numbered[number]
+            layer.storage.preallocate(seq, sequences.length(seq), preallocator)
+            layer.sparse.update_table()
+
+
+def expect(layers: Sequence[OffloadedLayer], preallocator: BlockPreallocator, seq: int, tokens: int) -> None:
+    """See BlockPreallocator.expect."""
+    preallocator.expect([layer.store for layer in allocated(layers)], seq, tokens)
+
+
+def follow_blocks(layers: Sequence[OffloadedLayer]) -> None:
+    """Bring the addresses of all layers' new blocks to the device by one copy: each would wait for KV that is on its way there."""
+    own = [(layer.sparse, layer.store) for layer in allocated(layers) if layer.sparse.reads_table]
+    if own:
+        device = own[0][0].storage.slab.data.device
+        write((store.on_device.changes(store, device) for _, store in own), device)
+    for sparse, _ in own:
+        sparse.follow_blocks()
+
+
+def drop(cleared: deque[tuple[LayerKV, int]], most: int | None) -> bool:
+    """Free the layer state of at most `most` queued sequences. Returns whether there were any and none is left."""
+    for _ in range(count := len(cleared) if most is None else min(most, len(cleared))):
+        layer, seq = cleared.popleft()
+        layer.clear(seq)
+    return bool(count and not cleared)

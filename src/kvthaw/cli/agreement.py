@@ -1,0 +1,124 @@
+"""kvthaw eval agreement: how near methods stay to full attention on one's own text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvthaw.cli import options
+from kvthaw.cli.common import load_model, print_results, prompt_text, tell_outdated, warned
+from kvthaw.cli.options import chat_of, listed, tokens_of, variants_of
+from kvthaw.cli.progress import bars, shown
+
+if TYPE_CHECKING:
+    from kvthaw.evaluate.agreement import Prompt
+
+EXAMPLES = (
+    "Examples:\n\n  kvthaw eval agreement --model SmolLM2.gguf --file book.txt\n\n"
+    "  kvthaw eval agreement --model Qwen/Qwen3-8B --file book.txt --question 'What happens here?' --length 8k,16k\n\n"
+    "  kvthaw eval agreement --model Qwen/Qwen3-8B --prompts prompts.jsonl --method pariskv-plus,icecache-digest:unit=token "
+    "--budget 256,1024 --limit 20 --tokens 32 --out agreement.jsonl --json"
+)
+_METHODS, _BUDGETS, _WINDOWS = ["icecache-digest", "thaw"], ["64", "256", "1024"], 4
+
+
+def agreement(
+    model: options.Model = "shipped",
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Windows of this text, spread evenly over it; the text itself follows each of them.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='A JSON-lines file whose lines hold a "prompt"; full attention answers each greedily.',
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    question: Annotated[
+        str | None, typer.Option(help="Ask this behind every window of --file; full attention answers greedily.")
+    ] = None,
+    method: options.Methods = _METHODS,
+    plugin: options.Plugin = None,
+    budget: Annotated[list[str] | None, options.budgets("64,256,1024")] = None,
+    retrieved: options.ManyRetrieved = None,
+    dense_layers: options.ManyDenseLayers = None,
+    length: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOKENS",
+            help=f"Tokens of a window; {options.SEVERAL}. Default 2048. With --prompts one number, the most of a prompt: a longer "
+            "one loses its middle. Default: as many as the model has positions for.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Most windows of each length, or prompts. Default {_WINDOWS} windows, all prompts."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens compared after each prompt.")] = 16,
+    chat: options.UseChat = None,
+    system: options.System = None,
+    thinking: options.Thinking = None,
+    seed: options.Seed = 0,
+    as_json: options.Lines = False,
+    out: options.Out = None,
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Measure how far methods' next-token distributions are from full attention's on your own text.
+
+    Full attention prefills each prompt once and answers it greedily, through the chat template where the tokenizer has one; windows
+    of a --file without a --question are followed by the text itself. Every method is sent the same tokens after the same prefill.
+    KL(full || method) in nats a token: the mean with a bootstrap interval over prompts, the 99th percentile, and the share of
+    tokens whose likeliest next token is the same.
+    """
+    if (file is None) == (prompts is None):
+        raise typer.BadParameter("give one of --file and --prompts", param_hint="--file")
+    if question is not None and file is None:
+        raise typer.BadParameter("a question is asked about a --file", param_hint="--question")
+    limits = budget or ([] if retrieved else _BUDGETS)
+    variants, asked = variants_of(method, limits, retrieved, dense_layers), chat_of(chat, system, thinking)
+    lengths = None if length is None else listed(length, tokens_of, "--length")
+    if prompts is not None and lengths is not None and len(lengths) > 1:
+        raise typer.BadParameter("with --prompts it is one number", param_hint="--length")
+    from kvthaw.evaluate.agreement import Agreement, Comparison, longest, questions, read_prompts, summarize, windows
+    from kvthaw.evaluate.overview import agreements
+    from kvthaw.evaluate.results import ResultsFile
+    from kvthaw.evaluate.text import Chat
+
+    text = None if file is None else prompt_text(None, file)
+    results = ResultsFile(out)
+    llm, tokenizer = load_model(model, device, dtype, asked)
+    how = asked or (Chat() if chat is None and tokenizer.chat_template is not None else None)
+
+    def made() -> list[Prompt]:
+        if prompts is not None:
+            most = min(longest(llm, tokens), *(lengths or ()), 1 << 31)
+            return read_prompts(tokenizer, prompts, most, how, limit)
+        assert text is not None
+        return [
+            one
+            for size in sorted(lengths or [2048])
+            for one in (
+                windows(tokenizer, text, size, limit or _WINDOWS, tokens)
+                if question is None
+                else questions(tokenizer, text, question, size, limit or _WINDOWS, how)
+            )
+        ]
+
+    work = Comparison(tuple(dict.fromkeys(made())), tokens)
+    if shortened := sum(prompt.cut for prompt in work.prompts):
+        warned(f"{shortened} of {len(work.prompts)} prompts were too long and have lost their middle")
+    with bars() as progress:
+        runner = Agreement(llm, tokenizer, results, name=model)
+        found = runner.run(work, variants, shown(progress, "agreement", len(work.prompts)))
+    tell_outdated(results.outdated)
+    summaries: list[dict[str, Any]] = [summarize(records, seed) for records in found.values()]
+    print_results(summaries, as_json, lambda: [agreements(summaries)])

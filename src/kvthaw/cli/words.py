@@ -1,0 +1,56 @@
+"""What generate and chat say of an answer: how it was attended to, and what took its time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvthaw.formatting import human, seconds, share
+
+if TYPE_CHECKING:
+    from kvthaw.engine.hf import Cache
+
+_MANY = 100
+"""Tokens of a prompt from which on its speed is told: a few say how long a step takes."""
+
+
+def attended(cache: Cache) -> str:
+    """Say in a sentence what each step attended to, and why to everything where it did."""
+    stats, index = cache.stats(), cache.settings.method.name
+    why = stats.no_choice
+    if stats.method == "full":
+        other = "" if index == "full" else f" --method {index} recalls instead."
+        return f"Every step read all {stats.tokens:,} tokens" + (f": {stats.reason}.{other}" if stats.reason else ".")
+    if why:
+        return f"{stats.method}: there was nothing to choose, {why}."
+    return f"{stats.method}: each step read {stats.attended_mean or 0:,.0f} of {stats.tokens:,} tokens."
+
+
+def took(prefilled: int, kept: int, first_s: float | None, token_s: float | None, new: int) -> str:
+    """Say in a sentence what the tokens of an answer took. prefilled, kept: tokens of the prompt that were new, and were there."""
+    if first_s is None:
+        return f"No token came after {prefilled:,} tokens of prompt."
+    rate = f", {prefilled / first_s:,.0f} per second" if prefilled >= _MANY and first_s > 0 else ""
+    had = f"; {kept:,} were there already" if kept else ""
+    then = "" if not token_s else f", then {seconds(token_s)} per token ({1 / token_s:,.1f} per second)"
+    said = f"First token after {seconds(first_s)} (prompt: {prefilled:,} tokens{rate}{had}){then}."
+    return f"{said} {new:,} token{'s' * (new != 1)}."
+
+
+def details(cache: Cache) -> list[str]:
+    """Return lines about the cache, for --verbose; what does not apply is left out."""
+    stats = cache.stats()
+    host = f", {human(stats.kv_host_bytes)} on the host" if stats.kv_host_bytes else ""
+    dtype = f", rows in {stats.kv_dtype}" if stats.kv_dtype else ""
+    lines = [f"KV: {human(stats.kv_device_bytes + stats.kv_dense_bytes)} on the device{host}{dtype}"]
+    if stats.budget is not None:
+        lines.append(f"budget: {stats.budget:,} tokens per KV head and step, at most {stats.attended_max or 0:,} used")
+    if stats.hit_rate is not None:
+        lines.append(f"selected rows: {share(stats.hit_rate)} on the device already, {human(stats.fetched_bytes)} fetched")
+    if stats.dense_tokens:
+        lines.append(f"later prompts: {stats.dense_tokens:,} tokens attended to everything")
+    if stats.reason:
+        lines.append(f"why {stats.method}: {stats.reason}")
+    if stats.captures:
+        lines.append(f"captured steps: {stats.captures}, {seconds(stats.capture_seconds)}, {human(stats.capture_bytes)}")
+    lines += filter(None, [stats.shrunk, *(f"{name} has no effect: {why}" for name, why in stats.no_effect.items())])
+    return lines

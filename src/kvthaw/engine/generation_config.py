@@ -1,0 +1,37 @@
+"""How a model's makers sample from it, by its generation config."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvthaw.engine.sampling import Sampling
+from kvthaw.errors import ConfigError
+
+_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_log = logging.getLogger(__name__)
+
+
+def recommended(model: Any) -> dict[str, float]:
+    """Return the settings of `Sampling` that a model's generation config has, by name; those out of range are logged."""
+    config, found = getattr(model, "generation_config", None), dict[str, float]()
+    said = {} if config is None else config.to_diff_dict()
+    for name in _NAMES:
+        value = said.get(name)
+        if value is None or (name == "top_k" and value in (0, -1)):  # all tokens
+            continue
+        try:
+            Sampling(**{name: value})
+        except ConfigError as error:
+            _log.warning("the model's generation config is left alone where %s", error)
+        else:
+            found[name] = value
+    return found
+
+
+def as_generate_does(model: Any) -> dict[str, float]:
+    """Return the settings with which transformers' `generate()` samples from a model; it is greedy where do_sample is not set."""
+    found = recommended(model)
+    if getattr(getattr(model, "generation_config", None), "do_sample", None):
+        return {"temperature": 1.0} | found
+    return {name: value for name, value in found.items() if name == "repetition_penalty"}

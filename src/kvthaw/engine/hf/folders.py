@@ -1,0 +1,115 @@
+"""Folders that stand in their places whole or not at all, and are their owner's alone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+OWN = 0o700
+"""Mode of a folder that its owner alone may read."""
+_LEFT = re.compile(r"\.(.+)\.[a-z0-9_]{8}")  # the name of a working folder, by tempfile
+
+
+@contextmanager
+def working_folder(path: Path) -> Iterator[Path]:
+    """Make a folder beside a place and lock it until it is deleted. Delete those whose process is gone, and its lock with it."""
+    clean(path.parent, path.name)
+    folder, lock = _new_folder(path)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def clean(parent: Path, name: str | None = None) -> None:
+    """Delete what processes left behind in a folder that were killed while they saved there. name: of one cache, None: all. Where
+    one was killed between moving the old cache away and putting the new one there, put the new one there first."""
+    try:
+        hidden = [path for path in parent.iterdir() if _LEFT.fullmatch(path.name)]
+    except OSError:  # there is no folder, or it cannot be read now
+        return
+    for left in hidden:
+        own = _LEFT.fullmatch(left.name)[1]  # type: ignore[index]  # it matched
+        if name in (None, own):
+            with suppress(OSError), _lock(left):
+                if (left / "old").exists() and (left / "new").exists() and not (parent / own).exists():
+                    os.rename(left / "new", parent / own)
+                shutil.rmtree(left)
+
+
+def delete_folder(path: Path) -> None:
+    """Delete a saved cache, where there is one, and what saves of it left behind. Raises OSError where files remain; a cache that
+    could not be moved or deleted is in its place again, as far as it is whole."""
+    if not os.path.lexists(path):
+        clean(path.parent, path.name)
+        return
+    with working_folder(path) as folder:
+        os.rename(path, folder / "old")
+        try:
+            shutil.rmtree(folder / "old")
+        except OSError:
+            with suppress(OSError):
+                os.rename(folder / "old", path)
+            raise
+        sync(path.parent)
+
+
+def _new_folder(path: Path) -> tuple[Path, int]:
+    """Return a new folder beside a place and its lock. Make another where clean() of another process took it before its lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        with suppress(FileNotFoundError, BlockingIOError):
+            lock = _locked(folder)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock. Raises BlockingIOError where another holds it."""
+    handle = _locked(folder)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def _locked(folder: Path) -> int:
+    """Return what holds a folder's lock until it is closed. Raises BlockingIOError where another holds it."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def put(new: Path, path: Path, old: Path) -> None:
+    """Rename a folder to its place. What is there is moved aside first, so that there is the old one, none, or the new one."""
+    try:
+        if path.exists():
+            os.rename(path, old)
+        os.rename(new, path)
+        sync(path.parent)
+    except BaseException:
+        if old.exists() and not path.exists():
+            os.rename(old, path)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Have what is in a file or a folder be on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

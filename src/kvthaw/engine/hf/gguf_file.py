@@ -1,0 +1,54 @@
+"""Models in one .gguf file: what is asked of the file before transformers reads it, and what it is to do with the weights."""
+
+from __future__ import annotations
+
+import struct
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.quantization_config import GgufConfig
+
+from kvthaw.errors import ConfigError
+
+BROKEN = (struct.error, IndexError, KeyError, NotImplementedError, OverflowError, RuntimeError)
+"""What transformers raises, beside OSError and ValueError, for a file that was cut or holds what it does not know."""
+_NEEDED = ("gguf", "accelerate")
+_SPLIT = b"split.count"
+
+
+def check(path: Path, name: str) -> None:
+    """Raise ConfigError for a file that cannot be read as a whole model, and where a package that reads it is missing."""
+    with path.open("rb") as file:
+        head = file.read(1 << 16)
+    if head[:4] != b"GGUF":
+        raise ConfigError(f"model is {name!r}; that file is not in the GGUF format")
+    if _parts(head) > 1:
+        raise ConfigError(
+            f"model is {name!r}; it is one of {_parts(head)} parts of a model: join them with llama-gguf-split --merge"
+        )
+    missing = [package for package in _NEEDED if find_spec(package) is None]
+    if missing:
+        lack = " and ".join(missing)
+        raise ConfigError(f"model is {name!r}; a .gguf file takes {lack}, not installed: pip install 'kvthaw[gguf]'")
+
+
+def weights() -> dict[str, Any]:
+    """Return what from_pretrained is told: to store weights as numbers, in which all of a model's code can compute."""
+    return {"quantization_config": GgufConfig(dequantize=True), "output_loading_info": True}
+
+
+def check_loaded(info: dict[str, Any], name: str) -> None:
+    """Raise ConfigError for a file that lacked weights, which transformers draws at random."""
+    lacking = sorted(info["missing_keys"])
+    if lacking:
+        raise ConfigError(f"model is {name!r}; it lacks {len(lacking):,} weights of that kind of model, such as {lacking[0]}")
+
+
+def _parts(head: bytes) -> int:
+    """Return into how many files a model was split, from the key and its 16-bit value."""
+    at = head.find(_SPLIT)
+    if at < 0 or len(head) < at + len(_SPLIT) + 6:
+        return 1
+    count: int = struct.unpack_from("<H", head, at + len(_SPLIT) + 4)[0]
+    return count

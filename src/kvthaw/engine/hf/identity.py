@@ -1,0 +1,171 @@
+"""What the keys and values of a model depend on: its weights, its active adapters, its config, and how it computes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvthaw.engine.hf.hooks import turns_by_length
+from kvthaw.engine.hf.model import plain_weights
+
+_SAMPLED = 64  # values of each weight that tell models apart
+_WRAPPED = ("base_layer", "original_module")  # what PEFT calls the module that an adapter stands in the place of
+_TELLS = "active_adapters", "active_adapter", "_active_adapter"  # where a module with adapters says which are active
+_ADAPTS = {*_TELLS, "disable_adapters", "_disable_adapters", "lora_A", "lora_embedding_A"}
+_NO_EFFECT = {
+    "architectures", "chunk_size_feed_forward", "dtype", "final_logit_softcapping", "finetuning_task", "id2label", "is_decoder",
+    "label2id", "logits_scaling", "num_labels", "pretraining_tp", "problem_type", "return_dict", "task_specific_params",
+    "tie_word_embeddings", "tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "use_cache",
+    "use_return_dict",
+}  # fmt: skip
+"""Settings of a config that change no key and no value; weights, which are compared, say what is tied."""
+_NO_EFFECT_PARTS = ("_token_id", "_token_ids", "dropout", "pdrop", "initializer_", "output_", "aux_loss", "jitter", "z_loss")
+
+
+def identity(model: PreTrainedModel) -> dict[str, str]:
+    """Return what must be alike for keys and values of one model to be another's, by name: its class, its dtype, every setting of
+    its config that they depend on, its active adapters and its weights (by some values of each)."""
+    weights, active = hashlib.sha256(), adapters(model)
+    for name, weight in kv_weights(model):
+        flat = weight.flatten()
+        some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu().numpy().tobytes()
+        weights.update(f"{name} {tuple(weight.shape)}".encode() + some)
+    return {
+        "architecture": type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "autocast": _autocast(model.device),
+        **{f"config.{name}": value for name, value in settings(model).items()},
+        "adapters": _named(active),
+        "weights": weights.hexdigest(),
+    }
+
+
+def settings(model: PreTrainedModel) -> dict[str, str]:
+    """Return the settings of a model's config that its keys and values may depend on, as JSON."""
+    config = model.config.get_text_config(decoder=True).to_dict()
+    ropes = config.get("rope_parameters") or {}
+    kinds = {each.get("rope_type", "default") for each in (ropes, *ropes.values()) if isinstance(each, dict)}
+    if kinds == {"default"}:
+        config.pop("max_position_embeddings", None)  # which bounds positions, and turns none
+    return {
+        name: json.dumps(value, sort_keys=True, default=str)
+        for name, value in sorted(config.items())
+        if name not in _NO_EFFECT and not name.startswith("_") and not any(part in name for part in _NO_EFFECT_PARTS)
+    }
+
+
+def adapters(model: PreTrainedModel) -> dict[str, list[list[Any]]]:
+    """Return the adapters that change what each module gives, by its name: their names and scales, and what PEFT tells the module
+    of the rows of this call. Modules whose adapters are switched off are left out."""
+    found = {}
+    for name, module in model.named_modules():
+        if _adapts(module) and (active := _active(module)):
+            scales, hooks = getattr(module, "scaling", None), module._forward_pre_hooks.values()
+            each = [[one, scales.get(one) if isinstance(scales, dict) else scales] for one in active]
+            rows = [[str(hook.keywords), None] for hook in hooks if isinstance(hook, functools.partial)]
+            found[_plain(name)] = each + rows
+    return found
+
+
+def kv_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that keys and values are computed with, and their names: all but those of adapters that are not active.
+    Names are those of the model without adapters."""
+    idle = {name: _held(module) - {*_active(module)} for name, module in model.named_modules() if _adapts(module)}
+    for name, weight in plain_weights(model):
+        if not any(name.startswith(f"{place}.") and _of(name[len(place) + 1 :], idle[place]) for place in idle):
+            yield _plain(name), weight
+
+
+class Origin:
+    """The model that KV is of: equal where it is the same one, of one dtype. Called, it tells how the model computes now, as far as
+    that changes from call to call: by which adapters, which rotary angles and which autocast."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._dtype = weakref.ref(model), model.dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Origin) and (self._model, self._dtype) == (other._model, other._dtype)
+
+    def __hash__(self) -> int:
+        return hash((self._model, self._dtype))
+
+    def __call__(self) -> str:
+        model = self._model()
+        if model is None:
+            return ""
+        return _digest([adapters(model), _autocast(model.device), _angles(model), _places(model)])
+
+
+def _adapts(module: nn.Module) -> bool:
+    """Return whether a module has adapters, as PEFT's have, which stand in the place of another."""
+    own = vars(module)
+    return not _ADAPTS.isdisjoint(own) or not _ADAPTS.isdisjoint(own["_modules"])
+
+
+def _held(module: nn.Module) -> set[str]:
+    """Return the names of all adapters that a module has weights of."""
+    return {
+        str(key) for name, child in module.named_children() if name not in _WRAPPED for key in getattr(child, "keys", list)()
+    }
+
+
+def _active(module: nn.Module) -> list[str]:
+    """Return the names of the adapters of a module that change what it gives."""
+    if getattr(module, "disable_adapters", getattr(module, "_disable_adapters", False)) is True:
+        return []
+    held = _held(module)
+    named = next((told for name in _TELLS if isinstance(told := getattr(module, name, None), str | list | tuple)), sorted(held))
+    names = [named] if isinstance(named, str) else named
+    return [str(name) for name in names if not held or name in held]
+
+
+def _of(path: str, adapters: set[str]) -> bool:
+    """Return whether a weight, by its path within a module that has adapters, is one of theirs."""
+    first, *rest = path.split(".")
+    return first not in _WRAPPED and not adapters.isdisjoint(rest)
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def _named(active: dict[str, list[list[Any]]]) -> str:
+    """Name adapters and their scales in few words, with a digest that tells in which modules they are."""
+    scaled = [(str(one), scale) for each in active.values() for one, scale in each]
+    kinds = sorted({one if scale is None else f"{one} x {scale}" for one, scale in scaled})
+    return f"{', '.join(kinds)} ({_digest(active)[:8]})" if active else "none"
+
+
+def _places(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Return where the weights of active adapters lie and how often they were written to: others may take their names."""
+    active = [(module, {*_active(module)}) for module in model.modules() if _adapts(module)]
+    weights = [weight for module, names in active for name, weight in module.named_parameters() if _of(name, names)]
+    return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
+
+
+def _digest(known: object) -> str:
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _autocast(device: torch.device) -> str:
+    on = torch.is_autocast_enabled(device.type)
+    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.") if on else "off"
+
+
+def _angles(model: PreTrainedModel) -> list[Any]:
+    """Return the rotary frequencies in force, those of short prompts where they follow the length of a prompt."""
+    changes, found = turns_by_length(model) is not None, list[Any]()
+    for module in model.modules():
+        for name, value in module._buffers.items():
+            if value is not None and name.endswith("inv_freq") and changes == name.endswith("original_inv_freq"):
+                scale = getattr(module, name.removesuffix("inv_freq") + "attention_scaling", 1.0)
+                found.append([name, value.tolist(), None if changes else scale])
+    return found

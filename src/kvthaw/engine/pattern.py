@@ -1,0 +1,144 @@
+"""What a regular expression costs as a grammar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?:)?|\)|\||\{(\d*)(,?)(\d*)\}|[*+?]|.", re.DOTALL)
+MOST_COUNT = 128
+"""Of a count in a pattern; xgrammar keeps larger ones apart, which makes masks slow."""
+_BROAD = 16  # characters of a class from which on it is taken for one that any text meets
+_MOST_COPIES = 257  # copies that are looked at; what has as many is refused
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a part of a pattern has: characters, once its counts are written out, and the largest of these counts; pairs of
+    characters of which one may follow the other; characters that it may begin and end with; whether it may be
+    empty; whether a part of it that may be empty is repeated. A character
+    counts in `broad`, `pairs` and `first` by how much of all text meets it, at most once."""
+
+    size: int = 0
+    count: int = 0
+    broad: float = 0.0
+    pairs: float = 0.0
+    first: float = 0.0
+    last: int = 0
+    empty: bool = True
+    loops: bool = False
+
+    @property
+    def passes(self) -> float:
+        """How often compiling tries all tokens: in each state they go on by all characters that may follow, and a text may be in
+        several states at once."""
+        return self.pairs * max(1.0, self.pairs / max(1.0, self.broad)) ** 2
+
+    def then(self, other: Cost) -> Cost:
+        """Return the cost of this part with another behind it."""
+        return Cost(
+            self.size + other.size,
+            max(self.count, other.count),
+            self.broad + other.broad,
+            self.pairs + other.pairs + self.last * other.first,
+            self.first + (other.first if self.empty else 0),
+            other.last + (self.last if other.empty else 0),
+            self.empty and other.empty,
+            self.loops or other.loops,
+        )
+
+    def or_else(self, other: Cost) -> Cost:
+        """Return the cost of this part or another."""
+        return Cost(
+            self.size + other.size,
+            max(self.count, other.count),
+            self.broad + other.broad,
+            self.pairs + other.pairs,
+            self.first + other.first,
+            self.last + other.last,
+            self.empty or other.empty,
+            self.loops or other.loops,
+        )
+
+    def repeated(self, least: int, most: int | None) -> Cost:
+        """Return the cost of this part so many times; None: any number."""
+        copies = _NOTHING
+        bound = max(least, most or 0)
+        if most is None:
+            again = replace(self, pairs=self.pairs + self.last * self.first)
+            copies = replace(again, empty=self.empty or not least)
+            least -= 1
+        else:
+            for _ in range(min(_MOST_COPIES, most - least)):
+                copies = replace(self.then(copies), empty=True)
+        for _ in range(min(_MOST_COPIES, least)):
+            copies = self.then(copies)
+        return replace(copies, count=max(self.count, bound), loops=self.loops or (self.empty and most != 1))
+
+
+_NOTHING = Cost()
+
+
+def cost(pattern: str) -> Cost:
+    """Return what a pattern costs. Of one that is not well formed any cost is returned."""
+    open_groups: list[list[list[Cost]]] = [[[]]]  # of each the alternatives, of each its parts
+    for part in _PARTS.finditer(pattern):
+        text, alternatives = part[0], open_groups[-1]
+        if text in ("(", "(?:"):
+            open_groups.append([[]])
+        elif text == ")" and len(open_groups) > 1:
+            group = _either(open_groups.pop())
+            open_groups[-1][-1].append(group)
+        elif text == "|":
+            alternatives.append([])
+        elif text in ("*", "+", "?") or (part[2] is not None and part[1] + part[3]):
+            if alternatives[-1]:
+                alternatives[-1].append(alternatives[-1].pop().repeated(*_counts(text, part)))
+        else:
+            alternatives[-1].append(_character(_breadth(text)))
+    while len(open_groups) > 1:
+        group = _either(open_groups.pop())
+        open_groups[-1][-1].append(group)
+    whole = _either(open_groups[0])
+    return replace(whole, pairs=whole.pairs + whole.first)
+
+
+def anchored(pattern: str) -> bool:
+    """Return whether a pattern has an anchor, which xgrammar passes over."""
+    return any(part[0] in ("^", "$", r"\b", r"\B") for part in _PARTS.finditer(pattern))
+
+
+def _character(breadth: float) -> Cost:
+    return Cost(size=1, broad=breadth, first=breadth, last=1, empty=False)
+
+
+def _either(alternatives: Sequence[Sequence[Cost]]) -> Cost:
+    found = None
+    for parts in alternatives:
+        one = _NOTHING
+        for part in parts:
+            one = one.then(part)
+        found = one if found is None else found.or_else(one)
+    return found or _NOTHING
+
+
+def _counts(text: str, part: re.Match[str]) -> tuple[int, int | None]:
+    if text in ("*", "+", "?"):
+        return (1 if text == "+" else 0), (1 if text == "?" else None)
+    least, most = int(part[1] or 0), int(part[3]) if part[3] else None
+    return least, (most if part[2] else least)
+
+
+def _breadth(text: str) -> float:
+    """Return how much of all text meets a character, from 0 to 1: 1 where more than a few do."""
+    if len(text) == 1 and text != ".":
+        return 1 / _BROAD
+    if text[0] == "\\":
+        return 10 / _BROAD if text == r"\d" else 1.0 if text in (r"\w", r"\W", r"\D", r"\S") else 1 / _BROAD
+    inner = text[1:-1]
+    if text == "." or inner.startswith("^") or re.search(r"\\[wWDS]", inner):
+        return 1.0
+    plain = re.sub(r"\\d", "0123456789", inner)
+    many = sum(max(0, ord(b) - ord(a)) for a, b in re.findall(r"([^\\])-([^\\])", plain))
+    return min(1.0, (len(plain) + many) / _BROAD)

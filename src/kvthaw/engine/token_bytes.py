@@ -1,0 +1,122 @@
+"""The bytes that single tokens stand for, and where in a text they begin."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+from kvthaw.engine.text import TextStream, is_special
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token of SentencePiece's for a byte without a token of its own
+
+
+class TokenBytes:
+    """The bytes of each token as it stands within a text: half a character of it, or a space before a word, included.
+
+    tokenizer: transformers'.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        kinds = {"ByteFallback"} if backend is None else _decoders(backend.decoder)
+        self._alphabet = _alphabet() if "ByteLevel" in kinds else None
+        self._has_bytes = "ByteFallback" in kinds
+        self._known: dict[int, bytes] = {}
+        self._before: list[int] | None = None  # a token of text, which others are decoded behind
+
+    def of(self, token: int) -> bytes:
+        """Return a token's bytes, none for an id that the tokenizer does not have."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._find(token)
+        return found
+
+    def text(self, token: int) -> str:
+        r"""Return a token's bytes as text, and "bytes:\xe6\x97" for bytes that are no text, as OpenAI does."""
+        own = self.of(token)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
+    def _find(self, token: int) -> bytes:
+        try:
+            name = self._tokenizer.convert_ids_to_tokens(token)
+        except (IndexError, KeyError):  # tokenizers that are written in Python look ids up
+            name = None
+        if name is None:
+            return b""
+        if isinstance(name, bytes):  # some that are written in Python name tokens by their bytes
+            return name
+        if self._alphabet is not None:
+            numbers = [self._alphabet.get(letter) for letter in name]
+            known = [number for number in numbers if number is not None]
+            return bytes(known) if len(known) == len(numbers) else name.encode()
+        if self._has_bytes and (byte := _BYTE.fullmatch(name)):
+            return bytes.fromhex(byte[1])
+        before = self._text_token()
+        return self._decode([*before, token])[len(self._decode(before)) :].encode()
+
+    def _text_token(self) -> list[int]:
+        if self._before is None:
+            self._before = list(self._tokenizer("a", add_special_tokens=False)["input_ids"])[-1:]
+        return self._before
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+class Offsets:
+    """Where the tokens of a text begin in it, in characters; a token that begins within a character begins where that does.
+
+    after: tokens whose text this one goes on.
+    """
+
+    def __init__(self, tokenizer: Any, token_bytes: TokenBytes, after: Sequence[int] = ()) -> None:
+        self._tokenizer, self._stream, self._bytes = tokenizer, TextStream(tokenizer, after=after), token_bytes
+        self._length = 0  # characters of what the stream has given
+        self._held = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0  # that are whole among the bytes that it holds back
+
+    def push(self, token: int) -> int:
+        """Return where the next token begins."""
+        at = self._length + self._characters
+        piece = self._stream.push(token)
+        if piece:
+            self._commit(piece)
+        elif not is_special(self._tokenizer, token):
+            self._characters += len(self._held.decode(self._bytes.of(token)))
+        return at
+
+    def begin(self) -> None:
+        """End a text, behind which another one follows."""
+        self._commit(self._stream.finish())
+
+    def _commit(self, piece: str) -> None:
+        self._length += len(piece)
+        self._characters = 0
+        self._held.reset()
+
+
+def _decoders(decoder: Any) -> set[str]:
+    """Return the kinds of a tokenizer's decoders."""
+    if decoder is None:
+        return set()
+    state = json.loads(decoder.__getstate__())
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    return {part["type"] for part in parts}
+
+
+def _alphabet() -> dict[str, int]:
+    """Return the bytes that letters of byte-level tokens stand for: a printable one for itself, the rest in order from U+0100."""
+    letters = set(ByteLevel.alphabet())
+    own = {chr(byte) for byte in range(256)} & letters
+    others = iter(sorted(letters - own))
+    return {chr(byte) if chr(byte) in own else next(others): byte for byte in range(256)}

@@ -1,0 +1,301 @@
+"""What an index does not select, estimated from the mean key and the mean value of each page of consecutive tokens.
+
+Exact top-k leaves out the long tail of a softmax: on real models 256 of 4,096 tokens hold about 90 % of the attention mass. The
+estimate gives this tail its weight and its mean values, so that the same rows bring the output closer to full attention's.
+
+Relatives: SparQ Attention (Ribar et al., 2024) adds the mean value of all tokens; RetroInfer (Chen et al., 2025) estimates whole
+clusters that it does not read; MagicPIG (Chen et al., 2024) and vAttention (Desai et al., 2025) sample. Here every page counts,
+less the tokens of it that were selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.index_api import (
+    Attends,
+    Foresees,
+    Index,
+    IndexContext,
+    Prepared,
+    Rebuilds,
+    Remembers,
+    Reversible,
+    Selection,
+    Swaps,
+    Unasks,
+    WorksBeside,
+)
+from kvthaw.errors import ConfigError, at_least
+from kvthaw.index.tables import grown, row_from_host, row_to_host
+from kvthaw.kernels.page_means import RING, Added, Start, page_means
+from kvthaw.kernels.remainder import remainder
+
+_SHORT = 1 << 22
+"""An append of fewer bytes of keys waits for the other layers' appends."""
+
+
+class PageMeans:
+    """Mean key and mean value of each page of the tokens that an index holds, exact after every change of their number.
+
+    means [B, H, P, 2, D] in the model's dtype. tail [B, H, RING page, 2, D]: the rows of the last tokens, from which the means of
+    an open page are made again. known [B] int32: how many tokens a sequence has. All on the device, written in place while there
+    is room. A truncation further back than the tail reads the rows of one page from the store.
+    """
+
+    def __init__(self, context: IndexContext, page: int) -> None:
+        at_least(1, remainder=page)
+        self.context, self.page, self.first = context, page, context.regions.sink
+        heads, dim = context.kv_heads, context.head_dim
+        self.means = torch.zeros((0, heads, 0, 2, dim), dtype=context.dtype, device=context.device)
+        self.tail = torch.zeros((0, heads, RING * page, 2, dim), dtype=context.dtype, device=context.device)
+        self.known = torch.zeros(0, dtype=torch.int32, device=context.device)
+        self.counts: list[int] = []
+        self._oldest: list[int] = []  # of each sequence the first token in the tail
+        self._deferred = context.deferred or DeferredBatch()
+
+    def reserve(self, seqs: int, tokens: int) -> None:
+        """Allocate room for `seqs` sequences of `tokens` tokens; keep what is stored."""
+        have, many = self.means.shape[2], max(seqs, len(self.counts))
+        pages = -(-tokens // self.page)
+        pages = have if pages <= have else max(pages + pages // 8, 16)
+        if many > len(self.counts):
+            self.counts += [0] * (many - len(self.counts))
+            self._oldest += [0] * (many - len(self._oldest))
+            self.tail, self.known = grown(self.tail, many), grown(self.known, many)
+        self.means = grown(self.means, many, 0, pages)
+
+    def begin(self, seq: int, first: int) -> None:
+        """Empty a sequence, whose positions begin at `first`."""
+        self.truncate(seq, 0)
+        self.first = first
+
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> None:
+        """Append keys, values [R, H, n, D] to R sequences; join() appends few tokens later, all layers at once."""
+        n = keys.shape[2]
+        if not n:
+            return
+        self.reserve(max(seqs) + 1, 0)
+        starts = tuple(Start(seq, self.counts[seq]) for seq in seqs)
+        self.reserve(0, max(start.tokens for start in starts) + n)
+        for seq in seqs:
+            self.counts[seq] += n
+            self._oldest[seq] = max(self._oldest[seq], self.counts[seq] - self.tail.shape[2])
+        if self.context.deferred is None or keys.nbytes > _SHORT:
+            self.join()
+            _enter([(self, keys, values)], starts)
+        else:
+            alike = starts, keys.shape, keys.stride(), values.stride(), keys.dtype, self.page, self.context.device
+            self._deferred.defer(self, (PageMeans, *alike), partial(_enter, starts=starts), (self, keys, values), seqs)
+
+    def join(self) -> None:
+        """Run what was queued with other layers' work."""
+        self._deferred.flush_for(self)
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Forget positions >= length of a sequence; 0 empties it."""
+        keep = max(0, length - self.first)
+        if seq >= len(self.counts) or keep >= self.counts[seq]:
+            return
+        self.join()
+        self.counts[seq] = keep
+        page, rest = divmod(keep, self.page)
+        begin = keep - rest
+        if rest:
+            if begin < self._oldest[seq]:
+                self.context.store.wait()
+                stored = self.context.store.read(seq, self.first + begin, self.first + keep)
+                self.tail[seq].index_copy_(1, self._places(begin, keep), stored.to(self.tail))
+            rows = self.tail[seq].index_select(1, self._places(begin, keep))
+            self.means[seq, :, page] = rows.mean(dim=1, dtype=torch.float32).to(self.means.dtype)
+        self._oldest[seq] = min(self._oldest[seq], begin)
+        self._sync()
+
+    def reorder(self, seqs: Sequence[int]) -> None:
+        """Replace sequence i by the former sequence seqs[i]."""
+        self.join()
+        self.reserve(max(seqs) + 1, 0)
+        which = torch.tensor(seqs, device=self.context.device)
+        self.means, self.tail = self.means.index_select(0, which), self.tail.index_select(0, which)
+        self.counts, self._oldest = [self.counts[seq] for seq in seqs], [self._oldest[seq] for seq in seqs]
+        self.known = self.known.new_empty(len(seqs))
+        self._sync()
+
+    def swap_out(self, seq: int) -> Any:
+        """Return all that is kept of a sequence, in host memory."""
+        self.join()
+        self.reserve(seq + 1, 0)
+        pages = -(-self.counts[seq] // self.page)
+        return row_to_host(self.means[:, :, :pages], seq), row_to_host(self.tail, seq), self.counts[seq], self._oldest[seq]
+
+    def swap_in(self, seq: int, held: Any) -> None:
+        """Restore a sequence from what swap_out() returned."""
+        self.join()
+        means, tail, count, oldest = held
+        self.reserve(seq + 1, count)
+        row_from_host(self.means, seq, means)
+        row_from_host(self.tail, seq, tail)
+        self.counts[seq], self._oldest[seq] = count, oldest
+        self._sync()
+
+    def clone_from(self, other: PageMeans) -> None:
+        """Copy what another holds of the same settings."""
+        other.join()
+        self.join()
+        self.means, self.tail, self.known = other.means.clone(), other.tail.clone(), other.known.clone()
+        self.counts, self._oldest, self.first = list(other.counts), list(other._oldest), other.first
+
+    def looked_at(self, batch: int) -> int:
+        """Return how many pages of the first sequences a step reads."""
+        pages = [-(-count // self.page) for count in self.counts[:batch]]
+        return max(1, self.context.looked_at(pages, self.means.shape[2], lambda tokens: -(-tokens // self.page)))
+
+    def _places(self, start: int, stop: int) -> Tensor:
+        return torch.arange(start, stop, device=self.tail.device) % self.tail.shape[2]
+
+    def _sync(self) -> None:
+        """Copy the counts to the device."""
+        self.known.copy_(self.numbers())
+
+    def numbers(self) -> Tensor:
+        """Return the tokens of all sequences, on the device."""
+        return self._deferred.numbers([tuple(self.counts)], self.context.device)[0]
+
+
+def _enter(every: Sequence[tuple[PageMeans, Tensor, Tensor]], starts: Sequence[Start]) -> None:
+    """Append keys and values to the pages of several layers."""
+    pages = [own for own, _, _ in every]
+    page_means([Added(keys, values, own.tail, own.means) for own, keys, values in every], starts, pages[0].page)
+    torch._foreach_copy_([own.known for own in pages], [own.numbers() for own in pages])
+
+
+class RemainderIndex(Index, Reversible, Swaps, Attends, WorksBeside, Prepared, Foresees, Remembers, Unasks):
+    """An index on the device, and an estimate of the attention to the tokens that it does not select.
+
+    A page has n tokens, mean key C and mean value V, and a step selects m of its tokens. The rest weigh (n - m) exp(scale q.C)
+    and have the value V; see `kvthaw.kernels.remainder`. What selects, and its rows, do not change.
+
+    make: builds the index that selects.
+    page: tokens of a page, int.
+
+    Raises ConfigError for an index on the host, and for one that attends to tokens itself or replaces keys. Raises it too for one
+    that cannot undo appends or swap sequences.
+    """
+
+    def __init__(self, context: IndexContext, *, make: Callable[[IndexContext], Index], page: int) -> None:
+        self.context, self.inner = context, make(context)
+        inner = self.inner
+        attends = isinstance(inner, Attends) and inner.attends
+        if (
+            inner.on_host
+            or attends
+            or isinstance(inner, Rebuilds)
+            or not isinstance(inner, Reversible)
+            or not isinstance(inner, Swaps)
+        ):
+            raise ConfigError(
+                f"remainder is {page} and {type(inner).__name__} selects the rows; allowed: an index on the device that keeps "
+                "every token and attends to none itself, as oracle, pariskv, quest and clusterkv have"
+            )
+        self._reverses, self._swaps = inner, inner
+        self.graph_safe, self.grows, self.on_host = inner.graph_safe, inner.grows, False
+        self.pages = PageMeans(context, page)
+        self.pages.reserve(context.store.seqs, 0)
+
+    # Changes
+
+    def make_room(self, seqs: int, tokens: int) -> None:
+        self.inner.make_room(seqs, tokens)
+        self.pages.reserve(seqs, tokens)
+
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        self.inner.build(seq, first, keys, values, queries)
+        self.pages.begin(seq, first)
+        self.pages.append([seq], keys[None], values[None])
+
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        self.inner.append(seqs, keys, values, queries)
+        self.pages.append(seqs, keys, values)
+
+    def truncate(self, seq: int, length: int) -> None:
+        self.inner.truncate(seq, length)
+        self.pages.truncate(seq, length)
+
+    @property
+    def reversible(self) -> bool:
+        return self._reverses.reversible
+
+    def undo(self, seq: int, length: int) -> None:
+        self._reverses.undo(seq, length)
+        self.pages.truncate(seq, length)
+
+    def reorder(self, seqs: Sequence[int]) -> None:
+        self.inner.reorder(seqs)
+        self.pages.reorder(seqs)
+
+    def swap_out(self, seq: int) -> Any:
+        return self._swaps.swap_out(seq), self.pages.swap_out(seq)
+
+    def swap_in(self, seq: int, held: Any) -> None:
+        inner, pages = held
+        self._swaps.swap_in(seq, inner)
+        self.pages.swap_in(seq, pages)
+
+    # Queries
+
+    @property
+    def attends(self) -> bool:
+        return True
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """See Index. Raises ConfigError where the query heads of a KV head choose rows of their own."""
+        found, batch, pages = self.inner.select(query, budget), query.shape[0], self.pages
+        pages.join()
+        if found.log_weight is not None:
+            raise ConfigError(f"remainder is {pages.page}; it must be 0 where each query head has rows or weights of its own")
+        pages.reserve(batch, 0)
+        means = pages.means[:batch, :, : pages.looked_at(batch)]
+        known, scale = pages.known[:batch], self.context.scale
+        rest = remainder(query, means, found.rows, known, first=pages.first, page=pages.page, scale=scale)
+        return Selection(found.rows, found.counts, partial=rest)
+
+    # What the inner index can do besides
+
+    def join(self) -> None:
+        self.pages.join()
+        if isinstance(self.inner, WorksBeside):
+            self.inner.join()
+
+    def take_effect(self, seqs: Sequence[int]) -> None:
+        if isinstance(self.inner, Prepared):
+            self.inner.take_effect(seqs)
+
+    def foreseen(self, seq: int) -> int:
+        return self.inner.foreseen(seq) if isinstance(self.inner, Foresees) else 0
+
+    def foresee(self, seqs: Sequence[int], keys: Tensor) -> None:
+        if isinstance(self.inner, Foresees):
+            self.inner.foresee(seqs, keys)
+
+    @property
+    def remembers(self) -> bool:
+        return isinstance(self.inner, Remembers) and self.inner.remembers
+
+    def unask(self) -> None:
+        if isinstance(self.inner, Unasks):
+            self.inner.unask()
+
+    # State
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.inner.tensors(), self.pages.means, self.pages.tail, self.pages.known]
+
+    def clone_from(self, other: Self) -> None:
+        self.inner.clone_from(other.inner)
+        self.pages.clone_from(other.pages)

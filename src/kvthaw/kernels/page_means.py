@@ -1,0 +1,158 @@
+"""Append tokens to pages of consecutive tokens and update each page's mean key and mean value, all layers in one launch.
+
+The kernel reads each new row once, and the rows of the page that was open. It writes the means of the pages that the tokens
+start or fill. 64 tokens of 8 heads, D = 128 and bf16 cost 0.5 MB a sequence and layer, which is 0.1 us at 4.3 TB/s. So a
+launch costs its own latency, once whenever tokens leave the ring buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.split import triton_block
+
+RING = 2
+"""Pages whose rows are kept: the open page, and one that a truncation opens again."""
+
+
+class Start(NamedTuple):
+    """A sequence, and how many tokens its pages have."""
+
+    seq: int
+    tokens: int
+
+
+class Added(NamedTuple):
+    """What the pages of a layer are given.
+
+    keys, values [R, H, n, D]: of R sequences. tail [B, H, RING page, 2, D]: the rows of the last tokens, token t at t modulo
+    RING page. means [B, H, P, 2, D]: the mean key and the mean value of each page, of the tokens that it has.
+    """
+
+    keys: Tensor
+    values: Tensor
+    tail: Tensor
+    means: Tensor
+
+
+def definition(every: Sequence[Added], starts: Sequence[Start], page: int) -> None:
+    """Append keys and values to pages of `page` tokens of the R sequences of starts; there is room for the new pages.
+
+    The means are computed in float32 and rounded to the dtype of their table. Writes tails and means in place."""
+    for keys, values, tail, means in every:
+        ring, n = tail.shape[2], keys.shape[2]
+        for own, other, (seq, count) in zip(keys, values, starts, strict=True):
+            new, at = torch.stack((own, other), dim=2), count
+            for size in _cuts(count, n, page):
+                rows = new[:, at - count : at - count + size]
+                opened = at // page * page
+                if opened < at:  # the page was open: only the first cut can go on with one
+                    there = torch.arange(opened, at, device=tail.device) % ring
+                    rows = torch.cat((tail[seq].index_select(1, there), rows), dim=1)
+                width = min(page, rows.shape[1])
+                made = rows.unflatten(1, (-1, width)).mean(dim=2, dtype=torch.float32)
+                means[seq, :, opened // page : opened // page + made.shape[1]] = made.to(means.dtype)
+                at += size
+            _remember(tail, seq, new, count)
+
+
+def _cuts(count: int, n: int, page: int) -> list[int]:
+    """Split n tokens: what fills the open page, what makes whole pages, and what opens another. Zeros are left out."""
+    head = min(n, -count % page)
+    whole = (n - head) // page * page
+    return [size for size in (head, whole, n - head - whole) if size]
+
+
+def _remember(tail: Tensor, seq: int, new: Tensor, count: int) -> None:
+    """Write the last of the new rows [H, n, 2, D] of a sequence to its ring."""
+    ring, n = tail.shape[2], new.shape[1]
+    few = min(n, ring)
+    at = torch.arange(count + n - few, count + n, device=tail.device) % ring
+    tail[seq].index_copy_(1, at, new[:, n - few :])
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["count", "new"])
+    def _page_means(
+        numbers, like, count, new, ring, k_seq, k_head, k_token, v_seq, v_head, v_token, HEADS: tl.constexpr, PAGE: tl.constexpr,
+        DIM: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, KEEP: tl.constexpr,
+    ):  # fmt: skip
+        # Program (page, counted from the open one; head; sequence of a layer). numbers: the starts, then of each layer the
+        # addresses of keys, values, tail and means, and how many pages a head has room for. KEEP: the program writes the new rows
+        # to the tail, from which no page is read that they overwrite where new is at most PAGE.
+        h, pair = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+        r, layer = pair % count, numbers + 2 * count + 5 * (pair // count)
+        seq, known = tl.load(numbers + 2 * r), tl.load(numbers + 2 * r + 1)
+        page = known // PAGE + tl.program_id(0)
+        start, end = page * PAGE, known + new
+        if start < end:
+            keys, values = tl.load(layer).to(like.dtype), tl.load(layer + 1).to(like.dtype)
+            tail, means = tl.load(layer + 2).to(like.dtype), tl.load(layer + 3).to(like.dtype)
+            row = seq * HEADS + h
+            stop = tl.minimum(start + PAGE, end)
+            j, d = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_D)
+            is_dim = d < DIM
+            key_sum, value_sum = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
+            for begin in range(0, PAGE, BLOCK_J):
+                t = start + begin + j
+                inside = (begin + j < PAGE) & (t < stop)
+                come, there = inside & (t >= known), inside & (t < known)
+                come, there = come[:, None] & is_dim[None, :], there[:, None] & is_dim[None, :]
+                place = tail + (row * ring + t % ring)[:, None] * (2 * DIM) + d[None, :]
+                source = (t - known)[:, None]
+                k = tl.load(keys + r * k_seq + h * k_head + source * k_token + d[None, :], mask=come, other=0.0)
+                v = tl.load(values + r * v_seq + h * v_head + source * v_token + d[None, :], mask=come, other=0.0)
+                old_k = tl.load(place, mask=there, other=0.0)
+                old_v = tl.load(place + DIM, mask=there, other=0.0)
+                if KEEP:
+                    tl.store(place, k, mask=come)
+                    tl.store(place + DIM, v, mask=come)
+                key_sum += tl.sum(k.to(tl.float32) + old_k.to(tl.float32), 0)
+                value_sum += tl.sum(v.to(tl.float32) + old_v.to(tl.float32), 0)
+            size = (stop - start).to(tl.float32)
+            out = means + (row * tl.load(layer + 4) + page) * (2 * DIM) + d
+            tl.store(out, (key_sum / size).to(like.dtype.element_ty), mask=is_dim)
+            tl.store(out + DIM, (value_sum / size).to(like.dtype.element_ty), mask=is_dim)
+
+
+def launch(every: Sequence[Added], starts: Sequence[Start], page: int) -> None:
+    """Launch the Triton kernel; arguments as in `definition`.
+
+    The elements of a row are contiguous, as are all tables. Keys of all layers are laid out alike, and so are values. The host does
+    not wait."""
+    like, other, tail, _ = every[0]
+    (seqs, heads, n, dim), numbers = like.shape, [number for start in starts for number in start]
+    for keys, values, own, means in every:
+        assert keys.stride(3) == values.stride(3) == 1
+        assert keys.shape == values.shape == like.shape
+        assert (keys.stride(), values.stride()) == (like.stride(), other.stride())
+        assert keys.dtype == values.dtype == own.dtype == means.dtype
+        assert own.is_contiguous()
+        assert means.is_contiguous()
+        assert max(start.tokens for start in starts) + n <= page * means.shape[2], "no room for the pages"
+        numbers += [keys.data_ptr(), values.data_ptr(), own.data_ptr(), means.data_ptr(), means.shape[2]]
+    most, block_d = max(start.tokens % page for start in starts) + n, triton_block(dim, 16)
+    _page_means[(-(-most // page), heads, seqs * len(every))](
+        torch.tensor(numbers).to(like.device, non_blocking=True), like, seqs, n, tail.shape[2], *like.stride()[:3],
+        *other.stride()[:3], HEADS=heads, PAGE=page, DIM=dim, BLOCK_J=min(triton_block(page, 16), max(16, 8192 // block_d)),
+        BLOCK_D=block_d, KEEP=n <= page, num_warps=4,
+    )  # fmt: skip
+    if n > page:
+        few = min(n, tail.shape[2])
+        for keys, values, own, _ in every:
+            for r, (seq, count) in enumerate(starts):
+                new = torch.stack((keys[r, :, n - few :], values[r, :, n - few :]), dim=2)
+                _remember(own, seq, new, count + n - few)
+
+
+def page_means(every: Sequence[Added], starts: Sequence[Start], page: int) -> None:
+    """Append as in `definition`: by the kernel on a GPU, by torch elsewhere."""
+    (launch if HAS_TRITON and every[0].keys.is_cuda else definition)(every, starts, page)

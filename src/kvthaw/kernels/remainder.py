@@ -1,0 +1,152 @@
+"""Attention to what was not selected, estimated from the mean key and the mean value of each page.
+
+A page has n tokens, and the step selects m of them. The kernel treats the rest as n - m equal tokens: their weight is (n - m)
+exp(scale q.mean key), and their value is the page's mean value. `Partial` merges the estimate with the exact attention by
+log-sum-exp.
+
+A step reads every mean once: 2 D elements for each page, KV head and sequence. With 128k tokens, 8 heads, D = 128 and bf16 it
+reads 16.8 MB for pages of 32 tokens (3.5 us at 4.8 TB/s). It reads 4.2 MB for pages of 128.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import by_device
+from kvthaw.kernels.merge import Partial
+from kvthaw.kernels.split import multiprocessors, triton_block
+
+_BLOCK = 64
+"""Pages that a program reads at once."""
+
+
+def definition(query: Tensor, means: Tensor, rows: Tensor, known: Tensor, *, first: int, page: int, scale: float) -> Partial:
+    """Estimate the attention to the tokens first .. first + known[b] that are not among the rows.
+
+    query [B, Hq, D]. means [B, H, P, 2, D]: mean key and mean value of the pages. Page p has the tokens from
+    first + p * page on. rows [B, H, M] int32: the selected positions, each once, -1 padded. known [B] int32. scale multiplies q.k.
+    Returns out [B, Hq, D] and lse [B, Hq] in float32; lse is -inf where every token is selected.
+    """
+    batch, heads, pages = means.shape[:3]
+    place = torch.arange(pages, device=query.device) * page
+    sizes = (known[:, None] - place).clamp(min=0, max=page)
+    chosen = torch.where(rows >= 0, (rows - first) // page, pages).clamp(max=pages).long()
+    taken = torch.zeros((batch, heads, pages + 1), dtype=torch.float32, device=query.device)
+    taken.scatter_add_(2, chosen, torch.ones_like(chosen, dtype=torch.float32))
+    left = (sizes[:, None] - taken[:, :, :pages]).clamp(min=0)
+    grouped, (keys, values) = query.float().unflatten(1, (heads, -1)), means.float().unbind(3)
+    there = (left > 0)[..., None]
+    keys, values = keys.masked_fill(~there, 0.0), values.masked_fill(~there, 0.0)
+    logits = grouped @ keys.mT * scale + left.log()[:, :, None]
+    lse = torch.logsumexp(logits, dim=3)
+    share = torch.exp(logits - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    return Partial((share @ values).flatten(1, 2), lse.flatten(1, 2))
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from kvthaw.kernels.gpu import PRECISION
+
+    LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+
+    @triton.jit
+    def _remainder(
+        query, means, rows, known, out_parts, lse_parts, pages, per, first, scale, width, splits, q_seq, q_head, m_seq, m_head,
+        m_page, m_value, r_seq, r_head, PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+        BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
+    ):  # fmt: skip
+        # Program (sequence and KV head; split of the pages).
+        pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        b, h = pair // HEADS, pair % HEADS
+        g, d, x, m = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_M)
+        head = h * GROUP + g
+        is_head, is_dim = g < GROUP, d < DIM
+        q = tl.load(query + b * q_seq + head[:, None] * q_head + d[None, :], mask=is_head[:, None] & is_dim[None, :], other=0.0)
+        if UPCAST:
+            q = q.to(tl.float32)
+        tokens = tl.load(known + b)
+        stop = tl.minimum(tl.minimum((split + 1) * per, pages), (tokens + PAGE - 1) // PAGE)
+        top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_G,), tl.float32)
+        acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+        for begin in range(split * per, stop, BLOCK_P):
+            page = begin + x
+            left = tl.minimum(tl.maximum(tokens - page * PAGE, 0), PAGE)
+            for at in range(0, width, BLOCK_M):
+                row = tl.load(rows + b * r_seq + h * r_head + at + m, mask=at + m < width, other=-1)
+                of = (row - first) // PAGE - begin
+                left -= tl.histogram(of, BLOCK_P, mask=(row >= first) & (of >= 0) & (of < BLOCK_P))
+            there = (page < stop) & (left > 0)
+            inside = there[:, None] & is_dim[None, :]
+            where = means + b * m_seq + h * m_head + page.to(tl.int64)[:, None] * m_page + d[None, :]
+            k = tl.load(where, mask=inside, other=0.0)
+            v = tl.load(where + m_value, mask=inside, other=0.0)
+            if UPCAST:
+                k, v = k.to(tl.float32), v.to(tl.float32)
+            score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            score += tl.log2(tl.maximum(left, 1).to(tl.float32))[None, :]
+            score = tl.where(there[None, :], score, float("-inf"))
+            new = tl.maximum(top, tl.max(score, 1))
+            shift = tl.where(new == float("-inf"), 0.0, new)
+            weight = tl.exp2(score - shift[:, None])
+            decay = tl.exp2(top - shift)
+            total = total * decay + tl.sum(weight, 1)
+            acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+            top = new
+        some = total > 0
+        divisor = tl.where(some, total, 1.0)
+        lse = tl.where(some, tl.where(some, top, 0.0) + tl.log2(divisor), float("-inf"))
+        part = (b * HEADS * GROUP + head) * splits + split
+        tl.store(lse_parts + part, lse, mask=is_head)
+        filled = is_head[:, None] & is_dim[None, :]
+        tl.store(out_parts + part[:, None] * DIM + d[None, :], acc / divisor[:, None], mask=filled)
+
+    @triton.jit
+    def _merge_splits(out_parts, lse_parts, out, lse, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
+        # Program (sequence and query head): merge its splits.
+        head = tl.program_id(0).to(tl.int64)
+        s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+        every = tl.load(lse_parts + head * splits + s, mask=s < splits, other=float("-inf"))
+        top = tl.max(every, 0)
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        share = tl.exp2(every - shift)
+        total = tl.sum(share, 0)
+        inside = (s < splits)[:, None] & (d < DIM)[None, :]
+        parts = tl.load(out_parts + (head * splits + s)[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+        mixed = tl.sum(parts * share[:, None], 0) / tl.where(total > 0, total, 1.0)
+        tl.store(out + head * DIM + d, mixed, mask=d < DIM)
+        tl.store(lse + head, tl.where(total > 0, (shift + tl.log2(tl.maximum(total, 1.0))) * LN2, float("-inf")))
+
+
+def launch(query: Tensor, means: Tensor, rows: Tensor, known: Tensor, *, first: int, page: int, scale: float) -> Partial:
+    """Launch the Triton kernels; arguments and results as in `definition`. Shapes are static, and nothing waits for the device."""
+    batch, heads, pages, _, dim = means.shape
+    q_heads, width = query.shape[1], rows.shape[2]
+    assert means.stride(4) == query.stride(2) == rows.stride(2) == known.stride(0) == 1
+    assert rows.dtype == known.dtype == torch.int32
+    interpreted = query.device.type == "cpu"
+    room = 2 * multiprocessors(query.device) if not interpreted else 3
+    splits = max(1, min(64, room // (batch * heads), -(-pages // _BLOCK)))
+    per = triton.cdiv(triton.cdiv(pages, splits), _BLOCK) * _BLOCK
+    out = torch.empty((batch, q_heads, dim), dtype=torch.float32, device=query.device)
+    lse = torch.empty((batch, q_heads), dtype=torch.float32, device=query.device)
+    out_parts = torch.empty((batch, q_heads, splits, dim), dtype=torch.float32, device=query.device)
+    lse_parts = torch.empty((batch, q_heads, splits), dtype=torch.float32, device=query.device)
+    group, block_d = q_heads // heads, triton_block(dim, 16)
+    _remainder[(batch * heads, splits)](
+        query, means, rows, known, out_parts, lse_parts, pages, per, first, scale * 1.4426950408889634, width, splits,
+        *query.stride()[:2], *means.stride()[:4], *rows.stride()[:2], PAGE=page, HEADS=heads, GROUP=group, DIM=dim,
+        BLOCK_G=triton_block(group, 16), BLOCK_D=block_d, BLOCK_P=_BLOCK, BLOCK_M=min(128, triton_block(width, 16)),
+        UPCAST=interpreted, num_warps=4,
+    )  # fmt: skip
+    _merge_splits[(batch * q_heads,)](
+        out_parts, lse_parts, out, lse, splits, DIM=dim, BLOCK_D=block_d, BLOCK_S=triton_block(splits), num_warps=1
+    )
+    return Partial(out, lse)
+
+
+remainder = by_device(launch, definition)

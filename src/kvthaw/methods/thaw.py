@@ -1,0 +1,53 @@
+"""kvthaw's own: the best rows by codes, and everything else estimated from the means of its pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvthaw.cache.index_api import Method
+from kvthaw.errors import at_least
+from kvthaw.index.codes import Centroids
+from kvthaw.index.tokens import Policy
+from kvthaw.methods.pariskv_plus import pariskv_plus
+from kvthaw.methods.remainder import with_remainder
+from kvthaw.regions import Regions
+
+
+def thaw(
+    *,
+    remainder: int = 64,
+    policy: Policy = "max",
+    beta: float | None = None,
+    candidates: int | None = None,
+    rotate: bool = True,
+    normalise: bool = True,
+    centroids: Centroids = "signs",
+) -> Method:
+    """Attend exactly to the rows of the best 4-bit codes, and to every page's other tokens by their mean key and mean value.
+
+    Exact top-k is no longer the ceiling: attention has a long tail, which the estimate weighs. At an equal number of rows thaw's
+    divergence from full attention is 0.35 to 0.53 of exact top-k's. We measured it on Qwen2.5-Coder-0.5B and prompts that no
+    setting saw. See docs/notes/remainder.md.
+
+    remainder: tokens of a page. The means take 1 / remainder of the KV's bytes, on the device.
+    policy: how the query heads of a group agree on rows. Each of them weighs the remainder by its own query.
+
+    The other options are pariskv-plus's. Sink and window are small, since the estimate covers what a long window is for. Two
+    layers are dense in deep models.
+
+    Host: the rows. Device: each key's codes (112 bytes for 128 dimensions) and each page's means; every decision. Not for models
+    with a softcap on attention logits.
+    """
+    at_least(1, remainder=remainder)
+    codes = pariskv_plus(
+        policy=policy, beta=beta, candidates=candidates, rotate=rotate, normalise=normalise, centroids=centroids
+    )
+    made = with_remainder(codes, remainder)
+    return replace(
+        made,
+        name="thaw",
+        paper="-",
+        regions=Regions(4, 32, 16),
+        differs="-",
+        choose="the closest to full attention at every budget",
+    )

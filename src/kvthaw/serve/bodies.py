@@ -1,0 +1,113 @@
+"""Read bodies, and say in one sentence what is wrong with one."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from kvthaw.errors import hint
+from kvthaw.serve.errors import ApiError
+from kvthaw.serve.fields import Body, names_within
+
+_OPENAIS = {
+    "audio", "best_of", "context_management", "conversation", "function_call", "functions", "image_url", "input_audio",
+    "max_tool_calls", "metadata", "modalities", "moderation", "parallel_tool_calls", "prediction", "previous_response_id",
+    "prompt", "prompt_cache_retention", "reasoning", "reasoning_effort", "refusal", "response_format", "service_tier", "store",
+    "stream_options", "suffix", "text", "tool_call_id", "tool_calls", "tool_choice", "tools", "verbosity", "web_search_options",
+}  # fmt: skip
+"""Fields of OpenAI's API, none of which is a misspelling of another."""
+_WORDS = dict.fromkeys(("model_attributes_type", "model_type", "dict_type"), "it must be an object")
+"""What is said in place of pydantic's words."""
+
+
+class BodyRoute(APIRoute):
+    """A route whose bodies hold nothing but Unicode."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler of requests."""
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            return await handle(_Request(request.scope, request.receive))
+
+        return handler
+
+
+class _Request(Request):
+    async def json(self) -> Any:
+        """Return the body; raises HTTPException for a text of it that has no UTF-8."""
+        text = await self.body()
+        with _uncollected():  # else millions of small values are looked through again and again
+            said = json.loads(text)
+        if b"\\ud" in text or b"\\uD" in text:  # JSON can write half of a surrogate pair in this way alone
+            _check_unicode(said)
+        return said
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _check_unicode(said: Any) -> None:
+    if not _is_unicode(said):
+        parts = [{name: value} for name, value in said.items()] if isinstance(said, dict) else []
+        wrong = next((name for part in parts if not _is_unicode(part) for name in part if _is_unicode(name)), "the body")
+        raise HTTPException(400, f"{wrong}: a text has half of a surrogate pair, which is no character")
+
+
+def _is_unicode(said: Any) -> bool:
+    try:
+        json.dumps(said, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def invalid(request: Request, error: RequestValidationError) -> ApiError:
+    """Name the first field that is wrong, one that is not known before others, without its value, and the field that a misspelled
+    one is like."""
+    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+    where = _path(first["loc"][1:], error.body, whole=first["type"] in ("missing", "extra_forbidden"))
+    if first["type"] == "json_invalid" or not where:
+        return ApiError(400, "the body is not a JSON object with Content-Type: application/json")
+    says = _WORDS.get(first["type"], first["msg"])
+    if first["type"] == "union_tag_invalid":
+        where.append(first["ctx"]["discriminator"].strip("'"))
+        says = f"it must be one of {first['ctx']['expected_tags']}"
+    if first["type"] == "extra_forbidden":
+        body = request.scope["route"].body_field.field_info.annotation
+        known = body.names() if len(where) == 1 else names_within(Body)
+        shown = where[-1][:64]
+        where[-1] = shown
+        real = shown in _OPENAIS | names_within(Body)
+        says = "; ".join(filter(None, ("is not served", "" if real else hint(shown, known))))
+    return ApiError(400, f"{'.'.join(where)}: {says}", param=where[0])
+
+
+def _path(loc: Sequence[int | str], body: Any, *, whole: bool) -> list[str]:
+    """Return where in a body an error is: of its location what the body has, and the last where it is of a field that it lacks. The
+    rest names types of which a field takes several."""
+    where: list[str] = []
+    for place, part in enumerate(loc):
+        inside = part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int)
+        if inside:
+            body = body[part]
+        if inside or (whole and place == len(loc) - 1) or not place:
+            where.append(str(part))
+    return where

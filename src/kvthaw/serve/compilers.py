@@ -1,0 +1,55 @@
+"""Grammars of the JSON that requests ask for, compiled in threads."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any, Literal
+
+from kvthaw.engine.grammar import Grammar, Grammars
+from kvthaw.errors import ConfigError
+from kvthaw.serve.errors import ApiError
+from kvthaw.serve.lanes import Lanes
+from kvthaw.serve.schema import JsonSchema
+
+SHORT, LONG = 2, 1
+"""Threads for schemas that compile in a second or two, and for the others."""
+SHORT_TRIES = 5_000_000
+"""How often compiling one of the former tries a token."""
+SECONDS = 30.0
+"""Seconds after which a request waits for its schema no longer."""
+
+
+class Compilers:
+    """Compiles schemas for a tokenizer and a model of so many tokens.
+
+    What a schema takes to compile is known before, and bounded: nothing ends it once it has begun. Schemas that take long wait for
+    each other alone, and clients take turns."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        self._make = partial(Grammars, tokenizer, vocabulary)
+        self._grammars: Grammars | None = None
+        self._making = asyncio.Lock()
+        self._lanes = Lanes(SHORT, LONG)
+
+    async def grammar(self, asked: JsonSchema | Literal["json_object"], field: str, client: str) -> Grammar:
+        """Return the grammar of what a field asks for. Raises ApiError, also where it takes too long."""
+        try:
+            return await asyncio.wait_for(self._grammar(asked, client), SECONDS)
+        except TimeoutError:
+            says = f"{field}: the schema was not compiled within {SECONDS:g} s; ask again, or make it simpler"
+            raise ApiError(503, says, param=field, code="schema_timeout", headers={"Retry-After": "10"}) from None
+        except ConfigError as error:
+            raise ApiError(400, f"{field}: {error}", param=field) from None
+
+    async def _grammar(self, asked: JsonSchema | Literal["json_object"], client: str) -> Grammar:
+        short = self._lanes.short
+        async with self._making:
+            if self._grammars is None:
+                self._grammars = await short.run(self._make, client)
+        grammars = self._grammars
+        if asked == "json_object":
+            return await short.run(grammars.json, client)
+        source, tries = await short.run(partial(grammars.read, asked.schema_, strict=asked.strict), client)
+        lane = short if tries <= SHORT_TRIES or grammars.known(source) else self._lanes.long
+        return await lane.run(partial(grammars.compile, source), client)

@@ -1,0 +1,133 @@
+"""What bodies are made of: objects without unknown fields, and kinds of fields whose lengths are bounded.
+
+A wrong body costs a few errors, however long it is: a list ends at its first wrong item, and of many unknown fields one counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_plain_validator_function
+
+from kvthaw.names import NAME
+
+MOST_PROMPTS = 4096
+"""Of a request, which has no more messages either."""
+MOST_PARTS = 256
+"""Of a message."""
+MOST_STOPS = 16
+"""Stop strings; each of their characters is looked for in every piece of text."""
+MOST_STOP_LENGTH = 128
+"""Characters of a stop string."""
+MOST_TOKENS = 1 << 22
+"""Of a list."""
+MOST_TOKEN_RULES = 512
+"""Tokens that end an output or get a bias."""
+
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+Token = Count
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
+Text = Annotated[str, Field(min_length=1)]
+Short = Annotated[str, Field(max_length=4096)]
+Name = Annotated[str, Field(pattern=f"^{NAME}$")]
+"""Of a context."""
+
+
+def few(most: int) -> BeforeValidator:
+    """Refuse an object of more members before they are looked at, each of which could be an error."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError("too_long", f"it has {len(value)} members; it may have at most {most}")
+        return value
+
+    return BeforeValidator(check)
+
+
+class Only:
+    """Marks a field that is not served: it takes these values, which ask for nothing."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = values
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        return {"enum": list(self._values)}
+
+    def _check(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            value = {name: one for name, one in value.items() if one is not None}  # as in every object
+        if not any(type(value) is type(one) and value == one for one in self._values):
+            allowed = " or ".join(map(json.dumps, self._values))
+            raise PydanticCustomError("not_served", "{words}", {"words": f"is not served; it may be left out, or be {allowed}"})
+        return value
+
+
+def shape(value: Any) -> str | None:
+    """Return which of the types of a field that takes a text or a list a value is measured by, None where it is neither."""
+    return "list" if isinstance(value, list) else "text" if isinstance(value, str) else None
+
+
+def _kind(prompt: Any) -> str | None:
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    if not isinstance(prompt, list):
+        return shape(prompt)
+    return "list of tokens" if isinstance(first, list) else "list of texts" if isinstance(first, str) else "tokens"
+
+
+def either(measured: Callable[[Any], str | None], says: str) -> Discriminator:
+    """Mark a union by what tells its types apart, and what to say of a value that is none of them."""
+    return Discriminator(measured, custom_error_type="kind", custom_error_message=says)
+
+
+TextOrList = either(shape, "it must be a string or a list")
+Prompt = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag("list of texts")]
+    | Annotated[Tokens, Tag("tokens")]
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag("list of tokens")],
+    either(_kind, "it must be a string, token ids, or a list of either"),
+]
+
+
+def _nullable(schema: dict[str, Any]) -> None:
+    """Let the description say that a field that need not be given may be null."""
+    properties = schema.get("properties", {})
+    for name in properties.keys() - schema.get("required", []):
+        if {"type": "null"} not in properties[name].get("anyOf", []):
+            properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
+
+
+class Body(BaseModel):
+    """A JSON object without unknown fields; a field that is null is not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_nullable)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, data: Any) -> Any:
+        """Leave out what is null, and all unknown fields but the first."""
+        if not isinstance(data, dict):
+            return data
+        known = cls.names()
+        given = {name: value for name, value in data.items() if value is not None and name in known}
+        if len(given) < len(data):
+            unknown = next((name for name, value in data.items() if value is not None and name not in known), None)
+            return given if unknown is None else given | {unknown: data[unknown]}
+        return given
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """Return the names of its fields."""
+        return {field.alias or name for name, field in cls.model_fields.items()}
+
+
+def names_within(kind: type[Body]) -> set[str]:
+    """Return the names of the fields of a kind of object, and of all kinds that extend it."""
+    return kind.names().union(*map(names_within, kind.__subclasses__()))

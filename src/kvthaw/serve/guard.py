@@ -1,0 +1,103 @@
+"""What a request has before a route sees it: an API key, or a host that is the server's own; a body of JSON, not too large."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection, Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvthaw.serve import page
+from kvthaw.serve.errors import ApiError
+
+MOST_BYTES = 16 << 20
+"""Bytes of a body."""
+PROBES = ("/health", "/ready")
+"""Paths that tell nothing, and need nothing."""
+OPEN_PATHS = (*PROBES, *page.FILES)
+"""Those that need no key."""
+
+
+class Guard:
+    """Refuses requests without a key, under a foreign host, bodies that are no JSON and bodies that are too large.
+
+    api_keys: one of them must come with every request, where there are any. hosts: names that a request without a key may be sent
+    to, beside this machine's loopback addresses, and beside all addresses where one of them is not loopback; "*": any. None: any. A
+    web page of another site reaches a server without keys by a name of its own that it lets mean 127.0.0.1 (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], hosts: Collection[str] | None = None) -> None:
+        self._app, self._keys = app, [key.encode() for key in api_keys]
+        self._hosts = None if hosts is None or "*" in hosts or api_keys else {host.lower().strip("[]") for host in hosts}
+        self._addresses = self._hosts is not None and any(_loopback(host) is False for host in self._hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        error = self._refusal(scope)
+        if error is not None:
+            return await error.response()(scope, receive, send)
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > MOST_BYTES:
+                raise HTTPException(413, f"the body has more than {MOST_BYTES} bytes")
+            return message
+
+        return await self._app(scope, counted, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        given = [(name, value.decode("latin-1")) for name, value in scope["headers"]]
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(dict(given).get(b"authorization", "")):
+            return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        if self._hosts is not None and scope["path"] not in PROBES:
+            hosts = [
+                (name, value if name == b"host" else value.partition("://")[2]) for name, value in given if name in _SENDERS
+            ]
+            foreign = next(((name, host) for name, host in hosts if not self._own(host)), None)
+            if foreign is not None:
+                where = f"{foreign[0].decode().capitalize()} is {foreign[1][:100]!r}"
+                return ApiError(
+                    403, f"{where}; --allowed-host names it, or --api-key-file protects all", code="host_not_allowed"
+                )
+        if scope["method"] == "POST":
+            kind = dict(given).get(b"content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                return ApiError(415, f"Content-Type is {kind[:100]!r}; a body is sent as 'application/json'")
+        return None
+
+    def _has_key(self, given: str) -> bool:
+        scheme, _, key = given.partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        right = [hmac.compare_digest(key.strip().encode("latin-1"), each) for each in self._keys]
+        return sum(right) > 0  # compares all of them, whichever is right
+
+    def _own(self, given: str) -> bool:
+        """Return whether a host, with or without its port, is this server's."""
+        assert self._hosts is not None
+        try:
+            host = (urlsplit(f"//{given}").hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        loopback = _loopback(host)
+        return host in self._hosts or bool(loopback) or (loopback is False and self._addresses)
+
+
+_SENDERS = (b"host", b"origin")
+
+
+def _loopback(host: str) -> bool | None:
+    """Return whether an address is loopback; None for a name that is none."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return None

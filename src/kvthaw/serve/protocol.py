@@ -1,0 +1,107 @@
+"""HTTP connections that take bounded memory and time before their requests are whole."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_BYTES = 64 << 10
+"""Bytes of a request line and headers, and of all else that is no body; what one read brings may come on top."""
+FRAMED = 16
+"""Bytes beside the body that a byte of one may take: chunks of one byte each."""
+HEAD_SECONDS, WHOLE_SECONDS = 10.0, 120.0
+"""Seconds that a client has to send the headers of a request, and all of it."""
+CONNECTIONS = 1024
+"""Connections at a time. Where there are more, the one that has waited longest for its request to be whole is closed."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Closes connections whose requests are too long or take too long to come.
+
+    httptools bounds neither; memory and descriptors would be had without a key."""
+
+    def __init__(self, *given: Any, **how: Any) -> None:
+        super().__init__(*given, **how)
+        self.since = time.monotonic()
+        self._taken = self._body = 0
+        self.whole = self._headed = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection, in the place of another where there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS:
+            waiting = [one for one in self.connections if isinstance(one, BoundedProtocol) and not one.whole]
+            min(waiting, key=lambda one: one.since).transport.abort()
+        self._expect(HEAD_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget a connection."""
+        self._stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came, unless it is too much beside a body."""
+        self._taken += len(data)
+        super().data_received(data)
+        if self._taken - FRAMED * self._body > HEAD_BYTES + len(data) and not self.whole:
+            self._refuse(b"431 Request Header Fields Too Large")
+
+    def on_message_begin(self) -> None:
+        """Begin to count a request."""
+        super().on_message_begin()
+        self._taken = self._body = 0
+        self.whole = self._headed = False
+        self.since = time.monotonic()
+        self._expect(HEAD_SECONDS)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; none that follows a body."""
+        if not self._headed:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Give the client time for the body."""
+        self._headed = True
+        self._expect(WHOLE_SECONDS)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Count a part of the body."""
+        self._body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End the count."""
+        self.whole = True
+        self._stop()
+        super().on_message_complete()
+
+    def _expect(self, seconds: float) -> None:
+        self._stop()
+        self._timer = self.loop.call_later(seconds, self._late, seconds)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self, seconds: float) -> None:
+        if self.flow.read_paused:  # the server is what waits
+            self._expect(seconds)
+        else:
+            self._refuse(b"408 Request Timeout")
+
+    def _refuse(self, status: bytes) -> None:
+        """Close the connection, after a status where no answer has begun."""
+        self._stop()
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            self.transport.close()
+        else:
+            self.transport.abort()

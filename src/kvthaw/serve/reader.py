@@ -1,0 +1,52 @@
+"""Texts to tokens, in threads, without tokenizing those whole that have too many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from kvthaw.engine.text import tokens_after
+from kvthaw.serve.errors import ApiError
+from kvthaw.serve.lanes import Lanes
+
+Result = TypeVar("Result")
+THREADS = 2
+"""Threads for short texts, and for long ones."""
+SHORT = 1 << 16
+"""Characters of a text that counts as short."""
+_LONG_TOKEN = 8  # characters of a token; texts that would need longer ones are counted before
+_CUT = 1024  # tokens by which a text of SHORT characters may have more than as a part of a longer one
+
+
+class Reader:
+    """Tokenizes texts of at most `limit` tokens."""
+
+    def __init__(self, tokenizer: Any, limit: int) -> None:
+        self._tokenizer, self._limit = tokenizer, limit
+        self._lanes = Lanes(THREADS, THREADS)
+
+    async def run(self, work: Callable[[], Result], size: int, client: str) -> Result:
+        """Return what work on so many characters returns, in a thread. Clients take turns; short texts wait for no long ones."""
+        lane = self._lanes.short if size <= SHORT else self._lanes.long
+        return await lane.run(work, client)
+
+    def tokens(self, text: str, param: str, *, special: bool = False, behind: Sequence[int] = ()) -> list[int]:
+        """Return the tokens of a text. behind: tokens that it goes on, see `tokens_after`. Raises ApiError, which names param, for
+        one that has too many, in the time that about as many take."""
+        if len(text) > max(SHORT, _LONG_TOKEN * self._limit):
+            self._count(text, param)
+        return tokens_after(self._tokenizer, text) if behind else self._encode(text, special)
+
+    def _count(self, text: str, param: str) -> None:
+        """Raise ApiError where a text certainly has too many tokens. A tokenizer may leave characters out, or take any number of
+        them for one token that is unknown, so its parts say it, not its length."""
+        found = 0
+        for start in range(0, len(text), SHORT):
+            found += max(0, len(self._encode(text[start : start + SHORT], special=False)) - _CUT)
+            if found > self._limit:
+                says = f"the prompt has more than {found} tokens; the context length of this server is {self._limit} tokens"
+                raise ApiError(400, says, param=param, code="context_length_exceeded")
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return ids

@@ -1,0 +1,106 @@
+"""Conversations as texts and tokens, and those that go on from what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from kvthaw.engine.chat_template import Draw, dates_of, dates_said, has_template, opening, render
+from kvthaw.evaluate.text import following
+from kvthaw.serve.schema import Message
+
+
+class Read(Protocol):
+    """Returns the tokens of a text that a template made. behind: tokens that it goes on."""
+
+    def __call__(self, text: str, *, behind: Sequence[int] = ()) -> list[int]: ...
+
+
+class Turns:
+    """Renders and encodes conversations through a chat template; None for the tokenizer's. Raises ConfigError as `render` does."""
+
+    def __init__(self, tokenizer: Any, template: str | None) -> None:
+        self._tokenizer, self._template = tokenizer, template
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is a chat template."""
+        return self._template is not None or has_template(self._tokenizer)
+
+    def encode(self, read: Read, messages: Sequence[Message], *, answer: bool = True) -> list[int]:
+        """Return the tokens of a conversation, with answer up to where the answer begins."""
+        return read(self._render(messages, answer=answer))
+
+    def document(self, text: str) -> list[int]:
+        """Return the tokens of a document that the first question follows."""
+        ids: list[int] = self._tokenizer(opening(self._draw()) + text.rstrip(), add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
+        return ids
+
+    def opens(self, kept: Sequence[int]) -> bool:
+        """Return whether kept tokens begin as conversations do, on any day."""
+        return self._dates(self._text(kept)) is not None
+
+    def after_messages(self, read: Read, kept: Sequence[int], before: Sequence[Message], new: Sequence[Message]) -> list[int]:
+        """Return the tokens of messages that were kept and of those that follow; kept tokens stay, whatever day it is."""
+        both = [*before, *new]
+        ids = read(self._render(both))
+        return ids if ids[: len(kept)] == list(kept) else self._after(read, kept, both, self._text(kept)) or ids
+
+    def after_document(self, read: Read, kept: Sequence[int], about: Any, new: Sequence[Message]) -> list[int]:
+        """Return the tokens of a conversation whose first question follows a text that was kept. Kept tokens stay as they are where
+        they begin as conversations do. about: see `document_of`."""
+        text, known, first = self._text(kept), document_of(about), len(_leading(new))
+        if known is not None:
+            document = known.rstrip()
+        elif (dates := self._dates(text)) is not None:
+            document = text[len(opening(self._draw(), dates)) :]
+        else:
+            document = self._tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        asked = new[first].plain()["content"] if first < len(new) else ""
+        opened = Message(role="user", content=document + following(document, asked))
+        whole = [*new[:first], opened, *new[first + 1 :]]
+        return self._after(read, kept, whole, text) or read(self._render(whole))
+
+    def _after(self, read: Read, kept: Sequence[int], messages: Sequence[Message], text: str) -> list[int] | None:
+        """Return kept tokens and what follows them in a conversation, None where it does not begin with their text."""
+        dates = self._dates(text, _leading(messages))
+        whole = "" if dates is None else self._render(messages, dates)
+        return [*kept, *read(whole[len(text) :], behind=kept)] if len(whole) > len(text) and whole.startswith(text) else None
+
+    def _dates(self, text: str, leading: Sequence[Message] = ()) -> dict[str, str] | None:
+        """Return the dates that a text says, None where it does not begin as conversations do."""
+        return dates_said(text, self._draw(leading), dates_of(self._tokenizer, datetime.now(), self._template))
+
+    def _draw(self, leading: Sequence[Message] = ()) -> Draw:
+        """Return what renders the first user's words. leading: messages before them."""
+        return lambda said, dates: self._render([*leading, Message(role="user", content=said)], dates)
+
+    def _render(
+        self, messages: Sequence[Message], dates: Mapping[str, str] = MappingProxyType({}), *, answer: bool = True
+    ) -> str:
+        turns = [message.plain() for message in messages]
+        return render(self._tokenizer, turns, self._template, dates=dates, add_generation_prompt=answer)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+def _leading(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages before the first user's."""
+    first = next((i for i, one in enumerate(messages) if one.role == "user"), len(messages))
+    return messages[:first]
+
+
+def about_document(text: str) -> dict[str, str]:
+    """Return what is said about a document that is kept as the beginning of conversations."""
+    return {"document": text}
+
+
+def document_of(about: Any) -> str | None:
+    """Return the document that something is said about, None where it is about messages or nothing."""
+    return about["document"] if isinstance(about, dict) and isinstance(about.get("document"), str) else None

@@ -1,0 +1,47 @@
+"""kvthaw eval agreement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from said import Said, refused
+
+from kvthaw.evaluate.tasks.base import read_asset
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text(read_asset("book.txt")[:3000])
+    return path
+
+
+def test_windows_of_a_file_are_followed_by_the_text(model: str, book: Path, tmp_path: Path) -> None:
+    arguments = ["eval", "agreement", "--model", model, "--file", str(book), "--method", "streaming", "--budget", "64"]
+    arguments += ["--length", "200,300", "--limit", "2", "--tokens", "3", "--out", str(tmp_path / "out.jsonl")]
+    streaming, full = Said(*arguments, "--json").records
+    assert (streaming["method"], streaming["budget"], streaming["n"], streaming["answer"]) == ("streaming", 64, 4, "text")
+    assert (streaming["lengths"], streaming["tokens"]) == ([200, 300], 12)
+    assert (full["kl"], full["same_top"]) == (0.0, 1.0)
+    table = Said(*arguments)
+    assert all(word in table.out for word in ("KL(full || method)", "streaming", "full", "text that follows", "4 prompts"))
+
+
+def test_prompts_and_questions_are_answered_greedily(model: str, book: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": read_asset("book.txt")[:600]}) + "\n")
+    common = ["eval", "agreement", "--model", model, "--method", "streaming", "--budget", "64", "--tokens", "3", "--json"]
+    (one, _) = Said(*common, "--prompts", str(prompts), "--length", "100").records
+    assert (one["answer"], one["n"], one["lengths"], one["kl_95"]) == ("greedy", 1, [100], None)
+    (one, _) = Said(*common, "--file", str(book), "--question", "Who?", "--length", "150", "--limit", "2").records
+    assert (one["answer"], one["n"]) == ("greedy", 2)
+
+
+def test_what_is_asked_wrongly(model: str, book: Path) -> None:
+    refused(Said("eval", "agreement"), 2, "--file", "--prompts")
+    refused(Said("eval", "agreement", "--file", str(book), "--prompts", str(book)), 2, "one of")
+    refused(Said("eval", "agreement", "--prompts", str(book), "--question", "Who?"), 2, "--question")
+    refused(Said("eval", "agreement", "--prompts", str(book), "--length", "100,200"), 2, "one number")
+    refused(Said("eval", "agreement", "--model", model, "--file", str(book), "--length", "1000k"), 1, "the text has")

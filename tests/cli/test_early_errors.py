@@ -1,0 +1,77 @@
+"""A wrong argument is refused before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from said import Said, refused
+
+from kvthaw.methods import METHODS
+
+HEAVY = ("torch", "transformers", "triton", "numpy")
+PROGRAM = """
+import sys
+from kvthaw.cli import app
+try:
+    app(sys.argv[1:])
+except SystemExit as end:
+    print("loaded:", *sorted({{name.partition(".")[0] for name in sys.modules}} & {heavy!r}))
+    sys.exit(end.code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("generate", "Hi", "--model", "./nowhere"), ("./nowhere", "no such folder")),
+        (("generate", "Hi", "--model", "./nowhere.gguf"), ("./nowhere.gguf", "no such file")),
+        (("chat", "--model", "FILE"), ("of files only .gguf")),
+        (("serve", "FOLDER"), ("holds no config.json",)),
+        (("serve", "--model", "FOLDER"), ("holds no config.json",)),
+        (("plan", "--model", "./nowhere"), ("no such folder",)),
+        (("inspect", "--file", "FILE", "--question", "Who?", "-o", "page.html", "--model", "./nowhere"), ("no such folder",)),
+        (("compare", "--out", "out", "--model", "./nowhere"), ("no such folder",)),
+        (("bench", "decode", "--model", "./nowhere", "--file", "FILE"), ("no such folder",)),
+        (("eval", "niah", "--method", "full,quets:budget=64,sink=4"), ("'quets'", "did you mean 'quest'")),
+        (("eval", "perplexity", "--method", "pariskv_plus"), ("did you mean 'pariskv-plus'",)),
+        (("generate", "Hi", "--method", "snapKV"), ("did you mean 'snapkv'",)),
+        (("serve", "--method", "quest2"), ("did you mean 'quest'",)),
+        (("plan", "--shape", "tiny", "--method", "parisk"), ("did you mean 'pariskv'",)),
+        (("methods", "quets"), ("did you mean 'quest'",)),
+        (("generate", "Hi", "--dtype", "float8"), ("dtype is 'float8'", "bfloat16")),
+        (("generate", "Hi", "--device", "gpu"), ("device is 'gpu'", "cuda:1")),
+        (("generate", "Hi", "--budget", "0"), ("--budget", "0")),
+        (("gen", "Hi"), ("Did you mean 'generate'?",)),
+        (("plan", "--shape", "llma"), ("shape is 'llma'",)),
+        (("plan", "--shape", "tiny", "--gpu", "H10"), ("did you mean 'H100'",)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nothing_heavy_is_imported_before(given: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Some text.")
+    places = {"FILE": str(tmp_path / "text.txt"), "FOLDER": str(tmp_path)}
+    command = [sys.executable, "-c", PROGRAM.format(heavy=set(HEAVY)), *(places.get(one, one) for one in given)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode in (1, 2), done.stderr
+    assert "loaded:\n" in done.stdout, done.stdout
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert all(word in said for word in words), done.stderr
+
+
+def test_usual_names_of_dtypes_are_taken(model: str) -> None:
+    common = ("generate", "The grass is green. ", "--model", model, "--max-new-tokens", "2")
+    assert Said(*common, "--dtype", "bf16").out == Said(*common, "--dtype", "bfloat16").out
+
+
+def test_a_plugin_s_method_is_known_wherever_it_stands(model: str, tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("from kvthaw.methods import METHODS as ALL\nMETHODS = {'mine-own': ALL['oracle']}\n")
+    asked = ("generate", "The grass is green. ", "--model", model, "--max-new-tokens", "2", "--method", "mine-own")
+    try:
+        assert Said(*asked, "--plugin", str(plugin)).code == 0
+    finally:
+        METHODS.unregister("mine-own")
+    refused(Said(*asked[:-1], "mine-owm"), 1, "mine-owm")

@@ -1,0 +1,68 @@
+"""A line in the log for each request."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from servers import Served, until
+
+PROMPT = "Once upon a time a king had three sons. " * 4
+Line = Callable[[str], str]
+
+
+@pytest.fixture
+def line(caplog: pytest.LogCaptureFixture) -> Line:
+    """Waits for a line with some words, and returns it."""
+    caplog.set_level(logging.DEBUG, "kvthaw.serve.request_log")
+
+    def lines(words: str) -> list[str]:
+        records = [one for one in caplog.records if one.name.endswith("request_log") and words in one.getMessage()]
+        return [f"{one.levelname} {one.getMessage()}" for one in records]
+
+    def found(words: str) -> str:
+        until(lambda: bool(lines(words)))
+        return lines(words)[0]
+
+    return found
+
+
+def test_what_a_request_took(served: Served, line: Line) -> None:
+    body: dict[str, Any] = {"prompt": [PROMPT, PROMPT + "x"], "n": 2, "max_tokens": 3, "ignore_eos": True}
+    prompt = served.post("/v1/completions", **body).json()["usage"]["prompt_tokens"]
+    said = line(" 12 new, ")
+    assert re.match(r"INFO 127\.0\.0\.1 POST /v1/completions 200 [\d.]+ m?s: ", said)
+    assert f" {prompt:,} prompt tokens, " in said
+    assert re.search(r" 12 new, first after [\d.]+ m?s; length$", said)
+    assert "king" not in said
+    streamed = body | {"prompt": PROMPT, "n": 1, "max_tokens": 7, "stream": True}
+    with served.http.stream("POST", "/v1/completions", json=streamed) as stream:
+        assert list(stream.iter_lines())
+    assert re.search(r"POST /v1/completions 200 .* 7 new, first after .*; length$", line(" 7 new, "))
+
+
+def test_why_a_request_was_refused_in_one_line(served: Served, line: Line) -> None:
+    served.post("/v1/completions", prompt="a", context="none")
+    assert re.match(r"INFO .* POST /v1/completions 404 .*: no context is named 'none'$", line("'none'"))
+    served.post("/v1/completions", prompt="a", temprature=1)
+    assert " 400 " in line("temprature")
+    served.post("/v1/chat/completions", model="other\nINFO b", messages=[{"role": "user", "content": "a"}])
+    assert "\n" not in line("'other")
+    served.http.get("/v1/contexts/a%0Ab")
+    assert "\n" not in line("/v1/contexts/a%0Ab")
+
+
+def test_probes_are_for_debugging(served: Served, line: Line) -> None:
+    for path in ("/health", "/metrics", "/page.css"):
+        served.http.get(path)
+        assert line(f"GET {path} 200 ").startswith("DEBUG 127.0.0.1 ")
+
+
+def test_a_client_that_leaves_is_told_of(served: Served, line: Line) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    with served.http.stream("POST", "/v1/completions", json=body) as stream:
+        next(stream.iter_lines())
+    assert line("; left").endswith("left")
