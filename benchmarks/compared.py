@@ -18,11 +18,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from textwrap import fill
 
 from benchmarks.cells import Cell, read_cells, read_stretches, records_of, write_cells, write_stretches
 from benchmarks.claims import EXACT, Asked, by_budget, by_task, complete, verdicts
-from benchmarks.script import put
+from benchmarks.script import paragraph, put
 from kvthaw.evaluate.compare import summaries
 from kvthaw.evaluate.overview import overview
 
@@ -54,7 +53,7 @@ def summary(cells: Sequence[Cell], more: Sequence[Cell] = ()) -> str:
         f"n = {samples} each; and the tokens that a step attends to on average",
         by_task(cells, 256).markdown(),
     )
-    return "\n\n".join(part if part.startswith("|") else fill(part, 132, break_on_hyphens=False) for part in parts)
+    return "\n\n".join(part if part.startswith("|") else paragraph(part) for part in parts)
 
 
 def machines(cells: Sequence[Cell]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.compared import HERE
-from benchmarks.script import put
+from benchmarks.script import paragraph, put
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.document import Table
 from kvthaw.evaluate.results import ResultsFile
@@ -72,7 +72,7 @@ def page(outcome: Outcome) -> str:
             eager = ", eager" * all(", eager" in cell.on for cell in ours if cell)
             rows.append([f"`{row}`{eager}", *(f"{shown(said[c])} / {shown(cell.value) if cell else '-'}" for c, cell in each)])
     head = f"**{one.name}**: {one.title}. {one.source}; {one.unit}. The paper's on {outcome.model}"
-    return f"{head}{'; ' * bool(one.note)}{one.note}.\n\n" + Table(("paper / here", *columns), rows).markdown()
+    return paragraph(f"{head}{'; ' * bool(one.note)}{one.note}.") + "\n\n" + Table(("paper / here", *columns), rows).markdown()
 
 
 def main(arguments: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -82,6 +83,11 @@ def put(path: Path, text: str, mark: str) -> None:
     if not (begin and end):
         sys.exit(f"{path} has no {mark} followed by {END}")
     path.write_text(f"{before}{mark}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+
+
+def paragraph(text: str) -> str:
+    """Break the lines of a paragraph as those of the pages that people write."""
+    return textwrap.fill(text, 132, break_on_hyphens=False, break_long_words=False)
 
 
 def run_as_script(main: Callable[[], object]) -> None:

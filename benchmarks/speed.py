@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.script import put
+from benchmarks.script import paragraph, put
 from kvthaw.evaluate import plot
 from kvthaw.evaluate.document import Table
 from kvthaw.evaluate.results import Record as Result
@@ -334,7 +334,7 @@ def part() -> str:
     found = [*prompted(shape), *lengths(shape), *batches(shape)]
     found += [*served(read(HERE / "results" / "serving.jsonl")), *prefills(read(HERE / "results" / "prefill.jsonl"))]
     found += peaks(read(HERE / "results" / "peaks.jsonl"))
-    return "\n\n".join(found)
+    return "\n\n".join(part if part.startswith("|") else paragraph(part) for part in found)
 
 
 def draw() -> None:

@@ -35,4 +35,5 @@ def _of(kv: KVCache) -> Iterator[Block]:
 
 def check(found: Counter[Block]) -> None:
     """Fail where a block counts more or fewer owners than hold it."""
-    assert [block.owners for block in found] == list(found.values())
+    counted, held = [block.owners for block in found], list(found.values())
+    assert counted == held

@@ -100,11 +100,14 @@ def test_eval_takes_suites_texts_and_files(model: str, tmp_path: Path) -> None:
 
 
 def test_eval_refuses_files_before_it_loads(tmp_path: Path) -> None:
-    gone = ("--model", "./not-looked-for")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("no config that anything could load")
+    gone = ("--model", str(folder))
     refused(Said("eval", "longeval", *gone, "--data", "nowhere"), 1, "nowhere", "no such file")
     refused(Said("eval", "passkey", *gone, "--data", str(tmp_path)), 1, "passkey is generated")
     refused(Said("eval", "passkey", *gone, "--data", f"longeval={tmp_path}"), 2, "longeval is not among the tasks")
-    refused(Said("eval", "babilong", *gone, "--data", str(tmp_path)), 1, "holds no file qa1_")
+    refused(Said("eval", "babilong", *gone, "--data", str(folder)), 1, "holds no file qa1_")
     refused(Said("eval", "passkey,rulers", *gone), 2, "'rulers'", "ruler_vt")
 
 
