@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.fill import Tokens
-from benchmarks.scripted import Around
 from kvthaw.cache.index_api import RECENT_QUERIES, IndexContext, Method, Selection
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
+from kvthaw.index.around import AroundIndex
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -89,11 +89,11 @@ class _Place:
         self.first: int | None = None
 
 
-class ReplayedIndex(Around):
+class ReplayedIndex(AroundIndex):
     """An index that is asked with the queries of a record; a sequence's are some steps ahead of those of the sequence before."""
 
     def __init__(self, record: Record, place: _Place, make: Any, shape: IndexContext) -> None:
-        super().__init__(make, shape)
+        super().__init__(shape, make(shape))
         self.record, self.place = record, place
         self.queries = torch.empty(0)
 
@@ -107,4 +107,4 @@ class ReplayedIndex(Around):
             self.place.step.add_(1)
         seqs = torch.arange(query.shape[0], device=query.device)
         at = (self.place.step.to(query.device) + 17 * seqs) % RECENT_QUERIES
-        return self.index.select(self.queries.index_select(0, at), budget)
+        return self.inner.select(self.queries.index_select(0, at), budget)

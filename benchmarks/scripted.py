@@ -15,8 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import Index, IndexContext, Method, Rebuilds, Reversible, Selection, WorksBeside
+from kvthaw.cache.index_api import IndexContext, Method, Selection
 from kvthaw.errors import ConfigError
+from kvthaw.index.around import AroundIndex
 
 _STEPS = 128  # then the script begins again, with a step of new rows
 
@@ -31,42 +32,16 @@ class _Script:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
 
-class Around:
-    """An index made by `make`, some of whose doings a benchmark takes over."""
-
-    def __init__(self, make: Any, shape: IndexContext) -> None:
-        self.index: Index = make(shape)
-        self.context = shape
-        for kind, name in ((Rebuilds, "rebuild"), (WorksBeside, "join")):  # a protocol does not see what __getattr__ finds
-            if isinstance(self.index, kind):
-                setattr(self, name, getattr(self.index, name))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "index":
-            raise AttributeError(name)
-        return getattr(self.index, name)
-
-    @property
-    def reversible(self) -> bool:
-        """See Reversible."""
-        return isinstance(self.index, Reversible) and self.index.reversible
-
-    def undo(self, seq: int, length: int) -> None:
-        """See Reversible."""
-        assert isinstance(self.index, Reversible)
-        self.index.undo(seq, length)
-
-
-class ScriptedIndex(Around):
+class ScriptedIndex(AroundIndex):
     """An index whose rows are a script's. Everything else is the index's own, its log_weight and partial included."""
 
     def __init__(self, script: _Script, make: Any, hits: float, shape: IndexContext) -> None:
-        super().__init__(make, shape)
+        super().__init__(shape, make(shape))
         self.script, self.hits = script, hits
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
-        found, script, layer = self.index.select(query, budget), self.script, self.context.layer
+        found, script, layer = self.inner.select(query, budget), self.script, self.context.layer
         if layer not in script.layers or script.layers[layer][0].shape[0] != query.shape[0]:
             self._write(query, budget)
         if script.first == layer:

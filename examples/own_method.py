@@ -7,23 +7,16 @@ import torch
 from torch import Tensor
 
 import kvthaw
-from kvthaw.cache.index_api import IndexContext, Selection
+from kvthaw.cache.index_api import Index, IndexContext, Selection
 from kvthaw.regions import Regions
 
 
-class SignIndex:
+class SignIndex(Index):
     """Keeps the sign of every channel of every key, and ranks tokens by the query's product with them."""
-
-    graph_safe = False  # steps run eagerly, without a CUDA graph
-    grows = True  # a prompt in chunks is appended chunk by chunk
-    on_host = False  # keys and queries come on the device
 
     def __init__(self, context: IndexContext) -> None:
         self.context = context
         self.signs: dict[int, Tensor] = {}  # sequence -> [H, T, D] int8; column 0 is the first token after the sink
-
-    def make_room(self, seqs: int, tokens: int) -> None:
-        """Nothing to allocate ahead."""
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         self.signs[seq] = keys.sign().to(torch.int8)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import Traits
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.side_index import State
@@ -22,7 +23,7 @@ class Recorder:
     """An index and its group: keeps what it is given."""
 
     def __init__(self, grows: bool, on_host: bool = False) -> None:
-        self.grows, self.on_host, self.index = grows, on_host, self
+        self.traits, self.index = Traits(grows=grows, on_host=on_host), self
         self.calls: list[tuple[str, Any, Tensor, int]] = []
         self.context = SimpleNamespace(q_heads=HEADS, head_dim=DIM)
 

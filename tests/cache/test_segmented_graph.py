@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache.index_api import Selection
+from kvthaw.cache.index_api import Index, Selection
 from kvthaw.cache.segmented_graph import SegmentedGraph
 from kvthaw.errors import CacheError
 from kvthaw.index.forest import TreeIndex
@@ -90,7 +90,7 @@ def test_what_a_replay_asks_is_answered_as_by_the_index_now(llama: PreTrainedMod
 
 
 class Weighs(TreeIndex):
-    prepare = None  # type: ignore[assignment]
+    prepare = Index.prepare
 
     def select(self, query: Tensor, budget: int) -> Selection:
         found = super().select(query, budget)
@@ -103,7 +103,7 @@ def test_weights_made_on_the_host_are_not_dropped(llama: PreTrainedModel) -> Non
     with torch.no_grad():
         llama(prompt(1, 90), past_key_values=cache)
         llama(prompt(1, 1), past_key_values=cache)
-        with cache.kv.streams.records(StandIn()), pytest.raises(CacheError, match=r"icecache-digest weighs .* capture=False"):
+        with cache.kv.streams.records(StandIn()), pytest.raises(CacheError, match=r"Weighs weighs .* capture=False"):
             llama(prompt(1, 1), past_key_values=cache)
 
 

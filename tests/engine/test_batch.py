@@ -73,7 +73,7 @@ def test_joining_and_leaving_changes_nobodys_tokens(llama: PreTrainedModel, meth
         if batch.requests and rng.random() < 0.05:
             batch.leave(rng.choice(batch.requests))
         now = [t.data_ptr() for t in batch.cache.kv.tensors()]
-        if all(layer.retriever is None or layer.retriever.index.graph_safe for layer in batch.cache.kv.offloaded):
+        if all(layer.retriever is None or layer.retriever.index.traits.graph_safe for layer in batch.cache.kv.offloaded):
             assert not addresses or now == addresses, "a tensor moved, on which a capture depends"
         addresses = now if any(one.fed for _, one in joined) else []  # they are there when the first token has been decoded
     assert len({one.seq for _, one in joined}) == 2

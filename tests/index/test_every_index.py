@@ -9,7 +9,7 @@ import pytest
 import torch
 from seqs import FIRST, Seqs
 
-from kvthaw.cache.index_api import Index, IndexContext, WorksBeside
+from kvthaw.cache.index_api import Index, IndexContext
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.exact import ExactIndex
@@ -119,8 +119,7 @@ def test_selecting_from_a_captured_graph(make: Make, device: torch.device) -> No
         selection = seqs.index.select(query, 64)
     for step in range(1, 12):
         seqs.deferred.flush()  # as the cache does between captured steps
-        if isinstance(seqs.index, WorksBeside):
-            seqs.index.join()
+        seqs.index.join()
         seqs.store.table_on(device)
         query.copy_(seqs.query(step))
         selection.rows.fill_(-9)

@@ -84,7 +84,7 @@ def test_the_first_broken_rule_is_named(index: Any, words: str) -> None:
         (
             Guesses,
             "names_its_tensors",
-            r"after the prompt, select\(\) was not called or reads no tensor, though on_host is False",
+            r"after the prompt, select\(\) was not called or reads no tensor, though its traits say on_host=False",
         ),
         (Hides, "names_its_tensors", r"after the prompt, select\(\) reads Hides\.\w.*, which tensors\(\) does not name"),
     ],

@@ -40,7 +40,7 @@ def test_every_step_selects_what_it_did(method: str, left: list[int]) -> None:
         layers.append(OneLayer(method, 130, 130, **SMALL[method]))  # type: ignore[arg-type]
     ahead, due = layers
     assert due.layer.retriever is not None
-    due.layer.retriever.index.foreseen = lambda seq: 0  # type: ignore[attr-defined]
+    due.layer.retriever.index.upcoming = lambda seq: 0  # type: ignore[attr-defined]
     waiting = ahead.cache.streams.aux
     for _ in range(130):
         before = sum(len(work.jobs) for work in waiting._waiting)
@@ -78,7 +78,7 @@ def test_requests_that_come_wait_and_leave_get_their_tokens(llama: PreTrainedMod
     for foresees in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not foresees:
-                patch.setattr(BatchedIndex, "foreseen", lambda self, seq: 0)
+                patch.setattr(BatchedIndex, "upcoming", lambda self, seq: 0)
             batch = kvthaw.Batch(llama, "clusterkv-plus", **settings)
             requests = [batch.join(prompt(1, 100 + 8 * (i % 2), seed=i)[0], max_new_tokens=90, stop=()) for i in range(3)]
             for step in range(90):
@@ -104,7 +104,7 @@ def test_captured_steps_attend_to_what_was_formed_beside_them(capture: bool) -> 
     for ahead in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not ahead:
-                patch.setattr(BatchedIndex, "foreseen", lambda self, seq: 0)
+                patch.setattr(BatchedIndex, "upcoming", lambda self, seq: 0)
             batch = kvthaw.Batch(llama, "clusterkv-plus", capture=ahead and capture, **settings)
             requests = []
             for i in range(3):

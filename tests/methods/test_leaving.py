@@ -73,7 +73,7 @@ def test_going_ahead_changes_nothing_and_moves_nothing(method: str) -> None:
     torch.manual_seed(3)
     ahead = OneLayer(method, 200, 18)
     assert plain.layer.retriever is not None
-    safe = plain.layer.retriever.index.graph_safe
+    safe = plain.layer.retriever.index.traits.graph_safe
     addresses: list[list[int]] = []
     for _ in range(18):
         assert ahead.step() == plain.step()

@@ -89,7 +89,7 @@ def test_presets_and_options_reach_the_index(llama: PreTrainedModel) -> None:
         with kvthaw.attach(llama, name, budget=32) as handle:
             generate(llama, inputs)
             index = indices(handle)[0]
-            assert (index.policy, index.grows) == (policy, grows)
+            assert (index.policy, index.traits.grows) == (policy, grows)
             assert [index.ratios.wanted(n, 100) for n in (3000, 9000, 40000)] == wanted
 
 

@@ -259,7 +259,7 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
     slabs = {t.data_ptr(): t.nbytes for kv in layers for t in (kv.slab.data, kv.slab.tickets)}
     blocks = {int(at): kv.store for kv in layers for seq in range(cache.kv.sequences.count) for at in kv.store.addresses(seq)}
     host_index = [kv.retriever.index for kv in layers if kv.retriever is not None and kv.leader is None and _on_host(kv)]
-    told = [index.nbytes() for index in host_index if hasattr(index, "nbytes")]
+    told = [index.nbytes() for index in host_index]
     return {
         **{name: getattr(stats, name) for name in ("attended_mean", "attended_max", "retrieved", "budget", "dense_layers")},
         "kv_device_bytes": stats.kv_device_bytes,
@@ -271,7 +271,7 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
             for kv in layers
             for seq in range(cache.kv.sequences.count)
         ),
-        "index_host_bytes": sum(told) if told and len(told) == len(host_index) else None,
+        "index_host_bytes": sum(told) if all(told) and told else None,
     }
 
 
@@ -282,7 +282,7 @@ def _searched(cache: DynamicCache) -> float:
 
 
 def _on_host(kv: Any) -> bool:
-    return kv.retriever is not None and kv.retriever.index.on_host
+    return kv.retriever is not None and kv.retriever.index.traits.on_host
 
 
 def free() -> None:

@@ -188,7 +188,7 @@ def build_alone(found: Sequence[IndexUpdater]) -> float | None:
     """Build what indexes on the host hold of the first sequence once more. Returns the seconds."""
     begin, some = time.perf_counter(), False
     for updater in found:
-        if updater.retriever.index.on_host and updater.indexed(0) > updater.first:
+        if updater.retriever.index.traits.on_host and updater.indexed(0) > updater.first:
             context, some = updater.retriever.context, True
             rows = torch.empty(context.kv_heads, updater.indexed(0) - updater.first, 0)
             updater.retriever.fresh_index().build(

@@ -73,8 +73,7 @@ class Checkpoints:
         flushes, retriever = sum(self._sequences.full(t) for t in range(1, tokens)), layer.retriever
         if retriever is None:
             return flushes > 0
-        reverses = retriever.reverses
-        return retriever.remembers or flushes > int(reverses is not None and reverses.reversible)
+        return retriever.index.traits.remembers or flushes > int(retriever.index.reversible)
 
     def restore(self, step: Step) -> None:
         """Bring layers that have a checkpoint of a step back to what they were before it."""

@@ -132,8 +132,6 @@ def _bytes_a_key(layer: OffloadedLayer) -> float:
         own, q_heads=own.group, kv_heads=1, device=cpu, store=store, slab=None, sequences=None, aux=None, deferred=None
     )
     index = method.index(context)
-    if not hasattr(index, "nbytes"):
-        return 0.0
     rows = torch.randn(1, first + _SAMPLE, 2, own.head_dim, generator=torch.Generator().manual_seed(0)).to(own.dtype)
     store.append(0, rows)
     queries = rows[:, -1:, 0].expand(own.group, -1, -1)

@@ -1,4 +1,4 @@
-"""What a method gives kvthaw: an index and its optional capabilities, a transfer, and the settings of both.
+"""What a method gives kvthaw: an index with its traits, a transfer, and the settings of both.
 
 Letters used in shapes: B sequences, Hq query heads, H KV heads, G = Hq // H, D head_dim, T tokens, M rows selected, C pool slots,
 W the width of an observation window.
@@ -6,9 +6,10 @@ W the width of an observation window.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from kvthaw.cache.pool import Slab
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.sequences import Sequences
-from kvthaw.errors import ConfigError, at_least
+from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.row_format import KvDtype
 from kvthaw.regions import Regions
@@ -98,76 +99,126 @@ class IndexContext:
         return room if not bucket or most(bucket) < longest else min(room, most(bucket))
 
 
-class Index(Protocol):
-    """Selects the rows that a query needs. One per layer group. Owns no KV; maps its units (pages, clusters, tokens) to rows.
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the cache may expect of an index. An index class declares one; an instance may replace it in `__init__`."""
 
-    Positions count from the start of a sequence. An index holds the positions [first, length) that it was given, where first is
-    the end of the sink, and never returns a row outside them. Random choices derive from (seed, layer, head, position), the
-    head's number in the model, never from the place of the sequence in the batch.
-    """
-
-    graph_safe: bool
+    graph_safe: bool = False
     """select() has static shapes and never syncs the host."""
-    grows: bool
+    grows: bool = True
     """append() of a long chunk is as good as build() of all tokens, so a chunked prompt is indexed chunk by chunk. If False,
     the index is built once, with the last chunk."""
-    on_host: bool
+    on_host: bool = False
     """The index works on the CPU and reads keys from the store. A worker thread calls build() and append() once the rows are
     there, with keys and values of D = 0; select() gets its query on the CPU."""
+    reversible: bool = False
+    """undo() restores the index bit for bit, so the cache may append before it is certain that the tokens leave the ring."""
+    remembers: bool = False
+    """select() changes what the index selects later."""
+    evicts: bool = False
+    """The index never selects again what it once dropped."""
+    snapshots: bool = False
+    """The index is slow to build and quick to share: it has snapshot(), state() and take()."""
+    rebuilds: bool = False
+    """rebuild() replaces fetched keys by keys that the index computes."""
+    attends: bool = False
+    """select() may return attention of its own in `Selection.partial`, without softcap."""
 
-    def make_room(self, seqs: int, tokens: int) -> None:
+
+class Tables(ABC):
+    """What is kept of the tokens of a layer's sequences, and follows every change of them.
+
+    Positions count from the start of a sequence. An index holds the positions [first, length) that it was given, where first is
+    the end of the sink.
+    """
+
+    def make_room(self, seqs: int, tokens: int) -> None:  # noqa: B027 nothing to do for most
         """Allocate for `seqs` sequences of `tokens` positions. Until there are more, no tensor of a graph-safe index moves."""
 
+    @abstractmethod
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """Index a sequence from scratch. keys, values [H, T, D]: positions first .. first + T; queries [Hq, W, D]: the prompt's
         last, at most `Method.prompt_queries`."""
 
+    @abstractmethod
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """Add the next n positions of some sequences, in place; one that was never built begins after the sink. keys, values:
         [R, H, n, D] for the R sequences; queries: None or [R, Hq, W, D]. If it raises, they are truncated to where they were."""
 
-    def select(self, query: Tensor, budget: int) -> Selection:
-        """Select at most `budget` rows per KV head for one query per head. query: [B, Hq, D], after RoPE, unscaled."""
-
+    @abstractmethod
     def truncate(self, seq: int, length: int) -> None:
         """Forget positions >= length of a sequence; 0 clears it."""
 
+    def undo(self, seq: int, length: int) -> None:
+        """Undo the last append() to a sequence, which began at position `length` and had no queries."""
+        self.truncate(seq, length)
+
+    @abstractmethod
     def reorder(self, seqs: Sequence[int]) -> None:
         """Replace sequence i by the former sequence seqs[i]; sequences may repeat, and their number may change."""
 
+    @abstractmethod
     def tensors(self) -> list[Tensor]:
         """Return the device tensors that select() reads or writes, those of helper objects included. When one has moved, a
         captured step is captured again. The cache adds its own (store, slab, sequences)."""
 
+    @abstractmethod
     def clone_from(self, other: Self) -> None:
         """Copy the state of another index with the same settings. Later changes of either do not affect the other."""
 
+    def swap_out(self, seq: int) -> Any:
+        """Return all that the index holds of a sequence, in host memory; later changes of the sequence leave it as it is.
 
-@runtime_checkable
-class Rebuilds(Protocol):
-    """An index that replaces fetched keys by keys that it computes."""
+        Raises CacheError for an index whose sequences cannot wait in host memory. The cache then computes the sequence again.
+        """
+        raise CacheError(f"{type(self).__name__} has no swap_out()")
 
-    def rebuild(self, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """Overwrite the fetched keys in the layer's slab, on the transfer's stream and with static shapes. fetch and slots
-        are on the device, see Transfer."""
+    def swap_in(self, seq: int, held: Any) -> None:
+        """Load what swap_out() returned into an empty sequence. Selections continue unchanged."""
+        raise CacheError(f"{type(self).__name__} has no swap_in()")
+
+    def join(self) -> None:  # noqa: B027
+        """Make the current stream wait for work that runs on another stream. The host does not wait."""
 
 
-@runtime_checkable
-class Reversible(Protocol):
-    """An index that can undo an append() of tokens without queries, so that it can run before it is certain that the tokens
-    leave the ring."""
+class Index(Tables):
+    """Selects the rows that a query needs. One per layer group. Owns no KV; maps its units (pages, clusters, tokens) to rows.
+
+    An index never returns a row outside the positions that it holds. Random choices derive from (seed, layer, head, position), the
+    head's number in the model, never from the place of the sequence in the batch. An index implements the abstract methods and
+    declares its traits; all other methods have defaults.
+    """
+
+    traits = Traits()
+
+    @abstractmethod
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """Select at most `budget` rows per KV head for one query per head. query: [B, Hq, D], after RoPE, unscaled."""
+
+    def prepare(self, query: Tensor, budget: int, rows: Tensor, counts: Tensor) -> Callable[[], None]:
+        """Return a function that selects for the numbers in `query` and writes the result to `rows` and `counts`.
+
+        Captured steps call that function of an index on the host. All tensors are contiguous and on the CPU: query [B, Hq, D]
+        float32, rows [B, H, budget] and counts [B, H] int32. An index may override it to check less in every step.
+        """
+
+        def select() -> None:
+            found = self.select(query, budget)
+            if found.log_weight is not None or found.partial is not None:
+                name = type(self).__name__
+                raise CacheError(f"{name} weighs or estimates on the host; its steps cannot be captured: capture=False")
+            rows.copy_(found.rows)
+            counts.copy_(found.counts)
+
+        return select
+
+    def unask(self) -> None:
+        """Take the last select() back: its step failed, and others may decode before the same queries come again."""
 
     @property
     def reversible(self) -> bool:
-        """Whether the next append() could be undone."""
-
-    def undo(self, seq: int, length: int) -> None:
-        """Undo the last append() to a sequence, which began at position `length`, bit for bit."""
-
-
-@runtime_checkable
-class Prepared(Protocol):
-    """An index that prepares changes beside the steps, which take effect whole between two of them."""
+        """Whether undo() could restore the index exactly after the next append()."""
+        return self.traits.reversible
 
     def take_effect(self, seqs: Sequence[int]) -> None:
         """Publish prepared changes of `seqs`, whose tokens leave the ring with the next step, before their append.
@@ -175,89 +226,38 @@ class Prepared(Protocol):
         Irreversible.
         """
 
+    def upcoming(self, seq: int) -> int:
+        """Return how many tokens after the indexed ones the index could begin to work on now; 0: none."""
+        return 0
 
-@runtime_checkable
-class Foresees(Protocol):
-    """An index that begins its work on tokens before they leave the ring."""
+    def work_ahead(self, seqs: Sequence[int], keys: Tensor) -> None:
+        """Begin the work on the next tokens of some sequences, as many as upcoming() returned, keys [R, H, n, D].
 
-    def foreseen(self, seq: int) -> int:
-        """Return the number of tokens behind the indexed ones whose work the index would begin now; 0: none."""
+        The next appends bring these tokens, unless truncate() or undo() removes a token before them.
+        """
 
-    def foresee(self, seqs: Sequence[int], keys: Tensor) -> None:
-        """Begin the work on the next tokens of some sequences, as many as foreseen() said, keys [R, H, n, D]. The next appends
-        bring them, unless truncate() or undo() takes back a token before them."""
-
-
-@runtime_checkable
-class Remembers(Protocol):
-    """An index whose select() changes what it selects later."""
-
-    @property
-    def remembers(self) -> bool:
-        """Whether it does."""
-
-
-@runtime_checkable
-class Unasks(Protocol):
-    """An index that counts the queries that it was given."""
-
-    def unask(self) -> None:
-        """Take the last select() back: its step failed, and others may decode before the same queries come again."""
-
-
-@runtime_checkable
-class Snapshots(Protocol):
-    """An index that is slow to build and quick to share."""
+    def rebuild(self, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
+        """Overwrite the fetched keys in the layer's slab, on the transfer's stream and with static shapes. fetch and slots
+        are on the device, see Transfer."""
 
     def snapshot(self, seq: int) -> Any:
         """Return what the index holds of a sequence; later changes of either leave the other as it is."""
+        raise NotImplementedError
 
     def state(self, snapshot: Any) -> Mapping[str, Tensor]:
         """Return a snapshot as tensors on the host, from which another process can make it over the same keys."""
+        raise NotImplementedError
 
     def take(self, seq: int, snapshot: Any, end: int) -> None:
         """Load positions before `end` from a snapshot of an index with equal settings, or from what state() returned of one.
 
         Raises CacheError for tensors that are no snapshot, whatever they hold; the sequence is as it was then.
         """
+        raise NotImplementedError
 
-
-@runtime_checkable
-class Swaps(Protocol):
-    """An index whose sequences can wait in host memory while others take their places."""
-
-    def swap_out(self, seq: int) -> Any:
-        """Return all that the index holds of a sequence, in host memory; the next change of the sequence leaves it as it is."""
-
-    def swap_in(self, seq: int, held: Any) -> None:
-        """Load what swap_out() returned into an empty sequence. Selections continue unchanged."""
-
-
-@runtime_checkable
-class WorksBeside(Protocol):
-    """An index that does some of its work on another stream."""
-
-    def join(self) -> None:
-        """Make the current stream wait for that work. The host does not wait."""
-
-
-@runtime_checkable
-class Prepares(Protocol):
-    """An index on the host that captured steps ask through the same tensors again and again, without what Python checks and makes
-    for every select(). A subclass that changes select() changes prepare() too, or sets it to None."""
-
-    def prepare(self, query: Tensor, budget: int, rows: Tensor, counts: Tensor) -> Callable[[], None]:
-        """Return what writes select() of the numbers that `query` [B, Hq, D] float32 holds when it is called to rows [B, H, budget]
-        and counts [B, H], int32. All are contiguous and on the CPU."""
-
-
-@runtime_checkable
-class Attends(Protocol):
-    """An index that may return attention of its own in `Selection.partial`, without softcap."""
-
-    @property
-    def attends(self) -> bool:
-        """Whether it does."""
+    def nbytes(self) -> int:
+        """Return the bytes of host memory that an index on the host holds; 0: unknown."""
+        return 0
 
 
 class Transfer(Protocol):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.index_api import Index, Snapshots, Swaps
+from kvthaw.cache.index_api import Index
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.side_index import IndexedSequence, SideIndex, State, can_build_beside
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What an index held of a sequence, positions first .. end: a snapshot of `Snapshots`, or the tensors of one."""
+    """What an index held of a sequence, positions first .. end: what Index.snapshot() returned, or the tensors of it."""
 
     index: Any
     first: int
@@ -76,8 +76,7 @@ class IndexUpdater:
     @property
     def reversible(self) -> bool:
         """Whether the index can take back the next append exactly."""
-        index = self.retriever.reverses
-        return index is not None and index.reversible
+        return self.retriever.index.reversible
 
     def prompt(
         self,
@@ -105,17 +104,17 @@ class IndexUpdater:
         if self.is_stale(seq):
             return
         later = paused and remaining > 0
-        if later and old > self.first and index.on_host:
+        if later and old > self.first and index.traits.on_host:
             return  # the last chunk gives it all that it lacks
         beside = paused and old == self.first and can_build_beside(index)
-        if later or beside or (much and not index.grows):
+        if later or beside or (much and not index.traits.grows):
             own.enter(State.STALE, in_step=True)
             return
-        if index.on_host and old > self.first:
+        if index.traits.on_host and old > self.first:
             own.enter(State.APPENDING, in_step=True)
             own.coming = new, queries
             return
-        if index.on_host:
+        if index.traits.on_host:
             keys = values = self._nothing(new - old)[:, :, 0]
         else:
             begin = min(old, past)
@@ -131,16 +130,14 @@ class IndexUpdater:
     def snapshot(self, seq: int) -> Snapshot | None:
         """Return what the index holds of a sequence, None for an index that is as well rebuilt."""
         index = self.retriever.index
-        if not isinstance(index, Snapshots) or self.is_stale(seq) or self.indexed(seq) <= self.first:
+        if not index.traits.snapshots or self.is_stale(seq) or self.indexed(seq) <= self.first:
             return None
         self.retriever.wait()
         return Snapshot(index.snapshot(seq), self.first, self.indexed(seq))
 
     def state(self, snapshot: Snapshot) -> Mapping[str, Tensor]:
         """Return a snapshot of this index as tensors on the host."""
-        index = self.retriever.index
-        assert isinstance(index, Snapshots)
-        return index.state(snapshot.index)
+        return self.retriever.index.state(snapshot.index)
 
     def resume(self, seq: int, start: int, kept: Snapshot | None) -> None:
         """Index a sequence whose rows came without a prefill up to where its ring begins: with a snapshot of the same tokens, and
@@ -149,7 +146,7 @@ class IndexUpdater:
             return
         end = 0 if kept is None else min(start, kept.end)
         index = self.retriever.index
-        if kept is None or kept.first != self.first or 2 * end <= start or not isinstance(index, Snapshots):
+        if kept is None or kept.first != self.first or 2 * end <= start or not index.traits.snapshots:
             self._of[seq].enter(State.STALE)
             return
 
@@ -222,19 +219,18 @@ class IndexUpdater:
                 known.append(i)
                 continue
             # These are the first tokens of a sequence that had none to index.
-            own = self._nothing(stop - start) if index.on_host else rows[i]
+            own = self._nothing(stop - start) if index.traits.on_host else rows[i]
             self._build(seq, stop, own[:, :, 0], own[:, :, 1], self._queries(recent_queries, seq))
         if known:
-            if index.on_host:
+            if index.traits.on_host:
                 rows = self._nothing(rows.shape[2]).expand(len(known), -1, -1, -1, -1)
             elif len(known) < len(rows):
                 rows = torch.stack([rows[i] for i in known])
             self._append([spans[i][0] for i in known], rows.shape[2], rows[:, :, :, 0], rows[:, :, :, 1], None)
 
     def take_effect(self, seqs: Sequence[int]) -> None:
-        """Publish what the index prepared for `seqs`; see Prepared."""
-        if self.retriever.prepared is not None:
-            self.retriever.prepared.take_effect(seqs)
+        """Publish what the index prepared for `seqs`; see Index."""
+        self.retriever.index.take_effect(seqs)
 
     def built(self, seq: int, timeout: float | None = 0.0) -> bool:
         """Return whether take_built() need not wait, after waiting at most `timeout` seconds; None: as long as it takes."""
@@ -245,10 +241,9 @@ class IndexUpdater:
         """Swap in the SideIndex that was built for a sequence. Does not wait."""
         own, index = self._of[seq], self.retriever.index
         side, own.side = own.side, None
-        if side is not None and isinstance(index, Snapshots):
-            take = index.take
+        if side is not None:
             own.enter(State.INDEXED)
-            self._submit(lambda: take(seq, side.snapshot(), side.end), partial(own.enter, State.STALE))
+            self._submit(lambda: index.take(seq, side.snapshot(), side.end), partial(own.enter, State.STALE))
             own.upto = side.end
 
     def renew(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], paused: Collection[int] = ()) -> None:
@@ -261,13 +256,15 @@ class IndexUpdater:
                 if seq not in paused:
                     self.take_built(seq)
                 continue
-            if (not stale and old >= end) or (seq in paused and not self.retriever.index.on_host):
+            if (not stale and old >= end) or (seq in paused and not self.retriever.index.traits.on_host):
                 continue
-            if not stale and self.retriever.index.on_host and 4 * (end - old) < old - self.first:
+            if not stale and self.retriever.index.traits.on_host and 4 * (end - old) < old - self.first:
                 rows = self._nothing(end - old)[None]
                 self._append([seq], end - old, rows[:, :, :, 0], rows[:, :, :, 1], None)
                 continue
-            rows = self._nothing(end - self.first) if self.retriever.index.on_host else self._stored(seq, self.first, end)
+            rows = (
+                self._nothing(end - self.first) if self.retriever.index.traits.on_host else self._stored(seq, self.first, end)
+            )
             self._build(seq, end, rows[:, :, 0], rows[:, :, 1], self._queries(recent_queries, seq))
 
     def rollback(self, seq: int, start: int) -> None:
@@ -299,17 +296,12 @@ class IndexUpdater:
     def swap_out(self, seq: int) -> tuple[Any, int, bool]:
         """Return what the index holds of a sequence, in host memory, up to where, and whether it is to be built again. Raises
         CacheError where the index cannot."""
-        index = self.retriever.index
-        if not isinstance(index, Swaps):
-            raise CacheError(f"{type(index).__name__} has no swap_out()")
-        return index.swap_out(seq), self.indexed(seq), self.is_stale(seq)
+        return self.retriever.index.swap_out(seq), self.indexed(seq), self.is_stale(seq)
 
     def swap_in(self, seq: int, held: Any, end: int, *, stale: bool) -> None:
         """Restore the index state that swap_out() returned into an empty sequence."""
-        index = self.retriever.index
-        assert isinstance(index, Swaps)
         self.retriever.wait()
-        index.swap_in(seq, held)
+        self.retriever.index.swap_in(seq, held)
         self._of[seq] = IndexedSequence(end, State.STALE if stale else State.INDEXED)
 
     def branch(self) -> Indexed:

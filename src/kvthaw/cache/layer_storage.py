@@ -103,7 +103,7 @@ class LayerStorage:
     def indexes_whole(self, seq: int) -> bool:
         """Return whether an index on the device is to be built with the last chunk of a sequence's prompt, from all of its rows:
         they pass then on their way to attention, and need not cross the bus once more."""
-        on_device = self.updater is not None and not self.updater.retriever.index.on_host
+        on_device = self.updater is not None and not self.updater.retriever.index.traits.on_host
         return on_device and self.stale(seq)
 
     def index_ahead(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], passed: Mapping[int, Tensor]) -> None:

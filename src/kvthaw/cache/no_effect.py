@@ -18,7 +18,7 @@ def stays_on_host(method: Method, index: Index | None, device: torch.device) -> 
     """Return why blocks of a method stay on the host whatever room the device has; None where they need not."""
     if method.index is None:
         return f"{method.name} reads no stored row again, so its blocks stay on the host"
-    if index is not None and index.on_host:
+    if index is not None and index.traits.on_host:
         return f"{method.name} searches on the host, where its blocks stay"
     if device.type != "cpu" and method.transfer is not None and not method.transfer().graph_safe:
         return f"{method.name} gathers rows on the host, where its blocks stay"

@@ -251,7 +251,7 @@ class OffloadedLayer(LayerKV):
     @property
     def on_host(self) -> bool:
         """Whether the layer's index works on the host, beside the device."""
-        return self.retriever is not None and self.retriever.index.on_host
+        return self.retriever is not None and self.retriever.index.traits.on_host
 
     @property
     def can_run_ahead(self) -> bool:

@@ -151,29 +151,28 @@ def flush(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
             for layer, own in zip(group, rows, strict=True):
                 if layer.storage.updater is not None:
                     layer.storage.updater.flush(spans, own, layer.recent_queries)
-            _foresee(group, spans)
+            _work_ahead(group, spans)
             if len(some) > most:
                 group[0].streams.deferred.flush()  # which holds the rows
     return not any(layer.storage.stale(seq) for layer in ringed for seq, _, _ in leaving)
 
 
-def _foresee(layers: Sequence[OffloadedLayer], spans: Sequence[Span]) -> None:
+def _work_ahead(layers: Sequence[OffloadedLayer], spans: Sequence[Span]) -> None:
     """Show indexes that begin work ahead of time the tokens that stand in the rings behind spans which have left."""
     storages = [layer.storage for layer in layers]
-    asks = [(i, own.updater.retriever.foresees) for i, own in enumerate(storages) if own.updater is not None]
-    wanting = [(i, index) for i, index in asks if index is not None]
-    if not wanting:
+    indexes = [(i, own.updater.retriever.index) for i, own in enumerate(storages) if own.updater is not None]
+    if not indexes:
         return
     alike, regions = dict[int, list[Span]](), storages[0].slab.regions
     for seq, _, stop, _ in spans:
-        n = wanting[0][1].foreseen(seq)
-        if 0 < n <= regions.window and all(index.foreseen(seq) == n for _, index in wanting[1:]):
+        n = indexes[0][1].upcoming(seq)
+        if 0 < n <= regions.window and all(index.upcoming(seq) == n for _, index in indexes[1:]):
             alike.setdefault(n, []).append((seq, stop, stop + n, stop + n))
     for some in alike.values():
         rows, seqs = offload([own.offloader for own in storages], some), [seq for seq, *_ in some]
-        for i, index in wanting:
+        for i, index in indexes:
             keys, _ = storages[i].store.format.rounded(*rows[i].unbind(3))
-            index.foresee(seqs, keys)
+            index.work_ahead(seqs, keys)
 
 
 def take_effect(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> None:
@@ -218,7 +217,7 @@ def built(layers: Sequence[OffloadedLayer], seq: int, timeout: float | None, *, 
     """See KVCache.built. Indexes on the device are built here: with timeout 0, where other sequences wait, of few layers a call."""
     every = updaters(layers)
     most = (len(every) if timeout is None or timeout > 0 else BUILT_AT_ONCE) if build else 0
-    left = [(layer, own) for layer, own in every if own.is_stale(seq) and not own.retriever.index.on_host]
+    left = [(layer, own) for layer, own in every if own.is_stale(seq) and not own.retriever.index.traits.on_host]
     for layer, updater in left[:most]:
         updater.renew({seq: layer.sequences.indexed(seq)}, layer.recent_queries)
     return len(left) <= most and all(updater.built(seq, timeout) for _, updater in every)

@@ -13,7 +13,7 @@ from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory, held_bytes
-from kvthaw.cache.index_api import Attends, Index, IndexContext, Method
+from kvthaw.cache.index_api import Index, IndexContext, Method
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.formatting import read_bytes
@@ -34,18 +34,18 @@ def default_block_size(token_bytes: int) -> int:
 
 def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32, softcap: float | None = None) -> Index | None:
     """Return an index of a method that holds nothing, of one head, on the CPU; None where it has none. Raises ConfigError for
-    options that it refuses in a layer whose keys have so many dimensions, for an index without tensors(), and for a softcap that it
-    does not know."""
+    options that it refuses in a layer whose keys have this `head_dim`, for what is no Index, and for a softcap that it does not
+    know."""
     index: Index | None = None
     if method.index is not None:
         store, device = HostStore(0, 1, head_dim, dtype), torch.device("cpu")
         index = method.index(IndexContext(0, 1, 1, head_dim, dtype, device, store, method.regions, scale=1.0, rows=1))
-        if not hasattr(index, "tensors"):
+        if not isinstance(index, Index):
             raise ConfigError(
-                f"{type(index).__name__} of {method.name} has no tensors(); an index returns by it the tensors on the device that "
-                "select() reads"
+                f"index of {method.name} made a {type(index).__name__}; it must make an index that inherits "
+                "kvthaw.cache.index_api.Index"
             )
-        if softcap is not None and isinstance(index, Attends) and index.attends:
+        if softcap is not None and index.traits.attends:
             raise ConfigError(
                 f"{method.name} attends to some tokens itself, without the softcap of {softcap} that the model has; it works with "
                 "models that have none"
@@ -56,7 +56,7 @@ def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32,
 def knows_softcap(method: Method) -> bool:
     """Return whether a method serves models that cap the logits of attention: its index attends to no token itself."""
     index = try_index(method, 64)
-    return not (isinstance(index, Attends) and index.attends)
+    return index is None or not index.traits.attends
 
 
 @dataclass(frozen=True, slots=True)

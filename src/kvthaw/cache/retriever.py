@@ -14,20 +14,7 @@ from torch import Tensor
 
 from kvthaw.cache.choice import Choice
 from kvthaw.cache.device_lengths import to_host
-from kvthaw.cache.index_api import (
-    Foresees,
-    Index,
-    IndexContext,
-    Method,
-    Prepared,
-    Prepares,
-    Rebuilds,
-    Remembers,
-    Reversible,
-    Selection,
-    Unasks,
-    WorksBeside,
-)
+from kvthaw.cache.index_api import Index, IndexContext, Method, Selection
 from kvthaw.cache.meter import Meter
 from kvthaw.cache.prefetched_search import PrefetchedSearch
 from kvthaw.cache.residency import Residency
@@ -52,9 +39,9 @@ class Retriever:
     def __init__(self, method: Method, context: IndexContext, seqs: int, rows: int, streams: Streams) -> None:
         assert method.index is not None
         self.method, self.context, self.rows = method, context, rows
-        self.index = method.index(context)
+        self.index: Index = method.index(context)
         self.slots = rows * max(1, method.keep)
-        where = torch.device("cpu") if self.index.on_host else context.device
+        where = torch.device("cpu") if self.index.traits.on_host else context.device
         self.residency = Residency(seqs, context.kv_heads, self.slots, device=where)
         self.reads_blocks = False
         self._place(seqs)
@@ -69,23 +56,8 @@ class Retriever:
         self._asked: tuple[int, Tensor, Choice] | None = None  # the latest eager step: length, query, choice
         self._asked_at = -1  # after how many commits
 
-    @property
-    def index(self) -> Index:
-        """Finds the rows. What it can do besides is asked here once, since asking takes 6 us: as the protocol's object, or None."""
-        return self._index
-
-    @index.setter
-    def index(self, index: Index) -> None:
-        self._index = index
-        self._beside = index if isinstance(index, WorksBeside) else None
-        self.rebuilds = index if isinstance(index, Rebuilds) else None
-        self.reverses = index if isinstance(index, Reversible) else None
-        self.prepared = index if isinstance(index, Prepared) else None
-        self.foresees = index if isinstance(index, Foresees) else None
-        self.remembers = isinstance(index, Remembers) and index.remembers
-
     def _place(self, seqs: int) -> None:
-        if self.index.on_host:
+        if self.index.traits.on_host:
             self._buffers = {seqs: HostSelectionBuffer(self.context, seqs, self.rows, self.slots)}
 
     def buffer(self, seqs: int) -> HostSelectionBuffer:
@@ -99,7 +71,7 @@ class Retriever:
     ) -> None:
         """Change the index: on the worker thread if it works on the host, else now. failed() is called by wait() where the job
         on the thread raised."""
-        if self.index.on_host:
+        if self.index.traits.on_host:
             self._wait_for_search()
             self._jobs.append((self.streams.submit(after, job, self.group), failed))
         else:  # what of it reads the store waits for the rows that are on their way there, see HostStore.read_keys
@@ -119,8 +91,7 @@ class Retriever:
             raise CacheError(f"layer {self.context.layer}: {self._failure}") from self._failure
         if self._failure is not None:
             raise self._failure
-        if self._beside is not None:  # a replayed step does not ask
-            self._beside.join()
+        self.index.join()  # which a replayed step does not ask for
 
     def recover(self) -> None:
         """Clear the error of an update, which is then repeated. Waits for the jobs under way."""
@@ -133,9 +104,9 @@ class Retriever:
         """Forget what a failed step chose: it may have assigned slots without filling them, and asked the index."""
         for seq in range(self.residency.slot_row.shape[0]):
             self.residency.clear(seq)
-        sequences, index = self.context.sequences, self.index
-        if sequences is not None and self._asked_at == sequences.commits and isinstance(index, Unasks):
-            index.unask()
+        sequences = self.context.sequences
+        if sequences is not None and self._asked_at == sequences.commits:
+            self.index.unask()
         self._asked_at = -1
 
     def _wait_for_search(self) -> None:
@@ -159,7 +130,7 @@ class Retriever:
     @property
     def can_read_blocks(self) -> bool:
         """Whether attention may read rows in their blocks: the index does not rebuild them, and the method names no transfer."""
-        return self.rebuilds is None and self.method.transfer is None
+        return not self.index.traits.rebuilds and self.method.transfer is None
 
     @property
     def recalled(self) -> Tensor:
@@ -203,7 +174,7 @@ class Retriever:
         if self.prefetched is not None:
             query, search = self.prefetched.queries[:, :, t], self.prefetched.search(t)
         graph = self.streams.graph
-        if graph is not None and self.index.on_host:
+        if graph is not None and self.index.traits.on_host:
             choice = self._recorded(query, graph)
         else:
             self.wait()
@@ -227,7 +198,7 @@ class Retriever:
             return Choice(selection)
         self.residency.grow(length)
         self._evict_all(query.shape[0])
-        if self.index.on_host and query.is_cuda:
+        if self.index.traits.on_host and query.is_cuda:
             return self._upload(selection, query)
         store = self.context.store
         blocks = (store.on_device.on_host, store.block_size) if self.reads_blocks else None
@@ -267,13 +238,13 @@ class Retriever:
         here = selection_buffer.parts(selection_buffer.answer)
         selection_buffer.query.copy_(query, non_blocking=True)
         admit = self.residency.admission(here[0], here[2:])
-        asked, select = self.index, self._prepared(selection_buffer.query, *here[:2])
+        asked, select = self.index, self.index.prepare(selection_buffer.query, self.rows, *here[:2])
 
         def choose() -> None:
             nonlocal asked, select
             self.wait()
             if self.index is not asked:  # branch()
-                asked, select = self.index, self._prepared(selection_buffer.query, *here[:2])
+                asked, select = self.index, self.index.prepare(selection_buffer.query, self.rows, *here[:2])
             with self._naming_errors():
                 select()
             self._evict_all(seqs)
@@ -282,22 +253,6 @@ class Retriever:
         graph.host(choose)
         rows, counts, slots, fetch, live = selection_buffer.parts(selection_buffer.answer.to(query.device, non_blocking=True))
         return Choice(Selection(rows, counts), slots, fetch, live)
-
-    def _prepared(self, query: Tensor, rows: Tensor, counts: Tensor) -> Callable[[], None]:
-        """Return what selects with the numbers that `query` holds when it is called, and leaves the choice in rows and counts."""
-        if isinstance(self.index, Prepares):
-            return self.index.prepare(query, self.rows, rows, counts)
-
-        def select() -> None:
-            selection = self.index.select(query, self.rows)
-            if selection.log_weight is not None or selection.partial is not None:
-                raise CacheError(
-                    f"{self.method.name} weighs or estimates on the host; its steps cannot be captured: capture=False"
-                )
-            rows.copy_(selection.rows)
-            counts.copy_(selection.counts)
-
-        return select
 
     def _answer(self, selection: Selection, parts: Parts) -> tuple[Tensor, Tensor]:
         """Assign slots to a selection made on the host, and write both into a host buffer."""
@@ -314,7 +269,7 @@ class Retriever:
                 self.residency.clear(seq)
 
     def _now(self, query: Tensor) -> Selection:
-        if self.index.on_host:
+        if self.index.traits.on_host:
             query, sent = to_host(query)
             if sent is not None:
                 sent.synchronize()
@@ -336,17 +291,17 @@ class Retriever:
         """Remove positions >= length of a sequence."""
         self.wait()
         self.index.truncate(seq, length)
-        if not self.in_place:  # else no row was ever admitted
-            self.residency.clear(seq, length)
+        self._forget_rows(seq, length)
 
     def undo(self, seq: int, length: int) -> None:
         """Remove positions >= length of a sequence, which were appended last; exactly if the index can."""
-        if self.reverses is None:
-            self.truncate(seq, length)
-            return
         self.wait()
-        self.reverses.undo(seq, length)
-        self.residency.clear(seq, length)
+        self.index.undo(seq, length)
+        self._forget_rows(seq, length)
+
+    def _forget_rows(self, seq: int, length: int) -> None:
+        if not self.in_place:  # else no row was ever admitted
+            self.residency.clear(seq, length)
 
     def branch(self) -> tuple[Index, Tensor]:
         """Replace the index by a copy. Returns the index itself and the rows counted so far, for rejoin()."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.index_api import Index, Snapshots
+from kvthaw.cache.index_api import Index
 from kvthaw.cache.streams import Streams
 
 
@@ -19,10 +19,10 @@ class SideIndex:
     """An index on the host that holds one sequence of a layer, until the index that steps search takes it over.
 
     It changes on a thread that neither searches nor updates of other sequences wait for, in the order of the calls. end: the
-    position up to which it is given tokens. index: an Index with Snapshots. group: of the layer, as for Streams.build.
+    position up to which it is given tokens. index: one with snapshots. group: of the layer, as for Streams.build.
     """
 
-    def __init__(self, index: Any, seq: int, store: HostStore, streams: Streams, group: int) -> None:
+    def __init__(self, index: Index, seq: int, store: HostStore, streams: Streams, group: int) -> None:
         self.end, self._wanted = 0, True
         self.index, self._seq, self._store, self._streams, self._group = index, seq, store, streams, group
         self._changes: list[Future[None]] = []
@@ -112,4 +112,4 @@ class IndexedSequence:
 
 def can_build_beside(index: Index) -> bool:
     """Return whether a sequence of an index can be built apart and taken over."""
-    return index.on_host and isinstance(index, Snapshots)
+    return index.traits.on_host and index.traits.snapshots

@@ -104,8 +104,8 @@ class SparseAttention:
         slab = self.storage.slab
         slots, fetch = choice.host if choice.host and not transfer.graph_safe else (choice.slots, choice.fetch)
         transfer.fetch(self.storage.store, slab, fetch, slots)
-        if self.selects and retriever.rebuilds is not None:
-            retriever.rebuilds.rebuild(slab, choice.fetch, choice.slots)
+        if self.selects and retriever.index.traits.rebuilds:
+            retriever.index.rebuild(slab, choice.fetch, choice.slots)
 
     def _selected(self, retriever: Retriever, choice: Choice) -> Selected:
         """Return the rows of a choice and where they lie in this layer."""

@@ -64,7 +64,7 @@ def search_needs_host(kv: KVCache) -> str | None:
     method, layers = kv.settings.method, kv.offloaded
     if method.index is not None and layers and not layers[0].everything:
         index = None if layers[0].retriever is None else layers[0].retriever.index
-        return needs_host(method, safe=index is not None and (index.graph_safe or index.on_host))
+        return needs_host(method, safe=index is not None and (index.traits.graph_safe or index.traits.on_host))
     return None
 
 

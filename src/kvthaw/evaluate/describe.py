@@ -27,9 +27,9 @@ def describe(method: Method) -> dict[str, Any]:
     evicts = method.index is None
     if method.index is not None:
         small, large = (_built(method, prompt) for prompt in _PROMPTS)
-        decides, safe = "host" if small.on_host else "device", small.graph_safe
-        held = 0 if small.on_host else round((_nbytes(large) - _nbytes(small)) / (_PROMPTS[1] - _PROMPTS[0]))
-        evicts = getattr(small, "evicts", False)
+        decides, safe = "host" if small.traits.on_host else "device", small.traits.graph_safe
+        held = 0 if small.traits.on_host else round((_nbytes(large) - _nbytes(small)) / (_PROMPTS[1] - _PROMPTS[0]))
+        evicts = small.traits.evicts
     return {
         "name": method.name,
         "paper": method.paper,
@@ -51,7 +51,7 @@ def _built(method: Method, prompt: int) -> Index:
     store = HostStore(1, 1, _DIM, _DTYPE)
     context = IndexContext(0, 1, 1, _DIM, _DTYPE, torch.device("cpu"), store, regions, scale=_DIM**-0.5, rows=1)
     index = method.index(context)
-    if not index.on_host:
+    if not index.traits.on_host:
         rows = _rows(first + prompt + regions.window)
         store.append(0, rows)
         keys, values = rows[:, first : first + prompt].unbind(dim=2)

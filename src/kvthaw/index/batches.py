@@ -8,7 +8,7 @@ from typing import Self
 
 from torch import Tensor
 
-from kvthaw.cache.index_api import Foresees, IndexContext
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.index.formation import Batches, Formation, FormingIndex, form, formed
 from kvthaw.index.target import Full
 from kvthaw.index.unit_counts import Seq
@@ -20,7 +20,7 @@ _SHORT = 1 << 23
 host longer than the model's own."""
 
 
-class BatchedIndex(FormingIndex, Foresees):
+class BatchedIndex(FormingIndex):
     """An index whose tokens are made into units batch by batch: `per_batch` units of a batch, as many as count of a prompt.
 
     A batch waits for those of other layers, which have theirs at the same step, and all are formed at once; so does a short prompt.
@@ -99,12 +99,12 @@ class BatchedIndex(FormingIndex, Foresees):
 
     # Ahead of time
 
-    def foreseen(self, seq: int) -> int:
+    def upcoming(self, seq: int) -> int:
         host = self.seqs[seq]
         open_batch = 0 < host.kept < self.batch and not any(own.seq == seq for own in self.begun)
         return self.batch - host.kept if open_batch else 0
 
-    def foresee(self, seqs: Sequence[int], keys: Tensor) -> None:
+    def work_ahead(self, seqs: Sequence[int], keys: Tensor) -> None:
         buffer, full = self.context.regions.buffer, tuple(Full(seq, *self.seqs[seq].marks[-1]) for seq in seqs)
         steps = -(-keys.shape[2] // buffer) * buffer
         work = partial(begin, count=self.per_batch, steps=steps)

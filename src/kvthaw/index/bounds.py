@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import get_args
 
@@ -20,7 +21,7 @@ class BoundIndex(UnitIndex):
     not full yet has a volume around the keys it has.
     """
 
-    grows = True
+    traits = replace(UnitIndex.traits, grows=True)
 
     def __init__(self, context: IndexContext, *, page: int, spread: Spread, policy: Policy = "max") -> None:
         at_least(1, page=page)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.device_lengths import upload
-from kvthaw.cache.index_api import Attends, Index, IndexContext, Reversible, Selection, Swaps, WorksBeside
+from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.joined import joined
 from kvthaw.index.learned import assign, learn, subspaces
@@ -51,7 +51,7 @@ def once(rows: Tensor) -> Tensor:
     return ordered.masked_fill(again, -1).sort(dim=2, descending=True).values
 
 
-class CodesIndex(Index, Reversible, Swaps, Attends, WorksBeside):
+class CodesIndex(Index):
     """Collisions choose candidates, 4-bit codes rank them.
 
     policy: how the G query heads of a KV head agree. max, mean: votes and softmax weights are computed for each head and the
@@ -72,9 +72,6 @@ class CodesIndex(Index, Reversible, Swaps, Attends, WorksBeside):
     Summaries are allocated at a capacity that doubles; within one, all tensors stay where they are. Lengths and limits are
     int32 on the device; how many candidates a sequence has follows from its own length alone. select() launches five kernels of
     fixed shape on a GPU, six with policy="mean"; on a CPU the same steps run in torch."""
-
-    graph_safe = reversible = True
-    on_host = False
 
     def __init__(
         self,
@@ -111,7 +108,7 @@ class CodesIndex(Index, Reversible, Swaps, Attends, WorksBeside):
         self._shift = shift(votes)
         self.learned: Tensor | None = None  # [L, H, B, 256, 8]
         self._learn = centroids == "learned"
-        self.grows = not (self._learn or centre)
+        self.traits = Traits(graph_safe=True, grows=not (self._learn or centre), reversible=True, attends=dense_below > 0)
         self._first, self._k = context.regions.sink, 1
         self._deferred = context.deferred or DeferredBatch()
         self.counts: list[int] = []
@@ -195,10 +192,6 @@ class CodesIndex(Index, Reversible, Swaps, Attends, WorksBeside):
                 self.counts[seq] = new
                 self._update()
 
-    def undo(self, seq: int, length: int) -> None:
-        """See Reversible: what was written stands behind what is counted."""
-        self.truncate(seq, length)
-
     def reorder(self, seqs: Sequence[int]) -> None:
         self.join()
         self._reserve(max(seqs) + 1, 0)
@@ -231,10 +224,6 @@ class CodesIndex(Index, Reversible, Swaps, Attends, WorksBeside):
         self._update()
 
     # Queries
-
-    @property
-    def attends(self) -> bool:
-        return self.dense_below > 0
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index. Raises ConfigError where a fixed number of candidates is less than budget, and with policy "each" for fewer

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import Attends, IndexContext, Selection
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.index.tokens import TokenIndex
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition as attend
 
 
-class FilterIndex(TokenIndex, Attends):
+class FilterIndex(TokenIndex):
     """The tokens of the largest softmax weight over all query heads of a layer: the same rows for every KV head.
 
     dense: keys and values of the layer stay on the device, [B, H, capacity, D] each, and the layer attends to all of them: to those
@@ -21,16 +22,12 @@ class FilterIndex(TokenIndex, Attends):
     """
 
     def __init__(self, context: IndexContext, *, dense: bool = True) -> None:
-        self.dense = dense
+        self.dense, self.traits = dense, replace(TokenIndex.traits, attends=dense)
         names = ("keys", "values") if dense else ("keys",)
         super().__init__(context, columns=dict.fromkeys(names, ((context.head_dim,), context.dtype)))
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         return {"keys": keys, "values": values} if self.dense else {"keys": keys}
-
-    @property
-    def attends(self) -> bool:
-        return self.dense
 
     def select(self, query: Tensor, budget: int) -> Selection:
         tokens, batch, heads = self.ready(query), query.shape[0], self.context.kv_heads

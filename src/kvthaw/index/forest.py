@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import Index, IndexContext, Selection, Snapshots, Swaps
+from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.index.tree_config import CHOICES, TreeConfig, directions
 from kvthaw.native import ELEMENTS, Forest, Isa, isa_code
@@ -23,7 +23,7 @@ _STATE = {
 """Tensors of saved trees, in the order in which the extension takes them."""
 
 
-class TreeIndex(Index, Snapshots, Swaps):
+class TreeIndex(Index):
     """The DCI-trees of a layer, behind the Index protocol.
 
     Keys are read from the layer's host store, by position, and never copied: rows must be in the store, and readable, before
@@ -33,9 +33,7 @@ class TreeIndex(Index, Snapshots, Swaps):
     the best; for tests.
     """
 
-    graph_safe = False
-    grows = False
-    on_host = True
+    traits = Traits(grows=False, on_host=True, snapshots=True)
 
     def __init__(
         self, context: IndexContext, config: TreeConfig | None = None, *, threads: int = 0, isa: Isa | None = None
@@ -80,9 +78,6 @@ class TreeIndex(Index, Snapshots, Swaps):
         if context.heads[0]:
             self.forest.number_heads(context.heads[0])
 
-    def make_room(self, seqs: int, tokens: int) -> None:
-        """See Index. Trees have no addresses that a step depends on."""
-
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> None:
         """Index a sequence from scratch: positions first .. first + T, T from keys [H, T, D], whose numbers come from the store.
 
@@ -122,7 +117,7 @@ class TreeIndex(Index, Snapshots, Swaps):
         return rows, counts
 
     def prepare(self, query: Tensor, budget: int, rows: Tensor, counts: Tensor) -> Callable[[], None]:
-        """See `kvthaw.cache.index_api.Prepares`."""
+        """See Index."""
         batch, q_heads, dim = query.shape
         if (q_heads, dim) != (self.context.q_heads, self.context.head_dim) or batch > self.context.store.seqs:
             most = [self.context.store.seqs, self.context.q_heads, self.context.head_dim]
@@ -156,13 +151,13 @@ class TreeIndex(Index, Snapshots, Swaps):
         self.forest = other.forest.copy()
 
     def snapshot(self, seq: int) -> Forest:
-        """See Snapshots. Trees are shared, and copied when the sequence changes."""
+        """See Index. Trees are shared, and copied when the sequence changes."""
         forest = self.forest.copy()
         forest.reorder([seq])
         return forest
 
     def swap_out(self, seq: int) -> Forest | None:
-        """See Swaps. Trees are shared, as by a snapshot; they stand in host memory anyway."""
+        """See Tables. Trees are shared, as by a snapshot; they stand in host memory anyway."""
         return self.snapshot(seq) if self.forest.has(seq) else None
 
     def swap_in(self, seq: int, held: Forest | None) -> None:
@@ -171,7 +166,7 @@ class TreeIndex(Index, Snapshots, Swaps):
             self._copy_pages([seq])
 
     def state(self, snapshot: Forest | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See Snapshots: of each head's tree its radius and its pages, a page being a node and the keys in it. What else a tree has
+        """See Index: of each head's tree its radius and its pages, a page being a node and the keys in it. What else a tree has
         follows from the keys. 4 bytes a key and head, and 8 a page."""
         if isinstance(snapshot, Mapping):
             return snapshot

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext, Remembers, Selection, Unasks
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import one_of
 from kvthaw.index.kept import Agree, KeptIndex, observed
 from kvthaw.kernels.places import held, newest_place, place_of
@@ -17,7 +18,7 @@ Score = Literal["sum", "mean"]
 """What of the weights that a token was paid ranks it: their sum, or their mean over the queries that could see it."""
 
 
-class HeavyIndex(KeptIndex, Remembers, Unasks):
+class HeavyIndex(KeptIndex):
     """H2O: of all tokens half are the most recent ones, half those that were attended to most, over all steps so far.
 
     Each step's softmax over sink, ring and kept tokens adds to their scores as soon as its own key is in the ring: with the next
@@ -26,7 +27,7 @@ class HeavyIndex(KeptIndex, Remembers, Unasks):
     Sink and ring count as recent; what half the budget leaves beside them goes to the latest of the kept tokens.
     """
 
-    remembers = True
+    traits = replace(KeptIndex.traits, remembers=True)
 
     def __init__(
         self, context: IndexContext, *, agree: Agree = "mean", score: Score = "sum", queries: int | None = None

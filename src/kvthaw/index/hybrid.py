@@ -88,7 +88,7 @@ class HybridIndex(ObservedIndex):
 
     @property
     def reversible(self) -> bool:
-        """See Reversible: not where the next append puts a plan in the place of what is there."""
+        """See Index: not where the next append puts a plan in the place of what is there."""
         return all(static.pending is None for static in self.statics)
 
     # Index
@@ -132,7 +132,7 @@ class HybridIndex(ObservedIndex):
         super().truncate(seq, length)
 
     def undo(self, seq: int, length: int) -> None:
-        """See Reversible. A plan that the append began is dropped."""
+        """See Tables. A plan that the append began is dropped."""
         self._drop(seq)
         super().undo(seq, length)
 
@@ -148,7 +148,7 @@ class HybridIndex(ObservedIndex):
         self.statics = [replace(static, pending=static.pending and static.pending.copy()) for static in other.statics]
 
     def swap_out(self, seq: int) -> Any:
-        """See Swaps: with the plan that the next append would put in place."""
+        """See Tables: with the plan that the next append would put in place."""
         held, static = super().swap_out(seq), self.statics[seq]
         return held, static.share, None if static.pending is None else static.pending.take().to(torch.device("cpu"))
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import Index, IndexContext, Selection, Swaps
+from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import one_of
 from kvthaw.index.tables import grown, row_from_host, row_to_host
 
@@ -36,18 +36,14 @@ def observed(queries: Tensor, keys: Tensor, *, scale: float, agree: Agree) -> Te
     return total.mean(dim=1) if agree == "mean" else total.amax(dim=1)
 
 
-class KeptIndex(Index, Swaps):
+class KeptIndex(Index):
     """At most as many rows as select() may bring, each with a score; of those that come, the best stay.
 
     kept [B, H, M] int32: positions, -1 padded; scores [B, H, M] float32; keys [B, H, M, D] where with_keys. What is not kept is not
     selected again, though the store has it, until a dense pass gives the sequence more tokens: that is a prompt, and chooses again
     from all of them. Before the number of rows is known (by the layer's shape, or the first select()) everything is kept."""
 
-    graph_safe = True
-    grows = False
-    on_host = False
-    evicts = True
-    """What it does not keep is not read again."""
+    traits = Traits(graph_safe=True, grows=False, evicts=True)
 
     def __init__(self, context: IndexContext, *, agree: Agree, with_keys: bool = False) -> None:
         one_of(get_args(Agree), agree=agree)

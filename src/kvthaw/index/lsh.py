@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class HashIndex(TokenIndex):
     codes [B, H, capacity, L] int16 and keys [B, H, capacity, D], for the angles; mean [B, H, D] float32.
     """
 
-    grows = False
+    traits = replace(TokenIndex.traits, grows=False)
 
     def __init__(self, context: IndexContext, *, bits: int = 10, tables: int = 150) -> None:
         within(1, 15, bits=bits)

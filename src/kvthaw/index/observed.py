@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext, Remembers, Unasks
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import at_least
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.kernels.page_bounds import Spread
@@ -28,15 +28,15 @@ class Turn:
     recorded: int = 0
 
 
-class ObservedIndex(BoundIndex, Remembers, Unasks):
+class ObservedIndex(BoundIndex):
     """Pages, and a window of the last queries that select() was given, [B, Hq, W, D], recorded within a captured step.
 
     Every `interval` tokens these choose the static set again. Layers take turns: the first interval of each is shorter by `early`
     tokens, a share that spreads their numbers evenly, so that in every append as few as can be have theirs.
     """
 
-    grows = False
-    mapped = remembers = True
+    traits = replace(BoundIndex.traits, grows=False, remembers=True)
+    mapped = True
     tables: Mapping[str, str | None] = {**BoundIndex.tables, "queries": None, "seen": None}
 
     def __init__(
@@ -85,11 +85,11 @@ class ObservedIndex(BoundIndex, Remembers, Unasks):
         self.turns = [replace(self.turns[seq]) for seq in seqs]
 
     def unask(self) -> None:
-        """See Unasks: the next query takes the place of the last one."""
+        """See Index: the next query takes the place of the last one."""
         self.steps.sub_(1)
 
     def swap_out(self, seq: int) -> Any:
-        """See Swaps: the window from the oldest query on, since steps are counted on meanwhile."""
+        """See Tables: the window from the oldest query on, since steps are counted on meanwhile."""
         held, order = super().swap_out(seq), self._oldest_first()
         window = self.queries[seq].index_select(1, order).cpu(), self.seen[seq].index_select(0, order).cpu()
         return held, window, replace(self.turns[seq])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class ProductIndex(TokenIndex):
     themselves.
     """
 
-    grows = False
+    traits = replace(TokenIndex.traits, grows=False)
 
     def __init__(
         self, context: IndexContext, *, parts: int = 2, centroids: int = 64, iterations: int = 20, policy: Policy = "max"

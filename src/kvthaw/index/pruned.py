@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.index_api import Index, IndexContext, Rebuilds, Remembers, Reversible, Selection, Swaps, Unasks, WorksBeside
-from kvthaw.errors import CacheError, ConfigError, at_least, proportion
+from kvthaw.cache.index_api import Index, IndexContext, Selection
+from kvthaw.errors import ConfigError, at_least, proportion
+from kvthaw.index.around import AroundIndex
 from kvthaw.index.tokens import TokenIndex, log_shares
 
 
@@ -56,7 +56,7 @@ class QuantisedKeys(TokenIndex):
         return grids[..., 0] * query.sum(dim=3, keepdim=True) + grids[..., 1] * (query @ whole.float().transpose(2, 3))
 
 
-class PrunedIndex(Index, Reversible, Remembers, Unasks, Swaps, WorksBeside):
+class PrunedIndex(AroundIndex):
     """Of the rows that another index proposes, the fewest that have at least p of their estimated softmax weight.
 
     The other index proposes `spare` times the rows that may be selected. Every query head keeps its own top-p of them, by 4-bit
@@ -67,35 +67,13 @@ class PrunedIndex(Index, Reversible, Remembers, Unasks, Swaps, WorksBeside):
     def __init__(self, context: IndexContext, *, index: Callable[[IndexContext], Index], p: float, spare: int) -> None:
         proportion(p=p)
         at_least(1, spare=spare)
-        self.context, self.p, self.spare = context, p, spare
-        self.inner = index(replace(context, rows=spare * context.rows))
-        if isinstance(self.inner, Rebuilds):
-            raise ConfigError(
-                f"base is a method that makes keys of its own, {type(self.inner).__name__}; its rows cannot be pruned"
-            )
-        self.graph_safe, self.grows, self.on_host = self.inner.graph_safe, self.inner.grows, self.inner.on_host
-        here = replace(context, device=torch.device("cpu"), deferred=None) if self.on_host else context
-        self.keys = QuantisedKeys(here, stored=self.on_host)
-
-    @property
-    def reversible(self) -> bool:
-        return isinstance(self.inner, Reversible) and self.inner.reversible
-
-    @property
-    def remembers(self) -> bool:
-        return isinstance(self.inner, Remembers) and self.inner.remembers
-
-    def make_room(self, seqs: int, tokens: int) -> None:
-        self.inner.make_room(seqs, tokens)
-        self.keys.make_room(seqs, tokens)
-
-    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        self.inner.build(seq, first, keys, values, queries)
-        self.keys.build(seq, first, keys, values, queries)
-
-    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        self.inner.append(seqs, keys, values, queries)
-        self.keys.append(seqs, keys, values, queries)
+        inner = index(replace(context, rows=spare * context.rows))
+        if inner.traits.rebuilds:
+            raise ConfigError(f"base is a method that makes keys of its own, {type(inner).__name__}; its rows cannot be pruned")
+        here = replace(context, device=torch.device("cpu"), deferred=None) if inner.traits.on_host else context
+        self.keys = QuantisedKeys(here, stored=inner.traits.on_host)
+        super().__init__(context, inner, self.keys)
+        self.p, self.spare = p, spare
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index. Raises ConfigError where the other index weighs or estimates what it proposes."""
@@ -118,43 +96,3 @@ class PrunedIndex(Index, Reversible, Remembers, Unasks, Swaps, WorksBeside):
         best = torch.topk(logs.masked_fill(~kept, -torch.inf).amax(dim=2), budget, dim=2)
         chosen = torch.where(best.values > -torch.inf, rows.gather(2, best.indices), -1)
         return Selection(chosen, (chosen >= 0).sum(dim=2, dtype=torch.int32))
-
-    def join(self) -> None:
-        if isinstance(self.inner, WorksBeside):
-            self.inner.join()
-
-    def truncate(self, seq: int, length: int) -> None:
-        self.inner.truncate(seq, length)
-        self.keys.truncate(seq, length)
-
-    def undo(self, seq: int, length: int) -> None:
-        assert isinstance(self.inner, Reversible)
-        self.inner.undo(seq, length)
-        self.keys.undo(seq, length)
-
-    def reorder(self, seqs: Sequence[int]) -> None:
-        self.inner.reorder(seqs)
-        self.keys.reorder(seqs)
-
-    def unask(self) -> None:
-        if isinstance(self.inner, Unasks):
-            self.inner.unask()
-
-    def swap_out(self, seq: int) -> Any:
-        """See Swaps. Raises CacheError where the other index cannot."""
-        if not isinstance(self.inner, Swaps):
-            raise CacheError(f"{type(self.inner).__name__} has no swap_out()")
-        return self.inner.swap_out(seq), self.keys.swap_out(seq)
-
-    def swap_in(self, seq: int, held: Any) -> None:
-        assert isinstance(self.inner, Swaps)
-        inner, keys = held
-        self.inner.swap_in(seq, inner)
-        self.keys.swap_in(seq, keys)
-
-    def tensors(self) -> list[Tensor]:
-        return [*self.inner.tensors(), *self.keys.tensors()]
-
-    def clone_from(self, other: Self) -> None:
-        self.inner.clone_from(other.inner)
-        self.keys.clone_from(other.keys)

@@ -11,6 +11,7 @@ less the tokens of it that were selected.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -18,21 +19,9 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
-from kvthaw.cache.index_api import (
-    Attends,
-    Foresees,
-    Index,
-    IndexContext,
-    Prepared,
-    Rebuilds,
-    Remembers,
-    Reversible,
-    Selection,
-    Swaps,
-    Unasks,
-    WorksBeside,
-)
+from kvthaw.cache.index_api import Index, IndexContext, Selection, Tables
 from kvthaw.errors import ConfigError, at_least
+from kvthaw.index.around import AroundIndex
 from kvthaw.index.tables import grown, row_from_host, row_to_host
 from kvthaw.kernels.page_means import RING, Added, Start, page_means
 from kvthaw.kernels.remainder import remainder
@@ -41,7 +30,7 @@ _SHORT = 1 << 22
 """An append of fewer bytes of keys waits for the other layers' appends."""
 
 
-class PageMeans:
+class PageMeans(Tables):
     """Mean key and mean value of each page of the tokens that an index holds, exact after every change of their number.
 
     means [B, H, P, 2, D] in the model's dtype. tail [B, H, RING page, 2, D]: the rows of the last tokens, from which the means of
@@ -71,12 +60,15 @@ class PageMeans:
             self.tail, self.known = grown(self.tail, many), grown(self.known, many)
         self.means = grown(self.means, many, 0, pages)
 
-    def begin(self, seq: int, first: int) -> None:
-        """Empty a sequence, whose positions begin at `first`."""
+    def make_room(self, seqs: int, tokens: int) -> None:
+        self.reserve(seqs, tokens)
+
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         self.truncate(seq, 0)
         self.first = first
+        self.append([seq], keys[None], values[None], None)
 
-    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> None:
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """Append keys, values [R, H, n, D] to R sequences; join() appends few tokens later, all layers at once."""
         n = keys.shape[2]
         if not n:
@@ -144,8 +136,10 @@ class PageMeans:
         self.counts[seq], self._oldest[seq] = count, oldest
         self._sync()
 
-    def clone_from(self, other: PageMeans) -> None:
-        """Copy what another holds of the same settings."""
+    def tensors(self) -> list[Tensor]:
+        return [self.means, self.tail, self.known]
+
+    def clone_from(self, other: Self) -> None:
         other.join()
         self.join()
         self.means, self.tail, self.known = other.means.clone(), other.tail.clone(), other.known.clone()
@@ -175,7 +169,7 @@ def _enter(every: Sequence[tuple[PageMeans, Tensor, Tensor]], starts: Sequence[S
     torch._foreach_copy_([own.known for own in pages], [own.numbers() for own in pages])
 
 
-class RemainderIndex(Index, Reversible, Swaps, Attends, WorksBeside, Prepared, Foresees, Remembers, Unasks):
+class RemainderIndex(AroundIndex):
     """An index on the device, and an estimate of the attention to the tokens that it does not select.
 
     A page has n tokens, mean key C and mean value V, and a step selects m of its tokens. The rest weigh (n - m) exp(scale q.C)
@@ -185,73 +179,21 @@ class RemainderIndex(Index, Reversible, Swaps, Attends, WorksBeside, Prepared, F
     page: tokens of a page, int.
 
     Raises ConfigError for an index on the host, and for one that attends to tokens itself or replaces keys. Raises it too for one
-    that cannot undo appends or swap sequences.
+    that cannot undo appends.
     """
 
     def __init__(self, context: IndexContext, *, make: Callable[[IndexContext], Index], page: int) -> None:
-        self.context, self.inner = context, make(context)
-        inner = self.inner
-        attends = isinstance(inner, Attends) and inner.attends
-        if (
-            inner.on_host
-            or attends
-            or isinstance(inner, Rebuilds)
-            or not isinstance(inner, Reversible)
-            or not isinstance(inner, Swaps)
-        ):
+        inner = make(context)
+        traits = inner.traits
+        if traits.on_host or traits.attends or traits.rebuilds or not traits.reversible:
             raise ConfigError(
                 f"remainder is {page} and {type(inner).__name__} selects the rows; allowed: an index on the device that keeps "
                 "every token and attends to none itself, as oracle, pariskv, quest and clusterkv have"
             )
-        self._reverses, self._swaps = inner, inner
-        self.graph_safe, self.grows, self.on_host = inner.graph_safe, inner.grows, False
         self.pages = PageMeans(context, page)
         self.pages.reserve(context.store.seqs, 0)
-
-    # Changes
-
-    def make_room(self, seqs: int, tokens: int) -> None:
-        self.inner.make_room(seqs, tokens)
-        self.pages.reserve(seqs, tokens)
-
-    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        self.inner.build(seq, first, keys, values, queries)
-        self.pages.begin(seq, first)
-        self.pages.append([seq], keys[None], values[None])
-
-    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        self.inner.append(seqs, keys, values, queries)
-        self.pages.append(seqs, keys, values)
-
-    def truncate(self, seq: int, length: int) -> None:
-        self.inner.truncate(seq, length)
-        self.pages.truncate(seq, length)
-
-    @property
-    def reversible(self) -> bool:
-        return self._reverses.reversible
-
-    def undo(self, seq: int, length: int) -> None:
-        self._reverses.undo(seq, length)
-        self.pages.truncate(seq, length)
-
-    def reorder(self, seqs: Sequence[int]) -> None:
-        self.inner.reorder(seqs)
-        self.pages.reorder(seqs)
-
-    def swap_out(self, seq: int) -> Any:
-        return self._swaps.swap_out(seq), self.pages.swap_out(seq)
-
-    def swap_in(self, seq: int, held: Any) -> None:
-        inner, pages = held
-        self._swaps.swap_in(seq, inner)
-        self.pages.swap_in(seq, pages)
-
-    # Queries
-
-    @property
-    def attends(self) -> bool:
-        return True
+        super().__init__(context, inner, self.pages)
+        self.traits = replace(self.traits, attends=True)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index. Raises ConfigError where the query heads of a KV head choose rows of their own."""
@@ -264,38 +206,3 @@ class RemainderIndex(Index, Reversible, Swaps, Attends, WorksBeside, Prepared, F
         known, scale = pages.known[:batch], self.context.scale
         rest = remainder(query, means, found.rows, known, first=pages.first, page=pages.page, scale=scale)
         return Selection(found.rows, found.counts, partial=rest)
-
-    # What the inner index can do besides
-
-    def join(self) -> None:
-        self.pages.join()
-        if isinstance(self.inner, WorksBeside):
-            self.inner.join()
-
-    def take_effect(self, seqs: Sequence[int]) -> None:
-        if isinstance(self.inner, Prepared):
-            self.inner.take_effect(seqs)
-
-    def foreseen(self, seq: int) -> int:
-        return self.inner.foreseen(seq) if isinstance(self.inner, Foresees) else 0
-
-    def foresee(self, seqs: Sequence[int], keys: Tensor) -> None:
-        if isinstance(self.inner, Foresees):
-            self.inner.foresee(seqs, keys)
-
-    @property
-    def remembers(self) -> bool:
-        return isinstance(self.inner, Remembers) and self.inner.remembers
-
-    def unask(self) -> None:
-        if isinstance(self.inner, Unasks):
-            self.inner.unask()
-
-    # State
-
-    def tensors(self) -> list[Tensor]:
-        return [*self.inner.tensors(), self.pages.means, self.pages.tail, self.pages.known]
-
-    def clone_from(self, other: Self) -> None:
-        self.inner.clone_from(other.inner)
-        self.pages.clone_from(other.pages)

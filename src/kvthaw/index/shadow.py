@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext, Rebuilds
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import at_least
 from kvthaw.index.principal import principal
@@ -18,7 +19,7 @@ from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.unit_select import Policy
 
 
-class ShadowIndex(UnitIndex, Rebuilds):
+class ShadowIndex(UnitIndex):
     """Chunks of `chunk` tokens in text order, ranked by q times their mean key, behind `outliers` chunks that are always selected.
 
     Outliers are the prompt's chunks whose worst key has the least cosine with its chunk's mean: at most a quarter of the rows that
@@ -31,6 +32,7 @@ class ShadowIndex(UnitIndex, Rebuilds):
     known, total [B] int32: tokens that have factors, and all; turned [B] bool: before the turn; exact [B, H, T] bool: outliers.
     """
 
+    traits = replace(UnitIndex.traits, rebuilds=True)
     mapped = shuffled = True
     tables: Mapping[str, str | None] = {
         **UnitIndex.tables, **dict.fromkeys(("factors", "basis", "exact", "known", "total", "turned")),
@@ -92,7 +94,7 @@ class ShadowIndex(UnitIndex, Rebuilds):
         self.exact[seq, :, :tokens] = always.repeat_interleave(self.size, dim=1)[:, :tokens]
 
     def rebuild(self, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """See Rebuilds: keys of the prompt's tokens, but for outliers and for sequences of which all is fetched."""
+        """See Index: keys of the prompt's tokens, but for outliers and for sequences of which all is fetched."""
         batch = fetch.shape[0]
         if self.factors.shape[2] == 0:
             return

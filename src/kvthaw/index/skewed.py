@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,8 +28,7 @@ class SkewedIndex(TokenIndex):
     hook of the model's, which a captured step need not run.
     """
 
-    graph_safe = False
-    grows = False
+    traits = replace(TokenIndex.traits, graph_safe=False, grows=False)
 
     def __init__(self, context: IndexContext, *, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2) -> None:
         proportion(ratio=ratio, most=most)

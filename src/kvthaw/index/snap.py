@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, Self, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext, Remembers, Selection, Unasks
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.kept import Agree, KeptIndex, observed
 
@@ -43,14 +44,13 @@ class SnapIndex(KeptIndex):
         return torch.full((self.context.kv_heads, stop - start), -1.0, device=self.context.device)
 
 
-class FreshSnapIndex(SnapIndex, Remembers, Unasks):
+class FreshSnapIndex(SnapIndex):
     """SnapKV's choice made again every `interval` tokens, by the last queries, from all tokens.
 
     The window's keys are on the device already; the others come from the host for it, between two steps.
     """
 
-    evicts = False
-    remembers = True
+    traits = replace(SnapIndex.traits, evicts=False, remembers=True)
 
     def __init__(self, context: IndexContext, *, interval: int = 128, **options: Any) -> None:
         at_least(1, interval=interval)
@@ -103,11 +103,11 @@ class FreshSnapIndex(SnapIndex, Remembers, Unasks):
         self.since = [self.since[seq] for seq in seqs]
 
     def unask(self) -> None:
-        """See Unasks: the next queries take the places of the last ones."""
+        """See Index: the next queries take the places of the last ones."""
         self.cursor.sub_(1)
 
     def swap_out(self, seq: int) -> Any:
-        """See Swaps: the last queries from the oldest on, since steps are counted on meanwhile."""
+        """See Tables: the last queries from the oldest on, since steps are counted on meanwhile."""
         held, last = super().swap_out(seq), self.tables["recent"][seq].index_select(1, self._oldest_first())
         return held, last.cpu(), self.since[seq]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
-from kvthaw.cache.index_api import Index, IndexContext, Reversible, Selection, Swaps
+from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import one_of
 from kvthaw.index.tables import grown, row_from_host, row_to_host
 from kvthaw.index.target import Full, Target
@@ -28,15 +28,13 @@ def log_shares(logits: Tensor) -> Tensor:
     return logits - torch.where(total == -torch.inf, 0.0, total)
 
 
-class TokenIndex(Index, Reversible, Swaps):
+class TokenIndex(Index):
     """Tables with a place for every token, and selection by a score for each.
 
     columns: what is kept of a token, name -> (shape, dtype); a table is [B, H, capacity, *shape]. learned: what is kept of a
     sequence, [B, H, *shape]. All on the device, at a capacity that doubles, written in place."""
 
-    graph_safe = reversible = True
-    grows = True
-    on_host = False
+    traits = Traits(graph_safe=True, reversible=True)
 
     def __init__(
         self, context: IndexContext, *, columns: Columns, learned: Columns | None = None, policy: Policy = "max"
@@ -107,10 +105,6 @@ class TokenIndex(Index, Reversible, Swaps):
         if seq < len(self.counts):
             self.counts[seq] = min(self.counts[seq], max(0, length - self.first))
             self.sync_counts()
-
-    def undo(self, seq: int, length: int) -> None:
-        """See Reversible: what was written stands behind what is counted."""
-        self.truncate(seq, length)
 
     def reorder(self, seqs: Sequence[int]) -> None:
         self.reserve(max(seqs) + 1, 0)

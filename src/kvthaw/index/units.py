@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvthaw.cache.aux_stream import AuxStream
 from kvthaw.cache.deferred_batch import DeferredBatch
-from kvthaw.cache.index_api import Index, IndexContext, Reversible, Selection, Swaps, WorksBeside
+from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import one_of
 from kvthaw.index.tables import grown, row_from_host, row_to_host
 from kvthaw.index.target import Full, Target
@@ -27,7 +27,7 @@ from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy, unit_select
 
 
-class UnitIndex(Index, Reversible, Swaps, WorksBeside):
+class UnitIndex(Index):
     """Tables of units, and selection by digest. Subclasses say how a batch becomes units.
 
     digests [B, H, U, E], stops [B, H, U + 1] int32, counts [B] int32, order [B, H, T] int32 or None (text order), recent
@@ -36,9 +36,7 @@ class UnitIndex(Index, Reversible, Swaps, WorksBeside):
     writes over is kept, or can be made again, until the next, so that it can be undone.
     """
 
-    graph_safe = True
-    grows = False
-    on_host = False
+    traits = Traits(graph_safe=True, grows=False, reversible=True)
     mapped = False
     """Units hold tokens of any place in the text: there is an order."""
     shuffled = False
@@ -66,10 +64,6 @@ class UnitIndex(Index, Reversible, Swaps, WorksBeside):
         self._side = context.aux or AuxStream()
         self._deferred = context.deferred or DeferredBatch()
         self._done: torch.cuda.Event | None = None
-
-    @property
-    def reversible(self) -> bool:
-        return True
 
     # What a method adds
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.index_api import Attends, IndexContext, Selection
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, within
 from kvthaw.index.clusters import ClusterIndex, Start
 from kvthaw.index.target import Full, Target
@@ -17,7 +18,7 @@ from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.unit_select import Policy
 
 
-class WaveIndex(ClusterIndex, Attends):
+class WaveIndex(ClusterIndex):
     """k-means within segments of the prompt, and an estimate of the attention to clusters that are not read.
 
     A prompt is clustered in segments of `segment` tokens, the last one shorter, one cluster for every tokens_per_cluster; so are
@@ -58,6 +59,7 @@ class WaveIndex(ClusterIndex, Attends):
             policy=policy,
         )
         self.segment, self.estimated = segment, estimated
+        self.traits = replace(ClusterIndex.traits, attends=estimated > 0)
         self.values = torch.zeros_like(self.digests)
         self.recent_values = torch.zeros_like(self.recent)
         self.closed = torch.zeros_like(self.counts)
@@ -113,13 +115,9 @@ class WaveIndex(ClusterIndex, Attends):
             values = self._arriving[seq][None, :, at : at + self.batch]
             self._average([Full(seq, begin + at, before + i * self.per_batch)], self.per_batch, values)
 
-    def foreseen(self, seq: int) -> int:
+    def upcoming(self, seq: int) -> int:
         """None: mean values follow a batch's clusters at once."""
         return 0
-
-    @property
-    def attends(self) -> bool:
-        return self.estimated > 0
 
     def select(self, query: Tensor, budget: int) -> Selection:
         selection = super().select(query, budget)

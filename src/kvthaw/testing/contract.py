@@ -350,7 +350,7 @@ def _memory(tensor: Tensor) -> int:
 def _names_what_it_reads(layer: Layer, sequences: list[int], when: str) -> None:
     """Demand that a step reads no tensor of the index but those that tensors() names; of an index on the device, at least one."""
     reads, index = _Reads(), layer.retriever.index
-    calls = {name: getattr(index, name) for name in ("select", "rebuild") if hasattr(index, name)}
+    calls = {name: getattr(index, name) for name in ("select", "rebuild")}
     own = {name: call for name, call in vars(index).items() if name in calls}
 
     def reading(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -366,7 +366,10 @@ def _names_what_it_reads(layer: Layer, sequences: list[int], when: str) -> None:
     for name in calls:
         delattr(index, name)
     vars(index).update(own)
-    need(index.on_host or bool(reads.seen), f"{when}, select() was not called or reads no tensor, though on_host is False")
+    need(
+        index.traits.on_host or bool(reads.seen),
+        f"{when}, select() was not called or reads no tensor, though its traits say on_host=False",
+    )
     told = {_memory(tensor) for tensor in index.tensors()}
     held = {path: tensor for path, tensor in _reachable(index, type(index).__name__, set()) if tensor.numel()}
     missing = [path for path, tensor in held.items() if _memory(tensor) in reads.seen.keys() - told]

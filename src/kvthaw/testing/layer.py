@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvthaw.cache.choice import Choice
-from kvthaw.cache.index_api import Method, Rebuilds
+from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
@@ -193,7 +193,7 @@ class Layer:
             if chosen.log_weight is not None:
                 weight = torch.zeros(len(rows), shape.q_heads, n + 1)
                 weight = weight.scatter_(2, rows.repeat_interleave(shape.group, 1), chosen.log_weight)[:, :, :n]
-            if isinstance(self.retriever.index, Rebuilds):
+            if self.retriever.index.traits.rebuilds:
                 assert step.choice.slots is not None
                 pool, wide = (
                     self.offloaded.slab.keys[:, :, self.offloaded.slab.pool_start :].cpu(),
