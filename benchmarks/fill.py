@@ -45,7 +45,6 @@ class Tokens(DenseLayer):
     @property
     def rows(self) -> Tensor:
         """[1, H, T, 2, D]."""
-        assert self._data is not None
         return self._data
 
 

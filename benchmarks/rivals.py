@@ -66,7 +66,7 @@ def filled(model: PreTrainedModel, rival: str, length: int, steps: int) -> Cache
     cache = Cache(model, SPARSE[0] if sparse else "full", **how)
     fill(cache, lambda layer: same, shared=sparse, coming=steps if sparse else 0)
     for layer in cache.kv.layers if fp8 else ():
-        if isinstance(layer, DenseLayer) and layer._data is not None and layer._data.dtype != torch.uint8:
+        if isinstance(layer, DenseLayer) and layer.tensors() and layer._data.dtype != torch.uint8:
             layer._data = layer._data.to(torch.float8_e4m3fn)
     return cache
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import kvthaw
 import zoo
 from benchmarks.launches import launches
-from kvthaw.cache.index_api import IndexContext
+from kvthaw.cache.index_api import Index, IndexContext, Selection
 from kvthaw.engine.graph_runner import GraphRunner, capturable, compiled_step
 from kvthaw.errors import ConfigError
 from kvthaw.index.exact import ExactIndex
@@ -487,12 +487,18 @@ def test_a_tensor_of_an_own_indexs_helper_that_moved_is_noticed(
         assert len(device.at) == steps + (not moves), "the captured step reads what has moved"
 
 
-def test_an_own_index_without_tensors_is_refused_by_name(llama: PreTrainedModel) -> None:
-    class Untold(Helped):
-        tensors = property()  # type: ignore[assignment]  # raises AttributeError
+def test_what_is_no_index_is_refused_by_name(llama: PreTrainedModel) -> None:
+    class Untold(Index):
+        def select(self, query: torch.Tensor, budget: int) -> Selection:
+            raise NotImplementedError
 
-    with pytest.raises(ConfigError, match=r"Untold of mine has no tensors\(\)"):
-        kvthaw.Cache(llama, replace(resolve("oracle"), name="mine", index=Untold), budget=128)
+    for index, error, says in (
+        (Helper, ConfigError, r"index of mine made a Helper; it must make an index that inherits kvthaw.cache.index_api.Index"),
+        (Untold, TypeError, "abstract class Untold .*append, build, clone_from, reorder, tensors, truncate"),
+    ):
+        method = replace(resolve("oracle"), name="mine", index=lambda context, index=index: index())  # type: ignore[arg-type]
+        with pytest.raises(error, match=says):
+            kvthaw.Cache(llama, method, budget=128)
 
 
 def test_a_reset_lets_go_of_all_that_a_captured_step_reads(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

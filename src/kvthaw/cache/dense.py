@@ -38,41 +38,40 @@ class DenseLayer(DeviceLayer):
         self.recent_queries: dict[int, Tensor] = {}
         self.scale = 0.0
         self._before: tuple[Step | None, dict[int, Tensor]] = None, {}  # a prefill, and what was watched before it
-        self._data: Tensor | None = None
+        self._data = torch.empty((0, 0, 0, 2, 0))
         self._offloaded: HostStore | None = None
         self._tickets = torch.empty(0, dtype=torch.int32)
+
+    @property
+    def _allocated(self) -> bool:
+        return self._data.numel() > 0
 
     # Reading
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
-        assert self._data is not None
         return self._data[seq, :, start:stop]
 
     def nonfinite(self) -> Tensor | None:
-        return self._tickets[:1] if self._data is not None else None
+        return self._tickets[:1] if self._allocated else None
 
     def device_bytes(self) -> int:
-        if self._data is None:
-            return 0
-        return self._data[0, :, 0].nbytes * sum(self.sequences.length(seq) for seq in range(self.sequences.count))
+        return self.token_bytes() * sum(self.sequences.length(seq) for seq in range(self.sequences.count))
 
     def token_bytes(self) -> int:
         """Return the bytes of KV of one token of one sequence."""
-        return 0 if self._data is None else self._data[0, :, :1].nbytes
+        return self._data.shape[1] * 2 * self._data.shape[4] * self._data.itemsize
 
     def host_bytes(self, seq: int | None = None) -> int:
         """Return the bytes of KV on the host: what was offloaded for forks."""
         return 0 if self._offloaded is None else self._offloaded.nbytes(seq)
 
     def tensors(self) -> list[Tensor]:
-        return [] if self._data is None else [self._data, self._tickets]
+        return [self._data, self._tickets] if self._allocated else []
 
     def offloaded(self, block_size: int, format: RowFormat) -> HostStore:
         """Return the rows of this layer on the host, as far as they fill blocks of so many tokens, for forks to share: nobody ever
         writes into a full block. They are copied once, for which this waits, and stay as long as this layer's rows do."""
-        data = self._data
-        assert data is not None
-        store = self._offloaded
+        data, store = self._data, self._offloaded
         if store is None or (store.block_size, store.format) != (block_size, format):
             count, (heads, dim), pinned = self.sequences.count, (data.shape[1], data.shape[4]), data.is_cuda
             store = HostStore(count, heads, dim, data.dtype, block_size=block_size, pinned=pinned, format=format)
@@ -95,7 +94,6 @@ class DenseLayer(DeviceLayer):
 
     def _attend_rows(self, step: Step, query: Tensor, attention: AttentionParams) -> Tensor:
         def attend(row: Row, q: Tensor) -> Tensor:
-            assert self._data is not None
             return _causal(q, self._data[row.seq : row.seq + 1, :, : row.past + step.tokens - row.pad], attention)
 
         return attend_rows(step, query, attend)
@@ -103,12 +101,10 @@ class DenseLayer(DeviceLayer):
     def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
         """Attend to everything, by a kernel that reads device counters alone."""
         self._make_room()
-        assert self._data is not None
         self.sequences.place(step, t, self._data.device)
         return self._attend_one(query, newest, attention)
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        assert self._data is not None
         if step.dense:
             return self._attend_rows(step, query, attention)
         self.sequences.place_committed(self._data.device)
@@ -126,13 +122,11 @@ class DenseLayer(DeviceLayer):
         }
         for i, (other, seq) in enumerate(rows):
             own = other.read(seq, 0, other.length(seq))
-            if self._data is None:
+            if not self._allocated:
                 self._allocate(own[None, :, :, 0], len(rows), other.scale)
-                assert self._data is not None
             self._data[i, :, : own.shape[1]] = own
 
     def _attend_one(self, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
-        assert self._data is not None
         data = self._data[: len(query)]
         step = DecodeStep(
             query,
@@ -148,12 +142,11 @@ class DenseLayer(DeviceLayer):
 
     def _write(self, step: Step, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Put the step's tokens in their places; the data afterwards."""
-        if self._data is None:
+        if not self._allocated:
             self._allocate(key, len(step.left_pad), scale)
         self._make_room()
         self._before = step, dict(self.recent_queries)
         data = self._data
-        assert data is not None
         take_queries(step, query, self.recent_queries, self.prompt_queries)
         if step.seq is None and not any(step.left_pad):
             place = data[:, :, step.start : step.start + step.tokens]
@@ -173,7 +166,6 @@ class DenseLayer(DeviceLayer):
     def _make_room(self) -> None:
         """Grow the tensor to the capacity of the sequences."""
         data = self._data
-        assert data is not None
         have, capacity = data.shape[2], self.sequences.capacity
         if have < capacity:
             grown = _zeros((*data.shape[:2], capacity, *data.shape[3:]), data.dtype, data.device)
@@ -183,7 +175,7 @@ class DenseLayer(DeviceLayer):
     # Between steps
 
     def before_step(self) -> None:
-        if self._data is not None:
+        if self._allocated:
             self._make_room()
 
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
@@ -200,16 +192,14 @@ class DenseLayer(DeviceLayer):
 
     @property
     def home(self) -> Tensor | None:
-        return self._data
+        return self._data if self._allocated else None
 
     def swap_out(self, seq: int, memory: HostMemory) -> SwappedLayer:
-        assert self._data is not None
         rows, queries = self.read(seq, 0, self.sequences.length(seq)), self.recent_queries.get(seq)
         blocks = to_blocks(rows, _BLOCK, memory)
         return SwappedLayer(weakref.ref(self._data), blocks, rows.shape[1], queries=None if queries is None else queries.cpu())
 
     def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
-        assert self._data is not None
         for i, block in enumerate(swapped.blocks):
             rows = block.data
             self._data[seq, :, i * _BLOCK : i * _BLOCK + rows.shape[1]].copy_(rows, non_blocking=True)
@@ -218,7 +208,7 @@ class DenseLayer(DeviceLayer):
 
     def reorder(self, sequences: Sequence[int]) -> None:
         self._offloaded = None
-        if self._data is not None:
+        if self._allocated:
             self._data = self._data[torch.tensor(sequences, device=self._data.device)]
             self._tickets = self._tickets.new_zeros(self._data.shape[0] * self._data.shape[1] + 1)
             self.recent_queries = reordered(self.recent_queries, sequences)

@@ -37,9 +37,9 @@ class KVCache:
     in between was never counted. Taken again it is the step that it would have been; whatever else comes, layers first go back to
     the committed lengths.
 
-    numbers: the model's full-attention layers that this cache serves, of `depth` in all; windows: its layers that attend to recent
-    tokens alone, and to which. origin: what the KV is of, where these layers are all of it: prefixes
-    are shared among equals, of which calls return the same.
+    numbers: the model's full-attention layers that this cache serves, of `depth` in all.
+    windows: its layers that attend to recent tokens alone, with their spans.
+    origin: returns what the KV belongs to, where these layers are all of it. Caches of equal origins share prefixes.
     """
 
     def __init__(
@@ -126,17 +126,16 @@ class KVCache:
             layer.rollback(None)
         return layer.attend_again(step, query, key, value, attention)
 
-    def _begin(self, rows: int, tokens: int, left_pad: Sequence[int] | None) -> None:
+    def _begin(self, rows: int, tokens: int, left_pad: Sequence[int] | None) -> Step:
         self.finish_clear()
-        sequences = self.sequences
-        failed = self._failed()
+        sequences, failed = self.sequences, self._failed()
+        pads = left_pad if left_pad is not None else sequences.left_pad or [0] * rows
         if failed is None:
             self._checkpoints.drop()
-        pads = left_pad if left_pad is not None else sequences.left_pad or [0] * rows
-        if failed is None and (tokens > 1 or not sequences.padded_length or sequences.filling is not None):
-            self.chooser.before_prompt(tokens, pads)
-        elif failed is None:
-            self.chooser.before_step()
+            if tokens > 1 or not sequences.padded_length or sequences.filling is not None:
+                self.chooser.before_prompt(tokens, pads)
+            else:
+                self.chooser.before_step()
         if sequences.regions is None:
             self._divide(tokens, pads)
         decodes = sequences.filling is None and sequences.padded_length >= max(1, *pads) and sequences.decodes(tokens)
@@ -149,6 +148,7 @@ class KVCache:
                 layer.rollback(None)
         if not step.dense and self.streams.graph is None:  # else that was seen to, and nothing may move
             self.before_step()
+        return step
 
     def _divide(self, tokens: int, pads: Sequence[int]) -> None:
         """Set the regions by the first prompt."""
@@ -224,14 +224,9 @@ class KVCache:
             or sequences.capacity <= sequences.longest
             or self.chooser.due()
             or (sequences.full() and known.get("flushed") != sequences.padded_length)
-            or self._blocks_move()
+            # Where some blocks lie on the device and some on the host, requests that come and go move the blocks of others too.
+            or (sequences.room > 0 and bool(self.streams.device.limit) and self.streams.device.spills)
         )
-
-    def _blocks_move(self) -> bool:
-        """Return whether blocks of a running batch may lie elsewhere than at its step before: where some lie on the device and some
-        on the host, prompts, copies that end and requests that leave move those of others too."""
-        device = self.streams.device
-        return self.sequences.room > 0 and bool(device.limit) and device.spills
 
     def before_step(self) -> None:
         """Idempotent. Run all host-side work required before the next decode step; a graph-safe index is then captured whole."""
@@ -271,9 +266,7 @@ class KVCache:
             if self._checkpoints.candidates is None and self.sequences.full():
                 passes.take_effect(self.offloaded, self.sequences.leaving())
                 ahead = [layer for layer in self.offloaded if layer.on_host and layer.can_run_ahead]
-                if (
-                    ahead and self.streams.graph is None
-                ):  # else what is queued waits: a first token is drawn before clusters form
+                if ahead and self.streams.graph is None:  # else queued work waits: a first token is drawn before clusters form
                     self._run_ahead(ahead)
 
     def _run_ahead(self, layers: Sequence[OffloadedLayer]) -> None:
@@ -415,9 +408,7 @@ class KVCache:
         self, tokens: int, left_pad: Sequence[int] | None, fill: Callable[[OffloadedLayer | DenseLayer, Step], PrefillKV | None]
     ) -> None:
         """Begin with a prompt whose rows are there: fill(layer, step) gives each layer its own, in order, as prefill() does."""
-        self._begin(1, tokens, left_pad)
-        step = self.sequences.step
-        assert step is not None
+        step = self._begin(1, tokens, left_pad)
         for layer in self.layers:
             assert not isinstance(layer, WindowLayer)
             self._store(layer, fill(layer, step))

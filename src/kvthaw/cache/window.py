@@ -37,35 +37,37 @@ class WindowLayer(DeviceLayer):
     def reset(self) -> None:
         self.recent_queries: dict[int, Tensor] = {}
         self.scale = 0.0
-        self.slab: Slab | None = None
+        self.slab = Slab(0, 0, 0, Regions(0, 1, 1), 0, dtype=torch.float32, device=torch.device("cpu"))
         self._starts = torch.empty(0, dtype=torch.int32)
         self._before: tuple[Step | None, dict[int, Tensor]] = None, {}
+
+    @property
+    def _allocated(self) -> bool:
+        return len(self.slab.data) > 0
 
     # Reading
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
         """See LayerKV. Only positions that the next query attends to are here."""
-        assert self.slab is not None
         return self.slab.read(seq, start, stop)
 
     def nonfinite(self) -> Tensor | None:
-        return None if self.slab is None else self.slab.tickets[:1]
+        return self.slab.tickets[:1] if self._allocated else None
 
     def device_bytes(self) -> int:
-        return 0 if self.slab is None else self.slab.data.nbytes
+        return self.slab.data.nbytes
 
     def host_bytes(self, seq: int | None = None) -> int:
         """Nothing is on the host."""
         return 0
 
     def tensors(self) -> list[Tensor]:
-        return [] if self.slab is None else [self.slab.data, self.slab.tickets]
+        return [self.slab.data, self.slab.tickets] if self._allocated else []
 
     # Steps
 
     def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> tuple[Tensor, None]:
         self._allocate(step, key, attention.scale)
-        assert self.slab is not None
         self._before = step, {row.seq: self.slab.data[row.seq].clone() for row in step.rows() if row.past}
         out = self._attend(step, query, key, value, attention)
         self.append(step, query, key, value)
@@ -73,19 +75,16 @@ class WindowLayer(DeviceLayer):
 
     def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
         """See LayerKV. A kernel reads device counters alone."""
-        assert self.slab is not None
         self.sequences.place(step, t, self.slab.data.device)
         return self._attend_one(query, newest, attention)
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        assert self.slab is not None
         if step.dense:
             return self._attend(step, query, key, value, attention)
         self.sequences.place_committed(self.slab.data.device)
         return self._attend_one(query[:, :, 0], (key[:, :, -1], value[:, :, -1]), attention)[:, :, None]
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
-        assert self.slab is not None
         for row in step.rows():
             new = torch.stack((key[row.row, :, row.pad :], value[row.row, :, row.pad :]), dim=2)[:, -self.slab.regions.ring :]
             self.slab.write(row.seq, row.past + step.tokens - row.pad - new.shape[1], new)
@@ -105,12 +104,10 @@ class WindowLayer(DeviceLayer):
 
     def _past(self, seq: int, start: int, stop: int) -> Tensor:
         """Rows [H, stop - start, 2, D] as they stood in the ring before the latest prefill."""
-        assert self.slab is not None
         before = self._before[1][seq]
         return torch.cat([before[:, place:end] for place, end in self.slab.runs(start, stop)], dim=1)
 
     def _attend_one(self, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
-        assert self.slab is not None
         lengths, seqs = self.sequences.on_device.lengths, len(query)
         if self.leader is None:
             self._starts = self.span.firsts(lengths - 1)
@@ -129,7 +126,7 @@ class WindowLayer(DeviceLayer):
         return sparse_decode(step, self.slab.tickets)
 
     def _allocate(self, step: Step, key: Tensor, scale: float) -> None:
-        if self.slab is None:
+        if not self._allocated:
             _, heads, _, dim = key.shape
             most = self.span.size if self.sequences.limit is None else min(self.span.size, self.sequences.limit)
             regions = Regions(0, most, 1)
@@ -143,7 +140,7 @@ class WindowLayer(DeviceLayer):
 
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
         """See LayerKV. The place that a decoded token took is that of one which no later query attends to."""
-        if failed is not None and not repeated and self._before[0] is failed and self.slab is not None:
+        if failed is not None and not repeated and self._before[0] is failed:
             for seq, data in self._before[1].items():
                 self.slab.data[seq].copy_(data)
             self._before = None, {}
@@ -154,25 +151,23 @@ class WindowLayer(DeviceLayer):
 
     def clear(self, seq: int) -> None:
         """See LayerKV. What stood there may not have been finite."""
-        if self.slab is not None:
+        if self._allocated:
             self.slab.data[seq].zero_()
             self._before[1].pop(seq, None)
 
     @property
     def home(self) -> Slab | None:
-        return self.slab
+        return self.slab if self._allocated else None
 
     def swap_out(self, seq: int, memory: HostMemory) -> SwappedLayer:
-        assert self.slab is not None
         return SwappedLayer(weakref.ref(self.slab), held=self.slab.data[seq].to("cpu", copy=True))
 
     def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
-        assert self.slab is not None
         assert swapped.held is not None
         self.slab.data[seq].copy_(swapped.held)
 
     def reorder(self, sequences: Sequence[int]) -> None:
-        if self.slab is not None:
+        if self._allocated:
             self.slab.reorder(torch.tensor(sequences, device=self.slab.data.device))
             self._before = None, {}
 
