@@ -1,12 +1,13 @@
 """How far next-token distributions are from full attention's on a pretrained model: KL(full || method) in nats a token.
 
-usage: python3 -m benchmarks.real_models MODEL OUT.jsonl [--method all] [--budget 64,256,1024] [--text FILE] ...
+usage: python3 -m benchmarks.real_models MODEL OUT.jsonl [--method all] [--budget 64,256,1024] [--prompts FILE | --text FILE] ...
        python3 -m benchmarks.real_models --publish OUT.jsonl...
 
-The first measures for `--seconds` what OUT.jsonl lacks: windows of a text at every length, spread evenly over it, half of them
-followed by the text itself, half by full attention's greedy answer to a question (through the chat template, where there is one).
-All variants see a block of prompts before any sees the next. MODEL: as for `kvthaw eval --model`. The second writes
-benchmarks/results/real_models.jsonl, a line a model, text, kind of prompt and variant, and the tables of docs/results.md.
+The first measures for `--seconds` what OUT.jsonl lacks. With `--prompts`, full attention answers each prompt of a file greedily,
+through the chat template where there is one. Without, windows of a text at every length are spread evenly over it: the text itself
+follows half of them, full attention's greedy answer to a question the other half. All variants see a block of prompts before any
+sees the next. MODEL: as for `kvthaw eval --model`. The second writes benchmarks/results/real_models.jsonl, a line a model, text,
+kind of prompt and variant, and the tables of docs/results.md.
 """
 
 from __future__ import annotations
@@ -19,12 +20,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.script import put, run_as_script
+from benchmarks.script import paragraph, put, run_as_script
 from kvthaw.bench.card import provenance
 from kvthaw.cli.options import budget_of, listed, tokens_of, words
 from kvthaw.engine.hf.model import load, silence
 from kvthaw.errors import ConfigError, KvthawError
-from kvthaw.evaluate.agreement import STEPS, Agreement, Comparison, Prompt, questions, summarize, windows
+from kvthaw.evaluate.agreement import (
+    STEPS,
+    Agreement,
+    Comparison,
+    Prompt,
+    longest,
+    questions,
+    read_prompts,
+    summarize,
+    windows,
+)
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.text import Chat
@@ -38,9 +49,10 @@ QUESTION = "What happens here? Answer in one sentence."
 KINDS = {"greedy": "full attention's greedy answers", "text": "the text itself"}
 
 
-def prompts_of(tokenizer: Any, text: str, lengths: Sequence[int], count: int, steps: int) -> list[Prompt]:
+def prompts_of(
+    tokenizer: Any, text: str, lengths: Sequence[int], count: int, steps: int, chat: Chat | None = None
+) -> list[Prompt]:
     """Return so many prompts of each length that the text follows, and as many that are answered, in turn."""
-    chat = Chat() if getattr(tokenizer, "chat_template", None) is not None else None
     found: list[Prompt] = []
     for length in lengths:
         follow = windows(tokenizer, text, length, count, steps)
@@ -68,16 +80,16 @@ def measure(by: Agreement, work: Comparison, variants: Sequence[Variant], until:
 
 
 def lines(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Summarize what every variant of a model, text and kind of prompt was asked: only prompts that all of its variants have."""
+    """Summarize every variant of a model, text and kind of prompt over the prompts that all of its variants have."""
     groups: dict[tuple[str, ...], dict[Variant, dict[str, Record]]] = {}
     for record in records:
         group = tuple(str(record[name]) for name in ("model", "text", "answer", "steps", "dtype", "device"))
         groups.setdefault(group, {}).setdefault(Variant.of(record.setting), {})[record["prompt"]] = record
     for variants in groups.values():
-        most = max(map(len, variants.values()))
+        common = set.intersection(*map(set, variants.values()))
         for found in variants.values():
-            if len(found) == most:  # one that was stopped has seen other prompts
-                yield _line(list(found.values()))
+            if common:
+                yield _line([record for prompt, record in found.items() if prompt in common])
 
 
 def _line(records: list[Record]) -> dict[str, Any]:
@@ -125,13 +137,12 @@ def _table(some: Sequence[dict[str, Any]]) -> str:
         known = [cells[*row, kind, 256]["kl"] for kind in kinds if (*row, kind, 256) in cells]
         return sum(known) / len(known) if known else float("inf")
 
-    first = some[0]
-    counts = " and ".join(
-        f"{max(one['n'] for one in some if one['answer'] == kind)} prompts followed by {KINDS[kind]}" for kind in kinds
-    )
-    about = (
-        f"**{first['model']}**, {first['text']}: {counts}, of {first['lengths'][0]:,} to {first['lengths'][-1]:,} tokens, "
-        f"{first['tokens'] // first['n']} tokens each, {first['dtype']}, {first['gpu'] or first['cpu']}, {first['commit']}."
+    first, lengths = some[0], [length for one in some for length in one["lengths"]]
+    every = [next(one for one in some if one["answer"] == kind) for kind in kinds]
+    counts = " and ".join(f"{one['n']} prompts followed by {KINDS[one['answer']]} ({one['tokens']:,} tokens)" for one in every)
+    about = paragraph(
+        f"**{first['model']}**, {first['text']}: {counts}; prompts of {min(lengths):,} to {max(lengths):,} tokens; "
+        f"{first['dtype']}, {first['gpu'] or first['cpu']}, {first['commit']}."
     )
     head = ["method", "dense layers", *(f"{kind} {budget:,}" for kind, budget in asked)]
     body = [[f"`{row[0]}`", str(row[1]), *(kl(row, *one) for one in asked)] for row in sorted(rows, key=order)]
@@ -167,9 +178,10 @@ def main() -> None:
     parser.add_argument("--method", default="all", help="all, or methods as for kvthaw eval")
     parser.add_argument("--budget", default="64,256,1024")
     parser.add_argument("--dense-layers", default="", help="several numbers; default: two, or what the model's size says")
+    parser.add_argument("--prompts", type=Path, help='a JSON-lines file whose lines hold a "prompt"')
     parser.add_argument("--text", type=Path, help="a book instead of the one that ships")
-    parser.add_argument("--length", default="2048,4096", help="tokens of a prompt")
-    parser.add_argument("--prompts", type=int, default=4, help="of each length and kind")
+    parser.add_argument("--length", default="2048,4096", help="tokens of a window")
+    parser.add_argument("--limit", type=int, help="most prompts, or windows of each length and kind; default: all, or 4")
     parser.add_argument("--tokens", type=int, default=STEPS, help="tokens compared after each prompt")
     parser.add_argument("--batch", type=int, help="prompts that share their steps")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many seconds")
@@ -183,16 +195,25 @@ def main() -> None:
         return
     if given.model is None or given.out is None:
         parser.error("MODEL and OUT.jsonl, or --publish")
+    if given.prompts is not None and given.text is not None:
+        parser.error("give one of --prompts and --text")
     until = time.monotonic() + given.seconds
     silence()
     names = ",".join(METHODS) if given.method == "all" else given.method
     dense = listed([given.dense_layers], int, "--dense-layers") if given.dense_layers else []
     variants = [one for one in read_variants(names, listed([given.budget], budget_of, "--budget"), (), dense) if one != FULL]
     model, tokenizer = load(given.model, device=given.device, dtype=given.dtype)
-    text, book = (read_asset("book.txt"), "alice") if given.text is None else (words(given.text) or "", given.text.stem)
-    lengths = listed([given.length], tokens_of, "--length")
-    prompts = prompts_of(tokenizer, text, lengths, given.prompts, given.tokens)
-    results = Noted(given.out, book, given.commit)
+    chat = Chat() if getattr(tokenizer, "chat_template", None) is not None else None
+    if given.prompts is not None:
+        name, prompts = (
+            given.prompts.stem,
+            read_prompts(tokenizer, given.prompts, longest(model, given.tokens), chat, given.limit),
+        )
+    else:
+        text, name = (read_asset("book.txt"), "alice") if given.text is None else (words(given.text) or "", given.text.stem)
+        lengths = listed([given.length], tokens_of, "--length")
+        prompts = prompts_of(tokenizer, text, lengths, given.limit or 4, given.tokens, chat)
+    results = Noted(given.out, name, given.commit)
     by = Agreement(model, tokenizer, results, name=given.name or Path(given.model).stem, batch=given.batch)
     done = measure(by, Comparison(tuple(dict.fromkeys(prompts)), given.tokens), variants, until)
     if not done:
