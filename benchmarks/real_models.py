@@ -115,7 +115,8 @@ def _line(records: list[Record]) -> dict[str, Any]:
 
 
 def tables(lines: Sequence[dict[str, Any]]) -> str:
-    """Write a table a model: KL of every method under every budget, of answers and of the text."""
+    """Write a table a model: of every method under every budget the KL, its interval over prompts, and the share of equal top
+    tokens, of answers and of the text."""
     return "\n\n".join(
         _table([one for one in lines if (one["model"], one["text"]) == group])
         for group in dict.fromkeys((one["model"], one["text"]) for one in lines)
@@ -129,9 +130,12 @@ def _table(some: Sequence[dict[str, Any]]) -> str:
     rows = dict.fromkeys((one["method"], one["dense_layers"]) for one in some if one["method"] != "full")
     asked = [(kind, budget) for kind in kinds for budget in budgets]
 
-    def kl(row: tuple[str, int], kind: str, budget: int) -> str:
+    def cell(row: tuple[str, int], kind: str, budget: int) -> str:
         one = cells.get((*row, kind, budget))
-        return "-" if one is None else f"{one['kl']:.4f}" if one["kl"] < 0.1 else f"{one['kl']:.2f}"
+        if one is None:
+            return "-"
+        between = "" if one["kl_95"] is None else " ({} to {})".format(*map(_nats, one["kl_95"]))
+        return f"{_nats(one['kl'])}{between}, {one['same_top']:.1%}"
 
     def order(row: tuple[str, int]) -> float:
         known = [cells[*row, kind, 256]["kl"] for kind in kinds if (*row, kind, 256) in cells]
@@ -145,8 +149,12 @@ def _table(some: Sequence[dict[str, Any]]) -> str:
         f"{first['dtype']}, {first['gpu'] or first['cpu']}, {first['commit']}."
     )
     head = ["method", "dense layers", *(f"{kind} {budget:,}" for kind, budget in asked)]
-    body = [[f"`{row[0]}`", str(row[1]), *(kl(row, *one) for one in asked)] for row in sorted(rows, key=order)]
+    body = [[f"`{row[0]}`", str(row[1]), *(cell(row, *one) for one in asked)] for row in sorted(rows, key=order)]
     return "\n".join([about, "", *("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))])
+
+
+def _nats(value: float) -> str:
+    return f"{value:.4f}" if value < 0.1 else f"{value:.2f}"
 
 
 def publish(paths: Sequence[Path]) -> None:

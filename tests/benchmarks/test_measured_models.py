@@ -49,3 +49,4 @@ def test_a_run_that_is_stopped_goes_on_and_prompts_that_all_have_count(loaded: t
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows] == ["oracle", "streaming"]
     assert rows[0].count("|") == 3 + 2 * 2
+    assert all(cell.endswith("%") and " to " in cell for cell in rows[0].strip("| ").split(" | ")[2:]), rows[0]
