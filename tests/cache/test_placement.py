@@ -197,6 +197,21 @@ def test_the_oldest_spill_behind_the_steps_where_nothing_tells_them_apart_and_co
     assert cache.stats().moved_bytes > 0
 
 
+def test_a_host_block_whose_copy_took_its_place_is_free_at_once() -> None:
+    """Where no kernel may still read it, that is on a CPU. A cache that takes no further step held its memory for good."""
+    cache, tokens = make(device_memory="1MiB", host_bytes=LAYERS * 20 * SIZE), Tokens()
+    memory = cache.streams.memory
+    take(cache, tokens.draw(1, 40))
+    room_for(cache, 4)
+    for _ in range(40):
+        take(cache, tokens.draw(1, 1))
+    room_for(cache, 60)
+    for _ in range(40):
+        take(cache, tokens.draw(1, 1))
+        assert memory.used == sum(layer.store.nbytes() for layer in cache.offloaded)
+    assert memory.used == 0
+
+
 def test_replayed_steps_find_blocks_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their table is right before each replay though nothing is captured again."""
     cache, tokens = make(device_memory="1MiB"), Tokens()

@@ -98,11 +98,14 @@ class Requests(RuleBasedStateMachine):
         document=st.integers(0, 1),
         cuts=st.lists(st.integers(3, 7), min_size=1, max_size=2),
         salt=st.sampled_from(["", "", "a"]),
+        name=st.sampled_from([None, "a", "b"]),
+        priority=st.integers(0, 2),
     )
-    def submit(self, document: int, cuts: list[int], salt: str) -> None:
+    def submit(self, document: int, cuts: list[int], salt: str, name: str | None, priority: int) -> None:
         for cut in cuts:
             ids = torch.cat((prompt(1, 210, seed=document)[0][: cut * 30], prompt(1, 140, seed=10 + cut % 2)[0]))
-            self.given.append((self.scheduler.submit(ids, max_new_tokens=3, stop=(), cache_salt=salt), ids))
+            how: dict[str, Any] = {"cache_salt": salt, "name": name, "priority": priority}
+            self.given.append((self.scheduler.submit(ids, max_new_tokens=3, stop=(), **how), ids))
 
     @rule(steps=st.integers(1, 30))
     def go_on(self, steps: int) -> None:

@@ -97,8 +97,6 @@ class Placement:
 
     def finish(self) -> bool:
         """Point sequences at the blocks whose copies are complete. Returns whether addresses have changed."""
-        while self._leaving and all(event.query() for event in self._leaving[0][0]):
-            self._leaving.popleft()
         complete = [move for move in self._moves if move[2] is None or move[2].query()]
         self._moves = [move for move in self._moves if move not in complete]
         changed = False
@@ -112,6 +110,8 @@ class Placement:
             self.moved_bytes += old.data.nbytes
             if new.on_device:
                 self._leaving.append((self.device.arena.readers(), old.data))
+        while self._leaving and all(event.query() for event in self._leaving[0][0]):
+            self._leaving.popleft()
         return changed
 
     # Which block
