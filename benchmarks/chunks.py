@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.arrivals import random_prompt
 from benchmarks.fill import prompts_drawn
-from benchmarks.joining import MOST, Watch, random_prompt, sizes_of
+from benchmarks.joining import MOST, Watch, sizes_of
 from benchmarks.launches import part_of
 from benchmarks.script import Report, options
 from kvthaw import Batch, Request, Scheduler

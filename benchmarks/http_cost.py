@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.arrivals import Arrival, rank
 from benchmarks.over_http import client, cpu_seconds, serving, tokenizer_of
 from benchmarks.script import Report, options
-from benchmarks.trace import Arrival, rank
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.shapes import build
 from kvthaw.serve.service import Service

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.arrivals import random_prompt
 from benchmarks.fill import prompts_drawn
 from benchmarks.script import Report, options
 from kvthaw import Batch, Request, Scheduler
@@ -182,12 +183,6 @@ def sizes_of(method: str, budget: int, memory: str | None = None, host: str | No
         return {}
     limits = {"device_memory": memory, "host_bytes": None if host is None else read_bytes(host, "host_memory")}
     return {"budget": budget} | {name: limit for name, limit in limits.items() if limit is not None}
-
-
-def random_prompt(vocabulary: int, tokens: int, seed: int) -> Tensor:
-    """Draw a prompt."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, vocabulary, (tokens,), generator=generator)
 
 
 def main() -> None:

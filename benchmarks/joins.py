@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arrivals import random_prompt
 from benchmarks.chunks import profiled
-from benchmarks.joining import MOST, Watch, random_prompt, sizes_of
+from benchmarks.joining import MOST, Watch, sizes_of
 from benchmarks.script import Report, options
 from kvthaw import Batch, Scheduler
 from kvthaw.bench.card import where

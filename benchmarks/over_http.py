@@ -22,9 +22,10 @@ from typing import Any
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.joining import random_prompt, sizes_of
+from benchmarks.arrivals import Arrival, Served, arrivals, random_prompt, told
+from benchmarks.joining import sizes_of
 from benchmarks.script import Report, options
-from benchmarks.trace import Arrival, Served, arrivals, replay, told
+from benchmarks.trace import replay
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import where
 from kvthaw.bench.shapes import build

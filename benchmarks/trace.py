@@ -10,21 +10,14 @@ compared, on a tiny model, with those of the requests alone.
 
 from __future__ import annotations
 
-import csv
-import gzip
-import json
-import random
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from datetime import datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.joining import check, random_prompt, sizes_of
+from benchmarks.arrivals import Arrival, Served, arrivals, random_prompt, rank, told
+from benchmarks.joining import check, sizes_of
 from benchmarks.script import Report, options
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import where
@@ -32,55 +25,10 @@ from kvthaw.bench.shapes import build
 from kvthaw.engine.warm import frozen, warm
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A request of a trace: when it comes, in seconds after the first, and its tokens."""
-
-    at: float
-    prompt: int
-    new: int
-
-
-@dataclass
-class Served:
-    """When a request came and when its tokens did, in seconds."""
-
-    came: float
-    tokens: list[float] = field(default_factory=list)
-
-
-def read(path: Path) -> Iterator[Arrival]:
-    """Yield the requests of a trace."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        if ".csv" in path.suffixes:
-            for row in csv.DictReader(lines):
-                at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-                yield Arrival(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-        else:
-            for row in map(json.loads, lines):
-                yield Arrival(row["timestamp"] / 1000, row["input_length"], row["output_length"])
-
-
-def drawn(rng: random.Random) -> Iterator[Arrival]:
-    """Draw requests: three a second, prompts of some 900 tokens and answers of some 200 in the median, with long tails."""
-    at = 0.0
-    while True:
-        yield Arrival(at, max(1, int(rng.lognormvariate(6.8, 1.0))), max(1, int(rng.lognormvariate(5.3, 0.7))))
-        at += rng.expovariate(3.0)
-
-
-def arrivals(path: Path | None, count: int, capacity: int, speed: float) -> list[Arrival]:
-    """Return the first `count` requests that fit, the first at 0 s."""
-    source = drawn(random.Random(0)) if path is None else read(path)
-    fit = (one for one in source if one.prompt >= 1 and one.new >= 1 and one.prompt + one.new <= capacity)
-    taken = list(islice(fit, count))
-    return [Arrival((one.at - taken[0].at) / speed if speed else 0.0, one.prompt, one.new) for one in taken]
-
-
-def replay(scheduler: Scheduler, coming: list[Arrival]) -> dict[str, Any]:
-    """Serve the requests as they come. Returns what was measured."""
+def replay(scheduler: Scheduler, coming: list[Arrival], *, seeds: int = 0) -> dict[str, Any]:
+    """Serve the requests as they come. Returns what was measured. seeds: the first prompt is drawn with this seed."""
     vocabulary = scheduler.batch.cache.model.config.vocab_size
-    prompts = [random_prompt(vocabulary, one.prompt, seed) for seed, one in enumerate(coming)]
+    prompts = [random_prompt(vocabulary, one.prompt, seed) for seed, one in enumerate(coming, seeds)]
     served: dict[Request, Served] = {}
     asked, waiting, full = 0, 0, 0
     # Of each step: whether a prompt took part; its time, and until the device had the tokens
@@ -135,27 +83,6 @@ def parted(steps: list[tuple[bool, float, float]]) -> dict[str, Any]:
         times = [took for _, took, _ in own]
         found |= {f"{name}_steps": len(own), f"{name}_steps_s": sum(times), f"{name}_step_p50_s": rank(times, 50)}
     return found | {"plain_launched_p50_s": rank([launched for prompt, _, launched in steps if not prompt], 50)}
-
-
-def told(coming: list[Arrival], served: list[Served], whole: float) -> dict[str, Any]:
-    """Return what came of the requests in so many seconds."""
-    first = [one.tokens[0] - one.came for one in served]
-    gaps = [b - a for one in served for a, b in zip(one.tokens, one.tokens[1:], strict=False)]
-    tokens = sum(len(one.tokens) for one in served)
-    return {
-        "requests": len(coming),
-        "prompt_tokens": sum(one.prompt for one in coming),
-        "output_tokens": tokens,
-        "seconds": whole,
-        "output_tokens_per_s": tokens / whole,
-        **{f"ttft_p{n}_s": rank(first, n) for n in (50, 95)},
-        **{f"itl_p{n}_s": rank(gaps, n) for n in (50, 95, 99)},
-    }
-
-
-def rank(times: list[float], percent: int) -> float:
-    """Return the time that so many percent do not exceed, 0 where there are none."""
-    return sorted(times)[min(len(times) - 1, len(times) * percent // 100)] if times else 0.0
 
 
 def main() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.arrivals import random_prompt
 from benchmarks.chunks import _covered, end_of, timed
 from benchmarks.fill import prompts_drawn
-from benchmarks.joining import Watch, random_prompt
+from benchmarks.joining import Watch
 from kvthaw import Batch, Scheduler
 from kvthaw.bench.shapes import build
 

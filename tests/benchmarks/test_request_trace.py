@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.arrivals import Arrival, arrivals
 from benchmarks.over_http import over_http
-from benchmarks.trace import Arrival, arrivals, replay
+from benchmarks.trace import replay
 from kvthaw import Batch, Scheduler
 from zoo import build_exact
 
