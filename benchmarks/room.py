@@ -41,7 +41,7 @@ def need(setting: DecodeSetting, dtype: torch.dtype) -> Need:
     else:
         dense = setting.dense_layers if setting.dense_layers is not None else 2 if layers >= 16 else 0
         method = setting.resolved()
-        plan = Settings(method, setting.budget, setting.retrieved).plan(setting.length)
+        plan = Settings(method, budget=setting.budget, retrieved=setting.retrieved).plan(setting.length)
         kept, frozen = min(dense, layers), max(0, layers - dense)
         held = plan.regions.held + plan.rows * max(1, method.keep)
         share = 1 / method.anchors if isinstance(method.anchors, int) else 1.0

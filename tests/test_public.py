@@ -121,8 +121,20 @@ assert "forward" not in vars(model)
 def test_settings_and_results_are_frozen() -> None:
     import dataclasses
 
+    from kvthaw.cache.config import CacheConfig
     from kvthaw.cache.plan import Plan, Settings
 
-    for cls in (kvthaw.Stats, kvthaw.Method, Settings, Plan):
+    for cls in (kvthaw.Stats, kvthaw.Method, CacheConfig, Settings, Plan):
         assert dataclasses.is_dataclass(cls)
         assert cls.__dataclass_params__.frozen
+
+
+def test_every_setting_is_an_argument_with_its_default() -> None:
+    import inspect
+
+    from kvthaw.cache.config import CacheConfig
+
+    for function in (kvthaw.Cache, kvthaw.attach):
+        arguments = inspect.signature(function).parameters
+        settings = CacheConfig().keywords()
+        assert {name: arguments[name].default for name in settings} == settings

@@ -67,7 +67,9 @@ class DecodeSetting:
         if self.hits is not None and self.prompt == "text":
             raise ConfigError(f"hits is {self.hits}; with prompt='text' the text says which rows are found")
         if not self.hf:
-            Settings(self.resolved(), self.budget, self.retrieved, self.dense_layers or 0)  # refuse bad ones now
+            Settings(
+                self.resolved(), budget=self.budget, retrieved=self.retrieved, dense_layers=self.dense_layers or 0
+            )  # refuse bad ones now
 
     @property
     def hf(self) -> bool:

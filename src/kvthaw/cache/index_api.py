@@ -288,7 +288,7 @@ class Method:
     any_budget: the index does not depend on the number of rows, only on the regions, so a fork with another budget copies it.
     Leave it False for an index that is slower to copy than to build.
     dense_layers: how many first layers of a model of 16 and more keep all KV on the device, unless a cache is told otherwise.
-    kv_dtype: how rows are stored, unless a cache is told; see `kvthaw.cache.plan.Settings`.
+    kv_dtype: how rows are stored, unless a cache is told; see `kvthaw.cache.config.CacheConfig`.
     prompt_queries: how many of a prompt's last queries are kept for the index, until decoding begins; None: all.
     rotary: the index needs the model's rotary embedding. prefetches: the index is also asked a layer early, with the query that
     the layer would have if its attention saw the input of the layer before.

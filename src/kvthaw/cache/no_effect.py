@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
+from kvthaw.cache.config import CacheConfig
 from kvthaw.cache.index_api import Index, Method
 from kvthaw.cache.plan import Settings
 
-_DEFAULTS = {"seed": 0, "sparse_queries": 16}
+_DEFAULT = CacheConfig()
 _DENSE = ("budget", "dense_layers", "device_memory", "full_below", "seed", "sparse_queries")
 
 
@@ -26,24 +26,24 @@ def stays_on_host(method: Method, index: Index | None, device: torch.device) -> 
 
 
 def no_effect(
-    given: Mapping[str, Any], settings: Settings, stays: str | None, numbers: Sequence[int], device: torch.device
+    given: CacheConfig, settings: Settings, stays: str | None, numbers: Sequence[int], device: torch.device
 ) -> dict[str, str]:
     """Return by name the settings that were given and change nothing, and why.
 
-    given: as the user gave them, None or the default where not. settings: what became of them. stays: why blocks stay on the
+    given: as the user gave them. settings: what became of them. stays: why blocks stay on the
     host, None where they need not. numbers: of the layers that attend to everything.
     """
     method, found = settings.method, dict[str, str]()
     if method.dense:
         found = dict.fromkeys(_DENSE, f"{method.name} attends to everything and keeps all KV on the device")
-    elif device.type == "cpu" and given["device_memory"] == "auto":
+    elif device.type == "cpu" and given.device_memory == "auto":
         found["device_memory"] = "on a CPU auto is nothing"
     elif settings.full_below is None and stays is not None:
         found["device_memory"] = stays
     if method.index is None and not method.dense:
         found["seed"] = f"{method.name} draws nothing"
-    if given["dense_layers"] and min(numbers) >= given["dense_layers"]:
-        found["dense_layers"] = f"none of the first {given['dense_layers']} layers attends to everything"
-    if given["sparse_queries"] != settings.sparse_queries:
+    if given.dense_layers and min(numbers) >= given.dense_layers:
+        found["dense_layers"] = f"none of the first {given.dense_layers} layers attends to everything"
+    if given.sparse_queries != settings.sparse_queries:
         found["sparse_queries"] = "layers share KV, so several tokens at once attend to everything"
-    return {name: why for name, why in found.items() if given[name] not in (None, _DEFAULTS.get(name))}
+    return {name: why for name, why in found.items() if getattr(given, name) != getattr(_DEFAULT, name)}

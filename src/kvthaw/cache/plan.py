@@ -1,25 +1,22 @@
-"""What a user asked for, validated once, and what follows from it for a prompt."""
+"""What a method and a model make of a configuration, and the sizes that follow from it for a prompt."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import get_args
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvthaw.cache.config import CacheConfig
 from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory, held_bytes
 from kvthaw.cache.index_api import Index, IndexContext, Method
 from kvthaw.cache.ranks import ALONE, Ranks
-from kvthaw.errors import ConfigError, at_least, one_of
-from kvthaw.formatting import read_bytes
-from kvthaw.kernels.row_format import KvDtype
+from kvthaw.errors import ConfigError
 from kvthaw.regions import BUDGET, Regions
-from kvthaw.typecheck import check_type
 
 
 def default_block_size(token_bytes: int) -> int:
@@ -72,74 +69,29 @@ class Plan:
         return self.regions.held + self.rows
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """A cache's settings.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(CacheConfig):
+    """A cache's method, and its configuration with nothing left open.
 
-    budget: the most tokens that attention reads per KV head in one decode step, sink, window and buffer at their fullest
-    included; an integer, or a fraction in (0, 1) of the length (see longer). It is full attention up to budget - buffer tokens.
-    retrieved: instead of budget, the paper's regions and exactly this many rows from the index, or a fraction of the length. More
-    rows than the model has positions, or a batch capacity, are never retrieved. dense_layers: the first layers, which keep all KV
-    on the device.
-    sparse_queries: continuations of at most this many tokens are decoded one by one through the index, longer ones are dense;
-    the last chunk of a prompt given in chunks is a continuation too. block_size: tokens in a block of host memory; see
-    default_block_size().
-    host_bytes: the most host memory that blocks of KV may take, each in whole pages of 2 MiB where it is pinned, those
-    allocated ahead included; None: as much as the system has. A prompt, or a token, that needs more raises HostMemoryError and
-    changes nothing: it can be given again when something was freed.
-    device_memory: device memory that the cache may fill: bytes, text such as "8GiB", or "auto", what is free at the first prompt
-    less a margin for activations. Index, sink, ring, pool and dense layers count; what is left holds blocks, of which the others go
-    to the host. None: all blocks lie on the host. full_below: up to where every layer attends to everything and keeps its KV on the
-    device, if device_memory is None or holds it; from the step that passes it on the method is in force, until the cache is empty.
     ranks: the processes that the model is split over; bytes are of each.
-    kv_dtype: "fp8" stores rows in 8 bits, see `kvthaw.kernels.row_format`: in blocks, wherever they lie, in files and in kept
-    prompts. A prompt's rows are rounded when it is stored, a decoded token's when it leaves the ring, before the index gets them.
-    What dense layers hold on the device stays in the model's dtype, and so does all KV while full_below has full attention in
-    force; a dense method refuses it. None: as the method says, in the model's dtype unless its name has an option.
     """
 
-    method: Method
-    budget: int | float | None = None
-    retrieved: int | float | None = None
-    dense_layers: int = 0
-    seed: int = 0
-    sparse_queries: int = 16
-    block_size: int = 1024
-    host_bytes: int | None = None
-    device_memory: int | str | None = None
-    full_below: Crossing | None = None
+    method: Method = field(kw_only=False)
     ranks: Ranks = ALONE
-    kv_dtype: KvDtype | None = None
+    dense_layers: int = 0
+    block_size: int = 1024
+    full_below: Crossing | None = None
 
     def __post_init__(self) -> None:
-        check_type(int | float | None, budget=self.budget, retrieved=self.retrieved)
-        check_type(int | None, host_bytes=self.host_bytes)
-        check_type(int | str | None, device_memory=self.device_memory)
-        if self.device_memory not in (None, "auto"):
-            object.__setattr__(self, "device_memory", read_bytes(self.device_memory, "device_memory"))
-        check_type(
-            int, dense_layers=self.dense_layers, seed=self.seed, sparse_queries=self.sparse_queries, block_size=self.block_size
-        )
-        check_type(str | None, kv_dtype=self.kv_dtype)
+        CacheConfig.__post_init__(self)
         object.__setattr__(self, "kv_dtype", self.kv_dtype or self.method.kv_dtype)
-        if self.kv_dtype is not None:
-            one_of(get_args(KvDtype), kv_dtype=self.kv_dtype)
-            if self.method.dense:
-                raise ConfigError(
-                    f"kv_dtype is {self.kv_dtype!r}, and {self.method.name} keeps all KV on the device in the model's dtype; it "
-                    "must be None but for a method that offloads"
-                )
-        if self.retrieved is not None and self.budget is not None:
-            raise ConfigError(f"budget is {self.budget} and retrieved is {self.retrieved}; give one of them")
+        if self.kv_dtype is not None and self.method.dense:
+            raise ConfigError(
+                f"kv_dtype is {self.kv_dtype!r}, and {self.method.name} keeps all KV on the device in the model's dtype; it "
+                "must be None but for a method that offloads"
+            )
         if self.retrieved is not None and ((self.fraction is None and self.retrieved < 1) or self.method.index is None):
             raise ConfigError(f"retrieved is {self.retrieved}; it must be at least 1, for a method that retrieves")
-        if self.fraction is not None and not 0 < self.fraction < 1:
-            name = "budget" if self.retrieved is None else "retrieved"
-            raise ConfigError(f"{name} is {self.fraction}; a fraction of the length must lie between 0 and 1")
-        at_least(0, dense_layers=self.dense_layers, seed=self.seed)
-        if self.seed >= 1 << 63:
-            raise ConfigError(f"seed is {self.seed}; it must be less than 2^63")
-        at_least(1, sparse_queries=self.sparse_queries, block_size=self.block_size)
         if isinstance(self.budget, int):
             self.plan(0)
 
@@ -151,12 +103,6 @@ class Settings:
             full = f"full attention up to {self.full_below.total(1):,} tokens, then "
         rows = f"budget {budget}" if self.retrieved is None else f"{self.retrieved} retrieved"
         return f"{full}{self.method.name}, {rows}" + (f", rows in {self.kv_dtype}" if self.kv_dtype else "")
-
-    @property
-    def fraction(self) -> float | None:
-        """Budget or retrieved, if it is a fraction of the length."""
-        limit = self.budget if self.retrieved is None else self.retrieved
-        return limit if isinstance(limit, float) else None
 
     def in_blocks(self, tokens: int) -> int:
         """Return the capacity of the blocks that a sequence of `tokens` tokens takes."""

@@ -91,7 +91,7 @@ def read_variants(
         try_index(method, head_dim=128)
         for limit, kept in itertools.product(limits or [(None, None)], dense_layers or (None,)):
             variant = own if method.dense else read_variant(written, *limit, kept)
-            Settings(method, variant.budget, variant.retrieved, variant.dense_layers or 0)
+            Settings(method, **variant.limits)
             found[variant] = None
     return list(found)
 

@@ -11,14 +11,13 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, get_type_hints
 
+from kvthaw.cache.config import SETTINGS
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.plan import Settings
 from kvthaw.errors import ConfigError, hint
 from kvthaw.typecheck import check_type, describe
 
 REGIONS = ("sink", "window", "buffer")
 """Options of every method that retrieves, in tokens."""
-_BESIDE = tuple(field.name for field in fields(Settings) if field.name not in ("method", "ranks"))
 
 
 def written(text: str) -> tuple[str, Any]:
@@ -51,10 +50,10 @@ def check(method: str, given: Mapping[str, Any], *takes: Callable[..., object]) 
             check_type(named[name], **{name: value})
         elif len(takes) > 1 or len(named) == len(known):
             has = f"there are: {', '.join(named)}" if named else "it has none of its own"
-            if name in _BESIDE:
+            if name in SETTINGS:
                 raise ConfigError(f"method {method} has no option {name!r}; give it as an argument of its own, beside the name")
             regions = REGIONS if takes else ()
-            raise ConfigError(f"method {method} has no option {name!r}; {hint(name, (*named, *regions, *_BESIDE), has)}")
+            raise ConfigError(f"method {method} has no option {name!r}; {hint(name, (*named, *regions, *SETTINGS), has)}")
 
 
 def _parameters(make: Callable[..., object]) -> Mapping[str, inspect.Parameter]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 )
 
 from kvthaw.cache.clone import clone
+from kvthaw.cache.config import CacheConfig
 from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.dry_run import Needs
@@ -45,7 +46,7 @@ from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
 from kvthaw.engine.hf.masks import as_bool
 from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
-from kvthaw.formatting import human, read_bytes
+from kvthaw.formatting import human
 from kvthaw.kernels.local import Span
 from kvthaw.kernels.row_format import KvDtype, row_format
 from kvthaw.method_names import AUTO
@@ -54,21 +55,6 @@ from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
 _LONGEST = 131072  # tokens for which a method is chosen where the model has positions for more, or does not say
-
-
-def _crossing(
-    model: PreTrainedModel, token_bytes: int, known: Crossing | None, full_below: int | Crossing | None
-) -> Crossing | None:
-    """Return the length up to which a model attends to everything: what the user says, or what is known.
-
-    token_bytes: bytes of one token's KV, all layers."""
-    if isinstance(full_below, Crossing):
-        known = full_below
-    elif full_below is not None:
-        check_type(int, full_below=full_below)
-        at_least(0, full_below=full_below)
-        known = Crossing(((1, full_below),))
-    return None if known is None else known.on(token_bytes, model.device)
 
 
 class Cache(DynamicCache):
@@ -84,10 +70,7 @@ class Cache(DynamicCache):
         thaw on a GPU, icecache-digest on a CPU. It takes the next of pariskv-plus, clusterkv-plus and icecache-digest where an
         index does not fit a GPU beside the weights. It sets device_memory to "auto" unless the caller gives one.
     sized_for: how many rows must fit, and how many tokens each has. None: one row of all positions of the model, at most 131,072.
-    full_below: attend to everything up to this many tokens a sequence, or where a Crossing says. None: where kvthaw measured it.
-    dense_layers: how many of the first layers keep all KV on the device. None: the method's number for models of 16 layers and
-        more, else 0.
-    budget, retrieved, seed, sparse_queries, block_size, host_bytes, device_memory, kv_dtype: see `kvthaw.cache.plan.Settings`.
+    budget to kv_dtype: see `kvthaw.cache.config.CacheConfig`; full_below None is where kvthaw measured it, under "auto".
 
     `Stats.method` and `Stats.reason` tell what is in force and why. The log tells when that changes.
 
@@ -118,10 +101,7 @@ class Cache(DynamicCache):
         sized_for: tuple[int, int] | None = None,
         **options: Any,
     ) -> None:
-        given = {
-            "budget": budget, "dense_layers": dense_layers, "seed": seed, "sparse_queries": sparse_queries,
-            "block_size": block_size, "host_bytes": host_bytes, "device_memory": device_memory, "full_below": full_below,
-        }  # fmt: skip
+        self.config = given = CacheConfig.of(locals())
         model = unwrap(model)
         use_kvthaw_attention(model)
         methods, crossing = candidates(method, model.device, **options)
@@ -131,36 +111,27 @@ class Cache(DynamicCache):
         full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
         if not full:
             raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer whose KV could be offloaded")
-        how = {
-            "budget": budget, "retrieved": retrieved, "dense_layers": dense_layers, "block_size": block_size, "seed": seed,
-            "kv_dtype": kv_dtype,
-        }  # fmt: skip
         self._sized_for = sized_for
         softcap = getattr(config, "attn_logit_softcapping", None)
         if softcap is not None and len(methods) > 1:
             methods = [each for each in methods if knows_softcap(each)]
         chosen, self._passed_over = methods[0], ""
         if len(methods) > 1:
-            chosen, self._passed_over = _that_fits(model, methods, len(full), sized_for, device_memory, host_bytes, how)
-        self._dense_layers = dense_layers
-        if dense_layers is None:
-            dense_layers = chosen.dense_layers if len(self.layers) >= 16 else 0
+            chosen, self._passed_over = _that_fits(model, methods, len(full), sized_for, given)
         self.shares_kv = bool(getattr(config, "num_kv_shared_layers", 0))
-        if self.shares_kv:
-            sparse_queries = 1  # layers that share KV ask after the index has gone on, so several tokens at once are dense
-        if crossing is not None and device_memory is None:
-            device_memory = "auto"
         processes, layer = ranks(model), of_layer(config, full[0])
         heads = (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) // processes.all_heads(1)
-        if block_size is None:
-            block_size = default_block_size(
-                heads * row_format(kv_dtype or chosen.kv_dtype, head_dim(layer), model.dtype).row_bytes
-            )
-        crossing = _crossing(model, 2 * heads * head_dim(layer) * model.dtype.itemsize, crossing, full_below)
-        self.settings = Settings(
-            chosen, budget, retrieved, dense_layers, seed, sparse_queries, block_size, host_bytes, device_memory, crossing,
-            processes, kv_dtype,
-        )  # fmt: skip
+        row_bytes = row_format(kv_dtype or chosen.kv_dtype, head_dim(layer), model.dtype).row_bytes
+        known = given.crossing or crossing
+        resolved = {
+            "dense_layers": chosen.dense_layers * (len(self.layers) >= 16) if dense_layers is None else dense_layers,
+            # Layers that share KV ask after the index has gone on, so several tokens at once are dense.
+            "sparse_queries": 1 if self.shares_kv else sparse_queries,
+            "block_size": block_size or default_block_size(heads * row_bytes),
+            "device_memory": "auto" if crossing is not None and device_memory is None else device_memory,
+            "full_below": known and known.on(2 * heads * head_dim(layer) * model.dtype.itemsize, model.device),
+        }
+        self.settings = Settings(chosen, ranks=processes, **given.keywords() | resolved)
         self.kv = KVCache(self.settings, full, len(self.layers), self._windows(config))
         if len(full) == len(self.layers):
             self.kv.origin = Origin(model)
@@ -171,7 +142,7 @@ class Cache(DynamicCache):
         """Why blocks stay on the host whatever room the device has; None where they need not."""
         self._no_effect = no_effect(given, self.settings, self.blocks_stay, full, model.device)
         for name, why in self._no_effect.items():
-            _log.info("%s=%r has no effect: %s", name, given[name], why)
+            _log.info("%s has no effect: %s", name, why)
         self.replay: GraphRunner | None = None
         self.rolls_back = False
         """Whether a forward that asks for several logits may be a verification of assisted decoding."""
@@ -291,14 +262,13 @@ class Cache(DynamicCache):
         cache was made without. The two are independent afterwards; what is offloaded for the forks of a dense cache is offloaded
         once and stays on the host with that cache."""
         model, mine = self.model, self.settings
-        settings.setdefault("sized_for", self._sized_for)
-        if "budget" not in settings and "retrieved" not in settings:
-            settings |= {"budget": mine.budget, "retrieved": mine.retrieved}
-        settings.setdefault("dense_layers", self._dense_layers)
-        for name in ("seed", "sparse_queries", "block_size", "host_bytes", "device_memory"):
-            settings.setdefault(name, getattr(mine, name))
-        settings.setdefault("kv_dtype", None if find(method, model.device)[0].dense else mine.kv_dtype)
-        twin = Cache(model, method, **settings)
+        kv_dtype = None if find(method, model.device)[0].dense else mine.kv_dtype
+        inherited = replace(
+            self.config, block_size=mine.block_size, device_memory=mine.device_memory, full_below=None, kv_dtype=kv_dtype
+        ).keywords()
+        if "budget" in settings or "retrieved" in settings:
+            del inherited["budget"], inherited["retrieved"]
+        twin = Cache(model, method, **{"sized_for": self._sized_for, **inherited, **settings})
         self.kv.rollback_failed_step()
         clone(twin.kv, self.kv.sequences, self.kv.layers)
         for i, layer in enumerate(self.layers):
@@ -374,28 +344,24 @@ def _that_fits(
     methods: Sequence[Method],
     layers: int,
     sized_for: tuple[int, int] | None,
-    device_memory: int | str | None,
-    host_bytes: int | None,
-    how: Mapping[str, Any],
+    config: CacheConfig,
 ) -> tuple[Method, str]:
     """Return the fastest of some methods that fits, and why it is not the first.
 
-    layers: how many keep KV of all tokens.
-    how: more settings of a cache."""
-    processes, config = ranks(model), model.config.get_text_config(decoder=True)
-    limit = read_bytes(device_memory, "device_memory") if device_memory not in (None, "auto") else 0
-    memory = DeviceMemory(limit or "auto", (), processes)
+    layers: how many keep KV of all tokens."""
+    processes, own = ranks(model), model.config.get_text_config(decoder=True)
+    memory = DeviceMemory(config.device_memory or "auto", (), processes)
     memory.resolve(model.device)
-    rows, tokens = sized_for or (1, min(getattr(config, "max_position_embeddings", None) or _LONGEST, _LONGEST))
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    every = 2 * heads * head_dim(config) * model.dtype.itemsize * layers // processes.all_heads(1)
+    rows, tokens = sized_for or (1, min(getattr(own, "max_position_embeddings", None) or _LONGEST, _LONGEST))
+    heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+    every = 2 * heads * head_dim(own) * model.dtype.itemsize * layers // processes.all_heads(1)
     if not memory.bytes or rows * tokens * every <= memory.bytes:  # an index takes less than all KV
         return methods[0], ""
-    free = available_host_memory(processes) if host_bytes is None else host_bytes
+    free = available_host_memory(processes) if config.host_bytes is None else config.host_bytes
     host = None if free is None else processes.least(free)
 
     def needs(method: Method) -> Needs:
-        cache = Cache(model, method, device_memory=memory.bytes, host_bytes=host_bytes, **how)
+        cache = Cache(model, method, **replace(config, device_memory=memory.bytes, full_below=None).keywords())
         return cache.needs(rows, tokens, 0, pinned=model.device.type == "cuda")
 
     def limits(needs: Needs) -> Limits:

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from kvthaw.cache.config import CacheConfig
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.prefix import PrefixCache
@@ -331,6 +332,7 @@ def attach(
 
     Example: ``with kvthaw.attach(model, "icecache-digest", budget=256): model.generate(**inputs)``
     """
+    config = CacheConfig.of(locals())
     model = unwrap(model)
     check_type(int, prefill_chunk=prefill_chunk)
     check_type(PrefixCache | None, prefix_cache=prefix_cache)
@@ -344,22 +346,7 @@ def attach(
     served = attends(model)
 
     def make(sized_for: tuple[int, int] | None) -> Cache:
-        return Cache(
-            model,
-            method,
-            budget=budget,
-            retrieved=retrieved,
-            dense_layers=dense_layers,
-            seed=seed,
-            sparse_queries=sparse_queries,
-            block_size=block_size,
-            host_bytes=host_bytes,
-            device_memory=device_memory,
-            full_below=full_below,
-            kv_dtype=kv_dtype,
-            sized_for=sized_for,
-            **options,
-        )
+        return Cache(model, method, sized_for=sized_for, **config.keywords(), **options)
 
     try:
         settings = make(None).settings  # refuse bad ones now, not at the first token

@@ -1,0 +1,97 @@
+"""What a user sets of a cache, whatever its method is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from kvthaw.cache.crossing import Crossing
+from kvthaw.errors import ConfigError, at_least, one_of
+from kvthaw.formatting import read_bytes
+from kvthaw.kernels.row_format import KvDtype
+from kvthaw.typecheck import check_type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The settings of a cache, checked here. `kvthaw.cache.plan.Settings` is what a method and a model make of them.
+
+    budget: the most tokens that attention reads per KV head in one decode step, sink, window and full buffer included; an integer,
+        or a fraction in (0, 1) of the length (see Settings.longer). It is full attention up to budget - buffer tokens.
+    retrieved: instead of budget, the paper's regions and exactly this number of rows from the index, or a fraction of the length.
+        More rows than the model has positions, or a batch capacity, are never retrieved.
+    dense_layers: the first layers, which keep all KV on the device. None: the method's number for models of 16 layers and more.
+    sparse_queries: continuations of at most this number of tokens are decoded one by one through the index, longer ones are dense.
+        The last chunk of a prompt given in chunks is a continuation too.
+    block_size: tokens in a block of host memory. None: default_block_size().
+    host_bytes: the most host memory that blocks of KV may take, each in whole pages of 2 MiB where it is pinned, those allocated
+        ahead included. A prompt, or a token, that needs more raises HostMemoryError and changes nothing. None: no limit.
+    device_memory: device memory that the cache may fill: bytes, text such as "8GiB", or "auto", what is free at the first prompt
+        less a margin for activations. Index, sink, ring, pool and dense layers count; what is left holds blocks. None: all blocks
+        lie on the host.
+    full_below: tokens a sequence up to which every layer attends to everything and keeps its KV on the device, if device_memory is
+        None or holds it; or a Crossing. From the step that passes it on the method is in force, until the cache is empty.
+    kv_dtype: "fp8" stores rows in 8 bits, see `kvthaw.kernels.row_format`: in blocks, wherever they lie, in files and in kept
+        prompts. A prompt's rows are rounded when it is stored, a decoded token's when it leaves the ring, before the index gets
+        them. What dense layers hold on the device stays in the model's dtype, and so does all KV while full_below has full
+        attention in force; a dense method refuses it. None: as the method says.
+    """
+
+    budget: int | float | None = None
+    retrieved: int | float | None = None
+    dense_layers: int | None = None
+    seed: int = 0
+    sparse_queries: int = 16
+    block_size: int | None = None
+    host_bytes: int | None = None
+    device_memory: int | str | None = None
+    full_below: int | Crossing | None = None
+    kv_dtype: KvDtype | None = None
+
+    def __post_init__(self) -> None:
+        check_type(int | float | None, budget=self.budget, retrieved=self.retrieved)
+        check_type(int | str | None, device_memory=self.device_memory)
+        check_type(int | Crossing | None, full_below=self.full_below)
+        check_type(int | None, host_bytes=self.host_bytes, dense_layers=self.dense_layers, block_size=self.block_size)
+        check_type(int, seed=self.seed, sparse_queries=self.sparse_queries)
+        check_type(str | None, kv_dtype=self.kv_dtype)
+        if self.device_memory not in (None, "auto"):
+            object.__setattr__(self, "device_memory", read_bytes(self.device_memory, "device_memory"))
+        if self.kv_dtype is not None:
+            one_of(get_args(KvDtype), kv_dtype=self.kv_dtype)
+        if self.retrieved is not None and self.budget is not None:
+            raise ConfigError(f"budget is {self.budget} and retrieved is {self.retrieved}; give one of them")
+        if self.fraction is not None and not 0 < self.fraction < 1:
+            name = "budget" if self.retrieved is None else "retrieved"
+            raise ConfigError(f"{name} is {self.fraction}; a fraction of the length must lie between 0 and 1")
+        at_least(0, dense_layers=self.dense_layers, seed=self.seed)
+        if isinstance(self.full_below, int):
+            at_least(0, full_below=self.full_below)
+        if self.seed >= 1 << 63:
+            raise ConfigError(f"seed is {self.seed}; it must be less than 2^63")
+        at_least(1, sparse_queries=self.sparse_queries, block_size=self.block_size)
+
+    @property
+    def fraction(self) -> float | None:
+        """Budget or retrieved, if it is a fraction of the length."""
+        limit = self.budget if self.retrieved is None else self.retrieved
+        return limit if isinstance(limit, float) else None
+
+    @property
+    def crossing(self) -> Crossing | None:
+        """Where full attention ends, if the user says."""
+        return Crossing(((1, self.full_below),)) if isinstance(self.full_below, int) else self.full_below
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> CacheConfig:
+        """Return the configuration that stands among the arguments of a function."""
+        return cls(**{name: value for name, value in arguments.items() if name in SETTINGS})
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the settings by name, as keyword arguments."""
+        return {name: getattr(self, name) for name in SETTINGS}
+
+
+SETTINGS = tuple(field.name for field in fields(CacheConfig))
+"""The names of the settings that every method takes."""
