@@ -34,7 +34,6 @@ def table(index: HybridIndex, seq: int) -> list[Tensor]:
     """What select() reads of a sequence, copied."""
     index.join()
     host = index.seqs[seq]
-    assert index.order is not None
     parts = [index.order[seq, :, : host.tokens], index.stops[seq, :, : host.units + 1], index.digests[seq, :, : host.units]]
     return [part.clone() for part in parts]
 
@@ -59,7 +58,6 @@ def test_the_static_set_is_what_the_window_attends_to() -> None:
     for head in range(2):
         static = mass[head].topk(10).indices + FIRST
         assert set(static.tolist()) <= found[head]
-        assert index.order is not None
         assert index.order[0, head, :10].tolist() == static.tolist()
         rest = [p for p in range(FIRST, FIRST + 200) if p not in set(static.tolist())]
         assert index.order[0, head, 10:200].tolist() == rest
@@ -170,7 +168,6 @@ def test_a_refresh_uses_the_last_queries_before_it_began(device: torch.device, m
         weights = torch.full((128,), 1 / 128, device=device)
         mass = observe.definition(queries.reshape(2, 128, 64), keys, weights, scale=64**-0.5)
         index = hybrid(seqs)
-        assert index.order is not None
         static = mass.topk(20, dim=1).indices + FIRST
         assert torch.equal(index.order[0, :, :20].sort(dim=1).values, static.int().sort(dim=1).values)
 

@@ -21,7 +21,6 @@ SMALL = partial(StaticPageIndex, page=8, interval=20, share=0.5, observe=3)
 def static(seqs: Seqs, seq: int = 0) -> list[list[int]]:
     index = seqs.index
     assert isinstance(index, StaticPageIndex)
-    assert index.order is not None
     return [index.order[seq, h, : int(index.stops[seq, h, 0])].tolist() for h in range(index.context.kv_heads)]
 
 

@@ -61,7 +61,6 @@ def test_it_selects_what_the_paper_would(name: str, group: int) -> None:
         static: list[int] = []
         rest = torch.arange(PROMPT)
         if name == "clusterkv":
-            assert index.order is not None
             stops = index.stops[0, head, : PROMPT // 20 + 1].tolist()
             where = index.order[0, head, :PROMPT].long() - FIRST
             members = [where[a:b].tolist() for a, b in itertools.pairwise(stops)]

@@ -64,7 +64,6 @@ def test_generated_tokens_make_nodes(llama: PreTrainedModel) -> None:
             assert nodes == -(-prompts // 10)
             assert tokens > prompts + 80
             assert index.seqs[0].units == nodes + -(-(tokens - prompts) // 10)
-            assert index.order is not None
             full = index.order[0, 0, prompts : prompts + 40]
             assert not full.equal(full.sort().values), "in nodes, no longer in text order"
 

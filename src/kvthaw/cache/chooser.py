@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from kvthaw.cache.buckets import roomier
+from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.full_layer import FullLayer
 from kvthaw.cache.host_memory import held_bytes
@@ -50,6 +51,7 @@ class Chooser:
         preallocator: BlockPreallocator,
     ) -> None:
         self.settings, self.sequences, self.streams, self.preallocator = settings, sequences, streams, preallocator
+        self.crossing = settings.full_below or Crossing(((1, 0),))
         self.layers: tuple[Layer, ...] = tuple(layers)
         self._put({})
         self.by_method = {i: layer for i, layer in enumerate(layers) if isinstance(layer, OffloadedLayer)}
@@ -65,15 +67,17 @@ class Chooser:
 
     def reset(self) -> None:
         """Start over: the cache holds no tokens."""
-        crossing, self._short = self.settings.full_below, False
+        self._short = False
         if self.sequences.count < self.sequences.opened:
             self.sequences.widen()
             for layer in self.layers:
                 layer.reset()
-        if crossing is None or (self.full and not self.in_blocks) or not self.by_method:
+        if self.settings.full_below is None or (self.full and not self.in_blocks) or not self.by_method:
             return
         self.full = True
-        self.reason = f"full attention is faster up to {crossing.total(1):,} tokens of one sequence ({crossing.source})"
+        self.reason = (
+            f"full attention is faster up to {self.crossing.total(1):,} tokens of one sequence ({self.crossing.source})"
+        )
         if self.settings.kv_dtype is not None:
             self.reason += f"; until then all KV lies on the device in the model's dtype, not in {self.settings.kv_dtype}"
         most = self.settings.method.prompt_queries
@@ -110,12 +114,12 @@ class Chooser:
 
     def due(self) -> bool:
         """Return whether the next decode step may be the method's."""
-        sequences, crossing = self.sequences, self.settings.full_below
-        if not self.full or crossing is None or self._short:
+        sequences = self.sequences
+        if not self.full or self._short:
             return False
         if "crossing" not in sequences.known:  # the padded length at which the tokens are too many
             live = [sequences.length(seq) for seq in range(sequences.count) if seq not in sequences.idle]
-            left = crossing.total(len(live)) - sum(live)
+            left = self.crossing.total(len(live)) - sum(live)
             sequences.known["crossing"] = sequences.padded_length + max(0, left // max(1, len(live)))
         spills = self.settings.ranks.size == 1 and self._spills()  # processes agree with the next prompt
         return spills or sequences.padded_length >= sequences.known["crossing"] or sequences.capacity <= sequences.longest
@@ -137,10 +141,10 @@ class Chooser:
 
     def most(self) -> int:
         """Return how many sequences device_memory holds under the method wherever their rows lie; all where that is not known."""
-        sequences, memory, crossing = self.sequences, self.streams.device, self.settings.full_below
-        if self.seq_bytes is None or crossing is None:
+        sequences, memory = self.sequences, self.streams.device
+        if self.seq_bytes is None or self.settings.full_below is None:
             return sequences.count
-        memory.resolve(crossing.device)
+        memory.resolve(self.crossing.device)
         return max(1, min(sequences.count, memory.bytes // self.seq_bytes())) if memory.bytes else sequences.count
 
     def _reason(self, lengths: Sequence[int]) -> str | None:
@@ -170,8 +174,7 @@ class Chooser:
             _log.warning("full attention goes on, host memory is short: %s", error)
 
     def _too_many(self, lengths: Sequence[int]) -> str | None:
-        crossing, live = self.settings.full_below, [n for n in lengths if n]
-        assert crossing is not None
+        crossing, live = self.crossing, [n for n in lengths if n]
         limit = crossing.total(len(live))
         if sum(live) <= limit:
             return None
@@ -193,8 +196,7 @@ class Chooser:
 
     def _too_large(self, longest: int) -> str | None:
         """Return why the KV of all sequences at their capacity does not fit the device; None if it does."""
-        sequences, memory, crossing = self.sequences, self.streams.device, self.settings.full_below
-        assert crossing is not None
+        sequences, memory, crossing = self.sequences, self.streams.device, self.crossing
         memory.resolve(crossing.device)
         if memory.limit is None or (memory.limit == "auto" and crossing.device.type == "cpu"):
             return None
@@ -215,8 +217,7 @@ class Chooser:
     def _too_many_blocks(self) -> bool:
         """Return whether the device may lack room for blocks of as many tokens as full attention may have, or the batch for
         them, or the method's rows are not those of full attention."""
-        sequences, settings, crossing, seqs = self.sequences, self.settings, self.settings.full_below, self.sequences.opened
-        assert crossing is not None
+        sequences, settings, crossing, seqs = self.sequences, self.settings, self.crossing, self.sequences.opened
         if not sequences.room or settings.kv_dtype is not None:
             return True
         tokens = crossing.total(seqs) + 2 * seqs * settings.block_size  # one begun, and one ahead
@@ -276,8 +277,7 @@ class Chooser:
 
     def block_bytes(self, place: int) -> int:
         """Return the bytes of a block of a layer once the method is in force."""
-        settings, crossing, layer = self.settings, self.settings.full_below, self.layers[place]
-        assert crossing is not None
+        settings, crossing, layer = self.settings, self.crossing, self.layers[place]
         if not isinstance(layer, DenseLayer) or not layer.token_bytes():
             return settings.block_size * crossing.token_bytes  # if rows are of 8 bits it will be less
         own = layer.read(0, 0, 0)

@@ -107,7 +107,6 @@ class Units:
         every, alone = (self.digests, self.ends, self.places), list[tuple[Tensor, Tensor]]()
         for index, full, rows in self._rows(wanted):
             if len(full) == 1:
-                assert index.order is not None
                 seq, begin, before = full[0]
                 starts = zip((index.digests, index.stops, index.order), (before, before, begin), every, strict=True)
                 alone += [(table[seq, :, start : start + own.shape[2]], own[rows.start]) for table, start, own in starts]
@@ -116,7 +115,6 @@ class Units:
                 target = Target.of(full, self.ends.shape[1], self.ends.device)
                 units = self.digests.shape[2]
                 at[full] = target.units(units), target.units(units + 1), target.places(self.places.shape[2])
-            assert index.order is not None
             tables = zip((index.digests, index.stops, index.order), at[full], strict=True)
             for (table, place), own in zip(tables, every, strict=True):
                 table[place] = own[rows]

@@ -303,7 +303,6 @@ class HybridIndex(ObservedIndex):
         order, digests, stops, tail = (own[0][None] if len(own) == 1 else torch.stack(own) for own in tables)
         tokens, units, kept, of = order.shape[2], digests.shape[2], tail.shape[2], slice(seqs[0], seqs[-1] + 1)
         self.reserve(max(seqs) + 1, units + 1, tokens)
-        assert self.order is not None
         self.order[of, :, :tokens] = order
         self.digests[of, :, :units] = digests
         self.stops[of, :, : units + 1] = stops

@@ -99,7 +99,6 @@ class NodeIndex(BatchedIndex):
             self.sync_counts(range(len(self.seqs)))
         nodes, counts, order = self.looked_at(batch), self.counts[:batch], self.order
         digests, stops = self.digests[:batch, :, :nodes], self.stops[:batch, :, : nodes + 1]
-        assert order is not None
         scale, scores = self.context.scale, {"scale": self.context.scale, "reach": config.spread}
         choice: dict[str, Any] = {"first": self.first, "budget": self.width, "policy": config.policy}
         if HAS_TRITON and query.is_cuda:

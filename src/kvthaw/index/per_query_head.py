@@ -23,7 +23,7 @@ class QueryHeadClusterIndex(ClusterIndex):
         share = max(1, budget // grouped.shape[2])
         rows = [super(QueryHeadClusterIndex, self).select(one, share).rows for one in grouped.unbind(2)]
         chosen = joined(torch.stack(rows, dim=2), budget)
-        assert self.order is not None and chosen.log_weight is not None
+        assert chosen.log_weight is not None
         tokens = self.stops[:batch].gather(2, self.counts[:batch, None, None].long().expand(-1, heads, 1))
         every = F.pad(self.order[:batch, :, :budget], (0, max(0, budget - self.order.shape[2])))
         every = every.masked_fill(torch.arange(budget, device=query.device) >= tokens, -1)

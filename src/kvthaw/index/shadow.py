@@ -79,7 +79,6 @@ class ShadowIndex(UnitIndex):
         order = torch.sort((~always).int(), dim=1, stable=True).indices
         static = count * self.size
         place = (order[:, :, None] * self.size + torch.arange(self.size, device=keys.device)).flatten(1)[:, :tokens]
-        assert self.order is not None
         self.order[seq, :, :tokens] = (first + place).int()
         units = landmarks.shape[1] - count
         rest = order[:, count:, None].expand(-1, -1, dim)

@@ -103,7 +103,7 @@ class StaticPageIndex(ObservedIndex):
     def _saved(self, seq: int, n: int) -> Before:
         """See UnitIndex: the order too, where this append is to write it again."""
         before = super()._saved(seq, n)
-        if not self._due(seq, n) or self.order is None:
+        if not self._due(seq, n):
             return before
         host = self.seqs[seq]
         order, stops = self.order[seq, :, : host.tokens].clone(), self.stops[seq, :, : host.units + 1].clone()
@@ -149,7 +149,6 @@ class StaticPageIndex(ObservedIndex):
         rows, pages = self._deferred.numbers(limits, device)
         units = self.digests.shape[2] if device.type == "cuda" else max(pages for _, pages in closed)
         asked = self.queries[of].flatten(1, 2)
-        assert self.order is not None
         found, _ = unit_select(
             asked, self.digests[of, :, :units], self.stops[of, :, : units + 1], self.order[of], pages,
             first=self.first, budget=field, scale=context.scale, policy="mean",
@@ -164,7 +163,6 @@ class StaticPageIndex(ObservedIndex):
     def _place(self, seqs: Sequence[int], static: Tensor) -> None:
         """Have positions [R, H, C] be the static tokens of neighbouring sequences, on the current stream, so between two steps."""
         of, spans = slice(seqs[0], seqs[-1] + 1), [self._closed(seq) for seq in seqs]
-        assert self.order is not None
         where = self._deferred.numbers(numbers(spans), self.context.device)
         chosen = static.sort(dim=2).values
         static_first(chosen, self.order[of], self.stops[of], spans, where, size=self.size, first=self.first)

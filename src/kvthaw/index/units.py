@@ -30,7 +30,7 @@ from kvthaw.kernels.unit_select import Policy, unit_select
 class UnitIndex(Index):
     """Tables of units, and selection by digest. Subclasses say how a batch becomes units.
 
-    digests [B, H, U, E], stops [B, H, U + 1] int32, counts [B] int32, order [B, H, T] int32 or None (text order), recent
+    digests [B, H, U, E], stops [B, H, U + 1] int32, counts [B] int32, order [B, H, T] int32 (empty: text order), recent
     [B, H, batch + buffer, D]: the keys of the last tokens, a ring by their places in the map, so that what leaves the tokens' ring
     at once finds room beside the last batch. All on the device, at a capacity that doubles, written in place. What an append
     writes over is kept, or can be made again, until the next, so that it can be undone.
@@ -56,7 +56,7 @@ class UnitIndex(Index):
         self.digests = torch.zeros((0, heads, 0, width), dtype=context.dtype, device=device)
         self.stops = torch.zeros((0, heads, 1), dtype=torch.int32, device=device)
         self.counts = torch.zeros(0, dtype=torch.int32, device=device)
-        self.order = torch.zeros((0, heads, 0), dtype=torch.int32, device=device) if self.mapped else None
+        self.order = torch.zeros((0, heads, 0), dtype=torch.int32, device=device)
         length = batch + context.regions.buffer
         self.recent = torch.zeros((0, heads, length, context.head_dim), dtype=context.dtype, device=device)
         self.seqs: list[Seq] = []
@@ -118,7 +118,7 @@ class UnitIndex(Index):
             query,
             self.digests[:batch, :, :units],
             self.stops[:batch, :, : units + 1],
-            None if self.order is None else self.order[:batch],
+            self.order[:batch] if self.mapped else None,
             self.counts[:batch],
             first=self.first,
             budget=budget,
@@ -148,7 +148,7 @@ class UnitIndex(Index):
         if whole and host.kept and host.tokens - host.kept == begin and not self.shuffled:
             self._again(seq, begin, before, keep - begin, marks)
             return
-        if self.order is None:
+        if not self.mapped:
             self.stops[seq].clamp_(max=keep)
             units = before + -(-(keep - begin) // self.size)
         else:
@@ -251,8 +251,8 @@ class UnitIndex(Index):
     def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
         """Room for so many sequences, units and tokens; what is there stays. Addresses change only where room was lacking."""
         self.seqs += [Seq() for _ in range(seqs - len(self.seqs))]
-        many, have, known = len(self.seqs), self.digests.shape[2], 0 if self.order is None else self.order.shape[2]
-        if many <= self.counts.shape[0] and units <= have and (self.order is None or tokens <= known):
+        many, have, known = len(self.seqs), self.digests.shape[2], self.order.shape[2]
+        if many <= self.counts.shape[0] and units <= have and (not self.mapped or tokens <= known):
             return
         self.join()
         units = have if units <= have else max(units + units // 4 + 64, 2 * have)
@@ -263,7 +263,7 @@ class UnitIndex(Index):
             setattr(self, name, grown(getattr(self, name), many, *(() if counted is None else (0, lengths[counted]))))
 
     def _tables(self) -> list[str]:
-        return [name for name in self.tables if getattr(self, name) is not None]
+        return [name for name in self.tables if self.mapped or name != "order"]
 
     def _set(self, seq: int, host: Seq) -> None:
         self.seqs[seq] = host
@@ -314,10 +314,10 @@ class UnitIndex(Index):
         self._extend(keys, places, self.digests)
 
     def _extend(self, keys: Tensor, places: Sequence[Destination], digests: Tensor | None) -> None:
-        added = Added(keys, Tables(self.recent, self.stops, self.counts, self.order, digests))
+        added = Added(keys, Tables(self.recent, self.stops, self.counts, self.order if self.mapped else None, digests))
         alike = tuple(places), self.size, self.first, self.spread
         work = partial(extend, places=alike[0], size=self.size, first=self.first, spread=self.spread)
-        laid_out = keys.shape, keys.stride(), keys.dtype, keys.device, self.recent.shape[2], self.order is None, digests is None
+        laid_out = keys.shape, keys.stride(), keys.dtype, keys.device, self.recent.shape[2], self.mapped, digests is None
         self.defer((extend, *alike, *laid_out), work, added, (place.seq for place in places))
 
     def _join_many(self, seqs: Sequence[int], keys: Tensor) -> None:
@@ -332,7 +332,7 @@ class UnitIndex(Index):
         self.digests[seq, :, before:stop] = found.to(self.digests.dtype)
         ends = torch.arange(begin, begin + (stop - before + 1) * self.size, self.size, dtype=torch.int32, device=keys.device)
         self.stops[seq, :, before : stop + 1] = ends.clamp_(max=begin + n)  # the first as it is, but for a sequence's first
-        if self.order is not None:
+        if self.mapped:
             span = (self.first + begin + known, self.first + begin + n)
             self.order[seq, :, begin + known : begin + n] = torch.arange(*span, dtype=torch.int32, device=keys.device)
         self.counts[seq].fill_(stop)
@@ -363,10 +363,10 @@ class UnitIndex(Index):
     def _again(self, seq: int, begin: int, before: int, n: int, marks: list[tuple[int, int]]) -> None:
         """A sequence ends with the first n tokens of a batch, whose keys are kept."""
         keys = self._kept(seq, begin, n)
-        order = self.order[seq, :, begin : begin + n].clone() if self.shuffled and self.order is not None else None
+        order = self.order[seq, :, begin : begin + n].clone() if self.shuffled else None
         self._set(seq, Seq(begin, before, 0, marks))
         self._add([seq], keys[None])
-        if order is not None and self.order is not None:  # places of the map are not positions
+        if order is not None:  # places of the map are not positions
             self.join()
             self.order[seq, :, begin : begin + n] = order
 

@@ -128,7 +128,6 @@ class WaveIndex(ClusterIndex):
     def _estimate(self, query: Tensor, rows: Tensor) -> Partial:
         """Attention to the clusters of the estimation zone: those that no row is of, in order, up to their share."""
         batch, heads = rows.shape[:2]
-        assert self.order is not None
         many = self.looked_at(batch)
         tokens = self.context.looked_at([seq.tokens for seq in self.seqs[:batch]], self.order.shape[2])
         digests, values, stops = (table[:batch, :, :many] for table in (self.digests, self.values, self.stops[:, :, 1:]))
@@ -155,7 +154,6 @@ class WaveIndex(ClusterIndex):
 
     def _touched(self, rows: Tensor, bounds: Tensor, tokens: int) -> Tensor:
         """Which units have a row among rows [B, H, M]: [B, H, U] bool. bounds [B, H, U + 1]: their stops."""
-        assert self.order is not None
         chosen = torch.zeros((*rows.shape[:2], tokens + 1), dtype=torch.bool, device=rows.device)
         chosen.scatter_(2, torch.where(rows >= 0, rows - self.first, tokens).long(), True)
         chosen[:, :, tokens] = False
@@ -167,7 +165,6 @@ class WaveIndex(ClusterIndex):
     def _average(self, full: Sequence[Full], count: int, values: Tensor) -> None:
         """Mean values of `count` units of each of some sequences, of the tokens of values [R, H, n, D]: from where it is said
         on."""
-        assert self.order is not None
         target, wide = Target.of(full, self.context.kv_heads, values.device), values.shape[3]
         place = self.order[target.places(values.shape[2])].long() - (self.first + target.begin)
         ordered = values.gather(2, place[..., None].expand(-1, -1, -1, wide))
