@@ -121,8 +121,8 @@ assert "forward" not in vars(model)
 def test_settings_and_results_are_frozen() -> None:
     import dataclasses
 
-    from kvthaw.cache.config import CacheConfig
     from kvthaw.cache.plan import Plan, Settings
+    from kvthaw.config import CacheConfig
 
     for cls in (kvthaw.Stats, kvthaw.Method, CacheConfig, Settings, Plan):
         assert dataclasses.is_dataclass(cls)
@@ -132,7 +132,7 @@ def test_settings_and_results_are_frozen() -> None:
 def test_every_setting_is_an_argument_with_its_default() -> None:
     import inspect
 
-    from kvthaw.cache.config import CacheConfig
+    from kvthaw.config import CacheConfig
 
     for function in (kvthaw.Cache, kvthaw.attach):
         arguments = inspect.signature(function).parameters

@@ -21,6 +21,7 @@ ORDER = [
         "counter_rng",
         "regions",
         "method_names",
+        "config",
         "native",
         "kernels",
         "cache",

@@ -15,10 +15,10 @@ from kvthaw.cache.plan import Settings
 from kvthaw.cache.residency import Residency
 from kvthaw.cache.transfer import UvaGather
 from kvthaw.cache.window import WindowLayer
+from kvthaw.config import KvDtype
 from kvthaw.kernels.admit import Placed, admit
 from kvthaw.kernels.flash_decode import flash_decode
 from kvthaw.kernels.local import Span
-from kvthaw.kernels.row_format import KvDtype
 from kvthaw.methods import resolve
 from shapes import Shape, close
 

@@ -17,8 +17,9 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block, HostMemory, check_host_memory, held_bytes
 from kvthaw.cache.placement import full_blocks
 from kvthaw.cache.plan import default_block_size
+from kvthaw.config import KvDtype
 from kvthaw.errors import HostMemoryError
-from kvthaw.kernels.row_format import KvDtype, row_format
+from kvthaw.kernels.row_format import row_format
 from shapes import DTYPES
 
 HEADS, DIM, BLOCK_SIZE = 2, 3, 4

@@ -15,9 +15,9 @@ import kvthaw
 from kvthaw import Batch, Cache, PrefixCache, Scheduler
 from kvthaw.bench.shapes import build
 from kvthaw.cache import host_memory
-from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.config import Crossing
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.engine.warm import _serve, warm

@@ -17,7 +17,8 @@ from kvthaw.cache import layer_storage
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
-from kvthaw.kernels.row_format import E4M3, KvDtype, RowFormat
+from kvthaw.config import KvDtype
+from kvthaw.kernels.row_format import E4M3, RowFormat
 from kvthaw.methods import METHODS, resolve
 from kvthaw.methods.options import digest
 from zoo import build, prompt, ragged

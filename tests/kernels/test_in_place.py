@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvthaw.config import KvDtype
 from kvthaw.kernels import flash_decode as module
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition as attention
 from kvthaw.kernels.flash_decode import flash_decode
 from kvthaw.kernels.in_place import Selected, definition
-from kvthaw.kernels.row_format import KvDtype, row_format
+from kvthaw.kernels.row_format import row_format
 from kvthaw.kernels.sparse_decode import sparse_decode
 from kvthaw.kernels.split import Split
 from kvthaw.regions import Regions

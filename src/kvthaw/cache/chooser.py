@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from kvthaw.cache.buckets import roomier
-from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.full_layer import FullLayer
 from kvthaw.cache.host_memory import held_bytes
@@ -19,6 +18,7 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Held, Step
 from kvthaw.cache.streams import Streams
 from kvthaw.cache.window import WindowLayer
+from kvthaw.config import Crossing
 from kvthaw.errors import HostMemoryError
 from kvthaw.formatting import human
 from kvthaw.kernels.row_format import row_format

@@ -21,9 +21,9 @@ from kvthaw.cache.pool import Slab
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.sequences import Sequences
+from kvthaw.config import KvDtype
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.kernels.merge import Partial
-from kvthaw.kernels.row_format import KvDtype
 from kvthaw.regions import Regions
 
 RECENT_QUERIES = 128
@@ -288,7 +288,7 @@ class Method:
     any_budget: the index does not depend on the number of rows, only on the regions, so a fork with another budget copies it.
     Leave it False for an index that is slower to copy than to build.
     dense_layers: how many first layers of a model of 16 and more keep all KV on the device, unless a cache is told otherwise.
-    kv_dtype: how rows are stored, unless a cache is told; see `kvthaw.cache.config.CacheConfig`.
+    kv_dtype: how rows are stored, unless a cache is told; see `kvthaw.config.CacheConfig`.
     prompt_queries: how many of a prompt's last queries are kept for the index, until decoding begins; None: all.
     rotary: the index needs the model's rotary embedding. prefetches: the index is also asked a layer early, with the query that
     the layer would have if its attention saw the input of the layer before.

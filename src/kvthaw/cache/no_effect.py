@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kvthaw.cache.config import CacheConfig
 from kvthaw.cache.index_api import Index, Method
 from kvthaw.cache.plan import Settings
+from kvthaw.config import CacheConfig
 
 _DEFAULT = CacheConfig()
 _DENSE = ("budget", "dense_layers", "device_memory", "full_below", "seed", "sparse_queries")

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvthaw.cache.config import CacheConfig
-from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory, held_bytes
 from kvthaw.cache.index_api import Index, IndexContext, Method
 from kvthaw.cache.ranks import ALONE, Ranks
+from kvthaw.config import CacheConfig, Crossing
 from kvthaw.errors import ConfigError
 from kvthaw.regions import BUDGET, Regions
 

@@ -15,7 +15,8 @@ from kvthaw.cache.host_memory import Block
 from kvthaw.cache.index_updater import Snapshot
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.step import Step
-from kvthaw.kernels.row_format import KvDtype, RowFormat, row_format
+from kvthaw.config import KvDtype
+from kvthaw.kernels.row_format import RowFormat, row_format
 
 
 @dataclass(frozen=True, slots=True)

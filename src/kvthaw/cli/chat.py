@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,7 +22,7 @@ from kvthaw.cli.common import (
     warned,
     write_whole,
 )
-from kvthaw.cli.options import DIGEST, chat_of, dense_of, host_bytes_of, one_budget
+from kvthaw.cli.options import DIGEST, cache_settings, chat_of
 from kvthaw.cli.progress import Reading, stderr, waiting
 from kvthaw.cli.words import attended, details, took
 from kvthaw.errors import ConfigError, KvthawError, unknown
@@ -106,8 +106,7 @@ def chat(
     Messages go through the tokenizer's chat template; a model without one continues what you write, line by line. /help lists the
     commands. Answers go to stdout, all else to stderr; without a terminal, every line of stdin is a turn.
     """
-    settings: dict[str, Any] = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers)}
-    settings |= {"seed": seed, "device_memory": device_memory, "kv_dtype": kv_dtype, "host_bytes": host_bytes_of(host_memory)}
+    settings = cache_settings(locals())
     document, place = (
         None if file is None else prompt_text(None, file),
         None if context is None else _place(kv_dir, context, "--context"),

@@ -12,7 +12,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import as_its_makers, load_model, prompt_text, sampling_given, tell_template, warned
-from kvthaw.cli.options import chat_of, dense_of, host_bytes_of, one_budget
+from kvthaw.cli.options import cache_settings, chat_of
 from kvthaw.cli.progress import Reading, stderr, waiting
 from kvthaw.cli.words import attended, details, took
 from kvthaw.errors import ConfigError
@@ -84,8 +84,7 @@ def generate(
 
     The text goes to stdout, progress and what the cache did to stderr.
     """
-    settings: dict[str, Any] = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers)}
-    settings |= {"seed": seed, "device_memory": device_memory, "kv_dtype": kv_dtype, "host_bytes": host_bytes_of(host_memory)}
+    settings = cache_settings(locals())
     if kv is not None and kv_dir is not None:
         raise ConfigError("--kv and --kv-dir are given; one of them is enough")
     text, asked = prompt_text(prompt, file), chat_of(chat, system, thinking)

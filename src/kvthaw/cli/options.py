@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from kvthaw.cli.common import prompt_text
+from kvthaw.config import CacheConfig
 from kvthaw.engine.hub import check_path, offline
 from kvthaw.errors import ConfigError, one_of, unknown
 from kvthaw.formatting import read_bytes
@@ -380,6 +381,12 @@ def questions_of(given: Sequence[str]) -> list[Question]:
         if one not in QUESTIONS:
             raise typer.BadParameter(f"{one!r} is not one of: {', '.join(QUESTIONS)}", param_hint="--question")
     return found  # type: ignore[return-value]
+
+
+def cache_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a cache among the arguments of a command, by name, checked before a model is loaded."""
+    limits = {"budget": one_budget(given["budget"]), "dense_layers": dense_of(given["dense_layers"])}
+    return CacheConfig.of({**given, **limits, "host_bytes": host_bytes_of(given["host_memory"])}).keywords()
 
 
 def host_bytes_of(text: str | None) -> int | None:

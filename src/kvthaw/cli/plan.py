@@ -11,7 +11,7 @@ from kvthaw.bench.gpus import GPUS, Machine, find_gpu, known_gpu
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.cli import options
 from kvthaw.cli.common import print_wide, stdout
-from kvthaw.cli.options import dense_of, names_of, one_budget, single, tokens_of
+from kvthaw.cli.options import cache_settings, names_of, single, tokens_of
 from kvthaw.cli.progress import waiting
 from kvthaw.errors import ConfigError, unknown
 from kvthaw.formatting import human, read_bytes
@@ -73,13 +73,10 @@ def plan(
     are of captured steps: expected where GPU and method were measured, estimated from bytes elsewhere. The number in brackets is of
     steps with none of the selected rows on the device already.
     """
-    given, names, limit = length and single(length, tokens_of, "--length"), names_of(method), one_budget(budget)
+    settings = cache_settings(locals() | {"host_memory": None})  # which is the machine's here
+    given, names = length and single(length, tokens_of, "--length"), names_of(method)
     if (model is None) == (shape is None):
         raise typer.BadParameter("give one of --model and --shape", param_hint="--model")
-    settings: dict[str, Any] = {
-        "budget": limit, "retrieved": retrieved, "dense_layers": dense_of(dense_layers), "device_memory": device_memory,
-        "kv_dtype": kv_dtype,
-    }  # fmt: skip
     if shape is not None and shape not in SHAPES:
         raise unknown("shape", shape, SHAPES)
     whole = None if weights is None else read_bytes(weights, "--weights")

@@ -14,7 +14,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import prompt_text
-from kvthaw.cli.options import dense_of, host_bytes_of, one_budget
+from kvthaw.cli.options import cache_settings
 from kvthaw.cli.progress import stderr, waiting
 from kvthaw.errors import ConfigError
 from kvthaw.names import ALLOWED, is_name, nearest
@@ -119,9 +119,9 @@ def serve(
     """
     if served is not None and model is not None:
         raise typer.BadParameter(f"{served!r} and --model {model} are given; one of them is enough", param_hint="MODEL")
-    model, allowed = served or model or "shipped", one_budget(budget)
+    settings = cache_settings(locals())
+    model = served or model or "shipped"
     contexts = _contexts(context or ())
-    kept, host_bytes = dense_of(dense_layers), host_bytes_of(host_memory)
     keys = () if api_key_file is None else _keys(api_key_file)
     template = None if chat_template is None else prompt_text(None, chat_template)
     if tp > 1 and device is not None:
@@ -168,12 +168,7 @@ def serve(
         "tp": tp,
         "device": device,
         "dtype": dtype,
-        "budget": allowed,
-        "retrieved": retrieved,
-        "dense_layers": kept,
-        "host_bytes": host_bytes,
-        "device_memory": device_memory,
-        "kv_dtype": kv_dtype,
+        **settings,
     }
 
     def serving(where: str) -> None:

@@ -11,14 +11,14 @@ before sm_89 have no instructions for e4m3.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from kvthaw.config import KvDtype
 from kvthaw.kernels import HAS_TRITON
 
-KvDtype = Literal["fp8"]
 HEADER = 8
 """Bytes of the two scales."""
 

@@ -8,8 +8,8 @@ from inspect import signature
 from typing import Any, get_args
 
 from kvthaw.cache.index_api import Method
+from kvthaw.config import KvDtype
 from kvthaw.errors import ConfigError, one_of, unknown
-from kvthaw.kernels.row_format import KvDtype
 from kvthaw.methods.arkvale import arkvale
 from kvthaw.methods.clusterkv import clusterkv
 from kvthaw.methods.clusterkv_plus import clusterkv_plus

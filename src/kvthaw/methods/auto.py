@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.dry_run import Needs
 from kvthaw.cache.index_api import Method
+from kvthaw.config import Crossing
 from kvthaw.formatting import human
 from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve

@@ -11,8 +11,8 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, get_type_hints
 
-from kvthaw.cache.config import SETTINGS
 from kvthaw.cache.index_api import Method
+from kvthaw.config import SETTINGS
 from kvthaw.errors import ConfigError, hint
 from kvthaw.typecheck import check_type, describe
 

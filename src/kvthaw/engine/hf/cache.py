@@ -23,8 +23,6 @@ from transformers.cache_utils import (
 )
 
 from kvthaw.cache.clone import clone
-from kvthaw.cache.config import CacheConfig
-from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.dry_run import Needs
 from kvthaw.cache.host_memory import available_host_memory
@@ -36,6 +34,7 @@ from kvthaw.cache.plan import Settings, default_block_size, knows_softcap, try_i
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.stats import Stats
 from kvthaw.cache.window import WindowLayer
+from kvthaw.config import CacheConfig, Crossing, KvDtype
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf import saving
 from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
@@ -48,7 +47,7 @@ from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
 from kvthaw.formatting import human
 from kvthaw.kernels.local import Span
-from kvthaw.kernels.row_format import KvDtype, row_format
+from kvthaw.kernels.row_format import row_format
 from kvthaw.method_names import AUTO
 from kvthaw.methods.auto import Limits, candidates, fastest, find
 from kvthaw.typecheck import check_type
@@ -70,7 +69,7 @@ class Cache(DynamicCache):
         thaw on a GPU, icecache-digest on a CPU. It takes the next of pariskv-plus, clusterkv-plus and icecache-digest where an
         index does not fit a GPU beside the weights. It sets device_memory to "auto" unless the caller gives one.
     sized_for: how many rows must fit, and how many tokens each has. None: one row of all positions of the model, at most 131,072.
-    budget to kv_dtype: see `kvthaw.cache.config.CacheConfig`; full_below None is where kvthaw measured it, under "auto".
+    budget to kv_dtype: see `kvthaw.config.CacheConfig`; full_below None is where kvthaw measured it, under "auto".
 
     `Stats.method` and `Stats.reason` tell what is in force and why. The log tells when that changes.
 

@@ -17,11 +17,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from kvthaw.cache.config import CacheConfig
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.stats import Stats
+from kvthaw.config import CacheConfig, KvDtype
 from kvthaw.engine.hf.attention import attends, give_back_attention, unwrap
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.chunks import CHUNK, in_chunks
@@ -31,7 +31,6 @@ from kvthaw.engine.hf.prefill_progress import PrefillProgress, Tell
 from kvthaw.engine.hf.replay import replaying
 from kvthaw.engine.hf.reuse import reusing
 from kvthaw.errors import CacheError, at_least
-from kvthaw.kernels.row_format import KvDtype
 from kvthaw.method_names import AUTO
 from kvthaw.typecheck import check_type
 

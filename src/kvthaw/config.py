@@ -1,16 +1,55 @@
-"""What a user sets of a cache, whatever its method is."""
+"""What a user sets of a cache, whatever its method is. Imports no torch, so that a command refuses a bad value at once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from kvthaw.cache.crossing import Crossing
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.formatting import read_bytes
-from kvthaw.kernels.row_format import KvDtype
 from kvthaw.typecheck import check_type
+
+if TYPE_CHECKING:
+    import torch
+
+KvDtype = Literal["fp8"]
+
+
+def _cpu() -> torch.device:
+    import torch
+
+    return torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """From how many tokens on a method takes less time than full attention.
+
+    tokens: (sequences decoded together, tokens of each) where both take as long, ascending. token_bytes: KV of one token in one
+    layer of the model for which that holds; 0: of any. source: where the numbers come from. device: of the model.
+    """
+
+    tokens: tuple[tuple[int, int], ...]
+    token_bytes: int = 0
+    source: str = "full_below"
+    device: torch.device = field(default_factory=_cpu)
+
+    def on(self, token_bytes: int, device: torch.device) -> Crossing:
+        """Return the same for another model: full attention takes as long as its KV takes to read."""
+        share = self.token_bytes / token_bytes if self.token_bytes else 1.0
+        tokens = tuple((seqs, round(each * share)) for seqs, each in self.tokens)
+        return replace(self, tokens=tokens, token_bytes=token_bytes, device=device)
+
+    def total(self, seqs: int) -> int:
+        """Return the tokens of all of so many sequences: in proportion to their number beyond those known, by a straight line
+        between two of them."""
+        few = [(n, each) for n, each in self.tokens if n <= seqs]
+        many = [(n, each) for n, each in self.tokens if n > seqs]
+        if not few or not many:
+            return seqs * (few[-1] if few else many[0])[1]
+        (a, low), (b, high) = few[-1], many[0]
+        return round(a * low + (b * high - a * low) * (seqs - a) / (b - a))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,5 +132,5 @@ class CacheConfig:
         return {name: getattr(self, name) for name in SETTINGS}
 
 
-SETTINGS = tuple(field.name for field in fields(CacheConfig))
+SETTINGS = tuple(each.name for each in fields(CacheConfig))
 """The names of the settings that every method takes."""
