@@ -60,7 +60,7 @@ class CacheConfig:
         or a fraction in (0, 1) of the length (see Settings.longer). It is full attention up to budget - buffer tokens.
     retrieved: instead of budget, the paper's regions and exactly this number of rows from the index, or a fraction of the length.
         More rows than the model has positions, or a batch capacity, are never retrieved.
-    dense_layers: the first layers, which keep all KV on the device. None: the method's number for models of 16 layers and more.
+    dense_layers: number of first layers that keep all KV on the device. None: the method's number for models of 16 layers and more.
     sparse_queries: continuations of at most this number of tokens are decoded one by one through the index, longer ones are dense.
         The last chunk of a prompt given in chunks is a continuation too.
     block_size: tokens in a block of host memory. None: default_block_size().
@@ -69,8 +69,8 @@ class CacheConfig:
     device_memory: device memory that the cache may fill: bytes, text such as "8GiB", or "auto", what is free at the first prompt
         less a margin for activations. Index, sink, ring, pool and dense layers count; what is left holds blocks. None: all blocks
         lie on the host.
-    full_below: tokens a sequence up to which every layer attends to everything and keeps its KV on the device, if device_memory is
-        None or holds it; or a Crossing. From the step that passes it on the method is in force, until the cache is empty.
+    full_below: tokens a sequence, or a Crossing. Up to there every layer attends to everything and keeps its KV on the device, if
+        device_memory is None or holds it. From the step that passes it on the method is in force, until the cache is empty.
     kv_dtype: "fp8" stores rows in 8 bits, see `kvthaw.kernels.row_format`: in blocks, wherever they lie, in files and in kept
         prompts. A prompt's rows are rounded when it is stored, a decoded token's when it leaves the ring, before the index gets
         them. What dense layers hold on the device stays in the model's dtype, and so does all KV while full_below has full
