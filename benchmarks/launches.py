@@ -26,6 +26,7 @@ KERNELS = {
         *("_assign", "_average", "_rank", "_sort", "_cover", "_direct", "_nearest", "_digest", "_static_first"),
     ),
     "prompt": ("_merge_parts",),
+    "model": ("_rms_norm", "_rotate", "_gated"),
 }
 """Part of a step, or of what happens between steps and at the prompt -> kvthaw's kernels that do it."""
 _PARTS = (

@@ -22,6 +22,7 @@ from kvthaw.engine.hf.attention import unwrap
 from kvthaw.engine.hf.batch_cache import BatchCache, check_positions
 from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.engine.hf.chunks import CHUNK, spans
+from kvthaw.engine.hf.fused import fused, fusing
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.logprobs import TokenLogprobs, logprobs, score
 from kvthaw.engine.request import Request, RequestOptions, new_request
@@ -96,7 +97,7 @@ class Batch:
         self._joined: list[Request] = []  # those with a place, in the order in which they joined
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._sampler = Sampler(max_seqs, self.vocabulary, model.device)
-        self._forward = compiled_step(model.forward) if compile else model.forward
+        self._forward = compiled_step(model.forward) if compile else fusing(model, model.forward)
         self._compile, self._capture = compile, capture and model.device.type == "cuda"
         if not compile and not self.cache.states:  # whose steps are always of all sequences
             self.cache.kv.chooser.seq_bytes = functools.cache(
@@ -386,7 +387,8 @@ class Batch:
         most = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
         chunk = request.prompt if self.cache.prefills_whole else most
         logits = torch.empty(0)
-        with cache.kv.sequences.prompt(request.prompt - start, seq), cache.states.filling(seq), torch.no_grad():
+        prompt, states = cache.kv.sequences.prompt(request.prompt - start, seq), cache.states.filling(seq)
+        with prompt, states, torch.no_grad(), fused(self.model):
             for begin, end in spans(stop - start, chunk):
                 begin, end = start + begin, start + end
                 every = self.model(**request.inputs(begin, end), past_key_values=self.cache, use_cache=True, **some).logits
@@ -406,7 +408,7 @@ class Batch:
             forward, compiled = self._forward, self._compile
             if compiled and (reason := compilable(cache)) is not None:
                 _log.warning("steps are not compiled: %s", reason)
-                forward, compiled = self.model.forward, False
+                forward, compiled = fusing(self.model, self.model.forward), False
             captured = self._capture and capturable(cache) is None
             cache.replay = GraphRunner(forward, cache, compiled=compiled, capture=captured)
         return cache.replay

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
+from kvthaw.engine.hf.fused import fused, fusing
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.hf.model import positions
 from kvthaw.engine.sampling import GREEDY, Sampler, Sampling
@@ -84,7 +85,8 @@ def forward(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Sequence[S
         where["position_ids"] = _lengths(cache, model.device) + torch.arange(tokens.shape[1], device=model.device)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         where["logits_to_keep"] = 1
-    last: Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True, **where).logits[:, -1]
+    with fused(model):
+        last: Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True, **where).logits[:, -1]
     return last
 
 
@@ -92,7 +94,7 @@ def _step(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Tensor, capt
     if not capture or not ids.is_cuda or not isinstance(cache, Cache) or is_attached(model):  # such a model replays by itself
         return forward(model, cache, ids)
     if cache.replay is None and not cache.reordered and capturable(cache) is None:
-        cache.replay = GraphRunner(model.forward, cache)
+        cache.replay = GraphRunner(fusing(model, model.forward), cache)
     if cache.replay is None or cache.reordered:
         return forward(model, cache, ids)
     return cache.replay(ids, _lengths(cache, ids.device))[:, -1]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.chunks import CHUNK, spans
+from kvthaw.engine.hf.fused import fused
 from kvthaw.engine.hf.prefill_progress import PrefillProgress, Tell
 
 DENSE_CHUNK = 2048
@@ -39,6 +40,6 @@ def prefill(
     logits = torch.empty(0)
     with cache.prompt(total):
         for start, stop in spans(total, max(1, size)):
-            with told.part(stop - start):
+            with told.part(stop - start), fused(model):
                 logits = model(input_ids=tokens[:, start:stop], past_key_values=cache, use_cache=True, **keep).logits[0, -1]
     return logits

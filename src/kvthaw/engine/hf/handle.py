@@ -25,6 +25,7 @@ from kvthaw.config import CacheConfig, KvDtype
 from kvthaw.engine.hf.attention import attends, give_back_attention, unwrap
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.chunks import CHUNK, in_chunks
+from kvthaw.engine.hf.fused import fusing
 from kvthaw.engine.hf.hooks import drop_prefetch
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.engine.hf.prefill_progress import PrefillProgress, Tell
@@ -87,8 +88,9 @@ class Forward:
             forward = forward._torchdynamo_orig_callable
         self._plain = forward
         told = None if progress is None else PrefillProgress(model, progress)
-        whole = self._whole if told is None else told.parts(self._whole)
-        step = replaying(forward, _behind, compiled=compiled, eager=whole) if capture else None
+        whole = fusing(model, self._whole if told is None else told.parts(self._whole))
+        single = forward if compiled else fusing(model, forward)
+        step = replaying(single, _behind, compiled=compiled, eager=whole) if capture else None
         self._take = in_chunks(whole, _behind, chunk, names=self._names, short=step)
         if told is not None:
             self._take = told.prompts(self._take, _behind)

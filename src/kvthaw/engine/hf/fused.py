@@ -1,0 +1,156 @@
+"""Run what stands between a model's matrix products in one launch each: norms, rotary positions, gates.
+
+transformers computes these with about 35 launches a layer. They move 480 GB for a prompt of 36k tokens of an 8B model, and stand
+between the products of a captured step. Within `fused` the modules that compute exactly what a kernel computes have that kernel.
+A module qualifies by its code: it is compared with that of transformers' Llama, which most decoders share.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter, SiLU
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.models.llama import modeling_llama as llama
+
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gated import gated
+from kvthaw.kernels.rms_norm import MOST, rms_norm
+from kvthaw.kernels.rotate import rotate, serves
+
+_SILU = (SiLU, type(ACT2FN["silu"]))
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ROTATES = "apply_rotary_pos_emb"
+_Forward = Callable[..., Any]
+_KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, list[tuple[weakref.ref[Module], _Forward]]] = weakref.WeakKeyDictionary()
+"""The modules of a model that have kernels, and their forwards with them: looking for them takes a millisecond."""
+
+
+@contextmanager
+def fused(model: PreTrainedModel) -> Iterator[None]:
+    """Within it the modules of a model on a GPU compute by kernels. Modules that have a forward of their own keep it."""
+    if not _on_gpu(model):
+        yield
+        return
+    if model not in _KNOWN:
+        _KNOWN[model] = find(model)
+    with swapped([(module, forward) for ref, forward in _KNOWN[model] if (module := ref()) is not None]):
+        yield
+
+
+def _on_gpu(model: PreTrainedModel) -> bool:
+    return HAS_TRITON and model.device.type == "cuda"
+
+
+def fusing(model: PreTrainedModel, forward: _Forward) -> _Forward:
+    """Wrap a model's forward so that it runs within `fused`."""
+
+    def run(*args: Any, **given: Any) -> Any:
+        with fused(model):
+            return forward(*args, **given)
+
+    return run
+
+
+@contextmanager
+def swapped(forwards: list[tuple[Module, _Forward]]) -> Iterator[None]:
+    """Within it modules have these forwards, but for those that have one of their own."""
+    mine = [(vars(module), module, forward) for module, forward in forwards if "forward" not in vars(module)]
+    for own, module, forward in mine:
+        own["forward"] = types.MethodType(forward, module)
+    try:
+        yield
+    finally:
+        for own, _, _ in mine:
+            own.pop("forward", None)
+
+
+def find(model: PreTrainedModel) -> list[tuple[weakref.ref[Module], _Forward]]:
+    """Return the modules of a model whose forward has a kernel, and that forward."""
+    rotating: dict[type[Module], _Forward | None] = {}
+    found = list[tuple[weakref.ref[Module], _Forward]]()
+    for module in model.modules():
+        kind, forward = type(module), None
+        if _same(kind.forward, llama.LlamaRMSNorm.forward):
+            forward = _norm
+        elif _same(kind.forward, llama.LlamaMLP.forward) and isinstance(getattr(module, "act_fn", None), _SILU):
+            forward = _mlp
+        else:
+            if kind not in rotating:
+                rotating[kind] = _rotating(kind.forward)
+            forward = rotating[kind]
+        if forward is not None:
+            found.append((weakref.ref(module), forward))
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two functions have the same code."""
+    return one is other or None is not _computes(one) == _computes(other)
+
+
+def _computes(function: Any) -> tuple[Any, ...] | None:
+    """Return what a function of Python computes: its code without names of variables and its docstring."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    return code.co_code, code.co_names, tuple(const for const in code.co_consts if const != function.__doc__)
+
+
+def _rotating(forward: Any) -> _Forward | None:
+    """Return an attention's forward whose rotary positions are the kernel's, None if it has others or none."""
+    code, known = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    turn = known.get(_ROTATES)
+    if code is None or _ROTATES not in code.co_names or not _same(turn, llama.apply_rotary_pos_emb):
+        return None
+    if not _same(turn.__globals__.get("rotate_half"), llama.rotate_half):
+        return None
+    rotating = types.FunctionType(
+        code, {**known, _ROTATES: _turned(turn)}, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    rotating.__kwdefaults__ = forward.__kwdefaults__
+    return rotating
+
+
+def _turned(plain: _Forward) -> _Forward:
+    """Return a function that rotates queries and keys by the kernel, and by `plain` what the kernel does not take."""
+
+    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        if unsqueeze_dim == 1 and _inference(q) and q.ndim == 4 and serves(q, k, cos, sin):
+            return rotate(q, k, cos, sin)
+        turned: tuple[Tensor, Tensor] = plain(q, k, cos, sin, unsqueeze_dim)
+        return turned
+
+    return turn
+
+
+def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+    """Normalise by the kernel where it takes such rows."""
+    x = hidden_states
+    weight = self.weight
+    here = type(weight) is Parameter and weight.device == x.device
+    if here and _inference(x) and x.is_contiguous() and x.shape[-1] <= MOST:
+        return rms_norm(x, self.weight, self.variance_epsilon)
+    plain: Tensor = type(self).forward(self, x)
+    return plain
+
+
+def _mlp(self: Any, x: Tensor) -> Tensor:
+    """Multiply gate and up projections by the kernel where it takes them."""
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    like = gate.shape == up.shape and gate.dtype == up.dtype
+    if _inference(gate) and like and gate.is_contiguous() and up.is_contiguous():
+        return self.down_proj(gated(gate, up))  # type: ignore[no-any-return]
+    return self.down_proj(self.act_fn(gate) * up)  # type: ignore[no-any-return]
+
+
+def _inference(x: Tensor) -> bool:
+    """Return whether a tensor is a plain one of a dtype of the kernels, and no gradient is recorded for it."""
+    return type(x) is Tensor and x.dtype in _DTYPES and not (torch.is_grad_enabled() and x.requires_grad)

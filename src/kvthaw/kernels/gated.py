@@ -1,0 +1,47 @@
+"""Multiply the SiLU of one tensor with another, in one launch: the gate of a model's feed-forward layers.
+
+Two launches of torch move 10 bytes an element in bfloat16; the kernel moves 6. For 16,384 tokens of 14,336 that is 1.4 GB and
+0.33 ms at 4.3 TB/s, for 0.55.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import by_device
+
+_ELEMENTS = 2048  # of a program
+
+
+def definition(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, with the SiLU rounded to the dtype of gate."""
+    return F.silu(gate) * up
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["count"])
+    def _gated(out, gate, up, count, ELEMENTS: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+        inside = at < count
+        x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+        by = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+        silu = (x / (1.0 + tl.exp(-x))).to(gate.dtype.element_ty).to(tl.float32)
+        tl.store(out + at, (silu * by).to(out.dtype.element_ty), mask=inside)
+
+
+def launch(gate: Tensor, up: Tensor) -> Tensor:
+    """Launch the Triton kernel; arguments and result as in `definition`, for contiguous tensors of one shape and dtype."""
+    assert gate.is_contiguous() and up.is_contiguous() and gate.shape == up.shape and gate.dtype == up.dtype
+    out, count = torch.empty_like(gate), gate.numel()
+    if count:
+        _gated[(triton.cdiv(count, _ELEMENTS),)](out, gate, up, count, ELEMENTS=_ELEMENTS)
+    return out
+
+
+gated = by_device(launch, definition)

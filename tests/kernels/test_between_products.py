@@ -1,0 +1,83 @@
+"""Norms, rotary positions and gates: kernels against their definitions, and these against transformers' modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama import modeling_llama as llama
+
+from kvthaw.kernels import gated, rms_norm, rotate
+from shapes import DTYPES, close
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 5, 64), (2, 3, 80), (7, 1), (2, 5000), (0, 64), (3, 4, 2, 96)])
+def test_rows_are_normalised(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = 3 * torch.randn(shape).to(device, dtype), torch.randn(shape[-1]).to(device, dtype)
+    out = rms_norm.launch(x, weight, 1e-5)
+    assert out.dtype == dtype
+    close(out, rms_norm.definition(x, weight, 1e-5))
+
+
+def test_a_wide_weight_widens_the_rows(device: torch.device) -> None:
+    x, weight = torch.randn(4, 48).to(device, torch.bfloat16), torch.randn(48).to(device)
+    out = rms_norm.launch(x, weight, 1e-6)
+    assert out.dtype == torch.float32
+    close(out.to(torch.bfloat16), rms_norm.definition(x, weight, 1e-6).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 7, 33), (2, 2048), (0, 8)])
+def test_gates_multiply(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    gate, up = (4 * torch.randn(shape).to(device, dtype) for _ in range(2))
+    out = gated.launch(gate, up)
+    assert out.dtype == dtype
+    close(out, gated.definition(gate, up))
+
+
+def angles(batch: int, steps: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    turns = torch.randn(batch, steps, dim // 2).repeat(1, 1, 2)
+    return turns.cos().to(dtype), turns.sin().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inside", [True, False], ids=["heads inside tokens", "tokens inside heads"])
+@pytest.mark.parametrize(("batch", "rows", "steps", "dim"), [(1, 1, 17, 64), (2, 2, 3, 80), (3, 1, 1, 128), (2, 1, 40, 16)])
+def test_positions_turn_queries_and_keys(
+    batch: int, rows: int, steps: int, dim: int, inside: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    query, key = (torch.randn(batch, steps, heads, dim).to(device, dtype).transpose(1, 2) for heads in (4, 2))
+    query, key = (query, key) if inside else (query.contiguous(), key.contiguous())
+    cos, sin = (x.to(device) for x in angles(rows, steps, dim, dtype))
+    assert rotate.serves(query, key, cos, sin)
+    found = rotate.launch(query, key, cos, sin)
+    for out, x, expected in zip(found, (query, key), rotate.definition(query, key, cos, sin), strict=True):
+        assert out.stride() == x.stride()
+        close(out, expected)
+
+
+def test_what_the_rotation_does_not_take() -> None:
+    query, key, (cos, sin) = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), angles(1, 3, 8, torch.float32)
+    assert rotate.serves(query, key, cos, sin)
+    assert not rotate.serves(query, key.double(), cos, sin)
+    assert not rotate.serves(query, key, cos[:, :, :4], sin[:, :, :4])
+    assert not rotate.serves(query.transpose(2, 3).contiguous().transpose(2, 3), key, cos, sin)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_definitions_are_those_of_llama(dtype: torch.dtype) -> None:
+    config = llama.LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=3)
+    x = torch.randn(2, 3, 24).to(dtype)
+    norm = llama.LlamaRMSNorm(24, eps=1e-4).to(dtype)
+    norm.weight.data.normal_()
+    assert torch.equal(norm(x), rms_norm.definition(x, norm.weight, 1e-4))
+    mlp = llama.LlamaMLP(config).to(dtype)
+    assert torch.equal(mlp(x), mlp.down_proj(gated.definition(mlp.gate_proj(x), mlp.up_proj(x))))
+    query, key, turns = torch.randn(2, 4, 3, 8).to(dtype), torch.randn(2, 2, 3, 8).to(dtype), angles(2, 3, 8, dtype)
+    for found, expected in zip(
+        rotate.definition(query, key, *turns), llama.apply_rotary_pos_emb(query, key, *turns), strict=True
+    ):
+        assert torch.equal(found, expected)
