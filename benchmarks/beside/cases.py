@@ -25,8 +25,13 @@ MARK = "@beside "
 class Case:
     """One measurement of one side.
 
-    method: kvthaw's; the name of the side for vLLM. length: tokens of a prompt. seqs: sequences together, 0: as many as fit. new:
-    tokens that each gets. rate: requests a second, 0: all at once. requests: of a trace. turn: which repetition it is.
+    method: kvthaw's; the name of the side for vLLM.
+    length: tokens of a prompt.
+    seqs: sequences that decode together; 0: until no more fit.
+    new: tokens that each sequence gets.
+    rate: requests a second; 0: all at once.
+    requests: the number of requests of a trace.
+    turn: the repetition.
     """
 
     part: str
@@ -50,7 +55,7 @@ class Case:
 
     @property
     def question(self) -> tuple[Any, ...]:
-        """What the case has in common with those of other methods, sides and turns."""
+        """What cases of other methods, sides and turns have in common with this one."""
         return self.part, self.shape, self.layers, self.length, self.seqs, self.rate, self.trace, self.requests, self.device
 
     def __str__(self) -> str:
@@ -61,7 +66,7 @@ class Case:
 
 
 def emit(event: str, **more: Any) -> None:
-    """Tell the command something."""
+    """Print a line for the command."""
     print(MARK + json.dumps({"event": event, **more}), flush=True)
 
 

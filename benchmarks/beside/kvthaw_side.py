@@ -1,7 +1,7 @@
 """kvthaw's side: `python -m benchmarks.beside.kvthaw_side PLAN`.
 
 One model of random weights serves all cases of the process. One prompt and its tokens go through a `Batch` whose steps are compiled
-and captured, many requests through a `Scheduler` over a `Batch` that was warmed.
+and captured. Many requests go through a `Scheduler` over a `Batch` that was warmed.
 """
 
 from __future__ import annotations

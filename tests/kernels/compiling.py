@@ -241,6 +241,18 @@ def chunks(dtype: torch.dtype, dim: int) -> None:
         merge.launch([(part, lse)] * 2, dtype)
 
 
+def model(dtype: torch.dtype, dim: int) -> None:
+    """What stands between a model's products."""
+    from kvthaw.kernels import gated, rms_norm, rotate
+
+    for rows, width in ((700, 4096), (700, 14336), (3, dim)):
+        rms_norm.launch(empty(rows, width, dtype=dtype), empty(width, dtype=dtype), 1e-6)
+    gated.launch(empty(700, 14336, dtype=dtype), empty(700, 14336, dtype=dtype))
+    query, key = (empty(2, 700, heads, dim, dtype=dtype).transpose(1, 2) for heads in (HEADS * GROUP, HEADS))
+    for rows in (1, 2):
+        rotate.launch(query, key, empty(rows, 700, dim, dtype=dtype), empty(rows, 700, dim, dtype=dtype))
+
+
 CASES: dict[str, Callable[[torch.dtype, int], None]] = {
     "attention": attention,
     "nodes": nodes,
@@ -252,6 +264,7 @@ CASES: dict[str, Callable[[torch.dtype, int], None]] = {
     "elsewhere": elsewhere,
     "batches": batches,
     "chunks": chunks,
+    "model": model,
 }
 
 

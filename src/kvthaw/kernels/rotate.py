@@ -16,9 +16,15 @@ _ROWS = 16  # tokens of a program
 
 
 def definition(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x cos + (-x2, x1) sin for x = query [B, Hq, T, D] and x = key [B, H, T, D], x1 and x2 the halves of D.
+    """Return x cos + (-x2, x1) sin for both tensors x, whose last dimension has the halves x1 and x2.
 
-    Each product and each sum is rounded to the dtype. cos, sin: [B, T, D]."""
+    Each product and each sum is rounded to the dtype.
+
+    query: [B, Hq, T, D].
+    key: [B, H, T, D].
+    cos: the cosines of the angles, [B, T, D].
+    sin: their sines, [B, T, D].
+    """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
     def turned(x: Tensor) -> Tensor:
@@ -74,7 +80,7 @@ def serves(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def launch(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Launch the Triton kernel; arguments and results as in `definition`, where `serves` agrees. cos, sin: [B or 1, T, D]."""
+    """Launch the Triton kernel; arguments and results as in `definition`, where `serves` agrees. Angles may be of one row."""
     assert serves(query, key, cos, sin)
     batch, heads, steps, dim = query.shape
     out = torch.empty_like(query), torch.empty_like(key)  # which keep strides of dense tensors

@@ -61,7 +61,7 @@ def fusing(model: PreTrainedModel, forward: _Forward) -> _Forward:
 
 @contextmanager
 def swapped(forwards: list[tuple[Module, _Forward]]) -> Iterator[None]:
-    """Within it modules have these forwards, but for those that have one of their own."""
+    """Within it modules have these forwards. A module that has a forward of its own keeps it."""
     mine = [(vars(module), module, forward) for module, forward in forwards if "forward" not in vars(module)]
     for own, module, forward in mine:
         own["forward"] = types.MethodType(forward, module)
@@ -77,7 +77,8 @@ def find(model: PreTrainedModel) -> list[tuple[weakref.ref[Module], _Forward]]:
     rotating: dict[type[Module], _Forward | None] = {}
     found = list[tuple[weakref.ref[Module], _Forward]]()
     for module in model.modules():
-        kind, forward = type(module), None
+        kind = type(module)
+        forward: _Forward | None
         if _same(kind.forward, llama.LlamaRMSNorm.forward):
             forward = _norm
         elif _same(kind.forward, llama.LlamaMLP.forward) and isinstance(getattr(module, "act_fn", None), _SILU):
@@ -107,7 +108,7 @@ def _computes(function: Any) -> tuple[Any, ...] | None:
 def _rotating(forward: Any) -> _Forward | None:
     """Return an attention's forward whose rotary positions are the kernel's, None if it has others or none."""
     code, known = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-    turn = known.get(_ROTATES)
+    turn: Any = known.get(_ROTATES)
     if code is None or _ROTATES not in code.co_names or not _same(turn, llama.apply_rotary_pos_emb):
         return None
     if not _same(turn.__globals__.get("rotate_half"), llama.rotate_half):
