@@ -62,7 +62,7 @@ def test_four_megabytes_of_nothing_are_refused_at_once(served: Served, path: str
     start = time.monotonic()
     said = served.http.post(path, content=text, headers={"content-type": "application/json"})
     assert time.monotonic() - start < 10  # a minute, where each is looked at
-    assert said.status_code == 400
+    assert said.status_code == 413
     assert len(said.content) < 500
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from kvthaw.serve.lanes import Lane, Lanes
+from kvthaw.serve.lanes import NICE, FullError, Lane, Lanes, Share
 
 
 class Works:
@@ -99,5 +102,56 @@ def test_an_error_is_raised_where_the_result_is_awaited() -> None:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 await lane.run(lambda: 1 // 0, "a")
+
+    run(main)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_the_system_prefers_other_threads_to_long_work() -> None:
+    async def main(works: Works) -> None:
+        lanes = Lanes(1, 1)
+        found = [await lane.run(lambda: os.getpriority(os.PRIO_PROCESS, 0), "a") for lane in (lanes.short, lanes.long)]
+        assert found[1] - found[0] == min(NICE, 19 - found[0])
+        assert os.getpriority(os.PRIO_PROCESS, 0) == found[0]
+
+    run(main)
+
+
+def test_a_share_runs_one_piece_at_a_time_in_a_part_of_the_time() -> None:
+    async def main(works: Works) -> None:
+        share, order = Share(0.25, 9), list[str]()
+
+        async def work(name: str) -> None:
+            async with share.turn(name[0]):
+                order.append(name)
+                time.sleep(0.02)
+
+        began = time.monotonic()
+        await asyncio.gather(*(work(name) for name in ("a1", "a2", "a3", "b1", "c1")))
+        assert order == ["a1", "a2", "b1", "c1", "a3"], "clients take turns: a1 ended before others came"
+        assert time.monotonic() - began > 4 * 0.08, "the last one's rest holds up nobody"
+
+    run(main)
+
+
+def test_a_share_has_room_for_so_many_and_what_leaves_or_fails_makes_room() -> None:
+    async def main(works: Works) -> None:
+        share = Share(0.5, 2)
+
+        async def work(seconds: float) -> None:
+            async with share.turn("a"):
+                await asyncio.sleep(seconds)
+                raise ZeroDivisionError
+
+        tasks = [asyncio.create_task(work(seconds)) for seconds in (0.02, 5)]
+        await asyncio.sleep(0)
+        with pytest.raises(FullError):
+            await work(0)
+        tasks[1].cancel()
+        for task, error in zip(tasks, (ZeroDivisionError, asyncio.CancelledError), strict=True):
+            with pytest.raises(error):
+                await task
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(work(0), 5)
 
     run(main)

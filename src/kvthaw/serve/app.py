@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from kvthaw.errors import ConfigError
 from kvthaw.serve import contexts, page
 from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json
-from kvthaw.serve.bodies import BodyRoute, invalid
+from kvthaw.serve.bodies import BodyRoute, LargeBodies, invalid
 from kvthaw.serve.clients import attended, client_of, service_of, while_connected
 from kvthaw.serve.errors import ERRORS, ApiError, as_api_error
 from kvthaw.serve.guard import Guard
@@ -38,6 +38,8 @@ SAVING = 3.0
 """Seconds that documents have to be written once a server has ended all requests."""
 KEEP_ALIVE = 10.0
 """Seconds of silence after which a stream gets a comment."""
+MOST_VALUES, OTHER_VALUES = 1 << 20, 1 << 16
+"""Token ids of all prompts of a request, where one prompt has no more; and other values of its body."""
 
 _STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 router = APIRouter(route_class=BodyRoute)
@@ -54,7 +56,7 @@ def create_app(service: Service, *, api_keys: Sequence[str] = (), hosts: Collect
         await service.worker.stop()
 
     app = FastAPI(title="kvthaw", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.state.service = service
+    app.state.service, app.state.large_bodies = service, LargeBodies(most_values(service))
     for each in (router, contexts.router, page.router):
         app.include_router(each, responses=ERRORS)
     app.add_middleware(Guard, api_keys=api_keys, hosts=hosts)
@@ -64,6 +66,12 @@ def create_app(service: Service, *, api_keys: Sequence[str] = (), hosts: Collect
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _failed)
     return app
+
+
+def most_values(service: Service) -> int:
+    """Return how many values a body may have: as many as the tokens of all outputs at a time, or MOST_VALUES, and others."""
+    capacity = service.batch.capacity
+    return OTHER_VALUES + max(capacity, min(MOST_VALUES, capacity * service.worker.room))
 
 
 @router.post("/v1/chat/completions", responses=_STREAMS)

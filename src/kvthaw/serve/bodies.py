@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fastapi import Request
@@ -13,11 +13,20 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from kvthaw.errors import hint
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.fields import Body, names_within
+from kvthaw.serve.lanes import FullError, Share
+from kvthaw.serve.values import count_values
 
+SMALL = 64 << 10
+"""Bytes of a body that is read at once."""
+PART = 0.2
+"""The part of the time in which larger ones are read."""
+WAITING = 64
+"""How many of these may wait for it."""
 _OPENAIS = {
     "audio", "best_of", "context_management", "conversation", "function_call", "functions", "image_url", "input_audio",
     "max_tool_calls", "metadata", "modalities", "moderation", "parallel_tool_calls", "prediction", "previous_response_id",
@@ -37,20 +46,67 @@ class BodyRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
-            return await handle(_Request(request.scope, request.receive))
+            own = _Request(request.scope, request.receive)
+            if own.method == "POST":
+                with suppress(ClientDisconnect):  # nobody is answered
+                    await own.read()
+            return await handle(own)
 
         return handler
 
 
 class _Request(Request):
+    _wrong: Exception | None = None  # with a large body
+
+    async def read(self) -> None:
+        """Read a large body when it is its turn. Raises ApiError where it has too many values, or too many others wait."""
+        text = await self.body()
+        if len(text) <= SMALL:
+            return
+        if b"\0" in text:  # as UTF-16 and UTF-32 have, in which values would not be counted
+            raise HTTPException(400, "the body is no JSON in UTF-8")
+        large: LargeBodies = self.app.state.large_bodies
+        client = "" if self.client is None else self.client.host
+        try:
+            async with large.share.turn(client):
+                if await self.is_disconnected():
+                    raise ApiError(499, "the client has left", code="client_left")
+                if (values := count_values(text)) > large.most_values:
+                    says = f"the body has {values:,} values; it may have {large.most_values:,}, and a text counts as one"
+                    raise ApiError(413, says, code="body_too_large")
+                try:
+                    self._json = _read(text)
+                except Exception as error:
+                    self._wrong = error
+        except FullError:
+            says = f"{WAITING} large bodies wait"
+            raise ApiError(429, says, code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
+
     async def json(self) -> Any:
         """Return the body; raises HTTPException for a text of it that has no UTF-8."""
-        text = await self.body()
-        with _uncollected():  # else millions of small values are looked through again and again
-            said = json.loads(text)
-        if b"\\ud" in text or b"\\uD" in text:  # JSON can write half of a surrogate pair in this way alone
-            _check_unicode(said)
-        return said
+        if self._wrong is not None:
+            raise self._wrong
+        if not hasattr(self, "_json"):
+            self._json = _read(await self.body())
+        return self._json
+
+
+class LargeBodies:
+    """Bodies of more than SMALL bytes share time of the interpreter, in which they are read.
+
+    most_values: how many values one body may have.
+    """
+
+    def __init__(self, most_values: int) -> None:
+        self.most_values, self.share = most_values, Share(PART, WAITING)
+
+
+def _read(text: bytes) -> Any:
+    with _uncollected():  # else millions of small values are looked through again and again
+        said = json.loads(text)
+    if b"\\ud" in text or b"\\uD" in text:  # JSON can write half of a surrogate pair in this way alone
+        _check_unicode(said)
+    return said
 
 
 @contextmanager

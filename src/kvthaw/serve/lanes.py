@@ -1,25 +1,31 @@
-"""Threads in which short work never waits for long work, and in which clients take turns."""
+"""Work in which clients take turns: threads, where short work never waits for long work, and a share of the interpreter."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 Result = TypeVar("Result")
+NICE = 10
+"""How much the system lowers the priority of threads that do long work."""
 
 
 class Lane:
     """Runs work in at most so many threads at a time, and of one client one after the other.
 
     Work that has begun goes on where nobody waits for it any longer, and keeps its place. No thread keeps the process from ending.
+    nice: how far the system prefers other threads, where it knows of threads' priorities (Linux).
     """
 
-    def __init__(self, threads: int) -> None:
-        self._places = asyncio.Semaphore(threads)
+    def __init__(self, threads: int, nice: int = 0) -> None:
+        self._places, self._nice = asyncio.Semaphore(threads), nice
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def run(self, work: Callable[[], Result], client: str) -> Result:
@@ -46,6 +52,9 @@ class Lane:
 
         def run() -> None:
             result = error = None
+            if self._nice and sys.platform == "linux":
+                thread = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
             try:
                 result = work()
             except BaseException as raised:
@@ -61,4 +70,39 @@ class Lanes:
     """A lane for short work and one for long work."""
 
     def __init__(self, short: int, long: int) -> None:
-        self.short, self.long = Lane(short), Lane(long)
+        self.short, self.long = Lane(short), Lane(long, NICE)
+
+
+class FullError(Exception):
+    """Too many wait."""
+
+
+class Share:
+    """Limits work that keeps the interpreter from all else: one piece runs at a time, and all in at most `part` of the time.
+
+    most: how many pieces may wait or run.
+    """
+
+    def __init__(self, part: float, most: int) -> None:
+        self._rest, self._most, self._here = 1 / part - 1, most, 0
+        self._one = asyncio.Lock()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def turn(self, client: str) -> AsyncIterator[None]:
+        """Wait for the client's turn. Others then wait until the rest of the process has had its part of the time. Raises
+        FullError."""
+        if self._here >= self._most:
+            raise FullError
+        self._here += 1
+        try:
+            async with self._turns.setdefault(client, asyncio.Lock()):
+                await self._one.acquire()
+                began = time.perf_counter()
+                try:
+                    yield
+                finally:
+                    rest = self._rest * (time.perf_counter() - began)
+                    asyncio.get_running_loop().call_later(rest, self._one.release)
+        finally:
+            self._here -= 1

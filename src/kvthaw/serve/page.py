@@ -58,8 +58,8 @@ async def run(name: str, body: RecallRun, http: Request) -> Json:
     """Send the tokens of an answer through another method or budget, and return what they recalled there. Other requests wait for
     it."""
     service = service_of(http)
-    body.check(service.batch.capacity)
     found = _recorded(service, name)
+    body.check(service.batch.capacity)
     service.check(None, 1)
     if service.worker.lockstep.size > 1:
         raise ApiError(400, "method: a model that is split compares no methods", param="method")
