@@ -157,7 +157,7 @@ def test_what_cannot_be_read_is_prefilled_again(
     if damage == "truncated":
         os.ftruncate(number, file.size // 2)
     elif damage == "changed":
-        path = prefix._tree.match(DOCUMENTS[0], "")[0]  # type: ignore[union-attr]
+        path = prefix._tree.match(DOCUMENTS[0], "")[0]
         os.pwrite(number, b"\xff\x01", prefix._kept.slots[path[3]].number * file.size + 100)
     else:
         monkeypatch.setattr(os, "preadv", lambda *given: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))

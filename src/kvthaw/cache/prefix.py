@@ -18,7 +18,7 @@ from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.index_updater import Snapshot
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.prefix_kept import Entry, Indexes, Key, NotKeptError, PrefixBlocks, PrefixStats
+from kvthaw.cache.prefix_kept import Entry, Indexes, Key, NotKeptError, PrefixBlocks, PrefixStats, cache_kind, refusal
 from kvthaw.cache.prefix_tree import Node, PrefixTree, common
 from kvthaw.cache.resume import LayerShape, copy_rows, resume
 from kvthaw.cache.step import Step
@@ -78,7 +78,7 @@ class PrefixCache:
             raise ConfigError(f"kv_dir is {str(kv_dir)!r}; no file can be made there: {error.strerror}") from error
         self._kept, self._writes = PrefixBlocks(file), file is not None
         self.refused: str | None = None
-        self._tree: PrefixTree | None = None
+        self._tree = PrefixTree(1 << 30)  # of no cache yet
         self._entries: dict[Key, Entry] = {}
         self._indexes: list[Indexes] = []  # the least recently used first
         self._kind: tuple[object, ...] = ()
@@ -89,9 +89,9 @@ class PrefixCache:
         """Begin a prompt [T] with what is kept of it. Returns how many of its tokens need not go through the model.
 
         The sequence has no tokens yet; seq: its place in a running batch, None for a cache of one sequence."""
-        self.refused, ids, salt = _refusal(kv), ids.cpu(), self._own(kv, salt)
+        self.refused, ids, salt = refusal(kv), ids.cpu(), self._own(kv, salt)
         self._queries += len(ids)
-        if self.refused is not None or self._tree is None:
+        if self.refused is not None or not self._kind:
             return 0
         self._check(kv)
         path, tokens = self._usable(ids, salt)
@@ -119,7 +119,7 @@ class PrefixCache:
     def fetch(self, kv: KVCache, ids: Tensor, tokens: int, *, salt: str = "") -> bool:
         """Bring up to so many tokens, one block at least, of what fill() would take from the file to memory, so that it need not
         wait for all of them. Returns whether more of them are there, in every process of a split model."""
-        if _refusal(kv) is not None:
+        if refusal(kv) is not None:
             return False
         self._check(kv)
         path, _ = self._usable(ids.cpu(), self._own(kv, salt))
@@ -145,7 +145,7 @@ class PrefixCache:
         about, leaves_room: as for name().
 
         They have arrived on the host (`KVCache.wait`). Raises CacheError where they cannot be kept under a name."""
-        self.refused, ids = _refusal(kv), ids.cpu()
+        self.refused, ids = refusal(kv), ids.cpu()
         if self.refused is None and len(ids):
             salt = self._keep_rows(kv, ids, seq, salt)
             found = self._index(kv, ids, salt)
@@ -154,7 +154,7 @@ class PrefixCache:
                 updaters = {layer.number: layer.storage.updater for layer in kv.offloaded}
                 every = {number: updater.snapshot(seq) for number, updater in updaters.items() if updater is not None}
                 held = {number: each for number, each in every.items() if each is not None}
-                self._indexes += [Indexes(ids, salt, _index_kind(kv), held)] if held else []
+                self._indexes += [Indexes(ids, salt, Indexes.kind_of(kv), held)] if held else []
         self._trim()
         if name is not None:
             self.name(name, ids, salt, about=about, leaves_room=leaves_room)
@@ -162,7 +162,7 @@ class PrefixCache:
     def keep_part(self, kv: KVCache, ids: Tensor, *, seq: int = 0, salt: str = "", name: str | None = None, **how: Any) -> None:
         """Keep the first tokens of a sequence, ids [T], whose prompt does not go on: their rows alone, for its index may still be
         building. They have arrived on the host (`KVCache.wait`). name, how: as for keep(), of all of its prompt."""
-        self.refused, ids = _refusal(kv), ids.cpu()
+        self.refused, ids = refusal(kv), ids.cpu()
         if self.refused is None and len(ids):
             salt = self._keep_rows(kv, ids, seq, salt)
         self._trim()
@@ -175,9 +175,9 @@ class PrefixCache:
         """Let a prompt [T] that is kept stay until forget(name), in the place of what has its name and salt. about: what its entry
         says. leaves_room: says whether entries, this one included, leave others the memory that they need. Raises NotKeptError
         where not all of it is kept, or host_bytes or others do not allow it."""
-        path, tokens = ([], 0) if self._tree is None else self._tree.match(ids, salt)
+        path, tokens = self._tree.match(ids, salt)
         tokens = min(tokens, sum(len(node.tokens) for node in path if self._kept.holds(node)))
-        if self._tree is None or tokens < len(ids):
+        if not path or tokens < len(ids):
             raise NotKeptError(f"{name!r} cannot be kept: {self.refused or f'{tokens} of its {len(ids)} tokens are in memory'}")
         self._tree.pin(path[-1], 1)
         if self.pinned_bytes > (self.host_bytes or 0):
@@ -203,18 +203,14 @@ class PrefixCache:
 
     def rows(self, entry: Entry) -> Iterator[tuple[int, LayerShape, Tensor]]:
         """Yield the stored rows [H, T, *tail] of an entry on the host, with the number and the shape of each layer."""
-        assert self._tree is not None
         path, tokens = self._tree.match(entry.ids, entry.salt)
         for number, blocks in self._kept.layers.items():
-            yield (
-                number,
-                self._kept.shapes[number],
-                torch.cat([blocks[node].data.cpu() for node in path], dim=1)[:, :tokens].contiguous(),
-            )
+            rows = torch.cat([blocks[node].data.cpu() for node in path], dim=1)[:, :tokens]
+            yield number, self._kept.shapes[number], rows.contiguous()
 
     def snapshots(self, kv: KVCache, entry: Entry) -> Mapping[int, Snapshot]:
         """Return what indexes of an entry's tokens, no more, are kept of such a cache, by layer."""
-        kind = _index_kind(kv)
+        kind = Indexes.kind_of(kv)
         mine = [one for one in self._indexes if (one.kind, one.salt) == (kind, entry.salt) and torch.equal(one.ids, entry.ids)]
         return mine[-1].layers if mine else {}
 
@@ -232,20 +228,19 @@ class PrefixCache:
     ) -> None:
         """Keep a prompt [T] under a name whose blocks were read from somewhere, for caches such as this one. indexes: of its
         layers, where they came too. about, leaves_room: as for name(). Raises CacheError where they cannot be kept."""
-        self.refused = _refusal(kv)
+        self.refused = refusal(kv)
         if self.refused is None:
             tree = self._open(kv, {number: shape for number, (shape, _) in layers.items()})
             for at, (node, new) in enumerate(tree.insert(ids, salt)):
                 if new or not self._kept.holds(node):
                     self._kept.hold(node, {number: blocks[at] for number, (_, blocks) in layers.items()})
-            self._indexes += [Indexes(ids, salt, _index_kind(kv), indexes)] if indexes else []
+            self._indexes += [Indexes(ids, salt, Indexes.kind_of(kv), indexes)] if indexes else []
         self._trim()
         self.name(name, ids, salt, about=about, leaves_room=leaves_room)
 
     def forget(self, name: str, salt: str = "") -> None:
         """Remove the name of an entry, which is evicted like others from then on. Raises CacheError where there is none."""
         entry = self.entry(name, salt)
-        assert self._tree is not None
         del self._entries[salt, name]
         self._tree.pin(entry.node, -1)
 
@@ -254,14 +249,13 @@ class PrefixCache:
         for salt, name in list(self._entries):
             self.forget(name, salt)
         self._indexes.clear()
-        while self._tree is not None and self._tree.nodes:
+        while self._tree.nodes:
             self._drop(next(iter(self._tree.nodes)))
 
     def drop_oldest(self) -> bool:
         """Take the least recently used block of tokens out of memory in every layer: to the file, if there is one with room.
         Returns whether there was one."""
-        unpinned = () if self._tree is None else self._tree.unpinned()
-        node = next(filter(self._kept.holds, unpinned), None)
+        node = next(filter(self._kept.holds, self._tree.unpinned()), None)
         if node is None:
             return False
         if self._written(node):
@@ -278,20 +272,19 @@ class PrefixCache:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of blocks that entries with a name hold."""
-        return 0 if self._tree is None else self._kept.node_bytes * self._tree.pinned
+        return self._kept.node_bytes * self._tree.pinned
 
     def pinned_blocks(self) -> tuple[int, dict[int, int]]:
         """Return how many blocks of a layer entries with a name hold, and their bytes by layer."""
         sizes = {number: shape.block_bytes(self._kept.size) for number, shape in self._kept.shapes.items()}
-        return 0 if self._tree is None else self._tree.pinned, sizes
+        return self._tree.pinned, sizes
 
     def stats(self) -> PrefixStats:
         """What is kept, and what was looked up so far."""
-        nodes = [] if self._tree is None else list(self._tree.nodes)
         return PrefixStats(
             queries=self._queries,
             hits=self._hits,
-            kept_tokens=sum(len(node.tokens) for node in nodes),
+            kept_tokens=sum(len(node.tokens) for node in list(self._tree.nodes)),
             kept_bytes=self.kept_bytes,
             disk_bytes=len(self._kept.slots) * self._kept.node_bytes,
             evicted_tokens=self._evicted,
@@ -308,14 +301,14 @@ class PrefixCache:
 
     def _check(self, kv: KVCache) -> None:
         """Raise CacheError for a cache of another model, block size or kv_dtype."""
-        if self._kind and self._kind != _kind(kv):
+        if self._kind and self._kind != cache_kind(kv):
             raise CacheError("the prefix cache holds KV of another model, or of another block_size or kv_dtype")
 
     def _open(self, kv: KVCache, shapes: Mapping[int, LayerShape]) -> PrefixTree:
         """Return the tree, for which the layers of a cache are known from now on."""
         self._check(kv)
-        if self._tree is None:
-            self._kind, self._tree = _kind(kv), PrefixTree(kv.settings.block_size)
+        if not self._kind:
+            self._kind, self._tree = cache_kind(kv), PrefixTree(kv.settings.block_size)
             self._first = "" if kv.origin is None else kv.origin()
             self._kept.open(shapes, kv.settings.block_size)
             if self.host_bytes is None:
@@ -356,7 +349,6 @@ class PrefixCache:
 
     def _drop(self, node: Node) -> int:
         """Drop a block of tokens wherever it is, and those behind it. Returns how many tokens they were."""
-        assert self._tree is not None
         dropped = len(node.tokens) + sum(self._drop(child) for child in list(node.children.values()))
         self._tree.remove(node)
         if self._kept.holds(node):
@@ -367,7 +359,6 @@ class PrefixCache:
 
     def _written(self, node: Node) -> bool:
         """Write a block of tokens to the file, in the place of others where it is full. Returns whether the block is there."""
-        assert self._tree is not None
         while self._writes and node not in self._kept.slots:
             try:
                 self._kept.write(node)
@@ -384,15 +375,13 @@ class PrefixCache:
 
     def _usable(self, ids: Tensor, salt: str) -> tuple[list[Node], int]:
         """Return the nodes that a prompt may begin with, and how many of its tokens."""
-        if self._tree is None:
-            return [], 0
         path, tokens = self._tree.match(ids, salt)
         tokens = min(tokens, len(ids) - RECENT_QUERIES)
         return path[: max(0, -(-tokens // self._tree.block_size))], tokens
 
     def _in_memory(self, kv: KVCache, path: list[Node]) -> list[Node]:
         """Bring what of a path is in the file to memory, as if used now. Returns the path, as far as it could be had."""
-        if not path or self._tree is None:
+        if not path:
             return path
         self._tree.touch(path[-1])
         absent = [node for node in path if not self._kept.holds(node)]
@@ -420,26 +409,10 @@ class PrefixCache:
 
     def _index(self, kv: KVCache, ids: Tensor, salt: str) -> Indexes | None:
         """Return indexes of a prompt that more than half of this one begins like."""
-        kind = _index_kind(kv)
+        kind = Indexes.kind_of(kv)
         fit = [one for one in self._indexes if (one.kind, one.salt) == (kind, salt) and 2 * common(one.ids, ids) > len(ids)]
         if not fit:
             return None
         best = max(fit, key=lambda one: common(one.ids, ids))
         self._indexes = [*(one for one in self._indexes if one is not best), best]
         return best
-
-
-def _kind(kv: KVCache) -> tuple[object, ...]:
-    return kv.origin, kv.settings.block_size, kv.settings.kv_dtype, tuple(layer.number for layer in kv.layers)
-
-
-def _index_kind(kv: KVCache) -> tuple[object, ...]:
-    return kv.settings.method, kv.settings.seed
-
-
-def _refusal(kv: KVCache) -> str | None:
-    """Return why prompts of a cache cannot be kept, None where they can."""
-    if kv.origin is None:
-        return "the model has layers that keep a window or a state, and no KV of all tokens"
-    method = kv.settings.method
-    return f"{method.name} is built with the queries of a whole prompt" if method.prompt_queries is None else None

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvthaw.cache.block_file import BlockFile, Slot
 from kvthaw.cache.host_memory import Block, HostMemory
 from kvthaw.cache.index_updater import Snapshot
+from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.prefix_tree import Node
 from kvthaw.cache.resume import LayerShape
 from kvthaw.errors import CacheError, HostMemoryError
@@ -62,6 +63,11 @@ class Indexes:
     salt: str
     kind: tuple[object, ...]
     layers: Mapping[int, Snapshot]
+
+    @staticmethod
+    def kind_of(kv: KVCache) -> tuple[object, ...]:
+        """Return what caches have in common whose indexes are shared."""
+        return kv.settings.method, kv.settings.seed
 
     def upto(self, tokens: int) -> dict[int, Snapshot]:
         """Return the indexes cut to the first `tokens` tokens."""
@@ -164,3 +170,16 @@ class PrefixBlocks:
             form = shape.keys.shape[1], self.size, *shape.format.tail
             made[number] = Block(memory.allocate(form, shape.format.stored, pinned=pinned))
         return made
+
+
+def cache_kind(kv: KVCache) -> tuple[object, ...]:
+    """Return what caches have in common whose blocks are shared."""
+    return kv.origin, kv.settings.block_size, kv.settings.kv_dtype, tuple(layer.number for layer in kv.layers)
+
+
+def refusal(kv: KVCache) -> str | None:
+    """Return why prompts of a cache cannot be kept, None where they can."""
+    if kv.origin is None:
+        return "the model has layers that keep a window or a state, and no KV of all tokens"
+    method = kv.settings.method
+    return f"{method.name} is built with the queries of a whole prompt" if method.prompt_queries is None else None
