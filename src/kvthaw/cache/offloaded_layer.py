@@ -205,7 +205,7 @@ class OffloadedLayer(LayerKV):
         self._taken = step, t + 1
         self.sequences.place(step, t, self.slab.data.device)
         out = self._attend(step, t, query, newest, attention)
-        if t == step.tokens - 1:
+        if t == step.tokens - 1 and self.retriever is not None and self.retriever.prefetched is not None:
             self.drop_search()
         return out
 

@@ -196,8 +196,8 @@ class Retriever:
     def _admit(self, selection: Selection, query: Tensor, length: int) -> Choice:
         if self.in_place:
             return Choice(selection)
-        self.residency.grow(length)
         self._evict_all(query.shape[0])
+        self.residency.grow(length)
         if self.index.traits.on_host and query.is_cuda:
             return self._upload(selection, query)
         store = self.context.store

@@ -72,7 +72,9 @@ class Sequences:
     def __post_init__(self) -> None:
         self.known: dict[object, Any] = {}
         """Memo of values that hold for the sequences as they are, by user. Every change but decoded tokens clears it."""
-        self._prompt: tuple[int | None, int] | None = None  # announced: of a sequence or all, its end
+        self.filling: int | None = None
+        """The sequence that an announced prompt goes to, None for all."""
+        self._end: int | None = None  # of the announced prompt
         self._committed: tuple[Step, dict[str, Any]] | None = None  # the latest step, and the counts before it
 
     def reset(self) -> None:
@@ -80,7 +82,8 @@ class Sequences:
         self.regions, self.padded_length, self.left_pad, self.idle, self.paused = None, 0, [], frozenset(), frozenset()
         self.ring_start, self.capacity, self.decoded, self.dense_tokens, self.cached_tokens, self.undropped = [], 0, 0, 0, 0, 0
         self.prompted = self.prompt_only = False
-        self.step, self.held, self._prompt, self._committed = None, Held(), None, None
+        self.step, self.held, self._committed = None, Held(), None
+        self.announce(0)
         self.changed()
 
     def changed(self) -> None:
@@ -191,7 +194,8 @@ class Sequences:
 
     def announce(self, tokens: int, seq: int | None = None) -> None:
         """Treat the next tokens, padding included, as one prompt of a sequence or of all, in any number of steps; 0 ends it."""
-        self._prompt = (seq, (self.padded_length if seq is None else self.length(seq)) + tokens) if tokens else None
+        self.filling = seq if tokens else None
+        self._end = (self.padded_length if seq is None else self.length(seq)) + tokens if tokens else None
 
     @contextmanager
     def prompt(self, tokens: int, seq: int | None = None) -> Iterator[None]:
@@ -203,22 +207,16 @@ class Sequences:
             self.announce(0)
 
     @property
-    def filling(self) -> int | None:
-        """The sequence that an announced prompt goes to, None for all."""
-        return None if self._prompt is None else self._prompt[0]
-
-    @property
     def announced(self) -> bool:
         """Whether an announced prompt has not ended."""
-        return self._prompt is not None
+        return self._end is not None
 
     @property
     def prefill_remaining(self) -> int:
         """Tokens of the announced prompt that are still to be prefilled."""
-        if self._prompt is None:
+        if self._end is None:
             return 0
-        seq, end = self._prompt
-        return max(0, end - (self.padded_length if seq is None else self.length(seq)))
+        return max(0, self._end - (self.padded_length if self.filling is None else self.length(self.filling)))
 
     def decodes(self, tokens: int) -> bool:
         """Return whether a step of `tokens` new tokens decodes them one by one, if every sequence has earlier tokens."""

@@ -266,7 +266,8 @@ class CacheLayer(CacheLayerMixin):
             raise
         with torch.inference_mode(False), torch.no_grad():
             if new:
-                out = cache.attend(self.kv, query, key, value, attention, None if count == 1 < cache.sequences.count else pads)
+                alone = cache.sequences.filling is not None and cache.sequences.count > 1  # a prompt among other sequences
+                out = cache.attend(self.kv, query, key, value, attention, None if alone else pads)
             else:
                 out = cache.attend_again(self.kv, query, key, value, attention)
             return out if mask is None or not own else attention_by_mask(query, key, value, mask[:, :, -steps:], attention)
