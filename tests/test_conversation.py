@@ -192,9 +192,9 @@ def test_what_was_recalled(loaded: tuple[Any, Any]) -> None:
     talk.read(DOCUMENT)
     turn(talk, "Who?")
     passages = talk.recalled(3)
-    assert 0 < len(passages) <= 3
+    assert len(passages) <= 3
     assert all(one.text == talk.tokenizer.decode(talk.tokens[one.start : one.stop]) for one in passages)
-    assert [one.share for one in passages] == sorted((one.share for one in passages), reverse=True)
+    assert all(0 < one.share <= 1 for one in passages)
     assert "The grass is green." in talk.page("title")
     dense = begin(loaded)
     turn(dense, "Who?")

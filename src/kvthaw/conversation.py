@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -25,23 +24,10 @@ from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.text import Chat, following
 from kvthaw.evaluate.variant import Variant
-from kvthaw.inspect.page import standalone
+from kvthaw.inspect.page import standalone, texts
+from kvthaw.inspect.passages import RECENT, Passage, passages
 from kvthaw.inspect.recorder import Recorder, Recording
 from kvthaw.inspect.run import Inspection, Run
-
-RECENT = 512
-"""Tokens at the end of a conversation that are no passages."""
-_PASSAGE = 32  # tokens of a passage
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """Neighbouring tokens that an answer recalled. share: of all that it recalled."""
-
-    start: int
-    stop: int
-    share: float
-    text: str
 
 
 def plain_template(tokenizer: Any) -> str:
@@ -183,20 +169,13 @@ class Conversation:
         self._segments = [(text, ids)] if text else []
 
     def recalled(self, most: int = 5) -> list[Passage]:
-        """Return the passages that the latest answer recalled most, over its tokens, layers and KV heads; none where it attended to
-        everything. Heads recall what came last whatever is asked: the last RECENT tokens, or the last half, are left out."""
-        rows = [one[one >= 0].long() // _PASSAGE for step in self.recording.selected for one in step.values()]
-        if not rows:
+        """Return the passages that the latest answer came from; none where it attended to everything."""
+        if self.answer is None or not any(self.recording.selected):
             return []
-        counts, found = torch.bincount(torch.cat(rows)), list[Passage]()
-        total, size = int(counts.sum()), len(self.tokens)
-        counts = counts[: (size - min(RECENT, size // 2)) // _PASSAGE]
-        for passage in counts.argsort(descending=True, stable=True)[:most].tolist():
-            start, stop = passage * _PASSAGE, (passage + 1) * _PASSAGE
-            if counts[passage]:
-                text = self.tokenizer.decode(self.tokens[start:stop], skip_special_tokens=True)
-                found.append(Passage(start, stop, int(counts[passage]) / total, text))
-        return found
+        answer = self.answer.tokens
+        before = self._asked or max(0, len(self.tokens) - len(answer) - RECENT)
+        said = texts(self.tokenizer, answer, self.tokens[: len(self.tokens) - len(answer)])
+        return passages(self.recording, texts(self.tokenizer, self.tokens[:before]), said, most)
 
     def page(self, title: str) -> str:
         """Return a page that shows what the latest answer recalled, token by token. Raises ConfigError where nothing was."""

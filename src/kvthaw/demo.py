@@ -1,56 +1,44 @@
-"""The main job, end to end: facts planted in a whole book, asked for under a budget and with full attention beside it."""
+"""Questions about a text, each answered from a few rows per head and with full attention, from one prefill."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from kvthaw.demo_texts import Question, Text
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.prefill import prefill
-from kvthaw.errors import ConfigError
 from kvthaw.evaluate.answers import Answers
 from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.probe import Probe
-from kvthaw.evaluate.tasks import niah, passkey
-from kvthaw.evaluate.tasks.base import Haystack, count, depth_of, distinct, holds, number, read_asset, uuid, word_key
 from kvthaw.evaluate.variant import Variant, whole
-from kvthaw.methods import resolve
+from kvthaw.inspect.page import texts
+from kvthaw.inspect.passages import Passage, passages
+from kvthaw.inspect.recorder import Recorder, Recording
 
-BOOK = "Alice's Adventures in Wonderland"
 PROBED = 4  # one step in so many is compared with exact attention
-DEPTHS = (0.08, 0.29, 0.47, 0.66, 0.88)
-
+SHOWN = 1  # passages of an answer
 
 Show = Callable[[str, str], None]
-"""Is told what happens and what to show of it: the "book" is read, an "index" made and "ready"; we "ask" a question, "text" of its
-answer comes, which is "right" or "wrong"."""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A fact in the book and what asks for it. depth: where it stands, 0..1."""
-
-    fact: str
-    text: str
-    answer: str
-    limit: int
-    depth: float
+"""Is told what happens and what to show of it: the "text" is read, an "index" made and "ready"; we "ask" a question, a "side"
+begins to answer, "said" comes, which is "right" or "wrong", and a passage is "recalled"."""
 
 
 @dataclass(slots=True)
 class Side:
-    """What one method answered, and what that took. Counts as in `kvthaw.Stats`; ttft_s and tt2t_s hold the shared prefill."""
+    """What one method answered, and what that took. Counts as in `kvthaw.Stats`; ttft_s and tt2t_s hold the shared prefill.
+    recalled: the passages of each answer, none for full attention."""
 
     method: str
     budget: int | None = None
     answers: list[str] = field(default_factory=list)
     right: list[bool] = field(default_factory=list)
+    recalled: list[list[Passage]] = field(default_factory=list)
     attended_mean: float | None = None
     attended_max: int | None = None
     kv_device_bytes: int = 0
@@ -80,133 +68,114 @@ class Outcome:
         return asdict(self)
 
 
-def read_book(tokenizer: Any, *, length: int | None = None, seed: int = 0) -> tuple[list[int], list[Question]]:
-    """Return the tokens of the book that ships with five facts planted in it, cut to at most `length` if given, and the questions.
-
-    Raises ConfigError where the facts alone are longer.
-    """
-    rng = random.Random(seed)
-    planted = facts(rng)
-    book = Haystack.of(read_asset("book.txt"))
-    words = len(book.words)
-    while True:
-        body = book.with_facts(words, [q.fact for q in planted], list(DEPTHS))
-        context = INTRO + body
-        tokens = count(tokenizer, context)
-        if length is None or tokens <= length:
-            break
-        if words == 0:
-            raise ConfigError(f"length is {length}; the facts alone take {tokens} tokens")
-        words = max(0, min(words - 1, int(words * length / tokens * 0.999)))
-    questions = [Question(q.fact, q.text, q.answer, q.limit, depth_of(context, q.fact)) for q in planted]
-    return list(tokenizer(context)["input_ids"]), questions
-
-
-INTRO = niah.INTRO.format(kind="numbers")
-
-
-def facts(rng: random.Random) -> list[Question]:
-    """Return the facts in the order in which they are planted, one for each of DEPTHS."""
-    key = number(rng, 5)
-    found = [Question(passkey.FACT.format(key=key), passkey.QUESTION, key, 8, 0.0)]
-    names = distinct(rng, word_key, len(DEPTHS) - 1)
-    kinds: list[niah.Kind] = ["numbers", "words", "numbers", "uuids"]
-    for name, kind in zip(names, kinds, strict=True):
-        value = {"numbers": number, "words": word_key, "uuids": uuid}[kind](rng)
-        fact = niah.NEEDLE.format(kind=kind, key=name, value=value)
-        text = niah.QUESTION_ONE.format(one=kind[:-1], query=name)
-        found.append(Question(fact, text, value, 48 if kind == "uuids" else 16, 0.0))
-    rng.shuffle(found)
-    return found
-
-
 def run(
     model: PreTrainedModel,
     tokenizer: Any,
+    text: Text,
     *,
-    method: str = "icecache-digest",
+    method: str = "thaw",
     budget: int | float = 256,
-    length: int | None = None,
-    seed: int = 0,
+    dense_layers: int | None = None,
     show: Show = lambda what, text: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
-    """Read the book once, then answer every question under a method (dense_layers=0) and with full attention.
+    """Read a text once, then answer every question with full attention and under a method.
 
-    Each question starts from the book alone. Its tokens go through the sparse path one by one, so that nothing but the prefill
-    reads more than the budget. Raises ConfigError for settings that do not work, before the prefill.
+    Each question starts from the text alone. Its tokens go through the sparse path one by one, so that nothing but the prefill
+    reads more than the budget. dense_layers: None for the method's own. Raises ConfigError for settings that do not work, before
+    the prefill.
     """
-    book, questions = read_book(tokenizer, length=length, seed=seed)
-    check_prompt(model, len(book) + max(len(_question(tokenizer, q)) + q.limit for q in questions))
-    Cache(model, method, budget=budget, dense_layers=0)
-    show("book", f"{BOOK}: {len(book):,} tokens with {len(questions)} facts planted in it")
+    check_prompt(model, len(text.tokens) + max(len(one.end) + one.limit for one in text.questions))
+    limits: dict[str, Any] = {"budget": budget} | ({} if dense_layers is None else {"dense_layers": dense_layers})
+    Cache(model, method, **limits)
+    show("text", text.title)
     start = now(model.device)
     base = whole(model, [Variant(method)])
-    logits = prefill(model, base, book, progress=progress)
+    logits = prefill(model, base, text.tokens, progress=progress)
     prefill_s = now(model.device) - start
-    session = _Session(model, tokenizer, base, logits, prefill_s, show)
-    thawed, full = Side(method), Side("full")
-    session.answer_all(thawed, questions, budget=budget)
-    session.answer_all(full, questions)
-    return Outcome(len(book), prefill_s, questions, thawed, full)
+    show("index", "")
+    start = now(model.device)
+    fork = base.fork(method, **limits)
+    fork.wait()
+    sides = [_Answering(model, tokenizer, text, logits, Side("full"), base)]
+    sides.append(_Answering(model, tokenizer, text, logits, Side(method, index_s=now(model.device) - start), fork, base))
+    show("ready", "")
+    for question in text.questions:
+        show("ask", question.text)
+        for side in sides:
+            side.answer(question, show)
+    full, thawed = (side.close(prefill_s) for side in sides)
+    return Outcome(len(text.tokens), prefill_s, text.questions, thawed, full)
 
 
-@dataclass(frozen=True, slots=True)
-class _Session:
-    model: PreTrainedModel
-    tokenizer: Any
-    base: Cache
-    logits: Tensor
-    prefill_s: float
-    show: Show
+class _Answering:
+    """Answers one question after another on a cache that holds the text. reference: a cache that holds it in full, for a cache that
+    does not."""
 
-    def answer_all(self, side: Side, questions: list[Question], **settings: Any) -> None:
-        """Fork the book once for a side, and cut the cache back to the book after each question. Full attention is the base."""
-        device, book, dense = self.model.device, self.base.get_seq_length(), resolve(side.method).dense
-        self.show("index", "")
-        start = now(device)
-        cache = self.base if dense else self.base.fork(side.method, dense_layers=0, **settings)
-        cache.wait()
-        side.index_s = now(device) - start
-        self.show("ready", f"\n{side.method}")
-        probe = Probe(cache, every=PROBED, reference=self.base)
-        first, second, each = [], [], []
-        for question in questions:
-            asked = question.text.strip().split("?")[0] + "?"
-            self.show("ask", f"  {100 * question.depth:3.0f} % {asked}")
-            begin, watched = now(device), probe.seconds
-            times = []
-            answers = Answers(self.model, self.tokenizer, cache)
-            for (piece,) in answers.stream(self.logits[None], [_question(self.tokenizer, question)], question.limit):
-                if piece is not None:
-                    times.append(now(device) - begin - (probe.seconds - watched))
-                    self.show("text", piece)
-            (text,) = answers.texts
-            side.answers.append(text.strip())
-            right = holds(text, question.answer)
-            side.right.append(right)
-            self.show("right" if right else "wrong", "  right" if right else f"  wrong, it is {question.answer}")
-            if times:
-                first.append(times[0])
-            if len(times) > 1:
-                second.append(times[1])
-                each.append((times[-1] - times[0]) / (len(times) - 1))
-            cache.keep(book)
-        stats, quality = cache.stats(), probe.quality()
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        text: Text,
+        logits: Tensor,
+        side: Side,
+        cache: Cache,
+        reference: Cache | None = None,
+    ) -> None:
+        self._model, self._tokenizer, self._text, self._logits, self._side = model, tokenizer, text, logits, side
+        self._cache, self._sparse = cache, reference is not None
+        self._probe = Probe(cache, every=PROBED, reference=reference) if self._sparse else None
+        self._recorder = Recorder(cache.kv) if self._sparse else None
+        self._pieces = texts(tokenizer, text.tokens) if self._sparse else []
+        self._first, self._second, self._each = list[float](), list[float](), list[float]()
+
+    def answer(self, question: Question, show: Show) -> None:
+        """Answer a question, and go back to the text."""
+        side, probe = self._side, self._probe
+        show("side", side.method)
+        begin, watched, device = now(self._model.device), probe.seconds if probe else 0.0, self._model.device
+        times, said, recording = list[float](), list[str](), Recording()
+        answers = Answers(self._model, self._tokenizer, self._cache, until=self._text.until)
+        for (piece,) in answers.stream(self._logits[None], [question.end], question.limit):
+            if piece is not None:
+                times.append(now(device) - begin - ((probe.seconds if probe else 0.0) - watched))
+                show("said", piece)
+                said.append(piece)
+                if self._recorder is not None:
+                    recording.take(0, self._recorder, None)
+        (answer,) = answers.texts
+        side.answers.append(answer.strip())
+        side.right.append(question.right(answer))
+        show("right" if side.right[-1] else "wrong", question.answer)
+        side.recalled.append(passages(recording, self._pieces, said, SHOWN) if self._sparse else [])
+        for one in side.recalled[-1]:
+            show("recalled", one.text)
+        self._time(times)
+        self._cache.keep(len(self._text.tokens))
+
+    def _time(self, times: Sequence[float]) -> None:
+        if times:
+            self._first.append(times[0])
+        if len(times) > 1:
+            self._second.append(times[1])
+            self._each.append((times[-1] - times[0]) / (len(times) - 1))
+
+    def close(self, prefill_s: float) -> Side:
+        """Return what all of that took."""
+        side, stats, held = self._side, self._cache.stats(), len(self._text.tokens)
         side.budget, side.attended_mean, side.attended_max = stats.budget, stats.attended_mean, stats.attended_max
         side.kv_device_bytes, side.kv_host_bytes = stats.kv_device_bytes + stats.kv_dense_bytes, stats.kv_host_bytes
         side.hit_rate, side.sparse_steps = stats.hit_rate, stats.sparse_steps
-        side.attention_mass, side.recall_at_k = quality.attention_mass, quality.recall_at_k
-        if dense:
-            side.attended_mean, side.attended_max, side.attention_mass = float(book), book, 1.0
-        before = self.prefill_s + side.index_s
-        side.ttft_s, side.tt2t_s, side.tpot_s = _plus(mean(first), before), _plus(mean(second), before), mean(each)
+        if self._probe is None:
+            side.attended_mean, side.attended_max, side.attention_mass = float(held), held, 1.0
+        else:
+            quality = self._probe.quality()
+            side.attention_mass, side.recall_at_k = quality.attention_mass, quality.recall_at_k
+        before = prefill_s + side.index_s
+        side.ttft_s, side.tt2t_s = _plus(mean(self._first), before), _plus(mean(self._second), before)
+        side.tpot_s = mean(self._each)
+        return side
 
 
 def _plus(value: float | None, more: float) -> float | None:
     return None if value is None else value + more
-
-
-def _question(tokenizer: Any, question: Question) -> list[int]:
-    """Return a question's own tokens; it begins with a newline, which no token spans."""
-    return list(tokenizer(question.text, add_special_tokens=False)["input_ids"])

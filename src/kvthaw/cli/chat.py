@@ -54,7 +54,7 @@ SETTINGS: dict[str, tuple[str, type]] = {
 }
 """What /set sets: fields of Sampling by the names of options, and what they are."""
 HELP = {
-    "/recalled [N]": "the N passages that the last answer recalled most, 5 if not given",
+    "/recalled [N]": "the N passages that the last answer came from, 5 if not given",
     "/recalled PAGE.html": "a page that shows what it recalled, token by token",
     "/stats": "what the cache holds and did",
     "/save NAME": "keep the conversation and its KV; kvthaw chat --context NAME takes it up again",
@@ -251,12 +251,10 @@ def _recalled(talk: Conversation, argument: str) -> None:
         write_whole(Path(argument), page)
         _say(f"wrote {argument}, {human(len(page.encode()))}")
         return
-    from kvthaw.conversation import RECENT
-
-    _say(f"share of all that was recalled; the last {RECENT} tokens are left out")
-    for one in talk.recalled(int(argument or 5)):
-        where = f"{100 * one.share:4.1f} %  tokens {one.start:,} to {one.stop:,}"
-        print(f"{where}  {' '.join(one.text.split())}")
+    found = talk.recalled(int(argument or 5))
+    _say("share of the KV heads that recalled a word as the answer said it" if found else "the answer says no word of the text")
+    for one in found:
+        print(f"{one.share:4.0%}  tokens {one.start:,} to {one.stop:,}  {' '.join(one.text.split())}")
 
 
 def _place(folder: Path, name: str, field: str) -> Path:

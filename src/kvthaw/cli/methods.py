@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import print_wide
 
+RECOMMENDED = ("full", "thaw", "pariskv-plus", "clusterkv-plus", "icecache-digest-device", "icecache-digest")
 EXAMPLES = "Examples:\n\n  kvthaw methods\n\n  kvthaw methods pariskv\n\n  kvthaw methods --json"
 
 
@@ -25,11 +26,11 @@ def methods(
     as_json: options.Json = False,
     plugin: options.Plugin = None,
 ) -> None:
-    """List the methods and what each does with the KV, or describe one and its options.
+    """List the methods and when to choose each, or describe one and its options.
 
-    paper: its source; unit: what it selects; kv: dense, offloaded or evicted; decides: where the selection runs; graph safe:
-    whether a step needs nothing from the host and is captured as one graph; bytes a key: what its index keeps on the device for a
-    key of head_dim 128 in bf16.
+    The recommended ones come first. Of one method, unit is what it selects; kv: dense, offloaded or evicted; decides: where the
+    selection runs; graph safe: whether a step needs nothing from the host and is captured as one graph; bytes a key: what its index
+    keeps on the device for a key of head_dim 128 in bf16.
     """
     from kvthaw.errors import unknown
     from kvthaw.evaluate.describe import describe, word
@@ -47,16 +48,17 @@ def methods(
     if name is None and as_json:
         print(json.dumps(rows))
     elif name is None:
-        columns = [column.replace("_", " ") for column in rows[0]]
-        first = [[*map(word, [*row.values()][:7])] for row in rows]
-        print_wide(lay_out("Methods", columns[:7], first, words=columns))
-        told = [[row["name"], *map(word, [*row.values()][7:])] for row in rows]
-        print_wide(lay_out(None, [columns[0], *columns[7:]], told, words=columns, folded=columns[7:]))
+        told = [[row["name"], row["paper"], row["choose_it_when"]] for row in _recommended_first(rows)]
+        print_wide(
+            lay_out(None, ["name", "paper", "choose it"], told, words=["name", "paper", "choose it"], folded=["choose it"])
+        )
+        print("kvthaw methods NAME tells what one does and its options; --json tells all of it for all.")
     elif as_json:
         print(json.dumps(rows[0] | {"text": own.text(METHODS[name]), "options": own.options(METHODS[name])}))
     else:
         takes, (row,) = own.options(METHODS[name]), rows
         print(f"{name}: {own.text(METHODS[name])}\n")
+        print(", ".join(f"{what.replace('_', ' ')}: {word(row[what])}" for what in _FACTS) + "\n")
         for what in ("paper", "differs_from_the_paper_in", "choose_it_when"):
             if row[what] != "-":
                 print(f"{what.replace('_', ' ').capitalize()}: {row[what]}\n")
@@ -64,6 +66,15 @@ def methods(
             columns = ["option", "default", "takes"]
             lines = [[one, str(of["default"]), of["takes"]] for one, of in takes.items()]
             print_wide(lay_out(None, columns, lines, words=columns))
+
+
+_FACTS = ("unit", "kv", "decides", "graph_safe", "bytes_a_key")
+"""What is told of one method in a line."""
+
+
+def _recommended_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the methods with those first that README recommends, then the papers' own."""
+    return sorted(rows, key=lambda row: RECOMMENDED.index(row["name"]) if row["name"] in RECOMMENDED else len(RECOMMENDED))
 
 
 def _auto(as_json: bool) -> None:

@@ -151,7 +151,7 @@ def serve(
     from kvthaw.engine.processes import spawned
 
     local = Path(model).expanduser()
-    name = served_model_name or (local.resolve().name if local.exists() else model)
+    name = served_model_name or (local.resolve().name.removesuffix(".gguf") if local.exists() else model)
     if local.is_dir():
         model = str(local.absolute())  # processes of a cluster have other working directories
     how: dict[str, Any] = {

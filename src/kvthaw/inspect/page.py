@@ -15,6 +15,7 @@ import torch
 from kvthaw.engine.text import TextStream
 from kvthaw.errors import ConfigError
 from kvthaw.inspect.pack import pack, pack_sets, stacked
+from kvthaw.inspect.passages import passages
 from kvthaw.inspect.recorder import Recording
 from kvthaw.inspect.run import Inspection, Run
 from kvthaw.regions import BUDGET
@@ -46,11 +47,13 @@ def texts(tokenizer: Any, tokens: Sequence[int], after: Sequence[int] = ()) -> l
 
 
 def text_data(tokenizer: Any, document: Sequence[int], question: Sequence[int], answer: Sequence[int]) -> dict[str, Any]:
-    """Return the text of all tokens and where each ends, in UTF-16 units, as browsers count."""
+    """Return the text of all tokens and where each ends, in UTF-16 units, as browsers count. Special tokens have no text."""
     pieces, before = list[str](), list[int]()
     for part in (document, question, answer):
         pieces += texts(tokenizer, part, before)
         before += part
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    pieces = ["" if token in special else piece for token, piece in zip(before, pieces, strict=True)]
     lengths = torch.tensor([len(piece.encode("utf-16-le")) // 2 for piece in pieces])
     return {
         "text": "".join(pieces),
@@ -61,7 +64,7 @@ def text_data(tokenizer: Any, document: Sequence[int], question: Sequence[int], 
 
 
 def run_data(name: str, recording: Recording, tokens: int, *, grain: int = 1, **more: Any) -> dict[str, Any]:
-    """Return what one method recalled of `tokens` positions. grain: positions that count as one."""
+    """Return what one method recalled of `tokens` positions. grain: positions that count as one; more: what else to tell."""
     layers, rows = stacked(recording.selected, -1)
     groups = -(-tokens // grain)
     data: dict[str, Any] = {"name": name, "layers": layers, "heads": rows.shape[2], "grain": grain, **more}
@@ -74,12 +77,25 @@ def run_data(name: str, recording: Recording, tokens: int, *, grain: int = 1, **
     return data
 
 
-def replay_data(run: Run, tokenizer: Any, tokens: int, *, grain: int = 1) -> dict[str, Any]:
-    """Return what a run recalled, with the tokens that it would have said and its bytes by place."""
+def passage_data(
+    recording: Recording, tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]
+) -> list[tuple[int, int, float]]:
+    """Return where the passages of a prompt begin and end that an answer came from, and the share of heads."""
+    found = passages(recording, texts(tokenizer, prompt), texts(tokenizer, answer, prompt))
+    return [(one.start, one.stop, round(one.share, 3)) for one in found]
+
+
+def replay_data(
+    run: Run, tokenizer: Any, tokens: int, prompt: Sequence[int] = (), answer: Sequence[int] = (), *, grain: int = 1
+) -> dict[str, Any]:
+    """Return what a run recalled, with the passages of the prompt that the answer came from, the tokens that it would have said and
+    its bytes by place."""
     of = run.variant
     name, said = label(of.method, of.budget, of.retrieved), words(tokenizer, run.said)
     known = {"places": run.places} if any(run.places.values()) else {}
-    return run_data(name, run.recording, tokens, grain=grain, **known, **({"said": said} if said else {}))
+    best = passage_data(run.recording, tokenizer, prompt, answer)
+    more = known | ({"said": said} if said else {}) | ({"passages": best} if best else {})
+    return run_data(name, run.recording, tokens, grain=grain, **more)
 
 
 def words(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
@@ -94,7 +110,8 @@ def standalone(inspection: Inspection, tokenizer: Any, title: str, *, most_bytes
     head = {"title": title} | text_data(tokenizer, *parts)
     tokens, grain, size = sum(map(len, parts)), 1, most_bytes + 1
     while grain <= tokens:
-        page = _with_data(title, head | {"runs": [replay_data(run, tokenizer, tokens, grain=grain) for run in inspection.runs]})
+        runs = [replay_data(run, tokenizer, tokens, parts[0], parts[2], grain=grain) for run in inspection.runs]
+        page = _with_data(title, head | {"runs": runs})
         size = len(page.encode())
         if size <= most_bytes:
             return page

@@ -10,7 +10,8 @@ from fastapi.responses import Response
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.variant import Variant
-from kvthaw.inspect.page import asset, label, replay_data, run_data, served, text_data, words
+from kvthaw.inspect.page import asset, label, passage_data, replay_data, run_data, served, text_data, words
+from kvthaw.inspect.passages import RECENT
 from kvthaw.inspect.run import replay
 from kvthaw.methods import METHODS, resolve
 from kvthaw.serve.answers import Json
@@ -69,7 +70,7 @@ async def run(name: str, body: RecallRun, http: Request) -> Json:
         ran = await service.worker.call(partial(replay, service.batch.model, variant, prompt, answer, exact=found.exact))
     except ConfigError as error:
         raise refused(body, error, "method") from None
-    return await asyncio.to_thread(replay_data, ran, service.tokenizer, len(prompt) + len(answer))
+    return await asyncio.to_thread(replay_data, ran, service.tokenizer, len(prompt) + len(answer), _text(prompt), answer)
 
 
 def _recorded(service: Service, name: str) -> Recall:
@@ -81,6 +82,11 @@ def _recorded(service: Service, name: str) -> Recall:
     return found
 
 
+def _text(prompt: list[int]) -> list[int]:
+    """Return the tokens of a prompt before its question."""
+    return prompt[: len(prompt) - min(RECENT, len(prompt) // 2)]
+
+
 def _answer(recall: Recall) -> list[int]:
     """The tokens of the answer that are recorded."""
     return recall.request.tokens[: len(recall.recording.selected)]
@@ -88,9 +94,14 @@ def _answer(recall: Recall) -> list[int]:
 
 def _data(service: Service, recall: Recall) -> Json:
     request, settings, answer = recall.request, service.batch.cache.settings, _answer(recall)
-    head = text_data(service.tokenizer, request.ids.tolist(), (), answer)
-    name = label(settings.method.name, settings.budget, settings.retrieved)
-    said = words(service.tokenizer, answer)
-    run = run_data(name, recall.recording, request.prompt + len(answer), said=said)
+    prompt = request.ids.tolist()
+    head = text_data(service.tokenizer, prompt, (), answer)
+    name, said = label(settings.method.name, settings.budget, settings.retrieved), words(service.tokenizer, answer)
+    told: Json = {"said": said}
+    if any(recall.recording.selected):
+        told["passages"] = passage_data(recall.recording, service.tokenizer, _text(prompt), answer)
+    elif why := service.batch.cache.stats().reason:
+        told["full"] = why
+    run = run_data(name, recall.recording, request.prompt + len(answer), **told)
     methods = [name for name in METHODS if resolve(name).index is not None]
     return {"id": service.name, "title": service.name, "methods": methods, **head, "runs": [run]}

@@ -1,12 +1,16 @@
 "use strict";
 (() => {
-  const { $, make, bytes, bars, open } = window.kvthaw;
-  const fetched = []; // bytes brought from the host, at each look
+  const { $, make, bytes, bars, open, point, rows, piece } = window.kvthaw;
+  const BEST = 3; // passages that are told below an answer
   let model = null;
   let turns = []; // the conversation, for models with a chat template
   let about = ""; // the document that it is about
   let abort = null;
   let shown = null; // the answer whose recalls are shown: its id, and what it recalled
+  const fetched = []; // bytes brought from the host, at each look
+
+  const number = (n) => n.toLocaleString("en");
+  const seconds = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
 
   function ask(path, body, signal) {
     const headers = { "Content-Type": "application/json" };
@@ -24,18 +28,25 @@
   const json = async (path) => (await answered(await ask(path))).json();
 
   async function connect() {
-    $("ask").hidden = false;
+    [$("source").hidden, $("ask").hidden] = [false, false];
     try {
       [model] = (await json("v1/models")).data;
       const contexts = await json("v1/contexts").catch(() => ({ data: [] }));
-      const kept = contexts.data.map(({ id, tokens }) => make("option", { value: id }, `${id} (${tokens.toLocaleString("en")} tokens)`));
+      const kept = contexts.data.map(({ id, tokens }) => make("option", { value: id }, `${id} (${number(tokens)} tokens, kept)`));
       $("context").replaceChildren($("context").options[0], ...kept);
-      $("title").textContent = `kvthaw: ${model.id}`;
-      $("status").textContent = `up to ${model.max_model_len.toLocaleString("en")} tokens`;
-      await look();
+      if (kept.length) $("context").value = kept[0].value;
+      choose();
+      $("title").textContent = model.id;
+      document.title = `${model.id} – kvthaw`;
+      $("status").textContent = `up to ${number(model.max_model_len)} tokens`;
     } catch (error) {
+      $("title").textContent = "kvthaw";
       $("status").textContent = error.message;
     }
+  }
+
+  function choose() {
+    $("own").hidden = $("context").value !== "";
   }
 
   /** Show the bytes by place that the server's metrics have. */
@@ -44,8 +55,9 @@
     const place = (name) => Number(text.match(new RegExp(`^kvthaw:kv_bytes\\{.*place="${name}".*\\} (.*)$`, "m"))?.[1] ?? 0);
     fetched.push(Number(text.match(/^kvthaw:fetched_bytes\{.*\} (.*)$/m)?.[1] ?? 0));
     const moved = fetched.map((sum, i) => Math.max(0, sum - (fetched[i - 1] ?? sum))).slice(-60);
-    const places = ["device", "host", "prefix"].map((name) => `${name} ${bytes(place(name))}`).join(", ");
-    $("bytes").replaceChildren(make("p", {}, `${places}, fetched in all ${bytes(fetched.at(-1))}`), bars(moved, moved.length - 1));
+    const places = `On the device ${bytes(place("device"))}, on the host ${bytes(place("host"))}, kept prompts ${bytes(place("prefix"))}.`;
+    const heading = make("h2", {}, "Bytes of KV");
+    $("bytes").replaceChildren(heading, make("p", {}, `${places} Fetched so far: ${bytes(fetched.at(-1))}.`), bars(moved, moved.length - 1));
   }
 
   function request(question) {
@@ -80,13 +92,15 @@
 
   async function send(event) {
     event.preventDefault();
-    const question = $("question").value;
-    const said = make("div", { className: "turn answer" });
-    $("turns").append(make("div", { className: "turn" }, question), said);
+    const question = $("question").value.trim();
+    if (!question || abort) return;
+    const said = make("div", { className: "turn answer waiting" });
+    $("turns").append(make("div", { className: "turn asked" }, question), said);
     const before = turns.length;
-    [$("send").disabled, $("stop").hidden] = [true, false];
+    [$("send").disabled, $("stop").hidden, $("question").value] = [true, false, ""];
     abort = new AbortController();
-    const clock = setInterval(() => look().catch(() => {}), 1000);
+    const begun = performance.now();
+    const times = [];
     try {
       const [path, body] = request(question);
       let id = null;
@@ -94,20 +108,47 @@
         if (chunk.error) throw new Error(chunk.error.message);
         ({ id } = chunk);
         const [choice] = chunk.choices;
-        said.append(choice?.delta?.content ?? choice?.text ?? "");
+        const more = choice?.delta?.content ?? choice?.text ?? "";
+        if (more) times.push(performance.now() - begun);
+        said.append(more);
       }
+      said.classList.remove("waiting");
       if (model.chat_template) turns.push({ role: "assistant", content: said.textContent });
-      $("question").value = "";
       await show(id);
+      said.after(tell(times, shown.data));
       await look();
     } catch (error) {
       turns.length = before;
-      said.classList.add("error");
-      said.append(error.name === "AbortError" ? " (stopped)" : error.message);
+      const stopped = error.name === "AbortError";
+      said.classList.remove("waiting");
+      said.classList.toggle("error", !stopped);
+      said.append(stopped ? " (stopped)" : error.message);
+      $("question").value ||= question;
     } finally {
-      clearInterval(clock);
-      [$("send").disabled, $("stop").hidden] = [false, true];
+      abort = null;
+      [$("send").disabled, $("stop").hidden, $("fresh").hidden] = [false, true, false];
+      $("question").focus({ preventScroll: true });
     }
+  }
+
+  /** What an answer took, how many rows its steps read, and the passages that it recalled most. */
+  function tell(times, data) {
+    const [run] = data.runs;
+    const each = times.length > 1 ? (times.at(-1) - times[0]) / (times.length - 1) : NaN;
+    const spent = `First token after ${seconds(times[0] ?? 0)}${Number.isFinite(each) ? `, then ${seconds(each)} per token` : ""}.`;
+    const read = rows();
+    const what = Number.isFinite(read)
+      ? `${run.name}: each head chose ${number(Math.round(read))} of ${number(data.answer)} rows per token.`
+      : `Each head read all ${number(data.answer)} rows${run.full ? `: ${run.full}` : ""}.`;
+    const list = (run.passages ?? []).slice(0, BEST).map(([from, to, share]) => {
+      const words = piece(from, to).replace(/\s+/g, " ").trim();
+      const button = make("button", { type: "button" }, words, make("small", {}, ` ${Math.round(100 * share)} % of heads`));
+      button.addEventListener("click", () => point(from));
+      return make("li", {}, button);
+    });
+    const box = make("div", { className: "told" }, make("small", {}, `${spent} ${what}`));
+    if (list.length) box.append(make("ol", { ariaLabel: "Passages that the answer came from" }, ...list));
+    return box;
   }
 
   async function show(id) {
@@ -138,14 +179,21 @@
   $("ask").addEventListener("submit", send);
   $("beside").addEventListener("submit", compare);
   $("stop").addEventListener("click", () => abort?.abort());
+  $("fresh").addEventListener("click", () => {
+    [turns, $("fresh").hidden] = [[], true];
+    $("turns").replaceChildren();
+    $("question").focus();
+  });
   $("key").addEventListener("change", connect);
   $("question").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    $("ask").requestSubmit();
   });
-  $("context").addEventListener("change", () => { $("document").hidden = $("context").value !== ""; });
+  $("context").addEventListener("change", choose);
   $("file").addEventListener("change", async () => {
     const [file] = $("file").files;
-    if (file) [$("document").value, $("context").value, $("document").hidden] = [await file.text(), "", false];
+    if (file) [$("document").value, $("context").value, $("own").hidden] = [await file.text(), "", false];
   });
   connect();
 })();

