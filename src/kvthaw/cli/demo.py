@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -130,11 +131,11 @@ class _Stage:
         if what in ("wrong", "right"):
             text = "  right" if what == "right" else f"  wrong, it is {text}"
         elif what == "recalled":
-            text = textwrap.fill(" ".join(text.split()), self._console.width - 1, initial_indent=_MARGIN, subsequent_indent=_MARGIN)
-            text = text.replace(" " * 8, "recalled", 1)
+            lines = textwrap.wrap(" ".join(text.split()), self._console.width - len(before) - 1)
+            text = ("\n" + " " * len(before)).join(lines)
         elif what == "side":
             text = f"{text:>12}  "
-        self._console.print(before + text, end=after, style=style, highlight=False, markup=False, soft_wrap=what != "recalled")
+        self._console.print(before + text, end=after, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 _LOOKS = {

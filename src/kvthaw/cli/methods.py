@@ -52,7 +52,7 @@ def methods(
         print_wide(
             lay_out(None, ["name", "paper", "choose it"], told, words=["name", "paper", "choose it"], folded=["choose it"])
         )
-        print("kvthaw methods NAME tells what one does and its options; --json tells all of it for all.")
+        print("kvthaw methods NAME tells what one does, and its options.")
     elif as_json:
         print(json.dumps(rows[0] | {"text": own.text(METHODS[name]), "options": own.options(METHODS[name])}))
     else:

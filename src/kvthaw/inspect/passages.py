@@ -15,7 +15,7 @@ from kvthaw.inspect.recorder import Recording
 LONGEST, SHORTEST = 64, 6
 """Tokens of a passage: longer sentences are cut, shorter ones belong to the next."""
 _END = re.compile(r"[.!?][\"'”’)\]]*(?=\s)|\n\s*\n")
-_WORD = re.compile(r"\w")
+_WORD = re.compile(r"\w+")
 RECENT = 48
 """Tokens at the end of a prompt that are taken for the question, where nobody says where it begins."""
 _LEAST = 0.2
@@ -87,5 +87,4 @@ def _shares(step: dict[int, Tensor], tokens: int) -> Tensor:
 
 
 def _word(piece: str) -> str:
-    word = piece.strip().casefold()
-    return word if _WORD.search(word) else ""
+    return "".join(_WORD.findall(piece.casefold()))

@@ -127,8 +127,10 @@ def definition(keys: Tensor, rotation: Rotation, quantizer: Quantizer) -> tuple[
 
 def decode(codes: Tensor, quantizer: Quantizer) -> Tensor:
     """Decode codes [...] to directions v [..., 8] float32."""
-    nibbles = (codes[..., None].long() >> (4 * torch.arange(SUB, device=codes.device))) & 15
-    return quantizer.levels[nibbles]
+    byte = torch.arange(256, device=codes.device)
+    pairs = quantizer.levels[torch.stack([byte & 15, byte >> 4], dim=1)]  # one look-up for two nibbles
+    found = pairs.index_select(0, codes.contiguous().view(torch.uint8).flatten().int())
+    return found.reshape(*codes.shape, SUB)
 
 
 if HAS_TRITON:
