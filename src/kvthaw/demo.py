@@ -21,7 +21,7 @@ from kvthaw.inspect.page import texts
 from kvthaw.inspect.passages import Passage, passages
 from kvthaw.inspect.recorder import Recorder, Recording
 
-PROBED = 4  # one step in so many is compared with exact attention
+PROBED = 4  # every fourth step is compared with exact attention
 SHOWN = 1  # passages of an answer
 
 Show = Callable[[str, str], None]
@@ -55,7 +55,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The demo's result. prefill_s: of the one prefill that served both sides."""
+    """The demo's result. One prefill, which took prefill_s, served both sides."""
 
     prompt_tokens: int
     prefill_s: float
@@ -82,8 +82,8 @@ def run(
     """Read a text once, then answer every question with full attention and under a method.
 
     Each question starts from the text alone. Its tokens go through the sparse path one by one, so that nothing but the prefill
-    reads more than the budget. dense_layers: None for the method's own. Raises ConfigError for settings that do not work, before
-    the prefill.
+    reads more than the budget. With dense_layers=None the method says which layers are dense. Raises ConfigError for settings that
+    do not work, before the prefill.
     """
     check_prompt(model, len(text.tokens) + max(len(one.end) + one.limit for one in text.questions))
     limits: dict[str, Any] = {"budget": budget} | ({} if dense_layers is None else {"dense_layers": dense_layers})
@@ -109,8 +109,7 @@ def run(
 
 
 class _Answering:
-    """Answers one question after another on a cache that holds the text. reference: a cache that holds it in full, for a cache that
-    does not."""
+    """Answers one question after another on a cache that holds the text. A sparse cache has a reference that holds it in full."""
 
     def __init__(
         self,

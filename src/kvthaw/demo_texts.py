@@ -30,8 +30,8 @@ INTRO = niah.INTRO.format(kind="numbers")
 class Question:
     """A question about the text and the words that a right answer holds.
 
-    limit: tokens of the answer. depth: where the fact stands that answers it, 0..1. end: the question's tokens as they stand behind
-    the text.
+    An answer has at most `limit` tokens. The fact that answers it stands at `depth`, 0..1. The question's tokens, which follow the
+    text, are `end`.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text's tokens and what is asked about it. until: strings that end an answer."""
+    """A text's tokens and what is asked about it. The strings `until` end an answer."""
 
     title: str
     tokens: list[int]

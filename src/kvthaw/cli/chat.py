@@ -252,9 +252,9 @@ def _recalled(talk: Conversation, argument: str) -> None:
         _say(f"wrote {argument}, {human(len(page.encode()))}")
         return
     found = talk.recalled(int(argument or 5))
-    _say("share of the KV heads that recalled a word as the answer said it" if found else "the answer says no word of the text")
+    _say("the share of the KV heads that recalled it as the answer said its words")
     for one in found:
-        print(f"{one.share:4.0%}  tokens {one.start:,} to {one.stop:,}  {' '.join(one.text.split())}")
+        print(f"{100 * one.share:3.0f} %  tokens {one.start:,} to {one.stop:,}  {' '.join(one.text.split())}")
 
 
 def _place(folder: Path, name: str, field: str) -> Path:

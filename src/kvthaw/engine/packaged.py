@@ -27,10 +27,7 @@ _SECONDS = 5
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model in packages.
-
-    parts: the packages, in the order of the file's parts. member: what the name of the part inside holds.
-    """
+    """A model in packages, which are in the order of the file's parts. The name of the part inside holds `member`."""
 
     parts: tuple[str, ...]
     member: str

@@ -64,7 +64,7 @@ def text_data(tokenizer: Any, document: Sequence[int], question: Sequence[int], 
 
 
 def run_data(name: str, recording: Recording, tokens: int, *, grain: int = 1, **more: Any) -> dict[str, Any]:
-    """Return what one method recalled of `tokens` positions. grain: positions that count as one; more: what else to tell."""
+    """Return what one method recalled of `tokens` positions. `grain` positions count as one."""
     layers, rows = stacked(recording.selected, -1)
     groups = -(-tokens // grain)
     data: dict[str, Any] = {"name": name, "layers": layers, "heads": rows.shape[2], "grain": grain, **more}
@@ -88,8 +88,7 @@ def passage_data(
 def replay_data(
     run: Run, tokenizer: Any, tokens: int, prompt: Sequence[int] = (), answer: Sequence[int] = (), *, grain: int = 1
 ) -> dict[str, Any]:
-    """Return what a run recalled, with the passages of the prompt that the answer came from, the tokens that it would have said and
-    its bytes by place."""
+    """Return what a run recalled, where the answer came from, the tokens that it would have said and its bytes by place."""
     of = run.variant
     name, said = label(of.method, of.budget, of.retrieved), words(tokenizer, run.said)
     known = {"places": run.places} if any(run.places.values()) else {}

@@ -24,8 +24,8 @@ _LEAST = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Neighbouring tokens that an answer came from. share: of the KV heads, the most that recalled one of these tokens while the
-    answer said its word or the word after it."""
+    """Neighbouring tokens that an answer came from. At most a `share` of the KV heads recalled one of them as the answer said its
+    word."""
 
     start: int
     stop: int
@@ -36,12 +36,15 @@ class Passage:
 def passages(recording: Recording, pieces: Sequence[str], said: Sequence[str], most: int = 5) -> list[Passage]:
     """Return the passages of a prompt that an answer came from, best first; none where every step attended to everything.
 
-    pieces, said: the text of each token of the prompt and of the answer. Heads recall headings and what came last whatever is
-    asked, so how often a token is recalled tells little. We count a token when the answer says its word, or the word after it, and
-    by how many more heads than on average recall it then. A word that stands in many places counts less in each.
+    `pieces` and `said` are the texts of the tokens of the prompt and of the answer. Heads recall headings and what came last
+    whatever is asked, so how often a token is recalled tells little. We count a token when the answer says its word or the next
+    one. It counts by how many more heads than on average recall it then, and less where its word stands in many places. Where the
+    answer says no word of the prompt, every token counts by how many more heads recall it than on average.
     """
-    words, shares = [_word(piece) for piece in pieces], torch.zeros(len(pieces))
-    scores, places = torch.zeros(len(pieces)), dict[str, list[int]]()
+    words, steps = [_word(piece) for piece in pieces], [step for step in recording.selected if step]
+    scores, shares, places = torch.zeros(len(pieces)), torch.zeros(len(pieces)), dict[str, list[int]]()
+    if not steps or not words:
+        return []
     for at, word in enumerate(words):
         if word:
             places.setdefault(word, []).append(at)
@@ -52,6 +55,9 @@ def passages(recording: Recording, pieces: Sequence[str], said: Sequence[str], m
             near = torch.tensor(sorted({at for hit in hits for at in (hit - 1, hit) if at >= 0}))
             scores[near] += (recalled[near] - recalled.mean()).clamp_min(0) / len(hits)
             shares[near] = torch.maximum(shares[near], recalled[near])
+    if not scores.any():
+        shares = torch.stack([_shares(step, len(pieces)) for step in steps]).mean(dim=0)
+        scores = (shares - shares.mean()).clamp_min(0)
     cuts = sentences(pieces)
     edges = torch.tensor(cuts)
     sums = torch.cat([scores.new_zeros(1), scores.cumsum(0)])[edges].diff()
@@ -64,7 +70,7 @@ def passages(recording: Recording, pieces: Sequence[str], said: Sequence[str], m
 
 
 def sentences(pieces: Sequence[str]) -> list[int]:
-    """Return where sentences begin, and where the last one ends. pieces: the text of each token."""
+    """Return where sentences begin among tokens with these texts, and where the last one ends."""
     ends = [0, *accumulate(map(len, pieces))]
     cuts, at = [0], 0
     for mark in [*(match.end() for match in _END.finditer("".join(pieces))), ends[-1]]:
