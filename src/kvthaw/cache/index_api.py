@@ -50,12 +50,16 @@ class Selection:
 class IndexContext:
     """The layer that an index serves.
 
-    device: where queries come from and where a graph-safe index keeps its metadata. store: the layer's rows on the host; an
-    index on the CPU reads keys there by position. scale: multiplies q.k before the softmax. rows: how many rows select() will
-    be asked for, 0 if not known. slab, sequences: the tokens in sink and ring, for an index that weighs its rows against them;
-    None without a layer. aux: stream for work beside the model; deferred: queue of work that runs once for all layers; shared
-    by the layers of a cache, and if None the index makes its own. rotary: the layer's rotary embedding, if the Method asks for
-    it and the model has one. ranks: the processes that have the other heads of the layer; q_heads and kv_heads are this one's.
+    device: where queries come from, and where a graph-safe index keeps its metadata.
+    store: the layer's rows on the host. An index on the host reads keys there by position.
+    scale: factor of q.k before the softmax.
+    rows: number of rows that select() will be asked for; 0: unknown.
+    slab, sequences: the tokens in sink and ring, for an index that weighs its rows against them. None without a layer.
+    aux: stream for work that overlaps the model.
+    deferred: queue of work that runs once for all layers. The layers of a cache share aux and deferred; an index without them
+        makes its own.
+    rotary: the layer's rotary embedding, if the Method asks for it and the model has one.
+    ranks: the processes that have the other heads of the layer; q_heads and kv_heads are this process's.
     """
 
     layer: int
@@ -87,11 +91,15 @@ class IndexContext:
         return self.ranks.heads(self.kv_heads)
 
     def looked_at(self, counts: Sequence[int], room: int, most: Callable[[int], int] = int) -> int:
-        """Return how many entries of a table select() looks at: on a CPU as many as any sequence has; on a GPU as many in all
-        steps of a bucket (Sequences.bucket), so that one that was captured may be replayed.
+        """Return the number of entries of a table that select() reads.
 
-        counts: entries of the sequences that a step computes, which are the first of the batch; room: entries that the table has
-        room for; most: how many a sequence of so many tokens has at most."""
+        On a CPU it is the largest count of any sequence. On a GPU it is the same in all steps of a bucket (Sequences.bucket), so
+        that a captured step may be replayed.
+
+        counts: entries of the sequences that a step computes, which are the first of the batch.
+        room: entries that the table has room for.
+        most: returns an upper bound on the entries of a sequence of that number of tokens.
+        """
         longest = max(counts, default=0)
         if self.device.type == "cpu":
             return longest
