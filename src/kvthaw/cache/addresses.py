@@ -30,7 +30,7 @@ class Addresses:
     they are while there is room; only rows of sequences whose blocks have changed are written. some_on_host: whether any does."""
 
     def __init__(self) -> None:
-        self.table: Tensor | None = None
+        self.table = torch.empty((0, 0), dtype=torch.int64)
         self.on_host = torch.empty(0, dtype=torch.bool)
         self.some_on_host, self._version = False, -1
         self._written: list[list[tuple[int, bool]]] = []  # as places()
@@ -42,18 +42,16 @@ class Addresses:
     def follow(self, host: Blocks, device: torch.device) -> Tensor:
         """Return the table with the addresses as they are now; written only where the store's have changed. No host sync."""
         write([self.changes(host, device)], device)
-        assert self.table is not None
         return self.table
 
     def changes(self, host: Blocks, device: torch.device) -> list[tuple[Tensor, list[int]]]:
         """Return rows of the tensors, and what write() has yet to write there."""
-        if self._version == host.version and self.table is not None:
+        if self._version == host.version:
             return []
         places = host.places()
         width = max(map(len, places), default=0)
-        if self.table is None or self.table.shape[0] != len(places) or self.table.shape[1] < width:
+        if self.table.shape[0] != len(places) or self.table.shape[1] < width:
             self._allocate(len(places), max(8, 2 * width), device)
-        assert self.table is not None
         found = list[tuple[Tensor, list[int]]]()
         for seq, (row, written) in enumerate(zip(places, self._written, strict=True)):
             if row != written:
@@ -68,7 +66,7 @@ class Addresses:
         return found
 
     def _allocate(self, seqs: int, width: int, device: torch.device) -> None:
-        if self.table is None or self.table.shape[0] != seqs or self.table.shape[1] < width:
+        if self.table.shape[0] != seqs or self.table.shape[1] < width:
             self.table, self._version = torch.zeros((seqs, width), dtype=torch.int64, device=device), -1
             self.on_host, self._written = torch.zeros((seqs, width), dtype=torch.bool, device=device), [[] for _ in range(seqs)]
 

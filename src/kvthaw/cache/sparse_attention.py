@@ -192,7 +192,7 @@ class SparseAttention:
         if self.retriever is not None:
             found += self.retriever.tensors()
         store = self.storage.store
-        if self.reads_table and store.on_device.table is not None:
+        if self.reads_table and store.on_device.table.numel():
             found += [store.on_device.table, store.on_device.on_host, store.crossed]
         return found
 

@@ -22,6 +22,7 @@ class BoundIndex(UnitIndex):
     """
 
     traits = replace(UnitIndex.traits, grows=True)
+    spread: Spread
 
     def __init__(self, context: IndexContext, *, page: int, spread: Spread, policy: Policy = "max") -> None:
         at_least(1, page=page)

@@ -199,7 +199,6 @@ class HybridIndex(ObservedIndex):
         def begin() -> None:
             (queries, weights, ends), all_keys = windows, keys()
             count, flat = self._count(seqs[0], all_keys[0], ends), all_keys.flatten(0, 1)
-            assert self.spread is not None
             asked = queries.flatten(0, 1), weights.repeat_interleave(context.kv_heads, dim=0)
             choices[:] = [StaticChoice(flat, *asked, context.scale, count, self.first, self.size, self.spread, len(seqs))]
 
@@ -217,7 +216,6 @@ class HybridIndex(ObservedIndex):
         """Of how many tokens a sequence's static set is, keys [H, T, D]. The automatic share stays unknown where it would say
         nothing: with a single query, or with no more keys than rows, all of which any two queries choose."""
         static = self.statics[seq]
-        assert self.rows is not None
         if static.share is None and not self.auto:
             static.share = self.share
         elif static.share is None and ends is not None and keys.shape[1] > self.rows:

@@ -46,7 +46,7 @@ class ObservedIndex(BoundIndex):
         super().__init__(context, page=page, spread=spread, policy=policy)
         self.share, self.interval = share, interval
         self.early = int(interval * _spread(context.layer))
-        self.rows: int | None = context.rows or None
+        self.rows = context.rows  # 0 until select() is first asked
         self.window = max(1, min(context.regions.window, window))
         device, heads = context.device, context.q_heads
         self.queries = torch.zeros((0, heads, self.window, context.head_dim), dtype=context.dtype, device=device)

@@ -126,7 +126,6 @@ class StaticPageIndex(ObservedIndex):
 
     def _count(self, tokens: int) -> int:
         """Return how many of so many tokens become static."""
-        assert self.rows is not None
         return min(tokens, int(self.share * self.rows + 1e-6))
 
     def _choose(self, seqs: Sequence[int]) -> None:
