@@ -123,15 +123,14 @@ def dry_run(
 def _bytes_a_key(layer: OffloadedLayer) -> float:
     """Return the bytes of host memory that an index on the host takes for a key of one KV head, from one of random keys; 0 for an
     index that does not tell."""
-    method, retriever = layer.settings.method, layer.retriever
-    assert method.index is not None and retriever is not None
-    own = retriever.context
+    assert layer.retriever is not None
+    own = layer.retriever.context
     store, first = HostStore(1, 1, own.head_dim, own.dtype, format=layer.store.format), own.regions.sink
     cpu = torch.device("cpu")
     context = replace(
         own, q_heads=own.group, kv_heads=1, device=cpu, store=store, slab=None, sequences=None, aux=None, deferred=None
     )
-    index = method.index(context)
+    index = layer.settings.method.make_index(context)
     rows = torch.randn(1, first + _SAMPLE, 2, own.head_dim, generator=torch.Generator().manual_seed(0)).to(own.dtype)
     store.append(0, rows)
     queries = rows[:, -1:, 0].expand(own.group, -1, -1)

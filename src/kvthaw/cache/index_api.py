@@ -327,3 +327,11 @@ class Method:
         at_least(0, keep=self.keep, dense_layers=self.dense_layers)
         if isinstance(self.anchors, int):
             at_least(1, anchors=self.anchors)
+
+    def make_index(self, context: IndexContext) -> Index:
+        """Make the index of a layer group. Raises ConfigError where `index` makes something else."""
+        made = None if self.index is None else self.index(context)
+        if not isinstance(made, Index):
+            must = "it must make an index that inherits kvthaw.cache.index_api.Index"
+            raise ConfigError(f"index of {self.name} made a {type(made).__name__}; {must}")
+        return made

@@ -35,12 +35,7 @@ def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32,
     index: Index | None = None
     if method.index is not None:
         store, device = HostStore(0, 1, head_dim, dtype), torch.device("cpu")
-        index = method.index(IndexContext(0, 1, 1, head_dim, dtype, device, store, method.regions, scale=1.0, rows=1))
-        if not isinstance(index, Index):
-            raise ConfigError(
-                f"index of {method.name} made a {type(index).__name__}; it must make an index that inherits "
-                "kvthaw.cache.index_api.Index"
-            )
+        index = method.make_index(IndexContext(0, 1, 1, head_dim, dtype, device, store, method.regions, scale=1.0, rows=1))
         if softcap is not None and index.traits.attends:
             raise ConfigError(
                 f"{method.name} attends to some tokens itself, without the softcap of {softcap} that the model has; it works with "

@@ -37,9 +37,8 @@ class Retriever:
     """
 
     def __init__(self, method: Method, context: IndexContext, seqs: int, rows: int, streams: Streams) -> None:
-        assert method.index is not None
         self.method, self.context, self.rows = method, context, rows
-        self.index: Index = method.index(context)
+        self.index = method.make_index(context)
         self.slots = rows * max(1, method.keep)
         where = torch.device("cpu") if self.index.traits.on_host else context.device
         self.residency = Residency(seqs, context.kv_heads, self.slots, device=where)
@@ -312,8 +311,7 @@ class Retriever:
 
     def fresh_index(self) -> Index:
         """Return an empty index such as this group's."""
-        assert self.method.index is not None
-        return self.method.index(self.context)
+        return self.method.make_index(self.context)
 
     def rejoin(self, index: Index, counts: Tensor, lengths: Sequence[int]) -> None:
         """Return to the index and counts that branch() returned; lengths: where it ends, by sequence."""

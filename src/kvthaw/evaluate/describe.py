@@ -46,11 +46,10 @@ def describe(method: Method) -> dict[str, Any]:
 def _built(method: Method, prompt: int) -> Index:
     """Return the index of a layer with one KV head after a prompt of random keys; asked for one row, so that no option has too
     few."""
-    assert method.index is not None
     regions, first = method.regions.for_budget(256), method.regions.for_budget(256).sink
     store = HostStore(1, 1, _DIM, _DTYPE)
     context = IndexContext(0, 1, 1, _DIM, _DTYPE, torch.device("cpu"), store, regions, scale=_DIM**-0.5, rows=1)
-    index = method.index(context)
+    index = method.make_index(context)
     if not index.traits.on_host:
         rows = _rows(first + prompt + regions.window)
         store.append(0, rows)

@@ -276,7 +276,7 @@ class Contract:
             layer.observe()
         if self.method.index is not None:
             one.cache.wait()
-            index, its = self.method.index(third.retriever.context), one.retriever.index
+            index, its = self.method.make_index(third.retriever.context), one.retriever.index
             index.clone_from(its)
             mine, theirs = ({_memory(x) for x in each.tensors() if x.numel()} for each in (index, its))
             need(not mine & theirs, "clone_from() shares tensors with the index that it copies")
