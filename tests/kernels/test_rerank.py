@@ -122,22 +122,29 @@ CASES = [  # wanted, group, k, candidates a peak
 
 
 @triton_only
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("ties", "policy"), [(False, "max"), (True, "mean")])
 @pytest.mark.parametrize(("wanted", "group", "k", "run"), CASES)
 def test_topk_kernel(
-    wanted: tuple[int, ...], group: int, k: int, run: int, policy: topk.Merge, ties: bool, device: torch.device
+    wanted: tuple[int, ...], group: int, k: int, run: int, policy: topk.Merge, ties: bool, shared: bool, device: torch.device
 ) -> None:
+    """shared: the softmax covers other tokens too, and the weights of the rows are asked for."""
+    held = torch.randn(len(wanted), 2, group, device=device) * 5 if shared else None
+    weights = torch.full((len(wanted), 2, k), torch.nan, device=device) if shared else None
     found = draw(len(wanted), 2, group, wanted, ties, run, device)
     width = found.scores.shape[3]
     at = torch.arange(width, dtype=torch.int32, device=device).expand(len(wanted), 2, -1).contiguous() * 3
     count = torch.tensor(wanted, dtype=torch.int32, device=device)
     with poisoned():
-        rows, counts = topk.launch(found, at, count, k, 4, 1.0, policy)
+        rows, counts = topk.launch(found, at, count, k, 4, 1.0, policy, held, weights)
     live = torch.arange(width, device=device) < count[:, None, None]
-    merged = topk.merge(found.scores.masked_fill(~live[:, :, None], -torch.inf), 1.0, policy)
+    merged = topk.merge(found.scores.masked_fill(~live[:, :, None], -torch.inf), 1.0, policy, held)
     want, want_counts = topk.definition(merged, at.masked_fill(~live, -1), k, 4)
     assert torch.equal(counts, want_counts)
-    if group == 1:
+    if weights is not None:
+        of_rows = merged.gather(2, ((rows - 4) // 3).clamp(min=0).long()).masked_fill(rows < 0, -torch.inf)
+        torch.testing.assert_close(weights, of_rows, atol=1e-4, rtol=1e-5)
+    if group == 1 and not shared:
         assert torch.equal(rows, want)
         return
     assert torch.equal(rows < 0, want < 0)

@@ -42,7 +42,7 @@ class LayerStorage:
         pinned, memory = device.type == "cuda", streams.memory
         how: dict[str, Any] = {"block_size": settings.block_size, "pinned": pinned, "memory": memory}
         self.store = HostStore(count, heads, dim, key.dtype, format=row_format(settings.kv_dtype, dim, key.dtype), **how)
-        self.slab = Slab(count, heads, dim, plan.regions, plan.rows * max(1, method.keep), dtype=key.dtype, device=device)
+        self.slab = Slab(count, heads, dim, plan.regions, method.slots(plan.rows), dtype=key.dtype, device=device)
         self.streams, self.prompt_queries = streams, method.prompt_queries
         self.updater: IndexUpdater | None = None
         self.placement: Placement | None = None

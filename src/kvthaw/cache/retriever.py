@@ -39,7 +39,7 @@ class Retriever:
     def __init__(self, method: Method, context: IndexContext, seqs: int, rows: int, streams: Streams) -> None:
         self.method, self.context, self.rows = method, context, rows
         self.index = method.make_index(context)
-        self.slots = rows * max(1, method.keep)
+        self.slots = method.slots(rows)
         where = torch.device("cpu") if self.index.traits.on_host else context.device
         self.residency = Residency(seqs, context.kv_heads, self.slots, device=where)
         self.reads_blocks = False
@@ -117,7 +117,7 @@ class Retriever:
         """Select more rows from now on."""
         self.drop_search()
         self.wait()
-        self.rows, self.slots = rows, rows * max(1, self.method.keep)
+        self.rows, self.slots = rows, self.method.slots(rows)
         self.residency.widen(self.slots)
         self._place(self.residency.slot_row.shape[0])
 
@@ -224,6 +224,7 @@ class Retriever:
             self.context,
             query.shape[0],
             self.rows,
+            self.method.spread,
             sequences.on_device.starts[: len(query)],
         )
         if self._unchecked is not None:

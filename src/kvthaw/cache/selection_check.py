@@ -9,11 +9,11 @@ from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import CacheError
 
 
-def check_selection(found: object, who: str, context: IndexContext, seqs: int, budget: int, ends: Tensor) -> None:
+def check_selection(found: object, who: str, context: IndexContext, seqs: int, budget: int, spread: int, ends: Tensor) -> None:
     """Raise CacheError where an index of a layer broke its contract.
 
-    found: what select() returned for `seqs` sequences and `budget` rows a KV head. who: its name. ends [B] int32: where the
-    positions that it holds end; they begin after the sink. Copies to the host, which waits.
+    found: what select() returned for `seqs` sequences and `budget` rows a KV head. spread: as the Method has it. who: its name.
+    ends [B] int32: where the positions that it holds end; they begin after the sink. Copies to the host, which waits.
     """
 
     def need(ok: bool, what: str) -> None:
@@ -33,7 +33,12 @@ def check_selection(found: object, who: str, context: IndexContext, seqs: int, b
     for name, (tensor, size, dtype) in wanted.items():
         is_, must = f"{tensor.dtype} {list(tensor.shape)}", f"{dtype} {list(size)}"
         need(tensor.dtype == dtype and tuple(tensor.shape) == size, f"{name} is {is_}; it must be {must}")
-    need(width <= budget, f"rows has {width} places a KV head; at most {budget} may be selected")
+    need(width <= spread * budget, f"rows has {width} places a KV head; at most {spread * budget} may be selected")
+    most = int(found.counts.sum(dim=1).max()) if found.counts.numel() else 0
+    need(
+        most <= budget * context.kv_heads,
+        f"the KV heads select {most} rows together; at most {budget} x {context.kv_heads} heads may be selected",
+    )
     rows, counts, ends = rows.cpu(), found.counts.cpu(), ends.cpu()
     sink = context.regions.sink
     held = rows >= 0

@@ -146,7 +146,7 @@ class SparseAttention:
             return plan
         longer = settings.longer(plan, self.sequences.longest)
         if longer.rows > plan.rows:
-            self.storage.slab.widen(longer.rows * max(1, settings.method.keep))
+            self.storage.slab.widen(settings.method.slots(longer.rows))
             if self.selects and self.retriever is not None:
                 self.retriever.widen(longer.rows)
         return longer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -29,10 +29,12 @@ from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make
 from kvthaw.kernels.flash_decode import definition as attend
 from kvthaw.kernels.graded import definition as grade
 from kvthaw.kernels.graded import most
+from kvthaw.kernels.held_mass import held_mass
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.planes import planes
 from kvthaw.kernels.query import Rotated, in_bytes, rotate_queries
 from kvthaw.kernels.rerank import TILE, rerank
+from kvthaw.kernels.share import share
 from kvthaw.kernels.signs import signs
 from kvthaw.kernels.srht import make_rotation
 from kvthaw.kernels.tiers import Combine, definition, most_votes, pack, tiers
@@ -65,6 +67,8 @@ class CodesIndex(Index):
     leaves shorter vectors whose signs say more. dense_below: a sequence whose region is shorter is attended to whole, from its
     first keys and values, which the index then keeps on the device, [L, H, dense_below, D] each; its rows are none and its
     attention is the selection's partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
+    spread: a KV head may select up to spread x budget rows; all heads of a layer together select budget x heads, the heaviest. A
+    row's weight is its share of the attention to candidates, sink and ring. 1: an equal number each.
 
     tables: all tensors of the sequences, by name; summaries: those of them that kernels read; counts: tokens of each sequence;
     learned: centroids, where there are any.
@@ -85,12 +89,17 @@ class CodesIndex(Index):
         graded: bool = False,
         centre: bool = False,
         dense_below: int = 0,
+        spread: int = 1,
     ) -> None:
         one_of(get_args(Policy), policy=policy)
         one_of(get_args(Centroids), centroids=centroids)
         if context.head_dim < SUB:
             raise ConfigError(f"head_dim is {context.head_dim}; pariskv needs at least {SUB}, one subspace")
         at_least(0, dense_below=dense_below)
+        at_least(1, spread=spread)
+        if spread > 1 and policy not in ("max", "mean"):
+            raise ConfigError(f"spread is {spread} and policy is {policy!r}; with that policy it must be 1")
+        self.spread = spread
         self.context, self.policy, self.ratios = context, policy, ratios or Ratios()
         self.normalise, self.dense_below = normalise, dense_below
         self._sets = context.group if policy == "each" else 1
@@ -242,11 +251,26 @@ class CodesIndex(Index):
         return [head.flatten(1, 2).contiguous() for head in grouped.unbind(dim=2)]
 
     def _best(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
-        """The rows [B, H, budget] of the best estimates, ascending, -1 padded, and how many there are [B, H]."""
-        rotated, candidates, wanted = self._collect(query, budget)
-        run, scale = run_length(candidates.shape[2], budget) or TILE, self.context.scale
+        """The rows [B, H, spread * budget] of the best estimates, ascending, -1 padded, and how many there are [B, H]."""
+        k, scale = self.spread * budget, self.context.scale
+        rotated, candidates, wanted = self._collect(query, k)
+        run = run_length(candidates.shape[2], k) or TILE
         found = rerank(rotated, self.summaries, candidates, wanted, self.quantizer, scale, run)
-        return topk(found, candidates, wanted, budget, self._first, scale, self._merge)
+        if self.spread == 1:
+            return topk(found, candidates, wanted, k, self._first, scale, self._merge)
+        weights = torch.empty((*candidates.shape[:2], k), dtype=torch.float32, device=query.device)
+        rows, _ = topk(found, candidates, wanted, k, self._first, scale, self._merge, self._held(query), weights)
+        return share(rows, weights, budget * self.context.kv_heads)
+
+    def _held(self, query: Tensor) -> Tensor | None:
+        """Return the log of the sum of exponentials over sink and ring, [B, H, G], as the codes' scores are shifted."""
+        slab, sequences, batch = self.context.slab, self.context.sequences, query.shape[0]
+        if slab is None or sequences is None:
+            return None
+        now, keys = sequences.on_device, slab.keys[:batch]
+        centre = self.tables["centre"][:batch] if self.centred else keys.new_zeros(keys.shape[:2] + keys.shape[3:]).float()
+        how: dict[str, Any] = {"regions": self.context.regions, "scale": self.context.scale}
+        return held_mass(query, keys, now.lengths[:batch], now.starts[:batch], centre, **how)
 
     def candidates(self, query: Tensor, budget: int) -> Tensor:
         """The rows among which select(query, budget) chooses: what the collisions leave for the codes to rank, and so the ceiling
@@ -260,7 +284,7 @@ class CodesIndex(Index):
         self._enough(budget)
         found = []
         for head in self._heads(query):
-            _, places, wanted = self._collect(head, budget // self._sets)
+            _, places, wanted = self._collect(head, self.spread * budget // self._sets)
             known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
             found.append(torch.where(known[:, None], places + self._first, -1))
         return found[0] if len(found) == 1 else once(torch.cat(found, dim=2))
@@ -301,8 +325,9 @@ class CodesIndex(Index):
             raise ConfigError(
                 f"{budget} rows are to be selected; with policy 'each' it must be at least {self._sets}, the query heads"
             )
-        if self.ratios.candidates is not None and budget // self._sets > self.ratios.candidates:
-            raise ConfigError(f"candidates is {self.ratios.candidates}; it must be at least the {budget} rows to select")
+        each = self.spread * budget // self._sets
+        if self.ratios.candidates is not None and each > self.ratios.candidates:
+            raise ConfigError(f"candidates is {self.ratios.candidates}; it must be at least the {each} rows to select")
 
     def _dense(self, query: Tensor) -> Partial | None:
         if not self.dense_below:

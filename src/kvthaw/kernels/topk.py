@@ -47,27 +47,31 @@ def run_length(width: int, k: int) -> int | None:
     return min(possible, key=lambda run: sum(held(run)), default=None)
 
 
-def merge(scores: Tensor, scale: float, policy: Merge) -> Tensor:
+def merge(scores: Tensor, scale: float, policy: Merge, held: Tensor | None = None) -> Tensor:
     """Merge estimates of q.k [L, H, P, width] over the heads: log of the largest or summed softmax weight, [L, H, width]. -inf
-    stays."""
-    if scores.shape[2] == 1:
+    stays. held [L, H, P]: log of the exponentials' sum over other tokens, which the softmax covers too."""
+    if scores.shape[2] == 1 and held is None:
         return scores[:, :, 0]
     logits = scores * scale
     total = torch.logsumexp(logits, dim=3, keepdim=True)
+    if held is not None:
+        total = torch.logaddexp(total, held[..., None])
     weight = logits - torch.where(total == -torch.inf, 0.0, total)
     return weight.amax(dim=2) if policy == "max" else torch.logsumexp(weight, dim=2)
 
 
-def definition(merged: Tensor, candidates: Tensor, k: int, first: int) -> tuple[Tensor, Tensor]:
+def definition(merged: Tensor, candidates: Tensor, k: int, first: int, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the rows of the k largest of merged [L, H, width], [L, H, k] int32, ascending positions + first, -1 padded, and
     counts [L, H].
 
-    candidates [L, H, width] int32: ascending positions, -1 padded, where merged is -inf.
+    candidates [L, H, width] int32: ascending positions, -1 padded, where merged is -inf. weights: as in `topk`.
     """
     order = torch.sort(merged, dim=2, descending=True, stable=True).indices[:, :, :k]
     keep = torch.zeros_like(candidates, dtype=torch.bool).scatter_(2, order, True) & (candidates >= 0)
     at = compact(keep, k)
     rows = torch.where(at >= 0, candidates.gather(2, at.clamp(min=0).long()) + first, -1)
+    if weights is not None:
+        weights.copy_(merged.gather(2, at.clamp(min=0).long()).masked_fill(at < 0, -torch.inf))
     return rows.int(), keep.sum(dim=2).int()
 
 
@@ -91,6 +95,16 @@ if HAS_TRITON:
         return top + tl.log(tl.maximum(tl.sum(mass, axis=1), 1.0e-30))
 
     @triton.jit
+    def _with_held(total, held, P: tl.constexpr, PP: tl.constexpr, HELD: tl.constexpr):
+        # Add other tokens' exponentials to each head's sum, in logs.
+        if HELD:
+            head = tl.arange(0, PP)
+            more = tl.load(held + head, mask=head < P, other=-3.0e38)
+            top = tl.maximum(total, more)
+            total = top + tl.log(tl.exp(total - top) + tl.exp(more - top))
+        return total
+
+    @triton.jit
     def _each(total, P: tl.constexpr, PP: tl.constexpr):
         # Return the first P of PP numbers as scalars.
         found = ()
@@ -107,9 +121,10 @@ if HAS_TRITON:
         return found
 
     @triton.jit
-    def _keys(scores, live, totals, scale, P: tl.constexpr):
+    def _keys(scores, live, totals, scale, P: tl.constexpr, PLAIN: tl.constexpr):
         # Return the largest weight of a group's heads as an integer of the same order; the smallest integer where not live.
-        merged = scores[0] if P == 1 else scores[0] * scale - totals[0]
+        # PLAIN: a single head's scores are its weights.
+        merged = scores[0] if PLAIN else scores[0] * scale - totals[0]
         for p in tl.static_range(1, P):
             merged = tl.maximum(merged, scores[p] * scale - totals[p])
         bits = (merged + 0.0).to(tl.int32, bitcast=True)
@@ -146,9 +161,10 @@ if HAS_TRITON:
         return tl.where(one + same * (tie < quota).to(tl.int32) > 0, above + tl.minimum(tie, quota), -1)
 
     @triton.jit
-    def _choose(scores, peaks, parts, candidates, wanted, chosen, rows, counts, heads, width, runs, scale, k, first,
-                P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
-                KP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    def _choose(scores, peaks, parts, candidates, wanted, held, chosen, rows, counts, weights, heads, width, runs, scale, k,
+                first, P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
+                KP: tl.constexpr, HELD: tl.constexpr, PLAIN: tl.constexpr, WEIGHED: tl.constexpr,
+                PDL: tl.constexpr):  # fmt: skip
         # Program: one KV head. Selects the k best runs by their peaks, then the k best candidates of those runs, which lie
         # between the k-th peak and the first. Both bounds are widened by the rounding error of computing the same sums twice.
         seq = tl.program_id(1)
@@ -158,8 +174,11 @@ if HAS_TRITON:
         follow(PDL)
         run = tl.arange(0, RUNS)
         peak = _heads(peaks + pair * P * runs, run, run < runs, runs, P)
-        totals = _each(_total(parts + pair * P * SPLITS * 2, P, PP, SPLITS), P, PP) if P > 1 else ()
-        key = _keys(peak, run < filled, totals, scale, P)
+        totals = ()
+        if not PLAIN:
+            total = _total(parts + pair * P * SPLITS * 2, P, PP, SPLITS)
+            totals = _each(_with_held(total, held + pair * P, P, PP, HELD), P, PP)
+        key = _keys(peak, run < filled, totals, scale, P, PLAIN)
         least = -0x7FFFFFFF  # only keys that are not live are below
         top = tl.max(key) + 1  # cannot overflow: inf maps to 0x7F800000
         bottom = tl.min(tl.where(run < filled, key, 0x7FFFFFFF))
@@ -174,7 +193,7 @@ if HAS_TRITON:
         tl.debug_barrier()  # all loads are issued before the first is used
         live = found & (m < count)
         position = tl.load(candidates + pair * width + m, mask=found, other=0)  # in bounds: the buffer holds whole runs
-        key = _keys(_heads(scores + pair * P * width, m, found, width, P), live, totals, scale, P)
+        key = _keys(_heads(scores + pair * P * width, m, found, width, P), live, totals, scale, P, PLAIN)
         want = tl.minimum(k, count)
         low = tl.where(filled < k, least, tl.maximum(low - 16, least))
         low, high, more = _bounds(key, want, low, top + 16)
@@ -182,11 +201,17 @@ if HAS_TRITON:
         tl.store(rows + pair * k + place, position + first, mask=place >= 0)
         rest = tl.arange(0, KP)
         tl.store(rows + pair * k + rest, tl.full((KP,), -1, tl.int32), mask=(rest >= count) & (rest < k))
+        if WEIGHED:
+            weight = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+            tl.store(weights + pair * k + place, weight, mask=place >= 0)
+            none = tl.full((KP,), float("-inf"), tl.float32)
+            tl.store(weights + pair * k + rest, none, mask=(rest >= count) & (rest < k))
         tl.store(counts + pair, tl.minimum(count, k))
 
     @triton.jit
-    def _mean(scores, parts, wanted, merged, peaks, heads, width, runs, scale, P: tl.constexpr, PP: tl.constexpr,
-              SPLITS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    def _mean(scores, parts, wanted, held, merged, peaks, heads, width, runs, scale, P: tl.constexpr, PP: tl.constexpr,
+              SPLITS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
+              PDL: tl.constexpr):  # fmt: skip
         # Program: the summed weights of BLOCK candidates, in logs, and the peaks of those.
         seq = tl.program_id(2)
         pair = (seq * heads + tl.program_id(1)).to(tl.int64)
@@ -195,6 +220,7 @@ if HAS_TRITON:
         follow(PDL)
         if block * BLOCK < count:
             total = _total(parts + pair * P * SPLITS * 2, P, PP, SPLITS)
+            total = _with_held(total, held + pair * P, P, PP, HELD)
             m = block * BLOCK + tl.arange(0, BLOCK)
             live = m < count
             weight = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -210,9 +236,9 @@ if HAS_TRITON:
             tl.store(peaks + pair * runs + run, peak, mask=run < runs)
 
 
-def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float,
-           policy: Merge) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the kernels on any device. found: with the parts and peaks of rerank."""
+def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float, policy: Merge,
+           held: Tensor | None = None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch the kernels on any device. found: with the parts and peaks of rerank. Others as in `topk`."""
     assert found.parts is not None and found.peaks is not None
     scores, peaks, run = found.scores, found.peaks, found.run
     batch, heads, scored, width = scores.shape
@@ -220,37 +246,44 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
     assert scores.is_contiguous() and candidates.is_contiguous() and found.parts.is_contiguous() and peaks.is_contiguous()
     assert width % TILE == 0, f"{width} candidates are no whole tiles of {TILE}"
     assert runs <= MOST and padded * run <= MOST, f"{runs} runs of {run} candidates are too many for {k} rows"
-    if policy == "mean" and scored > 1:
+    plain = scored == 1 and held is None
+    other = {"HELD": held is not None, **follows}
+    held = found.parts if held is None else held
+    assert held.is_contiguous()
+    if policy == "mean" and not plain:
         merged = torch.empty((batch, heads, 1, width), dtype=torch.float32, device=scores.device)
         peaks = torch.empty((batch, heads, 1, runs), dtype=torch.float32, device=scores.device)
         _mean[(triton.cdiv(width, 1024), heads, batch)](
-            scores, found.parts, wanted, merged, peaks, heads, width, runs, scale, P=scored, PP=triton.next_power_of_2(scored),
-            SPLITS=found.parts.shape[3], RUN=run, BLOCK=1024, num_warps=4, **follows,
+            scores, found.parts, wanted, held, merged, peaks, heads, width, runs, scale, P=scored,
+            PP=triton.next_power_of_2(scored), SPLITS=found.parts.shape[3], RUN=run, BLOCK=1024, num_warps=4, **other,
         )  # fmt: skip
-        scores, scored = merged, 1
+        scores, scored, plain = merged, 1, True
     chosen, rows = torch.empty((2, batch, heads, k), dtype=torch.int32, device=candidates.device).unbind()
     counts = torch.empty((batch, heads), dtype=torch.int32, device=candidates.device)
     most = max(triton.next_power_of_2(runs), padded * run)
     _choose[(heads, batch)](
-        scores, peaks, found.parts, candidates, wanted, chosen, rows, counts, heads, width, runs, scale, k, first, P=scored,
-        PP=triton.next_power_of_2(scored), SPLITS=found.parts.shape[3], RUN=run, RUNS=triton.next_power_of_2(runs), KP=padded,
-        num_warps=min(16, max(4, most // PER_WARP)), **follows,
+        scores, peaks, found.parts, candidates, wanted, held, chosen, rows, counts, counts if weights is None else weights,
+        heads, width, runs, scale, k, first, P=scored, PP=triton.next_power_of_2(scored), SPLITS=found.parts.shape[3], RUN=run,
+        RUNS=triton.next_power_of_2(runs), KP=padded, PLAIN=plain, WEIGHED=weights is not None,
+        num_warps=min(16, max(4, most // PER_WARP)), **other,
     )  # fmt: skip
     return rows, counts
 
 
-def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float,
-         policy: Merge) -> tuple[Tensor, Tensor]:  # fmt: skip
+def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float, policy: Merge,
+         held: Tensor | None = None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Select the k heaviest of the first wanted[l] candidates: rows [L, H, k] int32, ascending, -1 padded, and counts [L, H]
     int32.
 
-    `first` is added to every position. Raises ConfigError if k exceeds the width of the candidates.
+    first: added to every position. held [L, H, P] float32: for each query head the log of the sum of exponentials over tokens that
+    are no candidates. Weights are then shares of all of them. weights [L, H, k] float32: filled with the log weights of the rows,
+    -inf where there is none. Raises ConfigError if k exceeds the width of the candidates.
     """
     width = candidates.shape[2]
     if k > width:
         raise ConfigError(f"{k} rows are to be selected from {width} candidates; take more candidates (beta) or fewer rows")
     if found.parts is not None and run_length(width, k) == found.run:
-        return launch(found, candidates, wanted, k, first, scale, policy)
+        return launch(found, candidates, wanted, k, first, scale, policy, held, weights)
     known = torch.arange(width, device=candidates.device) < wanted[: candidates.shape[0], None, None]
-    scores = found.scores.masked_fill(~known[:, :, None], -torch.inf)
-    return definition(merge(scores, scale, policy), candidates.masked_fill(~known, -1), k, first)
+    merged = merge(found.scores.masked_fill(~known[:, :, None], -torch.inf), scale, policy, held)
+    return definition(merged, candidates.masked_fill(~known, -1), k, first, weights)

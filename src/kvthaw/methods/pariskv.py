@@ -66,7 +66,15 @@ def pariskv(
 
 
 def codes_method(
-    name: str, votes: Votes, full_threshold: int, *, dense_layers: int = 2, differs: str, choose: str, **codes: Any
+    name: str,
+    votes: Votes,
+    full_threshold: int,
+    *,
+    dense_layers: int = 2,
+    spread: int = 1,
+    differs: str,
+    choose: str,
+    **codes: Any,
 ) -> Method:
     """Return a method that ranks candidates by 4-bit codes. codes: more of CodesIndex's options."""
     at_least(0, full_threshold=full_threshold)
@@ -74,7 +82,8 @@ def codes_method(
         name,
         paper="ParisKV",
         unit="token",
-        index=partial(CodesIndex, graded=votes == "graded", dense_below=full_threshold, **codes),
+        index=partial(CodesIndex, graded=votes == "graded", dense_below=full_threshold, spread=spread, **codes),
+        spread=spread,
         regions=Regions(128, 256, 512),
         dense_layers=dense_layers,
         differs=differs,

@@ -126,13 +126,15 @@ class Contract:
         digest(self.method)
 
     def keeps_the_budget(self, budget: int) -> None:
-        """Rows are in the retrieval region, none twice, never more than the budget; the output is attention over them."""
+        """Rows are in the retrieval region, none twice, never more than the budget, of a head or as a mean of the heads that share
+        it; the output is attention over them."""
         layer, _ = self.whole if budget == 48 else self.checked(budget)
         most = layer.cache.sequences.held.most
         if self.retrieves:
             need(layer.retriever.meter.selected > 0, "no row was ever selected")
             most += int(layer.retriever.meter.most)
-        need(most <= budget, f"{most} tokens were attended to in one step; the budget is {budget}")
+        allowed = budget + (self.method.spread - 1) * layer.plan.rows
+        need(most <= allowed, f"{most} tokens were attended to in one step; the budget is {budget}")
 
     def keeps_to_retrieved(self) -> None:
         """With `retrieved` instead of a budget, the regions are the method's own and the rows as many as asked for."""
