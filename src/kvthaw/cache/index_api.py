@@ -290,7 +290,7 @@ class Method:
 
     keep: for how many steps, this one included, selected rows stay on the device (ClusterKV's R); 0: each step fetches all its
     rows.
-    spread: a KV head may select up to spread times the rows that a step has for each, while the KV heads of a layer together select
+    head_limit: a KV head may select up to head_limit times the rows that a step has for each, while the KV heads of a layer together select
     no more than an equal share each would give.
     transfer: how rows reach a GPU; None: a kernel there reads them (UvaGather). On a CPU they are copied (BulkCopy).
     anchors: which layers select; those between follow the anchor before them. An int n is every n-th layer that is not dense. A
@@ -312,7 +312,7 @@ class Method:
     dense: bool = False
 
     keep: int = 1
-    spread: int = 1
+    head_limit: int = 1
     transfer: Callable[[], Transfer] | None = None
     anchors: int | tuple[int, ...] | tuple[float, ...] = 1
     any_budget: bool = False
@@ -328,7 +328,7 @@ class Method:
         if not isinstance(self.regions, Regions):
             raise ConfigError(f"regions is {self.regions!r}; a Method needs Regions(sink, window, buffer), of kvthaw.regions")
         at_least(0, keep=self.keep, dense_layers=self.dense_layers)
-        at_least(1, spread=self.spread)
+        at_least(1, head_limit=self.head_limit)
         if isinstance(self.anchors, int):
             at_least(1, anchors=self.anchors)
 
@@ -342,4 +342,4 @@ class Method:
 
     def slots(self, rows: int) -> int:
         """Return how many rows of a KV head the device has room for, where a step selects `rows` for each."""
-        return rows * self.spread * max(1, self.keep)
+        return rows * self.head_limit * max(1, self.keep)

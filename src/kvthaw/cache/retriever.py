@@ -57,12 +57,15 @@ class Retriever:
 
     def _place(self, seqs: int) -> None:
         if self.index.traits.on_host:
-            self._buffers = {seqs: HostSelectionBuffer(self.context, seqs, self.rows, self.slots)}
+            self._buffers = {seqs: self._new_buffer(seqs)}
+
+    def _new_buffer(self, seqs: int) -> HostSelectionBuffer:
+        return HostSelectionBuffer(self.context, seqs, self.rows * self.method.head_limit, self.slots)
 
     def buffer(self, seqs: int) -> HostSelectionBuffer:
         """Return the buffer for choices of `seqs` sequences. The buffer does not move."""
         if seqs not in self._buffers:
-            self._buffers[seqs] = HostSelectionBuffer(self.context, seqs, self.rows, self.slots)
+            self._buffers[seqs] = self._new_buffer(seqs)
         return self._buffers[seqs]
 
     def submit(
@@ -224,7 +227,7 @@ class Retriever:
             self.context,
             query.shape[0],
             self.rows,
-            self.method.spread,
+            self.method.head_limit,
             sequences.on_device.starts[: len(query)],
         )
         if self._unchecked is not None:

@@ -9,10 +9,12 @@ from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import CacheError
 
 
-def check_selection(found: object, who: str, context: IndexContext, seqs: int, budget: int, spread: int, ends: Tensor) -> None:
+def check_selection(
+    found: object, who: str, context: IndexContext, seqs: int, budget: int, head_limit: int, ends: Tensor
+) -> None:
     """Raise CacheError where an index of a layer broke its contract.
 
-    found: what select() returned for `seqs` sequences and `budget` rows a KV head. spread: as the Method has it. who: its name.
+    found: what select() returned for `seqs` sequences and `budget` rows a KV head. head_limit: as the Method has it. who: its name.
     ends [B] int32: where the positions that it holds end; they begin after the sink. Copies to the host, which waits.
     """
 
@@ -33,7 +35,7 @@ def check_selection(found: object, who: str, context: IndexContext, seqs: int, b
     for name, (tensor, size, dtype) in wanted.items():
         is_, must = f"{tensor.dtype} {list(tensor.shape)}", f"{dtype} {list(size)}"
         need(tensor.dtype == dtype and tuple(tensor.shape) == size, f"{name} is {is_}; it must be {must}")
-    need(width <= spread * budget, f"rows has {width} places a KV head; at most {spread * budget} may be selected")
+    need(width <= head_limit * budget, f"rows has {width} places a KV head; at most {head_limit * budget} may be selected")
     most = int(found.counts.sum(dim=1).max()) if found.counts.numel() else 0
     need(
         most <= budget * context.kv_heads,

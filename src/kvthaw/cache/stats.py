@@ -46,7 +46,7 @@ class Stats:
     """Tokens attended in a sparse step, on average; None before the first."""
     attended_max: int | None
     """The most that a KV head attended to. It is more than the budget only where the heads of a layer share rows, as
-    `Method.spread` lets them."""
+    `Method.head_limit` lets them."""
     retrieved: float | None
     """Rows that the index selected among them, on average."""
     hit_rate: float | None

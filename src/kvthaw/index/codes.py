@@ -67,7 +67,7 @@ class CodesIndex(Index):
     leaves shorter vectors whose signs say more. dense_below: a sequence whose region is shorter is attended to whole, from its
     first keys and values, which the index then keeps on the device, [L, H, dense_below, D] each; its rows are none and its
     attention is the selection's partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
-    spread: a KV head may select up to spread x budget rows; all heads of a layer together select budget x heads, the heaviest. A
+    head_limit: a KV head may select up to head_limit x budget rows; all heads of a layer together select budget x heads, the heaviest. A
     row's weight is its share of the attention to candidates, sink and ring. 1: an equal number each.
 
     tables: all tensors of the sequences, by name; summaries: those of them that kernels read; counts: tokens of each sequence;
@@ -89,17 +89,17 @@ class CodesIndex(Index):
         graded: bool = False,
         centre: bool = False,
         dense_below: int = 0,
-        spread: int = 1,
+        head_limit: int = 1,
     ) -> None:
         one_of(get_args(Policy), policy=policy)
         one_of(get_args(Centroids), centroids=centroids)
         if context.head_dim < SUB:
             raise ConfigError(f"head_dim is {context.head_dim}; pariskv needs at least {SUB}, one subspace")
         at_least(0, dense_below=dense_below)
-        at_least(1, spread=spread)
-        if spread > 1 and policy not in ("max", "mean"):
-            raise ConfigError(f"spread is {spread} and policy is {policy!r}; with that policy it must be 1")
-        self.spread = spread
+        at_least(1, head_limit=head_limit)
+        if head_limit > 1 and policy not in ("max", "mean"):
+            raise ConfigError(f"head_limit is {head_limit} and policy is {policy!r}; with that policy it must be 1")
+        self.head_limit = head_limit
         self.context, self.policy, self.ratios = context, policy, ratios or Ratios()
         self.normalise, self.dense_below = normalise, dense_below
         self._sets = context.group if policy == "each" else 1
@@ -251,12 +251,12 @@ class CodesIndex(Index):
         return [head.flatten(1, 2).contiguous() for head in grouped.unbind(dim=2)]
 
     def _best(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
-        """The rows [B, H, spread * budget] of the best estimates, ascending, -1 padded, and how many there are [B, H]."""
-        k, scale = self.spread * budget, self.context.scale
+        """The rows [B, H, head_limit * budget] of the best estimates, ascending, -1 padded, and how many there are [B, H]."""
+        k, scale = self.head_limit * budget, self.context.scale
         rotated, candidates, wanted = self._collect(query, k)
         run = run_length(candidates.shape[2], k) or TILE
         found = rerank(rotated, self.summaries, candidates, wanted, self.quantizer, scale, run)
-        if self.spread == 1:
+        if self.head_limit == 1:
             return topk(found, candidates, wanted, k, self._first, scale, self._merge)
         weights = torch.empty((*candidates.shape[:2], k), dtype=torch.float32, device=query.device)
         rows, _ = topk(found, candidates, wanted, k, self._first, scale, self._merge, self._held(query), weights)
@@ -284,7 +284,7 @@ class CodesIndex(Index):
         self._enough(budget)
         found = []
         for head in self._heads(query):
-            _, places, wanted = self._collect(head, self.spread * budget // self._sets)
+            _, places, wanted = self._collect(head, self.head_limit * budget // self._sets)
             known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
             found.append(torch.where(known[:, None], places + self._first, -1))
         return found[0] if len(found) == 1 else once(torch.cat(found, dim=2))
@@ -325,7 +325,7 @@ class CodesIndex(Index):
             raise ConfigError(
                 f"{budget} rows are to be selected; with policy 'each' it must be at least {self._sets}, the query heads"
             )
-        each = self.spread * budget // self._sets
+        each = self.head_limit * budget // self._sets
         if self.ratios.candidates is not None and each > self.ratios.candidates:
             raise ConfigError(f"candidates is {self.ratios.candidates}; it must be at least the {each} rows to select")
 

@@ -21,7 +21,7 @@ def pariskv_plus(
     normalise: bool = True,
     centroids: Centroids = "signs",
     full_threshold: int = 0,
-    spread: int = 1,
+    head_limit: int = 1,
 ) -> Method:
     """Retrieve the tokens of the best 4-bit codes among those whose sign patterns are most like the query's.
 
@@ -31,7 +31,7 @@ def pariskv_plus(
     index is built with a prompt's last chunk, not chunk by chunk. On the shipped model 83 % of the exact top 100 are selected at
     32k, where pariskv selects 72 %.
 
-    spread: a KV head may select up to spread times its rows, while those of a layer together select no more than before: the
+    head_limit: a KV head may select up to head_limit times its rows, while those of a layer together select no more than before: the
     heaviest of all. 1: an equal number each.
 
     rho: with other votes. The first two layers of deep models are dense. Other options, what is on host and device, and how the
@@ -51,7 +51,7 @@ def pariskv_plus(
         rotate=rotate,
         normalise=normalise,
         centroids=centroids,
-        spread=spread,
+        head_limit=head_limit,
         differs="votes by similarity, no collisions and tiers; keys centred on the prompt; two dense layers",
         choose="speed at long contexts and in large batches",
     )

@@ -22,7 +22,7 @@ def thaw(
     rotate: bool = True,
     normalise: bool = True,
     centroids: Centroids = "signs",
-    spread: int = 2,
+    head_limit: int = 2,
 ) -> Method:
     """Attend exactly to the rows of the best 4-bit codes, and to every page's other tokens by their mean key and mean value.
 
@@ -31,8 +31,8 @@ def thaw(
     setting saw. See docs/notes/remainder.md.
 
     remainder: tokens of a page. The means take 1 / remainder of the KV's bytes, on the device.
-    spread: the KV heads of a layer share their rows: a head selects up to spread times its own number, and all together no more
-    than an equal share each would give. So `budget` bounds the mean of a layer's heads, and one head reads up to spread times as
+    head_limit: the KV heads of a layer share their rows: a head selects up to head_limit times its own number, and all together no more
+    than an equal share each would give. So `budget` bounds the mean of a layer's heads, and one head reads up to head_limit times as
     many rows. 1: an equal number each.
     policy: how the query heads of a group agree on rows. Each of them weighs the remainder by its own query.
 
@@ -50,7 +50,7 @@ def thaw(
         rotate=rotate,
         normalise=normalise,
         centroids=centroids,
-        spread=spread,
+        head_limit=head_limit,
     )
     made = with_remainder(codes, remainder)
     return replace(

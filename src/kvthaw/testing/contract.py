@@ -133,7 +133,7 @@ class Contract:
         if self.retrieves:
             need(layer.retriever.meter.selected > 0, "no row was ever selected")
             most += int(layer.retriever.meter.most)
-        allowed = budget + (self.method.spread - 1) * layer.plan.rows
+        allowed = budget + (self.method.head_limit - 1) * layer.plan.rows
         need(most <= allowed, f"{most} tokens were attended to in one step; the budget is {budget}")
 
     def keeps_to_retrieved(self) -> None:
