@@ -290,8 +290,8 @@ class Method:
 
     keep: for how many steps, this one included, selected rows stay on the device (ClusterKV's R); 0: each step fetches all its
     rows.
-    head_limit: a KV head may select up to head_limit times the rows that a step has for each, while the KV heads of a layer together select
-    no more than an equal share each would give.
+    head_limit: a KV head may select up to head_limit times the rows that a step has for each head. The KV heads of a layer together
+    select no more than an equal share each would give.
     transfer: how rows reach a GPU; None: a kernel there reads them (UvaGather). On a CPU they are copied (BulkCopy).
     anchors: which layers select; those between follow the anchor before them. An int n is every n-th layer that is not dense. A
     tuple has layer numbers, or shares of the model's depth (floats), with which the first layer that is not dense selects too.

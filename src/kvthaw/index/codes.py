@@ -67,8 +67,8 @@ class CodesIndex(Index):
     leaves shorter vectors whose signs say more. dense_below: a sequence whose region is shorter is attended to whole, from its
     first keys and values, which the index then keeps on the device, [L, H, dense_below, D] each; its rows are none and its
     attention is the selection's partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
-    head_limit: a KV head may select up to head_limit x budget rows; all heads of a layer together select budget x heads, the heaviest. A
-    row's weight is its share of the attention to candidates, sink and ring. 1: an equal number each.
+    head_limit: a KV head may select up to head_limit x budget rows. The KV heads of a layer together select the heaviest
+    budget x heads. A row's weight is its share of the attention to candidates, sink and ring. 1: an equal number each.
 
     tables: all tensors of the sequences, by name; summaries: those of them that kernels read; counts: tokens of each sequence;
     learned: centroids, where there are any.

@@ -31,8 +31,8 @@ def pariskv_plus(
     index is built with a prompt's last chunk, not chunk by chunk. On the shipped model 83 % of the exact top 100 are selected at
     32k, where pariskv selects 72 %.
 
-    head_limit: a KV head may select up to head_limit times its rows, while those of a layer together select no more than before: the
-    heaviest of all. 1: an equal number each.
+    head_limit: a KV head may select up to head_limit times its rows. The KV heads of a layer together select the heaviest rows of
+    all, no more than before. 1: an equal number each.
 
     rho: with other votes. The first two layers of deep models are dense. Other options, what is on host and device, and how the
     query heads of a group agree: as in pariskv.
