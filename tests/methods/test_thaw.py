@@ -75,5 +75,5 @@ def test_more_rows_than_the_heads_have_together_are_refused() -> None:
     rows = torch.arange(8, 8 + 2 * layer.plan.rows, dtype=torch.int32).expand(2, SHAPE.heads, -1).contiguous()
     found = Selection(rows, torch.full((2, SHAPE.heads), rows.shape[2], dtype=torch.int32))
     ends = torch.tensor([300, 300])
-    with pytest.raises(CacheError, match="select .* rows together"):
+    with pytest.raises(CacheError, match=r"select .* rows together"):
         check_selection(found, "it", layer.retriever.context, 2, layer.plan.rows, 2, ends)
