@@ -79,6 +79,24 @@ def rows(dtype: torch.dtype, dim: int) -> None:
     found = Estimates(scores, parts, peaks, run)
     launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "max")
     launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "mean")
+    held, weights = empty(2, HEADS, GROUP, dtype=torch.float32), empty(2, HEADS, 40, dtype=torch.float32)
+    launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "max", held, weights)
+
+
+def remainders(dtype: torch.dtype, dim: int) -> None:
+    """What heads that share rows, and the estimate of what none selects, launch."""
+    from kvthaw.kernels import held_mass, page_means, remainder, share
+    from kvthaw.regions import Regions
+
+    query, keys = empty(2, HEADS * GROUP, dim, dtype=dtype), empty(2, HEADS, 90, 2, dim, dtype=dtype)[:, :, :, 0]
+    regions, centre = Regions(4, 32, 16), empty(2, HEADS, dim, dtype=torch.float32)
+    held_mass.launch(query, keys, empty(2), empty(2), centre, regions=regions, scale=0.1)
+    some = empty(2, HEADS, 80)
+    share.launch(some, empty(2, HEADS, 80, dtype=torch.float32), 40 * HEADS)
+    means, tail = empty(2, HEADS, 90, 2, dim, dtype=dtype), empty(2, HEADS, page_means.RING * 64, 2, dim, dtype=dtype)
+    remainder.launch(query, means, some, empty(2), first=4, page=64, scale=0.1)
+    added = page_means.Added(empty(1, HEADS, 16, dim, dtype=dtype), empty(1, HEADS, 16, dim, dtype=dtype), tail, means)
+    page_means.launch([added] * 2, [page_means.Start(1, 70)], 64)
 
 
 def clusters(dtype: torch.dtype, dim: int) -> None:
@@ -259,6 +277,7 @@ CASES: dict[str, Callable[[torch.dtype, int], None]] = {
     "units": units,
     "clusters": clusters,
     "rows": rows,
+    "remainders": remainders,
     "moves": moves,
     "codes": codes,
     "elsewhere": elsewhere,

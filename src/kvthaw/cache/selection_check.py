@@ -14,7 +14,9 @@ def check_selection(
 ) -> None:
     """Raise CacheError where an index of a layer broke its contract.
 
-    found: what select() returned for `seqs` sequences and `budget` rows a KV head. head_limit: as the Method has it. who: its name.
+    found: what select() returned for `seqs` sequences and `budget` rows a KV head.
+    head_limit: as the Method has it.
+    who: the index's name.
     ends [B] int32: where the positions that it holds end; they begin after the sink. Copies to the host, which waits.
     """
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.gpu import by_device
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.split import multiprocessors, triton_block
@@ -49,6 +50,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.chain import follow
     from kvthaw.kernels.gpu import PRECISION
 
     LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
@@ -58,6 +60,7 @@ if HAS_TRITON:
         query, means, rows, known, out_parts, lse_parts, pages, per, first, scale, width, splits, q_seq, q_head, m_seq, m_head,
         m_page, m_value, r_seq, r_head, PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
         BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
+        PDL: tl.constexpr,
     ):  # fmt: skip
         # Program (sequence and KV head; split of the pages).
         pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -69,6 +72,7 @@ if HAS_TRITON:
         if UPCAST:
             q = q.to(tl.float32)
         tokens = tl.load(known + b)
+        follow(PDL)
         stop = tl.minimum(tl.minimum((split + 1) * per, pages), (tokens + PAGE - 1) // PAGE)
         top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_G,), tl.float32)
@@ -106,8 +110,10 @@ if HAS_TRITON:
         tl.store(out_parts + part[:, None] * DIM + d[None, :], acc / divisor[:, None], mask=filled)
 
     @triton.jit
-    def _merge_splits(out_parts, lse_parts, out, lse, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
+    def _merge_splits(out_parts, lse_parts, out, lse, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+                      PDL: tl.constexpr):  # fmt: skip
         # Program (sequence and query head): merge its splits.
+        follow(PDL)
         head = tl.program_id(0).to(tl.int64)
         s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
         every = tl.load(lse_parts + head * splits + s, mask=s < splits, other=float("-inf"))
@@ -136,16 +142,17 @@ def launch(query: Tensor, means: Tensor, rows: Tensor, known: Tensor, *, first: 
     lse = torch.empty((batch, q_heads), dtype=torch.float32, device=query.device)
     out_parts = torch.empty((batch, q_heads, splits, dim), dtype=torch.float32, device=query.device)
     lse_parts = torch.empty((batch, q_heads, splits), dtype=torch.float32, device=query.device)
-    group, block_d = q_heads // heads, triton_block(dim, 16)
+    group, block_d, follows = q_heads // heads, triton_block(dim, 16), dependent(query.device)
     _remainder[(batch * heads, splits)](
         query, means, rows, known, out_parts, lse_parts, pages, per, first, scale * 1.4426950408889634, width, splits,
         *query.stride()[:2], *means.stride()[:4], *rows.stride()[:2], PAGE=page, HEADS=heads, GROUP=group, DIM=dim,
         BLOCK_G=triton_block(group, 16), BLOCK_D=block_d, BLOCK_P=_BLOCK, BLOCK_M=min(128, triton_block(width, 16)),
-        UPCAST=interpreted, num_warps=4,
+        UPCAST=interpreted, num_warps=4, **follows,
     )  # fmt: skip
     _merge_splits[(batch * q_heads,)](
-        out_parts, lse_parts, out, lse, splits, DIM=dim, BLOCK_D=block_d, BLOCK_S=triton_block(splits), num_warps=1
-    )
+        out_parts, lse_parts, out, lse, splits, DIM=dim, BLOCK_D=block_d, BLOCK_S=triton_block(splits), num_warps=1,
+        **follows,
+    )  # fmt: skip
     return Partial(out, lse)
 
 

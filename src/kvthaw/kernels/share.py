@@ -1,7 +1,7 @@
 """Share the rows of a layer among its KV heads: keep the heaviest rows of all heads together.
 
-Heads differ: one has its mass on few tokens, another on many. With as many rows in all, the heads' joint choice leaves less
-attention unread than an equal share each.
+Heads differ: one has its mass on few tokens, another on many. With equally many rows in all, the heads' joint choice leaves
+less attention unread than an equal share each.
 
 Bytes and operations, 8 KV heads, 2,048 rows each: one program per sequence reads 128 KB of weights and rows and writes 64 KB. It
 finds the threshold in registers, as `kvthaw.kernels.topk` does.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.bucket_topk import compact
+from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.split import triton_block
 from kvthaw.kernels.topk import MOST, PER_WARP
 
@@ -34,11 +35,14 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.chain import follow
     from kvthaw.kernels.topk import _bounds
 
     @triton.jit
-    def _share(rows, weights, kept, counts, heads, width, most, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    def _share(rows, weights, kept, counts, heads, width, most, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+               PDL: tl.constexpr):  # fmt: skip
         # Program: one sequence.
+        follow(PDL)
         seq = tl.program_id(0).to(tl.int64)
         h, w = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
         at = (seq * heads + h) * width + w
@@ -71,7 +75,7 @@ def launch(rows: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
     kept, counts = torch.empty_like(rows), torch.empty((batch, heads), dtype=torch.int32, device=rows.device)
     _share[(batch,)](
         rows, weights, kept, counts, heads, width, most, HEADS=triton_block(heads), WIDTH=triton_block(width),
-        num_warps=min(16, max(4, size // PER_WARP)),
+        num_warps=min(16, max(4, size // PER_WARP)), **dependent(rows.device),
     )  # fmt: skip
     return kept, counts
 

@@ -33,7 +33,7 @@ def thaw(
     remainder: tokens of a page. The means take 1 / remainder of the KV's bytes, on the device.
     head_limit: the KV heads of a layer share their rows. A head selects up to head_limit times its own number, and all together no
     more than an equal share each would give. So `budget` bounds the mean over a layer's heads, and one head may read head_limit
-    times as many rows. 1: an equal number each. Processes of a split model share the rows of their own heads.
+    times its number of rows. 1: an equal number each. Processes of a split model share the rows of their own heads.
     policy: how the query heads of a group agree on rows. Each of them weighs the remainder by its own query.
 
     The other options are pariskv-plus's. Sink and window are small, since the estimate covers what a long window is for. Two
