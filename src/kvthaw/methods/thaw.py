@@ -26,9 +26,9 @@ def thaw(
 ) -> Method:
     """Attend exactly to the rows of the best 4-bit codes, and to every page's other tokens by their mean key and mean value.
 
-    Exact top-k is no longer the ceiling: attention has a long tail, which the estimate weighs. At an equal number of rows thaw's
-    divergence from full attention is 0.35 to 0.53 of exact top-k's. We measured it on Qwen2.5-Coder-0.5B and prompts that no
-    setting saw. See docs/notes/remainder.md.
+    Exact top-k is no longer the ceiling: attention has a long tail, which the estimate weighs. With an equal number of rows thaw's
+    divergence from full attention is a third of exact top-k's. We measured it on Qwen2.5-Coder-0.5B, with prompts by which no
+    setting was chosen. See docs/notes/remainder.md.
 
     remainder: tokens of a page. The means take 1 / remainder of the KV's bytes, on the device.
     head_limit: the KV heads of a layer share their rows. A head selects up to head_limit times its own number, and all together no
