@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from kvthaw.demo import Outcome
 
+LONG = "icecache-digest"
+"""The method for a whole book, where nobody names another."""
 EXAMPLES = (
     "Examples:\n\n  kvthaw demo\n\n  kvthaw demo --budget 64\n\n"
     "  kvthaw demo --model shipped --method icecache-digest --length 8192\n\n  kvthaw demo --json"
@@ -29,7 +31,13 @@ EXAMPLES = (
 
 
 def demo(
-    method: options.Method = "thaw",
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="A name of [bold]kvthaw methods[/]. Left out: thaw; with --model: icecache-digest.",
+            callback=options.named_method,
+        ),
+    ] = None,
     plugin: options.Plugin = None,
     budget: options.OneBudget = "256",
     model: Annotated[
@@ -60,7 +68,7 @@ def demo(
         raise ConfigError(f"--length is {length:,}, but no --model is given; it shortens the book that a --model reads")
     from kvthaw.methods import resolve
 
-    resolve(method)  # a wrong name costs no loading
+    resolve(method or LONG)  # a wrong name costs no loading
     found = _fetched() if model is None else None
     llm, tokenizer = load_model(str(found or model or "shipped"), device, dtype)
     from kvthaw import demo_texts as texts
@@ -73,7 +81,7 @@ def demo(
             llm,
             tokenizer,
             text,
-            method=method,
+            method=method or ("thaw" if found else LONG),
             budget=allowed,
             dense_layers=None if found else 0,
             show=stage.show,

@@ -37,9 +37,10 @@ def passages(recording: Recording, pieces: Sequence[str], said: Sequence[str], m
     """Return the passages of a prompt that an answer came from, best first; none where every step attended to everything.
 
     `pieces` and `said` are the texts of the tokens of the prompt and of the answer. Heads recall headings and what came last
-    whatever is asked, so how often a token is recalled tells little. We count a token when the answer says its word or the next
-    one. It counts by how many more heads than on average recall it then, and less where its word stands in many places. Where the
-    answer says no word of the prompt, every token counts by how many more heads recall it than on average.
+    whatever is asked, so how often a token is recalled tells little. We count a token when the answer says its word or the
+    next one. It counts by how many more heads than on average recall it then. It counts more behind other words that the answer
+    said, and less where its word stands in many places. Where the answer says no word of the prompt, every token counts by how many
+    more heads recall it than on average.
     """
     words, steps = [_word(piece) for piece in pieces], [step for step in recording.selected if step]
     scores, shares, places = torch.zeros(len(pieces)), torch.zeros(len(pieces)), dict[str, list[int]]()
@@ -48,13 +49,17 @@ def passages(recording: Recording, pieces: Sequence[str], said: Sequence[str], m
     for at, word in enumerate(words):
         if word:
             places.setdefault(word, []).append(at)
+    runs = dict[int, int]()
     for step, piece in zip(recording.selected, said, strict=False):
         hits = places.get(_word(piece), [])
+        runs = {hit: runs.get(hit - 1, 0) + 1 for hit in hits}
         if step and hits:
             recalled = _shares(step, len(pieces))
-            near = torch.tensor(sorted({at for hit in hits for at in (hit - 1, hit) if at >= 0}))
-            scores[near] += (recalled[near] - recalled.mean()).clamp_min(0) / len(hits)
-            shares[near] = torch.maximum(shares[near], recalled[near])
+            more = (recalled - recalled.mean()).clamp_min(0) / len(hits)
+            for hit, run in runs.items():
+                near = slice(max(0, hit - 1), hit + 1)
+                scores[near] += run * more[near]
+                shares[near] = torch.maximum(shares[near], recalled[near])
     if not scores.any():
         shares = torch.stack([_shares(step, len(pieces)) for step in steps]).mean(dim=0)
         scores = (shares - shares.mean()).clamp_min(0)

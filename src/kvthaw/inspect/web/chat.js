@@ -177,6 +177,7 @@
   }
 
   $("ask").addEventListener("submit", send);
+  $("source").addEventListener("submit", (event) => { event.preventDefault(); connect(); });
   $("beside").addEventListener("submit", compare);
   $("stop").addEventListener("click", () => abort?.abort());
   $("fresh").addEventListener("click", () => {
