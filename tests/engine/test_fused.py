@@ -26,7 +26,7 @@ def modules(model: PreTrainedModel) -> list[tuple[Module, Callable[..., Any]]]:
 
 
 def logits(model: PreTrainedModel) -> Tensor:
-    out: Tensor = model(prompt(1, 30)).logits
+    out: Tensor = model(prompt(1, 30).to(model.device)).logits
     return out
 
 
@@ -41,14 +41,14 @@ def test_definitions_give_the_same_logits(name: str) -> None:
         assert sum(one.__name__ == forward for _, one in found) == count
 
 
-def test_kernels_give_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_give_the_logits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     launched = list[str]()
 
     def noted(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (launched.append(name), launch(*args))[1]
 
-    model = build("qwen3")
+    model = build("qwen3").to(device)
     plain = logits(model)
     for name, kernel in (("rms_norm", rms_norm), ("gated", gated), ("rotate", rotate)):
         monkeypatch.setattr(fused, name, noted(name, kernel.launch))
