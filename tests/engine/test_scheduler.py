@@ -659,6 +659,26 @@ def test_a_long_prompt_that_comes_first_lets_a_short_one_by() -> None:
     assert long.prefilled <= 1536
 
 
+@pytest.mark.parametrize(
+    ("lengths", "first"), [([20, 20, 20, 20], [20, 20, 20, 0]), ([20, 50, 30], [20, 0, 30]), ([150, 9, 40], [0, 9, 40])]
+)
+def test_prompts_that_fit_into_the_rest_of_a_step_come_with_it(
+    model: PreTrainedModel, lengths: list[int], first: list[int]
+) -> None:
+    """lengths: of prompts that come while another request decodes; first: their tokens that the next step brings."""
+    scheduler = Scheduler(Batch(model, "full", max_seqs=5, capacity=200, **settings_of("full")), step_tokens=60)
+    decoding = scheduler.submit(prompt(1, 30)[0], max_new_tokens=60, stop=())
+    scheduler.step()
+    asked = [(prompt(1, n, seed=n + i)[0], 3) for i, n in enumerate(lengths)]
+    requests = [scheduler.submit(ids, max_new_tokens=new, stop=()) for ids, new in asked]
+    told = scheduler.step()
+    assert [one.prefilled for one in requests] == first
+    assert told == [decoding, *(one for one in requests if one.prefilled == one.prompt)]
+    while not all(one.finished for one in requests):
+        scheduler.step()
+    assert [one.tokens for one in requests] == alone(model, "full", *asked)
+
+
 def test_a_cpu_takes_fewer_tokens_of_a_large_model_at_a_time() -> None:
     sizes = [cpu_tokens(weights) for weights in (1, 10**8, 5 * 10**8, 10**9, 10**11)]
     assert sizes == sorted(sizes, reverse=True)

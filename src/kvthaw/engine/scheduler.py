@@ -39,10 +39,11 @@ class Scheduler:
     """Serves more requests than a batch has places for, and lets no long prompt silence the others.
 
     Each step gives every request whose prompt is whole one token, and one waiting prompt a chunk of what the budget of tokens
-    leaves (chunked prefill; Sarathi-Serve, vLLM). The deeper in the prompt a chunk is the fewer tokens it has, so that steps take
-    about as long each; where earlier KV does not lie on the GPU, it has as many at least as hide the bus. While nobody decodes it
-    has the batch's `prefill_chunk` tokens on a GPU. A CPU takes seconds for these, in which a short request that comes would wait;
-    there it has 128 to 512, for a model of many weights few.
+    leaves (chunked prefill; Sarathi-Serve, vLLM). Prompts that fit whole into the rest of the budget come in the same step. The
+    deeper in the prompt a chunk is the fewer tokens it has, so that steps take about as long each; where earlier KV does not
+    lie on the GPU, it has as many at least as hide the bus. While nobody decodes it has the batch's `prefill_chunk` tokens on a
+    GPU. A CPU takes seconds for these, in which a short request that comes would wait; there it has 128 to 512, for a model of
+    many weights few.
 
     - Requests get places by priority, the lowest number first, then in the order in which they came, once host and device
       memory suffice for all that they may need beside those that have places.
@@ -157,8 +158,12 @@ class Scheduler:
             self._place()  # what the host does from here on it does while the device decodes
             request = self._next_prompt()
             told += self.batch.start(POLL if request is None and not self.batch.decoding else 0.0)
-            if request is not None:
-                told += self._prefill(request, len(self.batch.decoding))
+            left, decoded = float(self.step_tokens), len(self.batch.decoding)
+            while request is not None:
+                depth = request.prefilled
+                told += self._prefill(request, decoded)
+                left -= (request.prefilled - depth) * (1 + depth / DEPTH)
+                request = self._fitting(left) if request.prefilled == request.prompt else None
         finally:
             told = give() + told
             for request in told:
@@ -267,6 +272,13 @@ class Scheduler:
             return None
         shortest, self._shortest = self._shortest, not self._shortest
         return min(prompts, key=lambda one: one.prompt - one.prefilled) if shortest else prompts[0]
+
+    def _fitting(self, tokens: float) -> Request | None:
+        """Return the first prompt whose rest takes no longer than this many tokens at the beginning of a prompt."""
+        for one in self.prefilling:
+            if 0 < (one.prompt - one.prefilled) * (1 + one.prefilled / DEPTH) <= tokens:
+                return one
+        return None
 
     def _wait(self, request: Request) -> None:
         insort(self._waiting, request, key=self._rank.__getitem__)
