@@ -30,10 +30,12 @@ def test_bench_decode_prints_lines_or_a_table(tmp_path: Path) -> None:
         ("full", None),
         ("quest", 64),
     ]
-    table = Said("bench", "decode", *options)  # nothing is measured again
+    table = Said("bench", "decode", *options, columns=80)  # nothing is measured again
     assert out.read_text().count("\n") == 2
     assert "quest, 64" in table.out
-    assert all(part in table.out for part in ("TPOT ms", "hits", "bus MB", "of full"))
+    assert all(part in table.out for part in ("ms/token", "hits", "bus MB", "of full", "256 tokens, 1 sequence"))
+    assert table.out.count("quest, 64") == 2, "two tables that fit"
+    assert max(map(len, table.out.splitlines()[1:])) <= 80
     assert (
         Said("bench", "decode", *options[:2], "--length", "100", "--new-tokens", "4", "--plot", str(tmp_path / "a.png")).code
         == 0

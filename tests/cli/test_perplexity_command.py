@@ -27,3 +27,13 @@ def test_eval_perplexity(model: str, tmp_path: Path) -> None:
     assert [(r["length"], r["nll"], r["difference"]) for r in alone.records] == [
         (r["length"], pytest.approx(r["nll"], abs=1e-5), None) for r in said.records[:2]
     ]
+
+
+def test_the_table_fits_a_terminal(model: str) -> None:
+    some = ("eval", "perplexity", "--model", model, "--method", "icecache-digest-device,quest", "--budget", "64")
+    said = Said(*some, "--length", "256,300", "--measured", "4", columns=80)
+    assert said.code == 0, said.err
+    lines = said.out.splitlines()
+    assert "budget 64" in lines[0]
+    assert max(map(len, lines[1:])) <= 80
+    assert sum(line.split()[:2] == ["300", "icecache-digest-device"] for line in lines) == 1, "one table"

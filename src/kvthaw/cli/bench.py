@@ -154,7 +154,8 @@ def decode(
     if rank == 0:
         save_plot(plot, lambda path: decode_lines(records, path))
         if not as_json and records:
-            print_wide(tables.decode(records))
+            for each in tables.decode(records):
+                print_wide(each)
     bench.judge()
     if model is not None:
         for some in itertools.groupby(records, key=lambda one: (one["length"], one["batch"])):

@@ -13,7 +13,7 @@ from kvthaw.evaluate import plot
 from kvthaw.evaluate.compare import Summaries, named
 from kvthaw.evaluate.document import Document, Part, Share, Table, Value, fold, heading, paragraph, picture
 from kvthaw.evaluate.metrics import mean, paired_sums, wilson
-from kvthaw.evaluate.report import lay_out, milliseconds, on, percent
+from kvthaw.evaluate.report import Cell, by_column, lay_out, milliseconds, on, percent, value
 
 Summary = dict[str, Any]
 Row = tuple[str, ...]
@@ -33,11 +33,35 @@ def by_task(summaries: Sequence[Summary], near: Mapping[Row, float] | None = Non
 
 
 def perplexities(summaries: Sequence[Summary]) -> RichTable:
-    """Return perplexity by position for the terminal, one row a variant."""
+    """Return perplexity by position for the terminal, one row per length and variant."""
     first = summaries[0]
     places = f"{first['n']} place" + "s" * (first["n"] > 1)
-    about = f"{first['steps']} tokens each, {places} in the text, {on(first)}"
-    return in_text(f"perplexity after so many tokens, and nats over full: {about}", perplexity_table(summaries))
+    name = {id(one): named(one) for one in summaries}
+    columns: dict[str, Cell] = {
+        "tokens": value("length", "{:,}"),
+        "method": value("method"),
+        "budget": lambda one: str(name[id(one)][1]),
+        "dense layers": lambda one: str(name[id(one)][2]),
+        "perplexity": value("perplexity", "{:.2f}"),
+        "nats\nover full": lambda one: _over(one, "difference"),
+        "95 %": lambda one: _over(one, "difference_95"),
+    }
+    title = f"perplexity of {first['steps']} tokens after so many, {places} in the text, {on(first)}"
+    sparse = [row for row in name.values() if row[0] != "full"]
+    for column, place in (("budget", 1), ("dense layers", 2)):
+        if len({row[place] for row in sparse}) == 1:  # it stands in the title
+            del columns[column]
+            title += f", {column} {sparse[0][place]}"
+    rows = sorted(summaries, key=lambda one: (one["length"], one["method"] != "full", one["nll"]))
+    return by_column(title, rows, columns, sections="length")
+
+
+def _over(one: Summary, field: str) -> str:
+    """Return the nats that a variant has more than full attention, or their interval; "-" of full attention itself."""
+    found = one[field]
+    if one["method"] == "full" or found is None:
+        return "-"
+    return f"{found:+.3f}" if field == "difference" else f"{found[0]:+.3f} to {found[1]:+.3f}"
 
 
 def agreements(summaries: Sequence[Summary]) -> RichTable:
