@@ -148,8 +148,12 @@ class Engine:
         return [random_prompt(self.vocabulary, case.length, seed) for seed in range(count)]
 
     def reset(self) -> None:
-        """Forget the KV of earlier prompts."""
-        self._llm.reset_prefix_cache()
+        """Forget the KV of earlier prompts. Raises RuntimeError where vLLM keeps it."""
+        for _ in range(3):
+            if self._llm.reset_prefix_cache():
+                return
+            self.together([random_prompt(self.vocabulary, 8, WARM_SEED)], 2)  # its steps let go of what ended last
+        raise RuntimeError("vLLM does not empty its prefix cache; first tokens would come from it")
 
     def measure(self, case: Case) -> dict[str, Any]:
         """Measure a case."""
