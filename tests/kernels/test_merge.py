@@ -77,5 +77,6 @@ def test_kernel_merges_parts(shape: Shape, count: int, device: torch.device) -> 
         expected, total = op.definition(parts, dtype)
         out, lse = op.launch(parts, dtype)
         assert out.dtype == dtype
+        assert out.transpose(1, 2).is_contiguous()
         close(out, expected)
         close(lse, total)

@@ -70,8 +70,9 @@ if HAS_TRITON:
 
     @triton.jit(do_not_specialize=["steps"])  # else a prompt's last chunk, of any length, compiles another kernel
     def _merge_parts(out, lse, a, b, c, d, lse_a, lse_b, lse_c, lse_d, heads, steps, dim, a_b, a_h, a_t, b_b, b_h, b_t,
-                     c_b, c_h, c_t, d_b, d_h, d_t, COUNT: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr):  # fmt: skip
-        # Program (block of queries; sequence and head). Parts may be strided.
+                     c_b, c_h, c_t, d_b, d_h, d_t, o_b, o_h, o_t,
+                     COUNT: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr):  # fmt: skip
+        # Program (block of queries; sequence and head). Parts and the result may be strided.
         t, pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
         i, j, far = pair // heads, pair % heads, t.to(tl.int64)[:, None]
         x = tl.arange(0, DP)[None, :]
@@ -95,23 +96,24 @@ if HAS_TRITON:
         if COUNT > 3:
             total, sum = _add(total, sum, d, lse_d, at, i * d_b + j * d_h + far * d_t + x, base, known, inside)
         total = tl.maximum(total, 1.0)  # at least exp(0), or 0 if every lse is -inf
-        tl.store(out + at[:, None] * dim + x, (sum / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + i * o_b + j * o_h + far * o_t + x, (sum / total[:, None]).to(out.dtype.element_ty), mask=inside)
         tl.store(lse + at, most + tl.log(total), mask=known)
 
 
 def launch(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Launch the Triton kernel; arguments and results as in `definition`, of at most PARTS parts whose last dimension is
-    contiguous."""
+    contiguous. The result lies head by head within a token, as the model's next product reads it."""
     outs, lses = [out for out, _ in parts], [lse.contiguous() for _, lse in parts]
     batch, heads, steps, dim = outs[0].shape
     assert len(parts) <= PARTS
     assert all(out.shape == outs[0].shape and out.stride(3) == 1 for out in outs)
     assert all(lse.shape == outs[0].shape[:3] and lse.dtype == torch.float32 for lse in lses)
-    merged, lse = torch.empty(outs[0].shape, dtype=dtype, device=outs[0].device), torch.empty_like(lses[0])
+    merged = torch.empty(batch, steps, heads, dim, dtype=dtype, device=outs[0].device).transpose(1, 2)
+    lse = torch.empty_like(lses[0])
     unused, rows = PARTS - len(parts), 16
     outs, lses = outs + outs[:1] * unused, lses + lses[:1] * unused
     _merge_parts[(triton.cdiv(steps, rows), batch * heads)](
-        merged, lse, *outs, *lses, heads, steps, dim, *(stride for out in outs for stride in out.stride()[:3]),
+        merged, lse, *outs, *lses, heads, steps, dim, *(stride for out in (*outs, merged) for stride in out.stride()[:3]),
         COUNT=len(parts), ROWS=rows, DP=triton.next_power_of_2(dim),
     )  # fmt: skip
     return merged, lse
