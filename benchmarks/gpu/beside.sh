@@ -13,6 +13,19 @@ shift 3
 if [ ! -e "$site/.whole" ]; then
   mkdir -p "$site"
   python3 -c "import sys, tarfile; tarfile.open(sys.argv[1], 'r:xz').extractall(sys.argv[2])" .gpu/vllm.tar.xz "$site" || exit 1
+  if ! python3 -c "import numba" 2> /dev/null; then # vLLM's n-gram speculator, which nothing here uses, imports these names
+    mkdir -p "$site/numba"
+    cat > "$site/numba/__init__.py" << 'P'
+__version__ = "0"
+def jit(*given, **how):
+    return given[0] if len(given) == 1 and callable(given[0]) and not how else (lambda function: function)
+njit, prange = jit, range
+def get_num_threads():
+    return 1
+def set_num_threads(count):
+    pass
+P
+  fi
   touch "$site/.whole"
 fi
 echo "vLLM unpacked after $SECONDS s"
