@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import threading
 from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, PrefixCache, QueueFullError, Request, Sampling, Scheduler
+from kvthaw.engine.hf.model import attention_depth
 from kvthaw.engine.scheduler import BUS, DEPTH, STREAMED, chunk_tokens, cpu_tokens, streamed_tokens
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.forest import TreeIndex
@@ -677,6 +680,32 @@ def test_prompts_that_fit_into_the_rest_of_a_step_come_with_it(
     while not all(one.finished for one in requests):
         scheduler.step()
     assert [one.tokens for one in requests] == alone(model, "full", *asked)
+
+
+@torch.no_grad()
+def test_on_a_cpu_chunks_take_about_as_long_however_deep_they_are() -> None:
+    """Attention to earlier tokens outweighs the weights of a small model soon; DEPTH is of a large one."""
+    model = build("llama", max_position_embeddings=4096)
+    depth = attention_depth(model)
+    assert depth < 1000
+    scheduler = Scheduler(Batch(model, "quest", max_seqs=2, capacity=4000, **settings_of("quest")))
+    other = scheduler.submit([1, 2, 3, 4, 5], max_new_tokens=100, stop=())
+    while not other.tokens:
+        scheduler.step()
+    long, ends = scheduler.submit(prompt(1, 3000)[0], max_new_tokens=1, stop=()), [0]
+    while not long.finished and not other.finished:
+        scheduler.step()
+        ends.append(long.prefilled)
+    for start, stop in pairwise(ends):
+        assert stop - start <= max(32, 128 / (1 + start / depth))
+
+
+def test_attention_outweighs_the_weights_of_an_8b_model_where_depth_says() -> None:
+    config = SimpleNamespace(hidden_size=4096, num_attention_heads=32, num_hidden_layers=32)
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda decoder: config), num_parameters=lambda: 8_030_000_000
+    )
+    assert attention_depth(model) == pytest.approx(DEPTH, rel=0.1)
 
 
 def test_a_cpu_takes_fewer_tokens_of_a_large_model_at_a_time() -> None:

@@ -316,7 +316,7 @@ def test_what_waits_on_the_host_gives_way_first(model: PreTrainedModel, monkeypa
 def test_a_step_that_failed_is_not_remembered(model: PreTrainedModel, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half way through it indexes were asked that remember queries. Others decode next: one has given its place back."""
     asked = [(prompt(1, LONG, seed=n)[0], NEW) for n in range(3)]
-    scheduler = Scheduler(batch_of(model, method, 3))
+    scheduler = Scheduler(batch_of(model, method, 3), step_tokens=512)
     requests = [scheduler.submit(ids, **options(new)) for ids, new in asked]
     layer, calls = scheduler.batch.cache.kv.layers[2], [0]
     real = layer.decode

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.engine.batch import POLL, Batch
+from kvthaw.engine.hf.model import attention_depth
 from kvthaw.engine.request import Request, RequestOptions
 from kvthaw.errors import CacheError, HostMemoryError, QueueFullError, at_least
 from kvthaw.typecheck import check_type
@@ -21,9 +22,12 @@ STEP_TOKENS = 4096
 """Tokens that one step processes on a GPU while other requests decode."""
 CPU_WORK = 1 << 38
 """Multiplications that a CPU does in about a second: cores of a server do more, a laptop's fewer."""
+CPU_SHARE, CPU_LEAST = 4, 32
+"""How many times fewer tokens a chunk has on a CPU while other requests decode, and the fewest tokens of one. In chunks of 32 a
+token takes no longer than in chunks of 512."""
 DEPTH = 32768
-"""Earlier tokens to which attention takes about as long as all else that a token takes, for an 8B model on an H200: .89 ns for each
-of them, and 29 us."""
+"""Earlier tokens to which attention takes about as long as all else that a token takes, for an 8B model on an H200: 0.89 ns for
+each of them, and 29 us."""
 STREAMED = 2048
 """The fewest tokens of a chunk for which the KV before it comes over the bus."""
 BUS = 2800
@@ -43,7 +47,7 @@ class Scheduler:
     deeper in the prompt a chunk is the fewer tokens it has, so that steps take about as long each; where earlier KV does not
     lie on the GPU, it has as many at least as hide the bus. While nobody decodes it has the batch's `prefill_chunk` tokens on a
     GPU. A CPU takes seconds for these, in which a short request that comes would wait; there it has 128 to 512, for a model of
-    many weights few.
+    many weights few, and a quarter of that while others decode.
 
     - Requests get places by priority, the lowest number first, then in the order in which they came, once host and device
       memory suffice for all that they may need beside those that have places.
@@ -59,8 +63,7 @@ class Scheduler:
       them notice alike, a lack of host memory, is helped there; other errors come up, since the others may be in mid-step.
 
     batch: has no requests of its own. step_tokens: about the tokens of a step, at the beginning of a prompt; None: 4,096 on a GPU,
-    on a CPU as many as alone. max_waiting: how
-    many requests may wait for a place; None: any number.
+    on a CPU 64 to 128. max_waiting: how many requests may wait for a place; None: any number.
 
     preemptions: how often a request gave its place back; resumed: how often one went on with what it had held; recomputed: how
     often one that had been preempted began again.
@@ -83,9 +86,11 @@ class Scheduler:
             raise CacheError(f"the batch has {len(batch.requests)} requests of its own; a scheduler takes one that has none")
         self.batch, self.max_waiting = batch, max_waiting
         self._alone = cpu_tokens(batch.model.num_parameters()) if batch.model.device.type == "cpu" else None
-        self.step_tokens = step_tokens or self._alone or STEP_TOKENS
-        self.preemptions = self.resumed = self.recomputed = 0
+        self.step_tokens = step_tokens or (STEP_TOKENS if self._alone is None else max(64, self._alone // CPU_SHARE))
         self.split = batch.cache.kv.settings.ranks.size > 1
+        own = self._alone is not None and step_tokens is None and not self.split  # parts may differ in their weights
+        self._depth = attention_depth(batch.model) if own else None  # of this model, by which its chunks are made
+        self.preemptions = self.resumed = self.recomputed = 0
         self._rank: dict[Request, tuple[int, int]] = {}  # of those that have not ended: priority, number of arrival
         self._waiting: list[Request] = []
         self._arrived = 0
@@ -173,6 +178,9 @@ class Scheduler:
 
     def _chunk(self, request: Request, decoded: int) -> int | None:
         """Return how many tokens of a prompt go through the model beside so many that were decoded; None: the batch's chunk."""
+        if self._alone is not None and self._depth is not None:
+            tokens = self.step_tokens if decoded else self._alone
+            return max(CPU_LEAST, int(tokens / (1 + request.prefilled / self._depth)))
         if not decoded:
             return None if self._alone is None else chunk_tokens(self._alone, request.prefilled)
         tokens, left = chunk_tokens(self.step_tokens, request.prefilled, decoded), request.prompt - request.prefilled

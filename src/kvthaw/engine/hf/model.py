@@ -208,3 +208,10 @@ def _path(name: str) -> Path | None:
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def attention_depth(model: PreTrainedModel) -> float:
+    """Return to how many earlier tokens attention multiplies as often as all weights do: about 32,000 for an 8B model."""
+    config = model.config.get_text_config(decoder=True)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return float(model.num_parameters() / (2 * config.num_hidden_layers * config.num_attention_heads * width))
