@@ -1,11 +1,12 @@
 """Where the time until the first token goes: products, attention, what stands between them, and a prompt with and without kernels.
 
-`--parts kernels,products,attention,prompts,profile`, in the order given; all layers of the 8B shape unless `--layers` says less.
+`--parts kernels,products,attention,prompts,profile,own`, in the order given; all layers of the 8B shape unless `--layers` says less.
 
 - kernels: norms, rotary positions and gates of a chunk, by the kernel and by transformers' operations. Outputs are compared.
 - products: a chunk's projections apart, and as one product of joined weights where the input is the same, in TFLOP/s.
 - attention: causal attention of `--tokens` and of chunks, and of a chunk to runs of earlier keys, by cuDNN and by flash attention.
 - prompts: seconds until the first token of each method, in chunks and in one pass, with kernels and without; the second of two.
+- own: a chunk's causal part with its log-sum-exp, keys repeated for each query head, and once; last, for torch may not take it.
 - profile: seconds of the device by part and kernel, of the first method in chunks, with kernels and without.
 """
 
@@ -31,7 +32,7 @@ from kvthaw.bench.prefill import PrefillSetting, measure
 from kvthaw.bench.shapes import SHAPES, build
 from kvthaw.engine.hf import fused
 from kvthaw.errors import CacheError
-from kvthaw.kernels import gated, rms_norm, rotate
+from kvthaw.kernels import dense, gated, rms_norm, rotate
 
 HIDDEN, INNER = (SHAPES["llama-3.1-8b"][name] for name in ("hidden_size", "intermediate_size"))
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -114,6 +115,26 @@ def attention(tokens: int, chunk: int) -> Iterator[dict[str, Any]]:
             yield {"op": "attention", "how": name, "queries": queries, "keys": keys, "causal": causal, **speed(seconds, flops)}
 
 
+def own(tokens: int, chunk: int) -> Iterator[dict[str, Any]]:
+    """Time a chunk's causal part as prompts compute it, and by cuDNN with each key once for the query heads of its group."""
+    query, (key, value), scale = draw(1, HEADS * GROUP, chunk, DIM), draw(2, 1, HEADS, chunk, DIM), DIM**-0.5
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+    ways: dict[str, Callable[[], Any]] = {
+        "keys repeated": partial(dense.attend, query, key, value, scale=scale, causal=True),
+        "keys once": partial(cudnn, query, key, value, None, True, 0.0, True, scale=scale),
+    }
+    expected = ways["keys repeated"]()[0]
+    for how, attend in ways.items():
+        line: dict[str, Any] = {"op": "a chunk's own part", "how": how, "queries": chunk}
+        try:
+            off = float((attend()[0].double() - expected.double()).norm() / expected.double().norm())
+            seconds = eager_time(attend, 5)
+        except RuntimeError as error:  # torch may refuse keys of fewer heads
+            yield line | {"error": str(error).splitlines()[0][:200]}
+        else:
+            yield line | {"off": round(off, 6), **speed(seconds, 2 * HEADS * GROUP * DIM * chunk * chunk)}
+
+
 def prompt(model: Any, method: str, tokens: int, chunk: int, layers: int) -> dict[str, Any]:
     """Time one prompt of a method, the second of two."""
     limits = (None, 100) if method.startswith("pariskv") else (None, None) if method == "full" else (1024, None)
@@ -148,11 +169,12 @@ CHEAP: dict[str, Callable[[int, int], Iterator[dict[str, Any]]]] = {
     "kernels": kernels,
     "products": products,
     "attention": attention,
+    "own": own,
 }
 """Parts that need no model."""
 
 if __name__ == "__main__":
     run_kernels(
-        __doc__, lines, SHAPE, parts="kernels,products,attention,prompts,profile", tokens=36864, chunk=16384, layers=32,
+        __doc__, lines, SHAPE, parts="kernels,products,attention,prompts,profile,own", tokens=36864, chunk=16384, layers=32,
         methods="full,pariskv-plus",
     )  # fmt: skip
