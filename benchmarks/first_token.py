@@ -1,6 +1,6 @@
 """Where the time until the first token goes: products, attention, what stands between them, and a prompt with and without kernels.
 
-`--parts kernels,products,attention,prompts,profile,own`, in the order given; all layers of the 8B shape unless `--layers` says less.
+`--parts kernels,products,attention,prompts,profile,own`, in the order given, of all layers of the 8B shape or of `--layers`.
 
 - kernels: norms, rotary positions and gates of a chunk, by the kernel and by transformers' operations. Outputs are compared.
 - products: a chunk's projections apart, and as one product of joined weights where the input is the same, in TFLOP/s.
