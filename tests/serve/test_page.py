@@ -41,6 +41,15 @@ def test_an_answer_tells_what_it_recalled(served: Served) -> None:
     assert run["selected"]["gaps"]["n"] > 0
 
 
+def test_an_answer_under_full_attention_says_so(loaded: tuple[Any, Any]) -> None:
+    with serving(*loaded, method="auto") as served:
+        said = served.post("/v1/completions", **BODY, recall="selected").json()
+        (run,) = served.http.get(f"/v1/recalls/{said['id']}").json()["runs"]
+        assert run["name"] == "full attention"
+        assert "full attention" in run["full"]
+        assert "passages" not in run
+
+
 def test_another_method_or_budget_recalls_for_the_same_tokens(served: Served) -> None:
     said = served.post("/v1/completions", **BODY, recall="exact").json()
     data = served.http.get(f"/v1/recalls/{said['id']}").json()

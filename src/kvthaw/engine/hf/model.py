@@ -10,7 +10,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    modeling_gguf_pytorch_utils,
+)
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
@@ -179,6 +186,7 @@ def silence() -> None:
     """Have transformers log errors only, and show no progress bars."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # its own bar obeys nobody
 
 
 def find_device(name: str | None) -> torch.device:

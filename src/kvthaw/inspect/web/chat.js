@@ -139,7 +139,7 @@
     const read = rows();
     const what = Number.isFinite(read)
       ? `${run.name}: each head chose ${number(Math.round(read))} of ${number(data.answer)} rows per token.`
-      : `Each head read all ${number(data.answer)} rows${run.full ? `: ${run.full}` : ""}.`;
+      : `Full attention: each head read all ${number(data.answer)} rows${run.full ? ` (${run.full})` : ""}.`;
     const list = (run.passages ?? []).slice(0, BEST).map(([from, to, share]) => {
       const words = piece(from, to).replace(/\s+/g, " ").trim();
       const button = make("button", { type: "button" }, words, make("small", {}, ` ${Math.round(100 * share)} % of heads`));

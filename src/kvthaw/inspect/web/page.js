@@ -185,7 +185,7 @@
       this.version = {};
       this.seen.forEach((each) => this.paint(each));
       this.sum.textContent = `${this.heat.reduce((n, count) => n + (count > 0), 0).toLocaleString("en")} ${this.shown.run.grain > 1 ? "groups" : "tokens"} recalled`;
-      this.legend.textContent = this.spots
+      this.legend.textContent = !this.most ? "Every head read all tokens, so nothing is marked." : this.spots
         ? "Marked: the passages that heads recalled while the answer said their words."
         : "Shade: how much more often than the average token it was recalled.";
       this.drawMap();
