@@ -6,7 +6,8 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from kvthaw.errors import ConfigError
 
 Source = tuple[str, bool]
 """A JSON schema as text, and whether objects have no members that it does not name."""
+OBJECT: Source = (json.dumps({"type": "object"}), False)
+"""Any JSON object."""
+_THREADS = 3
 _CACHED_BYTES = 64 << 20  # of compiled grammars
 MOST_TRIES = 150_000_000
 """How often compiling a schema may try a token, which is most of its time: less than a minute of a core."""
@@ -87,7 +91,7 @@ class Grammars:
 
     def json(self) -> Grammar:
         """Return the grammar of a JSON object."""
-        return self.compile((json.dumps({"type": "object"}), False))
+        return self.compile(OBJECT)
 
     def json_schema(self, schema: Any, *, strict: bool = False) -> Grammar:
         """Return the grammar of JSON that a schema describes; strict: objects have no members that it does not name.
@@ -130,6 +134,35 @@ class Grammars:
             while len(self._kept) > 1 and sum(one.bytes for one in self._kept.values()) > _CACHED_BYTES:
                 self._kept.popitem(last=False)
         return made
+
+
+class ComingGrammars:
+    """Compiles grammars in threads, beginning before they are needed.
+
+    make: makes what compiles them, when it is first needed.
+    """
+
+    def __init__(self, make: Callable[[], Grammars]) -> None:
+        self._make, self._made, self._lock = make, list[Grammars](), threading.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, "kvthaw-grammar")
+        self._coming: dict[Source, Future[Grammar]] = {}
+
+    def begin(self, source: Source) -> None:
+        """Begin to compile a grammar that will be needed."""
+        self._coming = {known: coming for known, coming in self._coming.items() if not coming.done()}  # others are kept
+        if source not in self._coming:
+            self._coming[source] = self._threads.submit(self._compile, source)
+
+    def get(self, source: Source) -> Grammar:
+        """Return a grammar. Waits only where it has not been compiled, or not been kept."""
+        self.begin(source)
+        return self._coming[source].result()
+
+    def _compile(self, source: Source) -> Grammar:
+        with self._lock:
+            if not self._made:
+                self._made.append(self._make())
+        return self._made[0].compile(source)
 
 
 def _why(error: Exception) -> str:

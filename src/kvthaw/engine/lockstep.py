@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from kvthaw.cache.ranks import ALONE, Ranks
-from kvthaw.engine.grammar import Grammars, Source
+from kvthaw.engine.grammar import ComingGrammars, Grammars, Source
 from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.scheduler import Scheduler
@@ -95,8 +95,25 @@ class Forget:
         return cls(**plain)
 
 
-Change = Submit | Cancel | Forget
-_KINDS: tuple[type[Change], ...] = Submit, Cancel, Forget
+@dataclass(frozen=True, slots=True)
+class Compile:
+    """Rank 0 begins to compile a grammar. Other ranks do so at the same time, in threads, so that no step waits for it later."""
+
+    source: Source
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {"source": list(self.source)}
+
+    @classmethod
+    def read(cls, plain: dict[str, Any]) -> Compile:
+        """Return what plain() described."""
+        schema, strict = plain["source"]
+        return cls((schema, strict))
+
+
+Change = Submit | Cancel | Forget | Compile
+_KINDS: tuple[type[Change], ...] = Submit, Cancel, Forget, Compile
 
 
 def write(changes: Sequence[Change] | None) -> bytes:
@@ -145,15 +162,15 @@ class Lockstep:
 
     def follow(self, scheduler: Scheduler, tokenizer: Any) -> None:
         """Other ranks: do what rank 0 does until it ends."""
-        requests, grammars = dict[int, Request](), None
+        requests = dict[int, Request]()
+        grammars = ComingGrammars(lambda: Grammars(tokenizer, scheduler.batch.vocabulary))
         prefix = scheduler.batch.prefix_cache
         while (changes := self.receive()) is not None:
             for change in changes:
                 match change:
                     case Submit(number, request, decodes, grammar, priority):
                         if grammar is not None:
-                            grammars = grammars or Grammars(tokenizer, scheduler.batch.vocabulary)
-                            how = replace(request.sampling, grammar=grammars.compile(grammar))
+                            how = replace(request.sampling, grammar=grammars.get(grammar))
                             request = replace(request, sampling=how)
                         if decodes:
                             request.decode(tokenizer)
@@ -164,6 +181,8 @@ class Lockstep:
                     case Cancel(number):
                         if number in requests:  # those that end are dropped with the step
                             scheduler.cancel(requests.pop(number))
+                    case Compile(source):
+                        grammars.begin(source)
                     case Forget(salt, name):
                         if prefix is not None and (salt, name) in prefix.entries:
                             prefix.forget(name, salt)

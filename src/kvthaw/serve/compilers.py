@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from kvthaw.engine.grammar import Grammar, Grammars
+from kvthaw.engine.grammar import OBJECT, Grammar, Grammars, Source
 from kvthaw.errors import ConfigError
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.lanes import Lanes
@@ -24,10 +25,11 @@ class Compilers:
     """Compiles schemas for a tokenizer and a model of so many tokens.
 
     What a schema takes to compile is known before, and bounded: nothing ends it once it has begun. Schemas that take long wait for
-    each other alone, and clients take turns."""
+    each other alone, and clients take turns. begins: called in a thread, with the source of a grammar that it begins to compile.
+    """
 
-    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
-        self._make = partial(Grammars, tokenizer, vocabulary)
+    def __init__(self, tokenizer: Any, vocabulary: int, begins: Callable[[Source], None] = lambda source: None) -> None:
+        self._make, self._begins = partial(Grammars, tokenizer, vocabulary), begins
         self._grammars: Grammars | None = None
         self._making = asyncio.Lock()
         self._lanes = Lanes(SHORT, LONG)
@@ -49,7 +51,12 @@ class Compilers:
                 self._grammars = await short.run(self._make, client)
         grammars = self._grammars
         if asked == "json_object":
-            return await short.run(grammars.json, client)
+            return await short.run(partial(self._compile, grammars, OBJECT), client)
         source, tries = await short.run(partial(grammars.read, asked.schema_, strict=asked.strict), client)
         lane = short if tries <= SHORT_TRIES or grammars.known(source) else self._lanes.long
-        return await lane.run(partial(grammars.compile, source), client)
+        return await lane.run(partial(self._compile, grammars, source), client)
+
+    def _compile(self, grammars: Grammars, source: Source) -> Grammar:
+        if grammars.known(source) is None:
+            self._begins(source)
+        return grammars.compile(source)

@@ -20,7 +20,7 @@ from kvthaw.cache.prefix_kept import Entry, Key
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.grammar import Grammar
 from kvthaw.engine.library import Library
-from kvthaw.engine.lockstep import Lockstep
+from kvthaw.engine.lockstep import Compile, Lockstep
 from kvthaw.engine.request import hidden_salt
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.scheduler import Scheduler
@@ -75,7 +75,7 @@ class Service:
             Lockstep(batch.cache.kv.settings.ranks),
         )
         self.ending = asyncio.Event()  # set: those whose prompts are not submitted wait for nothing
-        self._compilers = Compilers(tokenizer, batch.vocabulary)
+        self._compilers = Compilers(tokenizer, batch.vocabulary, lambda source: self.worker.tell(Compile(source)))
         self._reader = Reader(tokenizer, batch.capacity)
         self.turns = Turns(tokenizer, chat_template)
         self._library = library

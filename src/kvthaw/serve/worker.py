@@ -135,6 +135,11 @@ class Worker:
         self._inbox.put(_Task(run, changes))
         return await told
 
+    def tell(self, change: Change) -> None:
+        """Let the other processes of a split model do what this one has done; from any thread."""
+        if self.lockstep.size > 1:
+            self._inbox.put(_Task(lambda: None, [change]))
+
     async def forget(self, key: Key) -> None:
         """Delete a named prompt from the prefix cache, if it is there."""
         prefix, (salt, name) = self.scheduler.batch.prefix_cache, key
