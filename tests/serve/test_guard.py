@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -132,6 +133,7 @@ def test_headers_behind_a_body_are_dropped_and_bounded(own: Served) -> None:
 def test_half_sent_requests_end_in_time(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
     monkeypatch.setattr(protocol, "WHOLE_SECONDS", 0.6)
+    monkeypatch.setattr(protocol, "IDLE_SECONDS", 0.6)
     parts = (b"", b"GET / HT", b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
     with serving(*loaded) as served:
         for part, seconds in zip(parts, (0.3, 0.3, 0.6), strict=True):
@@ -142,6 +144,31 @@ def test_half_sent_requests_end_in_time(loaded: tuple[Any, Any], monkeypatch: py
                 assert seconds - 0.1 < time.monotonic() - began < seconds + 3
         slow = {"prompt": "Hi", "max_tokens": 400, "ignore_eos": True}
         assert len(served.post("/v1/completions", **slow).json()["choices"]) == 1, "an answer may take as long as it does"
+
+
+def test_a_body_that_stops_or_trickles_ends_in_time(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "WHOLE_SECONDS", 1.5)
+    monkeypatch.setattr(protocol, "IDLE_SECONDS", 0.4)
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    with serving(*loaded) as served:
+        for pause, least in ((9.0, 0.3), (0.1, 1.3)):
+            with connected(served) as sock:
+                began = time.monotonic()
+                sock.sendall(head)
+                sock.settimeout(pause)
+                while time.monotonic() < began + 8:
+                    with suppress(TimeoutError):
+                        assert sock.recv(1 << 16)[:12] in (b"HTTP/1.1 408", b"")
+                        break
+                    sock.sendall(b" ")
+                assert least < time.monotonic() - began < least + 4
+
+
+def test_connections_leave_descriptors_to_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = pytest.importorskip("resource", reason="no such limit")
+    for files, most in ((64, 24), (20, 1), (500, 460), (1 << 20, 1024), (limits.RLIM_INFINITY, 1024)):
+        monkeypatch.setattr(limits, "getrlimit", lambda _, files=files: (files, files))
+        assert protocol.most_connections() == most
 
 
 def test_of_too_many_connections_the_one_that_waits_longest_is_closed(

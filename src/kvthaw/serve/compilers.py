@@ -25,7 +25,9 @@ class Compilers:
     """Compiles schemas for a tokenizer and a model of so many tokens.
 
     What a schema takes to compile is known before, and bounded: nothing ends it once it has begun. Schemas that take long wait for
-    each other alone, and clients take turns. begins: called in a thread, with the source of a grammar that it begins to compile.
+    each other alone, and clients take turns.
+
+    begins: called in a thread, with the source of a grammar that it begins to compile.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, begins: Callable[[Source], None] = lambda source: None) -> None:

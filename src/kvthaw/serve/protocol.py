@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import ModuleType
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+resource: ModuleType | None
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 HEAD_BYTES = 64 << 10
 """Bytes of a request line and headers, and of all else that is no body; what one read brings may come on top."""
 FRAMED = 16
 """Bytes beside the body that a byte of one may take: chunks of one byte each."""
-HEAD_SECONDS, WHOLE_SECONDS = 10.0, 120.0
-"""Seconds that a client has to send the headers of a request, and all of it."""
-CONNECTIONS = 1024
-"""Connections at a time. Where there are more, the one that has waited longest for its request to be whole is closed."""
+HEAD_SECONDS, IDLE_SECONDS, WHOLE_SECONDS = 10.0, 15.0, 120.0
+"""Seconds that a client has to send the headers of a request, each next part of its body, and all of it."""
+CONNECTIONS, OTHER_FILES = 1024, 40
+"""Connections at a time, and descriptors that the process keeps for other things where it may have few. Where there are more
+connections, the one that has waited longest for its request to be whole is closed."""
+
+
+def most_connections() -> int:
+    """Return how many connections there may be: CONNECTIONS, or fewer where the process may have few descriptors."""
+    if resource is None:
+        return CONNECTIONS
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return CONNECTIONS if files == resource.RLIM_INFINITY else max(1, min(CONNECTIONS, files - OTHER_FILES))
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -33,7 +49,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, in the place of another where there are too many."""
         super().connection_made(transport)
-        if len(self.connections) > CONNECTIONS:
+        if len(self.connections) > most_connections():
             waiting = [one for one in self.connections if isinstance(one, BoundedProtocol) and not one.whole]
             min(waiting, key=lambda one: one.since).transport.abort()
         self._expect(HEAD_SECONDS)
@@ -66,12 +82,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Give the client time for the body."""
         self._headed = True
-        self._expect(WHOLE_SECONDS)
+        self._expect(IDLE_SECONDS)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Count a part of the body."""
         self._body += len(body)
+        self._expect(max(0.0, min(IDLE_SECONDS, self.since + WHOLE_SECONDS - time.monotonic())))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -91,7 +108,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _late(self, seconds: float) -> None:
         if self.flow.read_paused:  # the server is what waits
-            self._expect(seconds)
+            self._expect(max(seconds, 1.0))
         else:
             self._refuse(b"408 Request Timeout")
 

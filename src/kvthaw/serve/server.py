@@ -18,7 +18,7 @@ import uvicorn
 from kvthaw.engine.warm import frozen
 from kvthaw.errors import KvthawError
 from kvthaw.serve.app import create_app
-from kvthaw.serve.protocol import BoundedProtocol
+from kvthaw.serve.protocol import CONNECTIONS, OTHER_FILES, BoundedProtocol, most_connections
 from kvthaw.serve.service import Service
 
 _log = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ class Server(uvicorn.Server):
     ) -> None:
         app = create_app(service, api_keys=api_keys, hosts=hosts)
         how: dict[str, Any] = {"ws": "none", "http": BoundedProtocol, "server_header": False}
+        if most_connections() < CONNECTIONS:
+            how["backlog"] = OTHER_FILES // 4  # accepted at once, before others are closed
         super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, **how))
         self.signal: int | None = None
         self.ends = float("inf")

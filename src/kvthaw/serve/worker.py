@@ -136,7 +136,7 @@ class Worker:
         return await told
 
     def tell(self, change: Change) -> None:
-        """Let the other processes of a split model do what this one has done; from any thread."""
+        """Send a change to the other processes of a split model, from any thread."""
         if self.lockstep.size > 1:
             self._inbox.put(_Task(lambda: None, [change]))
 
