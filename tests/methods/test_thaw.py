@@ -27,7 +27,7 @@ def uneven(method: str) -> tuple[Layer, list[Selection]]:
 
 
 def test_a_head_with_flat_attention_takes_rows_that_another_does_not_need() -> None:
-    layer, found = uneven("thaw")
+    layer, found = uneven("thaw:head_limit=2")
     rows = layer.plan.rows
     assert found
     for one in found:
@@ -38,7 +38,7 @@ def test_a_head_with_flat_attention_takes_rows_that_another_does_not_need() -> N
 
 
 def test_without_it_all_heads_have_as_many() -> None:
-    layer, found = uneven("thaw:head_limit=1")
+    layer, found = uneven("thaw")
     assert all((one.counts == layer.plan.rows).all() for one in found)
 
 
@@ -67,11 +67,11 @@ def test_options_out_of_range() -> None:
     with pytest.raises(ConfigError, match="head_limit is 2 and policy is 'each'"):
         Layer(resolve("pariskv-plus:head_limit=2:policy=each"), Text(SHAPE, [90], 2), budget=64).prefill()
     with pytest.raises(ConfigError, match="must be at least the"):
-        Layer(resolve("thaw:candidates=20"), Text(SHAPE, [290], 2), budget=64).prefill()
+        Layer(resolve("thaw:head_limit=2:candidates=20"), Text(SHAPE, [290], 2), budget=64).prefill()
 
 
 def test_more_rows_than_the_heads_have_together_are_refused() -> None:
-    layer, _ = uneven("thaw")
+    layer, _ = uneven("thaw:head_limit=2")
     rows = torch.arange(8, 8 + 2 * layer.plan.rows, dtype=torch.int32).expand(2, SHAPE.heads, -1).contiguous()
     found = Selection(rows, torch.full((2, SHAPE.heads), rows.shape[2], dtype=torch.int32))
     ends = torch.tensor([300, 300])

@@ -43,7 +43,7 @@ def demo(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL",
+            metavar="NAME",
             help="Find facts planted in a whole book instead, with this model: [bold]shipped[/], which needs no network, or any "
             "that [bold]generate[/] takes.",
         ),
