@@ -33,7 +33,7 @@ def test_a_question_about_a_pasted_text_is_answered(served: Served, tmp_path: Pa
         assert "per token" in told
         assert "rows per token" in told
         assert page.run("document.querySelector('.turn.asked').textContent") == "Who slept?"
-        assert page.run("document.querySelector('.pane .text').textContent.includes('A mouse had a long tale.')")
+        page.wait("document.querySelector('.pane .text').textContent.includes('A mouse had a long tale.')")  # drawn once it is seen
         assert page.run("document.documentElement.scrollWidth") == width
         if page.run("document.querySelectorAll('.told button').length"):
             page.run("document.querySelector('.told button').click()")
