@@ -112,7 +112,7 @@ def _tables(index: UnitIndex) -> dict[str, Tensor]:
     index.join()
     host = index.seqs[0]
     found = {"digests": index.digests[0, :, : host.units], "stops": index.stops[0, :, : host.units + 1]}
-    return found if index.order is None else found | {"order": index.order[0, :, : host.tokens]}
+    return found | {"order": index.order[0, :, : host.tokens]} if index.mapped else found
 
 
 def _refresh(index: HybridIndex) -> float:

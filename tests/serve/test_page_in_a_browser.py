@@ -24,6 +24,7 @@ def test_a_question_about_a_pasted_text_is_answered(served: Served, tmp_path: Pa
         page.wait("document.querySelector('#status')?.textContent.startsWith('up to')")
         assert page.run("document.querySelector('#title').textContent") == "tiny"
         assert page.run("document.title").startswith("tiny")
+        page.run("document.querySelector('#context').value = ''")  # other tests of this server keep contexts
         page.run(f"document.querySelector('#document').value = {json.dumps(TEXT)}")
         page.run("document.querySelector('#limit').value = 6")
         page.run("document.querySelector('#question').value = 'Who slept?'; document.querySelector('#question').focus()")
@@ -33,7 +34,7 @@ def test_a_question_about_a_pasted_text_is_answered(served: Served, tmp_path: Pa
         assert "per token" in told
         assert "rows per token" in told
         assert page.run("document.querySelector('.turn.asked').textContent") == "Who slept?"
-        page.wait("document.querySelector('.pane .text').textContent.includes('A mouse had a long tale.')")  # drawn once it is seen
+        page.wait("document.querySelector('.pane .text').textContent.includes('A mouse had a long tale.')")
         assert page.run("document.documentElement.scrollWidth") == width
         if page.run("document.querySelectorAll('.told button').length"):
             page.run("document.querySelector('.told button').click()")
