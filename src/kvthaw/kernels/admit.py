@@ -13,10 +13,11 @@ from kvthaw.kernels import HAS_TRITON
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Rows of which some lie in blocks on the device, where attention reads them: they need no slot.
+    """Mark selected rows that lie in blocks on the device: attention reads them there, so they need no slot.
 
-    on_host [B, blocks] bool: which blocks of `block_size` rows lie on the host. latest [B, H, C] int32: the M rows selected last
-    are written there.
+    on_host: [B, blocks] bool, which blocks lie on the host.
+    block_size: rows per block.
+    latest: [B, H, C] int32; `split` writes the M rows selected last to it.
     """
 
     on_host: Tensor
@@ -24,7 +25,7 @@ class Placed:
     latest: Tensor
 
     def split(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return the rows [B, H, M] with -1 for those on the device, which are added to counts as in `definition`."""
+        """Return rows [B, H, M] with -1 in place of rows on the device, and add these to counts as in `definition`."""
         self.latest[:, :, : rows.shape[2]] = rows
         number = (rows.long() // self.block_size).clamp_(min=0)
         there = ~self.on_host[torch.arange(len(rows), device=rows.device)[:, None, None], number] & (rows >= 0)
@@ -77,7 +78,10 @@ def definition(
 
 
 def count_rows(counts: Tensor, wanted: Tensor, miss: Tensor) -> None:
-    """Add one step to counts, see `definition`. wanted, miss: [B, H, M] bool."""
+    """Add one step to counts, see `definition`.
+
+    wanted, miss: [B, H, M] bool.
+    """
     each = wanted.sum(dim=2)
     counts[0] += each.sum()
     counts[1] += miss.sum()
@@ -157,8 +161,9 @@ def admit(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel: as `definition`, without a sync. Leaves the columns of discarded writes unchanged.
 
-    8 heads of 1024 rows read and write some 200 KB, which is negligible. The latency is four dependent memory accesses (rows,
-    their slots, the steps in `used`, the order of the victims) and about two rounds of reductions over the slots.
+    8 heads of 1024 rows read and write about 200 KB, which is negligible. The latency is four dependent memory accesses and
+    about two rounds of reductions over the slots. The accesses are rows, their slots, the steps in `used`, and the order of
+    the victims.
     """
     batch, heads, count = rows.shape
     places = slot_row.shape[2] - 1

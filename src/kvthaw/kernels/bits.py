@@ -1,8 +1,9 @@
 """PTX that counts common bits of 128-bit vectors on tensor cores, for the kernel in signs.py.
 
-A warp multiplies 16 rows by 8 columns of 128 bits. Thread l, with g = l // 4 and t = l % 4, supplies bits 32 t to 32 t + 31 of
-rows g and g + 8 and of column g, and receives columns 2 t and 2 t + 1 of rows g and g + 8. Triton passes one-dimensional
-tensors, of which a thread must hold elements 4 l to 4 l + 3 of every 128; with any other layout the code traps.
+A warp multiplies 16 rows by 8 columns of 128 bits. In thread l, let g = l // 4 and t = l % 4. The thread supplies bits 32 t
+to 32 t + 31 of rows g and g + 8 and of column g. It receives columns 2 t and 2 t + 1 of rows g and g + 8. Triton passes
+one-dimensional tensors, and the thread must hold elements 4 l to 4 l + 3 of every 128; with any other layout the code
+traps.
 
 Each function returns the instructions and their constraints: output registers $0 to $3, then four per input tensor, the last of
 which holds the indices of its elements. The code depends only on the shape: fours, of query heads, and halves, of 16 subspaces
@@ -89,8 +90,8 @@ def count() -> tuple[str, str]:
     """Return code that counts how often each number up to 127 occurs among a warp's 128, added to a tensor: element n of 128
     counts n.
 
-    In: the numbers; the tensor. Rows are selected by bits 4, 5, 6 (g) and 1 (+ 8), columns by bits 0, 2 and 3, so that the
-    counts come out in order.
+    In: the numbers; the tensor. Bits 4, 5, 6 (g) and 1 (+ 8) of a number select its row, bits 0, 2 and 3 its column. The
+    counts therefore come out in order.
     """
     lines = [".reg .b32 b<7>, m<3>, x<7>, y<7>, u, lane;", ".reg .pred odd, high, is<7>;", *_laid_out(12), *_parity()]
     for i in range(3):  # all ones if g lacks the bit

@@ -3,11 +3,12 @@
 The histogram gives the threshold. One pass keeps all scores above it and, of those equal to it, the lowest positions until the
 requested number is reached. The result is deterministic and sorted by position.
 
-Bytes and operations, 8 KV heads, n = 128k: one score byte per key read (1 MB), 4 bytes per candidate written (420 KB at 10 %),
-and per program 128 totals and two counts of each earlier chunk (at most 4 KB at 1M tokens, from L2). The transfers take under 1
-us; the cost is the launch and the chain histogram -> prefix -> store. A thread takes 16 keys, four scores per word: one
-addition sets the upper bit of each byte that reaches the threshold, one multiplication adds up the four bits, and one prefix
-sum runs over the threads. Ties are cut in one chunk only; in all others they are entirely above or entirely below the limit.
+Bytes and operations, 8 KV heads, n = 128k: one score byte per key is read (1 MB) and 4 bytes per candidate are written (420
+KB at 10 %). Each program also reads 128 totals and two counts of each earlier chunk (at most 4 KB at 1M tokens, from L2).
+The transfers take under 1 us; the cost is the launch and the chain histogram -> prefix -> store. A thread takes 16 keys,
+four scores per word. One addition sets the upper bit of each byte that reaches the threshold. One multiplication adds up
+the four bits, and one prefix sum runs over the threads. Ties are cut in one chunk only; in all others they are entirely
+above or entirely below the limit.
 """
 
 from __future__ import annotations

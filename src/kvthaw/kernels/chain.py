@@ -1,8 +1,8 @@
 """Programmatic dependent launch: let a kernel start while its predecessor in the stream still runs.
 
 A kernel launched with `dependent` may start before its predecessor ends. Before it calls `follow` it must not read what the
-predecessor writes; afterwards all of those writes are visible. Every kernel of a chain waits for its predecessor before it lets
-its successor start, so the writes of earlier kernels are visible from the beginning.
+predecessor writes; afterwards all of those writes are visible. Every kernel of a chain waits for its predecessor before it
+lets its successor start. The writes of all earlier kernels but the predecessor are therefore visible from the beginning.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Collision scores: the votes of a key's centroids, summed over the subspaces (ParisKV, equation 15).
 
-Bytes and operations, 8 KV heads, n = 128k, d = 128: the 16 id bytes of a key are read once for all query heads of a group (16.8
-MB) and one score byte is written (1 MB); 4 us at 4200 GB/s. The 16 table lookups per key, 16.8 M in all, are the bottleneck: a
-program holds the 4096 words of all subspaces in shared memory, where 32 random words take about 3.5 cycles, 14 k cycles or 8 us
-over 132 multiprocessors (62 us at 1M tokens). With "max" the bytes of a word hold the votes of four query heads, so one lookup
-and one addition serve four heads; a byte cannot overflow, as 6 B <= 192. The ids of a subspace are contiguous, [B, capacity],
-so a thread loads 16 keys at once and then holds all their subspaces. The kernel also computes the histogram of the scores, per
-chunk of keys and in total.
+Bytes and operations, 8 KV heads, n = 128k, d = 128: a program reads the 16 id bytes of a key once for all query heads of a
+group (16.8 MB). It writes one score byte (1 MB); 4 us at 4200 GB/s. The 16 table lookups per key, 16.8 M in all, are the
+bottleneck. A program holds the 4096 words of all subspaces in shared memory, where 32 random words take about 3.5 cycles.
+That is 14 k cycles or 8 us over 132 multiprocessors (62 us at 1M tokens). With "max" the bytes of a word hold the votes of
+four query heads, so one lookup and one addition serve four heads; a byte cannot overflow, as 6 B <= 192. The ids of a
+subspace are contiguous, [B, capacity], so a thread loads 16 keys at once and then holds all their subspaces. The kernel
+also computes the histogram of the scores, per chunk of keys and in total.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ if HAS_TRITON:
     def _collide(table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W: tl.constexpr, SUBS: tl.constexpr,
                  PART: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr, SHIFT: tl.constexpr,
                  CHUNK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        # Program: CHUNK keys of one KV head, PART subspaces at a time. All lookups of a part are one gather, with those of a
-        # key adjacent, so that a thread sums them alone. The first ids are loaded before the table is available.
+        # Program: CHUNK keys of one KV head, PART subspaces at a time. All lookups of a part are one gather. The lookups of
+        # a key are adjacent, so that a thread sums them alone. The first ids are loaded before the table is available.
         chunk = tl.program_id(0)
         pair = (tl.program_id(2) * heads + tl.program_id(1)).to(tl.int64)
         length = tl.load(lengths + tl.program_id(2))

@@ -1,8 +1,8 @@
 """Coverage of keys by chosen keys: the largest cosine between each key and any of them, for the start of k-means.
 
-One pass over keys and centres, as in the assignment step of k-means (2 N T C D operations), writes one number per key. Adding
-centres only raises the coverage found so far, so several rounds of new centres together cost as much as one round with all of
-them.
+One pass over keys and centres, as in the assignment step of k-means (2 N T C D operations), writes one number per key. New
+centres can only raise the coverage found so far. Several rounds of new centres therefore cost together as much as one round
+with all of them.
 """
 
 from __future__ import annotations

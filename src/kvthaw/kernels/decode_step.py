@@ -18,17 +18,22 @@ from kvthaw.regions import Regions
 class DecodeStep:
     """One query per query head, and the keys and values that it attends to.
 
-    query [B, Hq, D]; keys, values [B, H, N, D], Hq a multiple of H. A sequence attends to the slots starts[b] <= n < lengths[b]
-    ([B] int32; None: 0 and N) where `visible` [B, H, N] bool is True. All other slots may hold anything, NaN included.
+    A sequence attends to slots starts[b] <= n < lengths[b] where `visible` is True. All other slots may hold anything, NaN
+    included.
 
-    regions: keys and values are slabs whose first regions.held slots are sink and ring. A sequence then attends to positions <
-    lengths[b] in the sink and starts[b] .. lengths[b] in the ring; visible [B, H, N - held] covers the remaining slots. selected,
-    instead of visible: M rows that are read where they lie, which take the places behind sink and ring: N is held + M below.
-
-    newest: key and value of token lengths[b] - 1, always attended. The step writes them to their slot in keys and values, and
-    writes nothing else. softcap c: scores become c tanh(score / c). log_weight [B, Hq, N] is added to the logits after the
-    softcap. sinks [Hq]: attention-sink logits, which take softmax weight and contribute no value (gpt-oss). partials: attention
-    over further, disjoint tokens, to be merged.
+    query: [B, Hq, D]; Hq is a multiple of H.
+    keys, values: [B, H, N, D].
+    starts, lengths: [B] int32; None: 0 and N.
+    visible: [B, H, N] bool. With regions: [B, H, N - held], for the slots behind sink and ring.
+    regions: keys and values are slabs whose first regions.held slots are sink and ring. A sequence then attends to
+        positions < lengths[b] in the sink and starts[b] .. lengths[b] in the ring.
+    selected: M rows that are read where they lie, instead of `visible`. They follow sink and ring: N is held + M.
+    newest: key and value of token lengths[b] - 1, always attended. The step writes them to their slot in keys and values,
+        and writes nothing else.
+    softcap: c; scores become c tanh(score / c).
+    log_weight: [B, Hq, N], added to the logits after the softcap.
+    sinks: [Hq] attention-sink logits, which take softmax weight and contribute no value (gpt-oss).
+    partials: attention over further, disjoint tokens, to be merged.
     """
 
     query: Tensor

@@ -105,10 +105,15 @@ def continued(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend with T new tokens, [B, Hq, T, D], causally to their own keys and values [B, H, T, D] and fully to all of `past`.
+    """Attend with T new tokens causally to their own keys and values, and fully to all of `past`.
 
-    past yields keys and values [B, H, n, D] part by part; each part is consumed before the next is requested, and the first is
-    requested after the causal part is done. Device memory does not depend on the number of parts, of which PARTS are held.
+    query: [B, Hq, T, D].
+    keys, values: [B, H, T, D].
+
+    past: yields keys and values [B, H, n, D] part by part. Each part is consumed before the next is requested. The first is
+        requested after the causal part is done.
+
+    At most PARTS parts are held, so device memory does not depend on their number.
     """
     query = query.contiguous()  # once, not for every part
     parts = [attend(query, keys, values, scale=scale, causal=True, softcap=softcap)]
@@ -132,7 +137,9 @@ def masked_attention(
 ) -> Tensor:
     """Attend by any bool mask [B, 1, T, n]. Returns [B, Hq, T, D] in the dtype of query, 0 where a query sees nothing.
 
-    Queries go in blocks, each with the keys between the first and the last that it sees, so memory does not grow with T * n."""
+    Queries go in blocks. Each block reads only the keys between the first and the last that it sees, so memory does not
+    grow with T * n.
+    """
     if query.shape[2] > QUERIES:
         masks = mask.split(QUERIES, dim=2)
         seen = torch.stack([block.any(dim=2).any(dim=0)[0] for block in masks]).int()  # [blocks, n]
@@ -178,17 +185,22 @@ def runs(keys: int, most: int) -> list[int]:
 
 
 def worth_a_plan(queries: int, keys: int) -> bool:
-    """Return whether cuDNN shall plan attention for so many queries and keys: where flash attention would take longer than the
-    plan, and for pairs that come again and again: keys as runs() gives them; queries a power of two from 512 on times less than 64,
-    as the scheduler's chunks have in each KV head."""
+    """Return whether cuDNN should plan attention of `queries` queries to `keys` keys.
+
+    It should where flash attention would take longer than making the plan. It also should for pairs that recur. There
+    `keys` is a length from runs(), and `queries` is a multiple of 512 and a power of two times less than 64. The
+    scheduler's chunks have such lengths in each KV head.
+    """
     run = keys in _PLANNED or (0 < keys <= LONG and keys % BLOCK == 0)
     again = run and queries % 512 == 0 and (queries & -queries) * 64 > queries
     return again or min(queries, keys) >= BLOCK
 
 
 def plan(query: Tensor, keys: Tensor, values: Tensor, *, causal: bool) -> None:
-    """Have cuDNN plan attention to all keys, or as many queries' causal attention to their own, where it would be used, so that no
-    later call of this thread waits for that."""
+    """Make cuDNN's plan for attention of these queries, if cuDNN would be used: later calls of this thread need not wait for it.
+
+    causal: plan the attention of T queries to their own T keys, else to all of `keys`.
+    """
     folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
     asked = (query, query, query) if causal else (folded, keys, values)
     if _flash(query) and _cudnn(*asked, causal):
@@ -198,7 +210,7 @@ def plan(query: Tensor, keys: Tensor, values: Tensor, *, causal: bool) -> None:
 
 
 def _flash(query: Tensor) -> bool:
-    """Return whether torch has an attention that gives its log-sum-exp too for such queries."""
+    """Return whether torch has an attention for such queries that also returns the log-sum-exp."""
     if query.device.type == "cpu":
         return query.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     dims = query.shape[-1]
@@ -217,8 +229,10 @@ def _flash_attend(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, 
 
 
 def _cudnn(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> bool:
-    """Return whether to use cuDNN attention, as scaled_dot_product_attention does from Hopper on, where it is 1.5 times as
-    fast. It makes a plan of each pair of lengths, which takes some 40 ms, see worth_a_plan."""
+    """Return whether to use cuDNN attention, as scaled_dot_product_attention does from Hopper on.
+
+    cuDNN is 1.5 times as fast there, but makes a plan for each pair of lengths, which takes about 40 ms; see worth_a_plan.
+    """
     if not nvidia(query.device, (9, 0)) or not worth_a_plan(query.shape[2], keys.shape[2]):
         return False
     cuda = torch.backends.cuda

@@ -1,15 +1,16 @@
 """Key summaries on the device: centroid ids, 4-bit codes and weights (ParisKV, sections 4.1.2 and 4.1.3).
 
-The rotated key y is cut into B = d' / 8 subspaces y_b. In each, the id is the sign pattern (bit j set where y_bj >= 0), the
-code holds a sign and a 3-bit magnitude bin for each coordinate of u_b = y_b / |y_b|, and the weight is |y_b| / <v_b, u_b> with
-v_b the decoded code: the paper's |k| r_b / alpha_b, since |y_b| = |k| r_b. At d' = 128 these are 16 + 64 + 32 = 112 bytes.
+The rotated key y is cut into B = d' / 8 subspaces y_b. In each, the id is the sign pattern (bit j set where y_bj >= 0). The
+code holds a sign and a 3-bit magnitude bin for each coordinate of u_b = y_b / |y_b|. The weight is |y_b| / <v_b, u_b>, with
+v_b the decoded code. This is the paper's |k| r_b / alpha_b, since |y_b| = |k| r_b. At d' = 128 these are 16 + 64 + 32 = 112
+bytes.
 
 Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB of keys read, 117 MB written, 0.09 ms at 4200 GB/s. The rotation
-takes 34 GFLOP on tensor cores; some 31 instructions per coordinate follow (4.2 G, 0.14 ms where nothing waits, overlapping the
-loads). Comparisons and selections run at half the rate of multiply-adds on Hopper, so levels are summed: a threshold adds its step
-times a saturated multiply-add, 1 above it and 0 below, and the level, times a slope and rounded, is its number. The columns of the
-rotation are ordered so that one thread holds the 8 coordinates of a subspace and no sum crosses threads. Counting the cluster sizes
-reads the 17 MB of ids once more.
+takes 34 GFLOP on tensor cores; about 31 instructions per coordinate follow (4.2 G, 0.14 ms where nothing waits, overlapping
+the loads). Comparisons and selections run at half the rate of multiply-adds on Hopper, so levels are summed. A threshold
+adds its step times a saturated multiply-add, which is 1 above it and 0 below. The level, times a slope and rounded, is its
+number. The columns of the rotation are ordered so that one thread holds the 8 coordinates of a subspace and no sum crosses
+threads. Counting the cluster sizes reads the 17 MB of ids once more.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ SHARP = 2.0**60
 class Quantizer:
     """Tables of the 4-bit code: thresholds [7] and levels [16] float32.
 
-    levels: the value of each nibble, whose highest bit is the sign. Levels are odd multiples of 1 / 256: a byte v stands for (v
-    + 1/2) / 128, and its complement for the negated level. bytes: the eight positive levels as bytes, in two 32-bit words.
+    levels: the value of each nibble, whose highest bit is the sign. Levels are odd multiples of 1 / 256: a byte v stands
+        for (v + 1/2) / 128, and its complement for the negated level.
+    bytes: the eight positive levels as bytes, in two 32-bit words.
     constants: the thresholds, and the positive levels times 128.
     """
 
@@ -154,8 +156,9 @@ if HAS_TRITON:
                 dim, loops, EDGES: tl.constexpr, LEVELS: tl.constexpr, SHARP: tl.constexpr, SUBS: tl.constexpr,
                 SQUARE: tl.constexpr, BLOCK: tl.constexpr, CENTRE: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
                 NATIVE: tl.constexpr):  # fmt: skip
-        # Program: `loops` blocks of BLOCK keys of one head and sequence of a layer, so that it loads the basis once. numbers: the
-        # sequences, where their keys begin, and of each layer how far its tables stand behind those of the first.
+        # Program: `loops` blocks of BLOCK keys of one head and sequence of a layer, so that it loads the basis once.
+        # numbers: the sequences, the begin of their keys, and for each layer the offset of its tables from the first
+        # layer's.
         h = tl.program_id(1)
         r = tl.program_id(2)
         pair = tl.load(numbers + r % rows) * heads + h

@@ -1,8 +1,8 @@
 """Append new tokens to the unit tables of all layers and sequences in one launch.
 
-The kernel writes their keys, their positions in the order, the ends of their units, and the digests of the units that they
-start or fill. It copies n D keys per head and reads those of at most one more unit (64 KiB per sequence and layer for 16 tokens of
-8 heads, D = 128, bf16: 0.02 us at 4.3 TB/s), so its time is that of the launch, once whenever tokens leave the ring buffers.
+The kernel writes keys, positions, ends of units, and the digests of units that the tokens start or fill. It copies n D
+elements per head and reads at most one more unit. That is 64 KiB per sequence and layer for 16 tokens of 8 heads, D = 128,
+bf16: 0.02 us at 4.3 TB/s. Its time is therefore the launch's, once whenever tokens leave the ring buffers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tables(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What the tables of a layer are given: keys [R, H, n, D], R sequences' last."""
+    """Keys [R, H, n, D] to append to the tables of a layer, the last n tokens of R sequences."""
 
     keys: Tensor
     tables: Tables
@@ -63,10 +63,10 @@ def definition(
 ) -> None:
     """Append keys [R, H, n, D], one batch row per entry of places, to the tables of each layer; kept + n is at most L.
 
-    Units have `size` tokens, the last one possibly fewer, and continue across batches. Writes to stops the ends of the units
-    that are started or filled, to counts the number of units, to order the positions of the new tokens: place t holds position
-    first + t until units are reordered. Writes to digests the means of these units' keys, or their bounding boxes
-    (`page_bounds`) if spread is given.
+    Units have `size` tokens, the last one possibly fewer, and continue across batches. `stops` receives the ends of the
+    units that are started or filled, `counts` the number of units. `order` receives the positions of the new tokens: place
+    t holds position first + t until units are reordered. `digests` receives the means of these units' keys, or their
+    bounding boxes (`page_bounds`) if spread is given.
     """
     for keys, tables in every:
         ring = tables.recent.shape[2]

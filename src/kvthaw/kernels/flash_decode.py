@@ -63,8 +63,9 @@ elif HAS_TRITON:
 
     @triton.jit
     def _decoded(x, rows, apart, d, PART: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
-        # Load K (PART 0) or V (1) of rows of 8 bits [N, d] where apart [N], else take x, None for zeros. Returns numbers of dtype
-        # KIND and what those of a row are multiplied by [N], float32: a power of two, so that products and weights may be instead.
+        # Load K (PART 0) or V (1) of rows of 8 bits [N, d] where apart [N], else take x, None for zeros. Returns numbers of
+        # dtype KIND and the scale of each row [N], float32. The scale is a power of two, so it may multiply products or
+        # weights instead.
         numbers, scale = load_codes(rows, apart, d, PART, DIM, KIND, NATIVE)
         if tl.float16 == KIND:  # whose range scores and values share, but weights times scales would not
             numbers, scale = (numbers.to(tl.float32) * scale[:, None]).to(KIND), tl.where(apart, 1.0, 1.0)
@@ -302,10 +303,10 @@ elif HAS_TRITON:
 def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     """Launch the kernel: as `definition`, but return only the output, [B, Hq, D] in the dtype of query.
 
-    Does not read keys outside [starts, lengths). Keys and values may be float8_e4m3fn; they are multiplied in float16, or in
-    float32 if query is.
-    tickets: at least B * H + 1 int32 zeros, which the kernel resets to zero, so one tensor can serve many steps, of fewer sequences
-    too; but tickets[0] becomes and stays 1 once a newest key or value is not finite.
+    Does not read keys outside [starts, lengths). Keys and values may be float8_e4m3fn; they are multiplied in float16, or
+    in float32 if query is.
+    tickets: at least B * H + 1 int32 zeros. The kernel resets them to zero, so one tensor serves many steps, also of fewer
+        sequences. Exception: tickets[0] becomes and stays 1 once a newest key or value is not finite.
     """
     query, keys, values, visible, selected = step.query, step.keys, step.values, step.visible, step.selected
     lengths, starts, regions, log_weight, sinks = step.lengths, step.starts, step.regions, step.log_weight, step.sinks

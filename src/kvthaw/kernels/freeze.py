@@ -1,7 +1,7 @@
 """Copy the rows that leave the ring buffers of all layers and sequences to pinned host memory, and to the device for the indexes.
 
-Each of R sequences gives H n rows a layer, which cross the bus once: 64 KiB for 16 tokens of 8 heads, D = 128, bf16. 30 layers of
-24 sequences are 47 MB, .94 ms at 50 GB/s; one launch for each of them would cost the host 720 times 5 to 20 us.
+Each of R sequences gives H n rows a layer, which cross the bus once: 64 KiB for 16 tokens of 8 heads, D = 128, bf16. 30
+layers of 24 sequences are 47 MB, 0.94 ms at 50 GB/s. One launch for each of the 720 would cost the host 5 to 20 us each.
 """
 
 from __future__ import annotations
@@ -31,13 +31,18 @@ def definition(
     past: int = 0,
     format: RowFormat | None = None,
 ) -> None:
-    """Copy the rows of each span from the sink and ring of L slabs [B, H, N, 2, D]: positions stored .. stop to host blocks,
-    positions start .. stop to rows [L, R, H, n, 2, D], of which later ones than the span's stay as they are.
+    """Copy the rows of each span from the sink and ring of L slabs [B, H, N, 2, D] to host blocks and to `rows`.
+
+    Positions stored .. stop go to host blocks, positions start .. stop to rows [L, R, H, n, 2, D]. Rows behind the span's
+    are left unchanged.
 
     past: the position of a slab's first slot, if it holds a piece of a prompt: then sink is 0 and ring at least its end.
 
-    Row t of layer l and sequence b goes to blocks[l][b][t // block_size][:, t % block_size]. format: of the blocks, None for the
-    slabs'; what it rounds is rounded in the slab, and in rows too."""
+    Row t of layer l and sequence b goes to blocks[l][b][t // block_size][:, t % block_size].
+
+    format: row format of the blocks; None: the slabs'. A row that the format rounds is rounded in the slab and in `rows`
+        too.
+    """
     for slab, own, taken in zip(slabs, blocks, rows, strict=True):
         for (seq, start, stop, stored), out in zip(spans, taken, strict=True):
             place = place_of(torch.arange(stored, stop, device=slab.device), sink, ring) - past

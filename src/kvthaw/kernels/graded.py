@@ -1,12 +1,12 @@
 """Graded votes: a collision with a centroid is worth as much as the centroid is similar to the query.
 
 The votes of a key then add up to an integer estimate of q.k from its centroids alone. In each subspace a centroid gives
-floor(most (<q_b, c> - min_b) / span), where span = sum_b (max_b - min_b), so that the votes of all subspaces sum to at most
+floor(most (<q_b, c> - min_b) / span), where span = sum_b (max_b - min_b). The votes of all subspaces then sum to at most
 `most` and fit the byte in which `collide` accumulates them. Used with learned centroids; sign patterns need no vote tables
 (signs.py).
 
-Unlike tiers (appendix B.2.1), which rank keys within a subspace only, graded votes weigh subspaces by the query's length in
-them, and need no ranking and no cluster sizes.
+Tiers (appendix B.2.1) rank keys within a subspace only. Graded votes weigh subspaces by the query's length in them, and
+need no ranking and no cluster sizes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Selected rows that attention reads where they lie: in the slots of a slab, or in their blocks on device or host.
 
-A row is found through its slot, where it has one, else through the table of block addresses, which is read in the launch: a block
-that moves between two steps changes the table and nothing else. A step reads 4 + 4 bytes a selected row for row and slot, 8 for
-the address of its block, which the L1 cache mostly has, and the row itself once: 24 sequences of 8 heads and 788 rows of 512 bytes
-read 77 MB, 23 us at 3.35 TB/s, where copying the rows to the slab first writes and reads them once more.
+The kernel finds a row through its slot, if it has one, else through the table of block addresses. The launch reads the
+table, so a block that moves between two steps changes only the table. Per selected row a step reads 8 bytes for row and
+slot, 8 for the address of its block, and the row itself. The L1 cache mostly has the address. 24 sequences of 8 heads and
+788 rows of 512 bytes read 77 MB, 23 us at 3.35 TB/s. Copying the rows to the slab first would write and read them once
+more.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from kvthaw.native import gather_rows
 class Selected:
     """Rows that a step attends to, and where they lie.
 
-    rows [B, H, M] int32, -1 for none; None: all rows between sink and ring, which are at most `most`.
-    slots [B, H, M] int32: the row's slot in the slab, counted behind sink and ring, or -1: it is
-    read from its block; None: all are. table [B, blocks] int64: addresses of blocks [H, block_size, *tail] of a format, None for
-    that of the slab.
-
-    tally: counts [B, H] int32, the number of rows of each head, and totals [4] int64, to which the step adds them as `admit` does
-    where rows have no slots; None: nothing is counted.
+    rows: [B, H, M] int32, -1 for none; None: all rows between sink and ring, at most `most`.
+    slots: [B, H, M] int32, the row's slot in the slab, counted behind sink and ring. -1: the row is read from its block.
+    None: all are.
+    table: [B, blocks] int64, addresses of blocks [H, block_size, *tail].
+    format: row format of the blocks; None: that of the slab.
+    tally: (counts, totals), or None to count nothing. counts [B, H] int32 is the number of rows of each head. The step adds
+    them to totals [4] int64 as `admit` does where rows have no slots.
     """
 
     rows: Tensor | None
@@ -46,7 +47,11 @@ class Selected:
         return self.most if self.rows is None else self.rows.shape[2]
 
     def listed(self, heads: int, first: int, starts: Tensor) -> Selected:
-        """Return the same with its rows in a list. first: the first row behind the sink; starts [B] int32: where rings begin."""
+        """Return the same selection with its rows listed.
+
+        first: the first row behind the sink.
+        starts: [B] int32, where rings begin.
+        """
         if self.rows is not None:
             return self
         row = torch.arange(first, first + self.most, dtype=torch.int32, device=starts.device)
@@ -90,7 +95,7 @@ def definition(
 
 
 def _pooled(there: Tensor, selected: Selected, keys: Tensor, values: Tensor, held: int) -> tuple[Tensor, Tensor]:
-    """Return sink and ring, and behind them the rows read from blocks, [B, H, M, 2, D], with those that have slots put in."""
+    """Return keys and values of sink and ring, followed by the M selected rows, read from their slots or their blocks."""
     parts = []
     for slab, read in ((keys, there[:, :, :, 0]), (values, there[:, :, :, 1])):
         if selected.slots is not None and slab.shape[2] > held:
@@ -121,8 +126,9 @@ if HAS_TRITON:
     def addresses(
         keys, row, slot, table, place, held, h, row_bytes, stored_bytes, block_size, head_bytes, POOLED: tl.constexpr,
     ):  # fmt: skip
-        # Return the byte addresses of the keys in these columns of a step, int64, and which lie in blocks: those below `held` lie
-        # in the slab, the others are the rows chosen there, some of which have slots if POOLED. 0: there is no row.
+        # Return the byte addresses of the keys in these columns of a step, int64, and which keys lie in blocks. Columns
+        # below `held` lie in the slab. The others are selected rows; if POOLED, some of them have slots. Address 0: there
+        # is no row.
         base = keys.to(tl.int64)
         address = tl.where(place < held, base + place.to(tl.int64) * row_bytes, 0)
         lies = row >= 0

@@ -1,11 +1,11 @@
 """k-means over keys, for many problems (heads, batches of tokens) at once (ClusterKV, sections III-B and IV-B).
 
-An iteration assigns and averages. Assignment is a matrix product with its argmax: 2 N T C D operations (8 heads of 128k keys, C
-= 1638, D = 128: 440 GFLOP, 0.55 ms at 795 TFLOP/s), T D elements read per problem and T labels written; the [T, C] scores stay
-in registers. Averaging is deterministic and loses no updates: a counting sort of the tokens by label (T times a block's tokens
-integer comparisons, 0.5 G above, and a prefix sum over N C blocks counters), then one program per cluster adds its keys in
-token order in float32, 268 MB read above. 20 iterations take 14 ms at these rates. Nothing syncs the host: a problem whose
-labels did not change skips its products.
+An iteration assigns and averages. Assignment is a matrix product with its argmax: 2 N T C D operations (8 heads of 128k
+keys, C = 1638, D = 128: 440 GFLOP, 0.55 ms at 795 TFLOP/s), T D elements read per problem and T labels written; the [T, C]
+scores stay in registers. Averaging is deterministic and loses no updates. First comes a counting sort of the tokens by
+label: T times a block's tokens integer comparisons (0.5 G above), and a prefix sum over N C blocks counters. Then one
+program per cluster adds its keys in token order in float32, 268 MB read above. 20 iterations take 14 ms at these rates.
+Nothing syncs the host: a problem whose labels did not change skips its products.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ SCORES = 1 << 22
 
 
 def probes(centroids: Tensor, distance: Distance) -> tuple[Tensor, Tensor]:
-    """Return what keys are compared with: the nearest centroid of k is argmax k.m + b. centroids [N, C, D] float32 -> m [N, C,
-    D], b [N, C].
+    """Return m [N, C, D] and b [N, C] so that the nearest centroid of a key k is argmax k.m + b.
 
-    cosine: m = mu / |mu|, 0 where mu is 0. l2: |k - mu|^2 is smallest where k.mu - |mu|^2 / 2 is largest. inner: k.mu.
+    centroids: [N, C, D] float32.
+
+    cosine: m = mu / |mu|, 0 where mu is 0. l2: |k - mu|^2 is smallest where k.mu - |mu|^2 / 2 is largest.
+    inner: k.mu.
     """
     if distance == "cosine":
         norm = centroids.norm(dim=2, keepdim=True)
@@ -52,11 +54,14 @@ def whole(pieces: Generator[None, None, _Made]) -> _Made:
 def definition_in_pieces(
     keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20
 ) -> Generator[None, None, Clusters]:
-    """An iteration at a time: cluster keys [N, T, D] around C centroids, initially keys[n, start[n]]; start [N, C] int64.
+    """Cluster keys [N, T, D] around C centroids, one iteration at a time.
 
-    Assign every key to its nearest centroid (ties go to the first) and replace every centroid by the mean of its keys, until no
-    assignment changes or for `iterations` iterations. An empty cluster keeps its centroid. Returns the means [N, C, D] float32
-    and the clusters from which they were computed, in the form of `grouped`. Similarities are computed in blocks.
+    start: [N, C] int64; centroids are initially keys[n, start[n]].
+
+    An iteration assigns every key to its nearest centroid (ties go to the first). It then replaces every centroid by the
+    mean of its keys. Iterations end once no assignment changes, or after `iterations`. An empty cluster keeps its centroid.
+    Returns the means [N, C, D] float32 and the clusters from which they were computed, in the form of `grouped`.
+    Similarities are computed in blocks.
     """
     problems, tokens, dim = keys.shape
     count = start.shape[1]

@@ -1,4 +1,4 @@
-"""Select the same pages for all KV heads of a layer, up to a budget of rows, by what they are worth to all query heads.
+"""Select the same pages for all KV heads of a layer, up to a budget of rows, by their scores for all query heads.
 
 The scores are unit_scores', one launch; merging and choice are unit_select's, which get all query heads as the group of one KV
 head. Between the two a few torch operations read the scores once (4 Hq U bytes: 0.5 MB for 4096 pages and 32 heads).
@@ -30,9 +30,10 @@ def definition(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Select rows as unit_select's definition does, but one choice for the layer, by the policy over all its query heads.
 
-    Arguments and result as there; order is None (text order, so that units are the same tokens in every head) and so is recent,
-    policy "max" or "mean". gather: completes scores [B, 1, Hq, U] by those of query heads that other processes have. Plain torch
-    over all units; no host sync on a GPU.
+    Arguments and result are as there, with these limits: order is None (text order, so units are the same tokens in every
+    head), recent is None, and policy is "max" or "mean".
+    gather: completes scores [B, 1, Hq, U] with the query heads that other processes hold. Plain torch over all units; no
+        host sync on a GPU.
     """
     scores = unit_scores.definition(query, digests, stops, counts, scale=scale, mean=False).flatten(1, 2)[:, None]
     how: dict[str, Any] = {"first": first, "budget": budget, "policy": policy}

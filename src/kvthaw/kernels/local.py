@@ -12,7 +12,7 @@ from kvthaw.kernels.dense import QUERIES, causal_attention, masked_attention
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Which tokens a query attends to: itself and those before it, `size` in all, or those of its own chunk of `size` tokens."""
+    """The tokens that a query attends to: itself and the tokens before it, `size` in all, or its own chunk of `size` tokens."""
 
     size: int
     chunked: bool = False
@@ -39,10 +39,15 @@ def local_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend with the last T of n tokens, [B, Hq, T, D], each to those of its span. keys, values [B, H, n, D], of positions `start`
-    and on. Returns [B, Hq, T, D] in the dtype of query.
+    """Attend with the last T of n tokens, each to the tokens of its span.
 
-    Queries go in blocks, each with the keys that it needs, so memory does not grow with n^2."""
+    query: [B, Hq, T, D].
+    keys, values: [B, H, n, D], from position `start` on.
+
+    Returns [B, Hq, T, D] in the dtype of query.
+
+    Queries go in blocks. Each block reads only the keys that it needs, so memory does not grow with n^2.
+    """
     steps, n, device = query.shape[2], keys.shape[2], query.device
     end, begin = start + n, start + n - steps
     if span.first(end - 1) <= start:

@@ -1,8 +1,8 @@
 """Digests of tree nodes (IceCache): the mean, outliers and spread of each node's keys.
 
-One program per node. Its keys, 20 on average, are read once from memory, T D elements in total (268 MB for 8 heads of 128k
-keys, D = 128, bf16: 65 us at 4200 GB/s), and twice more per outlier from caches. The distances to the points chosen so far, 4
-bytes per key, are kept in a scratch tensor.
+One program per node. It reads its keys, 20 on average, once from memory, and twice more per outlier from caches. In total
+these are T D elements: 268 MB for 8 heads of 128k keys, D = 128, bf16, 65 us at 4200 GB/s. The distances to the points
+chosen so far, 4 bytes per key, are kept in a scratch tensor.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def row_width(dim: int, outliers: int) -> int:
 
 
 def definition(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
-    """Compute digests [N, C, (1 + outliers) D + 8] of nodes, in the dtype of keys [N, T, D], and a new order of the keys [N, T]
-    int32.
+    """Compute digests of nodes and a new order of their keys.
+
+    keys: [N, T, D]. Returns digests [N, C, (1 + outliers) D + 8] in the dtype of keys, and the order [N, T] int32.
 
     Node c of problem n holds keys order[n, stops[n, c] : stops[n, c + 1]]; order [N, T] int32; stops [N, C + 1] int32 from 0 to
     T. A digest is the mean, the outliers and the spread of a node: the root mean square of the distances to the mean, divided

@@ -1,8 +1,8 @@
 """Scores of tree nodes: the best score that a query may find among a node's keys (IceCache's tree on the device).
 
-A node's digest is one row: the mean of its keys, its outliers (the keys furthest from the mean) and its spread. Every row is
-read once: at one node per 20 keys, 776 bytes each (D = 128, bf16, two outliers), 11.4 MB for 8 KV heads of 36k tokens, 2.7 us
-at 4300 GB/s, and 41 MB for 128k, 9.5 us. Tensor cores do 6 G operations per element of the mean.
+A node's digest is one row: the mean of its keys, its outliers (the keys furthest from the mean) and its spread. Every row
+is read once. With one node per 20 keys, a row has 776 bytes (D = 128, bf16, two outliers). 8 KV heads of 36k tokens then
+take 11.4 MB, 2.7 us at 4300 GB/s, and of 128k tokens 41 MB, 9.5 us. Tensor cores do 6 G operations per element of the mean.
 """
 
 from __future__ import annotations

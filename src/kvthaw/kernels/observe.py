@@ -1,8 +1,8 @@
 """Attention that the queries of an observation window pay to each key: the token scores of PRKV and SnapKV.
 
-Softmax needs its denominators first, so the keys are read twice, N T D elements each time, with 4 N W T D operations in total.
-At 128k tokens of 8 heads, D = 128, 64 queries of 4 heads each: 2 x 268 MB (125 us at 4300 GB/s) and 275 GFLOP (0.35 ms at 795
-TFLOP/s), plus 2 x 268M exponentials. The full score matrix is never stored.
+Softmax needs its denominators first, so the keys are read twice, N T D elements each time. Operations are 4 N W T D in
+total. At 128k tokens of 8 heads, D = 128, 64 queries of 4 heads each: 2 x 268 MB (125 us at 4300 GB/s) and 275 GFLOP (0.35
+ms at 795 TFLOP/s), plus 2 x 268M exponentials. The full score matrix is never stored.
 """
 
 from __future__ import annotations

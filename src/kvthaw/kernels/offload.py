@@ -39,8 +39,9 @@ if HAS_TRITON:
 def offload(rows: Tensor, block: Tensor, offset: int) -> None:
     """Launch the kernel: as `definition`, on the rows' current stream, without a sync.
 
-    rows: each head contiguous; block: contiguous, pinned if the rows are on a GPU. tail: [2, D], or what a row of 8 bits is stored
-    as. The size of a row is a multiple of 4 bytes.
+    rows: each head contiguous.
+    block: contiguous, pinned if the rows are on a GPU. Its tail is [2, D], or the stored form of a row of 8 bits. The size
+        of a row is a multiple of 4 bytes.
     """
     heads, count, *tail = rows.shape
     row_bytes = math.prod(tail) * rows.element_size()

@@ -20,14 +20,17 @@ Spread = Literal["max", "mean"]
 
 
 def definition(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None = None) -> Tensor:
-    """Compute boxes [N, P, 2 D] in the dtype of keys [N, T, D], P = ceil(T / page): per channel the centre c = (max + min) / 2,
-    then the half extent delta.
+    """Compute the bounding boxes of pages, [N, P, 2 D] in the dtype of keys, with P = ceil(T / page).
+
+    A box holds per channel the centre c = (max + min) / 2, then the half extent delta.
+
+    keys: [N, T, D].
 
     order [N, T'] int64: page p holds keys order[p * page : (p + 1) * page]; None: all keys in token order. The last page may be
     partial.
 
-    "max": delta reaches from the rounded c to the furthest key and is rounded up, so q.c + |q|.delta is at least q.k for every
-    k of the page. "mean": delta = mean |c - k|.
+    "max": delta reaches from the rounded c to the furthest key and is rounded up. Then q.c + |q|.delta is at least q.k for
+    every k of the page. "mean": delta = mean |c - k|.
     """
     if order is not None:
         keys = keys.gather(1, order[:, :, None].expand(-1, -1, keys.shape[2]))

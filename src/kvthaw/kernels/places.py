@@ -24,7 +24,9 @@ def newest_place(lengths: Tensor, regions: Regions | None) -> Tensor:
 
 
 def held(lengths: Tensor, starts: Tensor, regions: Regions) -> Tensor:
-    """Return which slots of sink and ring hold a token, [B, sink + ring] bool. lengths, starts: [B].
+    """Return which slots of sink and ring hold a token, [B, sink + ring] bool.
+
+    lengths, starts: [B].
 
     The sink holds positions < lengths, the ring holds positions starts .. lengths.
     """

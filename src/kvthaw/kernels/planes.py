@@ -4,9 +4,10 @@ Each coordinate of the rotated query is rounded to a third of their root mean sq
 The error is a tenth of the estimate of q.k from a random key's signs, whose own error is three quarters of q.k. A plane holds
 one of the four bits of all coordinates; one tensor-core product counts the bits that a key and a plane share.
 
-The layout is that of the product's operand: two blocks of eight columns per four heads, with one column for the lower and one
-for the upper bit, of each head's lowest two bits in the first block and of its highest two in the second. If there are fewer
-heads they repeat up to four, which changes no maximum. For "sum" the heads, each divided by its length, are added up to one.
+The layout is that of the product's operand: two blocks of eight columns per four heads. The first block holds each head's
+lowest two bits, the second its highest two. Each has one column for the lower bit and one for the upper. If there are fewer
+heads they repeat up to four, which changes no maximum. For "sum" the heads, each divided by its length, are added up to
+one.
 
 Bytes and operations, 32 query heads, d = 128: 8 KB of queries, 4 KB of planes; the latency is a chain of load, sum and store.
 """
@@ -51,8 +52,8 @@ def _length(values: Tensor) -> Tensor:
 def pack(numbers: Tensor) -> Tensor:
     """Pack [L, H, P, 8, B] int32, -8 .. 7, into planes [L, H, S, 2, 8, R] uint8.
 
-    S groups of four heads; R >= B, a multiple of WIDE. Bit j of byte b of column 2 h + i of block k is bit 2 k + i of
-    coordinate j in subspace b of head h.
+    S groups of four heads; R >= B, a multiple of WIDE. In block k, bit j of byte b of column 2 h + i is bit 2 k + i of head
+    h. It belongs to coordinate j in subspace b.
     """
     heads, subs = numbers.shape[2], numbers.shape[4]
     head = torch.arange(-(-heads // 4) * 4, device=numbers.device) % heads

@@ -21,8 +21,9 @@ from kvthaw.kernels.srht import Rotation, srht
 class Rotated:
     """Rotated queries of L sequences, H KV heads, P query heads per KV head, B subspaces.
 
-    values [L, H, P, 8, B] float32. whole [L, H, P, B, 8] int8, to be multiplied by factors [L, H, P, B] float32, which are
-    powers of two, or 0 where all eight coordinates are 0.
+    values: [L, H, P, 8, B] float32.
+    whole: [L, H, P, B, 8] int8, the same rounded; its scale is factors.
+    factors: [L, H, P, B] float32, powers of two, or 0 where all eight coordinates are 0.
     """
 
     values: Tensor

@@ -4,18 +4,18 @@ The rotated query is not normalised, so it includes |q|. It comes as bytes (quer
 (encode.py), so <v_b, q_b> is an integer product.
 
 Bytes and operations, 8 KV heads, n = 1M, 10 % candidates, G = 4: 96 bytes per candidate in two pieces (81 MB, 19 us at 4300
-GB/s; the scattered reads alone were measured at 33 us), 4 bytes read and 4 G written (17 MB). Five operations turn four nibbles
-into four signed bytes: one byte permutation looks up their levels, another spreads their signs. Tensor cores compute the
-products, 32 coordinates of four subspaces at a time, with a column for each subspace and head that is zero in the other three
-subspaces, so the sums stay separate and are weighted afterwards. The accumulators start at 2^23 + 2^22, so that they are
-float32 bit patterns, up to half a unit that a sum may lose. In total some 20 operations per candidate and warp, 14 us. A
-program is a single warp, so nothing waits at barriers, and it loads the next candidates' codes before it decodes the current
-ones.
+GB/s; the scattered reads alone were measured at 33 us), 4 bytes read and 4 G written (17 MB). Five operations turn four
+nibbles into four signed bytes: one byte permutation looks up their levels, another spreads their signs. Tensor cores
+compute the products, 32 coordinates of four subspaces at a time. Each subspace and head has a column that is zero in the
+other three subspaces. The sums therefore stay separate and are weighted afterwards. The accumulators start at 2^23 + 2^22,
+so that they are float32 bit patterns, up to half a unit that a sum may lose. In total about 20 operations per candidate and
+warp, 14 us. A program is a single warp, so nothing waits at barriers, and it loads the next candidates' codes before it
+decodes the current ones.
 
-Besides the scores a program stores, per head, the maximum of every few candidates, so that top-k can skip most of them, and the
-maximum and sum of exponentials of all its candidates, so that top-k can weigh the heads of a group against each other. Tiles
-are dealt to the programs round-robin: what a program sums depends on the number of programs, which follows from `run`, and not
-on the buffer's width.
+A program also stores, per head, the maximum of every few candidates, so that top-k can skip most of them. It stores the
+maximum and the sum of exponentials of all its candidates too; top-k weighs the heads of a group with them. Programs take
+tiles round-robin. A program's sum therefore depends on the number of programs, which follows from `run`, and not on the
+buffer's width.
 """
 
 from __future__ import annotations
@@ -190,7 +190,10 @@ if HAS_TRITON:
 
 def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,
            run: int = TILE) -> Estimates:  # fmt: skip
-    """Launch the kernel on any device. run: a power of two up to TILE."""
+    """Launch the kernel on any device.
+
+    run: a power of two up to TILE.
+    """
     batch, heads, scored, subs = rotated.factors.shape
     width = candidates.shape[2]
     assert rotated.whole.is_contiguous() and rotated.factors.is_contiguous()
@@ -212,7 +215,8 @@ def rerank(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: T
            run: int = TILE) -> Estimates:  # fmt: skip
     """Estimate the scores of candidates [L, H, width], the first wanted[l] of each row.
 
-    scale: of the softmax, for the parts; run: see Estimates.
+    scale: of the softmax, for the parts.
+    run: see Estimates.
     """
     if candidates.is_cuda and HAS_TRITON:
         return launch(rotated, summaries, candidates, wanted, quantizer, scale, run)

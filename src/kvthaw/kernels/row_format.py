@@ -1,11 +1,11 @@
 """How blocks store a row, one token of one KV head: in the model's dtype, or as e4m3 with one scale for K and one for V.
 
-A stored row of 8 bits is [scale of K, scale of V] in float32, the codes of K, those of V, and zeros up to a multiple of 8 bytes:
-264 bytes for D = 128, 52 % of the 512 of bf16. A scale is the least power of two, 2^-95 at least, by which no magnitude exceeds
-448, e4m3's largest. So decoding is exact in bf16, float16 and float32, and a row that was decoded is stored as what it was. Powers
-of two cost a format with exponents of its own nothing but range; float16 beyond 63,488 is rounded to infinity. A part with an
-element that is not finite has the scale NaN: all of it is NaN from then on. Kernels convert with integer arithmetic, since cards
-before sm_89 have no instructions for e4m3.
+A stored row of 8 bits is [scale of K, scale of V] in float32, then the codes of K and of V. Zeros fill it up to a multiple
+of 8 bytes. For D = 128 that is 264 bytes, 52 % of the 512 of bf16. A scale is the least power of two, 2^-95 at least, by
+which no magnitude exceeds 448, e4m3's largest. Decoding is therefore exact in bf16, float16 and float32, and encoding a
+decoded row restores the same codes. Scales that are powers of two cost e4m3 only range; float16 beyond 63,488 is rounded to
+infinity. If an element of K or V is not finite, the scale is NaN, and all of that K or V decodes to NaN. Kernels convert
+with integer arithmetic, since cards before sm_89 have no instructions for e4m3.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ if HAS_TRITON:
 
     @triton.jit
     def load_codes(rows, known, d, PART: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
-        # Return K (PART 0) or V (1) of rows at byte addresses [N] int64 as numbers [N, d] of dtype KIND, exactly, and what those of
-        # a row are multiplied by, float32 [N]; 0 where not known [N]. NATIVE: with a GPU's instruction.
+        # Return K (PART 0) or V (1) of rows at byte addresses [N] int64 as exact numbers [N, d] of dtype KIND, and each
+        # row's scale, float32 [N]. Both are 0 where known [N] is False. NATIVE: decode with the GPU's instruction.
         scale = tl.load((rows + 4 * PART).to(tl.pointer_type(tl.float32)), mask=known, other=0.0)
         at = tl.multiple_of(rows.to(tl.pointer_type(tl.uint8)), 8)[:, None] + (8 + PART * DIM) + d[None, :]
         codes = tl.load(at, mask=known[:, None] & (d < DIM)[None, :], other=0)

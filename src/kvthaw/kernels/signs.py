@@ -1,16 +1,16 @@
 """Sign votes: sum_i q_i [k_i >= 0] - sum_i q_i / 2, half of the estimate of q.k that a key's ids allow.
 
-q are the query's coarse coordinates (planes.py). Votes are 64 where the sum is 0, in steps of an eighth of the standard
-deviation over random keys (d' = 128), clamped to 0 .. 127; the maximum over a group's heads counts. Unlike tiers (appendix
-B.2.1), which rank keys within a subspace only, sign votes weigh coordinates by the query's length in them, and need no ranking,
-counting or lookups.
+q are the query's coarse coordinates (planes.py). Votes are 64 where the sum is 0. One vote is an eighth of the standard
+deviation over random keys (d' = 128), and votes are clamped to 0 .. 127. The maximum over a group's heads counts. Tiers
+(appendix B.2.1) rank keys within a subspace only. Sign votes weigh coordinates by the query's length in them, and need no
+ranking, counting or lookups.
 
-Bytes and operations, 8 KV heads, n = 1M, d = 128: the 16 id bytes of a key are read once for all query heads of a group (134
-MB, 31 us at 4300 GB/s) and one score byte is written. Lookups in shared-memory tables, where 32 random ones take 3.5 cycles,
-took 72 us. Instead tensor cores count the bits that a key and a plane share (bits.py), 16 keys by eight columns (two planes of
-four heads) at once; the ids need only an exchange of bytes among four subspaces of four keys. A warp takes 2.4 operations per
-key, including the score histogram per chunk of keys and in total, which is a bit product as well: 16 us on the whole GPU,
-overlapping the loads.
+Bytes and operations, 8 KV heads, n = 1M, d = 128: the kernel reads the 16 id bytes of a key once for all query heads of a
+group (134 MB, 31 us at 4300 GB/s). It writes one score byte. Lookups in shared-memory tables, where 32 random ones take 3.5
+cycles, took 72 us. Instead tensor cores count the bits that a key and a plane share (bits.py). They take 16 keys by eight
+columns (two planes of four heads) at once. The ids need only an exchange of bytes among four subspaces of four keys. A warp
+takes 2.4 operations per key: 16 us on the whole GPU, overlapping the loads. This includes the score histogram, per chunk of
+keys and in total, which is a bit product as well.
 """
 
 from __future__ import annotations

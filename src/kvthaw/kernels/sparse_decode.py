@@ -16,8 +16,8 @@ from kvthaw.kernels.flash_decode import definition, flash_decode
 def sparse_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     """Attend with one query per head, [B, Hq, D] in the dtype of query: `flash_decode` on a GPU, torch elsewhere.
 
-    Writes the newest token to its slot first. tickets: see `flash_decode`. On the CPU, slots that are not attended must be
-    finite.
+    Writes the newest token to its slot first.
+    tickets: see `flash_decode`. On the CPU, slots that are not attended must be finite.
     """
     if step.query.device.type == "cuda" and HAS_TRITON:
         return flash_decode(step, tickets)

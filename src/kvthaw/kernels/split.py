@@ -25,16 +25,19 @@ class Split:
 
 
 def split_for(pairs: int, n: int, dim: int, itemsize: int, multiprocessors: int, scattered: bool = False) -> Split:
-    """Choose the split for `pairs` (sequence, KV head) pairs of n keys each; scattered: many of them lie where a table says.
+    """Choose the split for `pairs` (sequence, KV head) pairs of n keys each.
 
-    A step reads pairs * n * 2 * dim * itemsize bytes once: 4 MiB for 8 heads of 1k keys of 128 in bf16, 1 us at 4.3 TB/s; 512
-    MiB for 128k, 125 us. The small case is bound by latency, so all loads should be in flight at once: blocks shrink until
-    there are about 100 programs of one block each, which need no pipelining (2 us less per step than three stages). Such a
-    program issues all its loads before it waits for any, and so does the merge (10.9 -> 8.4 us for 1k keys). The large case is
-    bound by memory bandwidth: a block is 32 KiB of K and V, with three stages in shared memory and two programs per
-    multiprocessor in a single wave. A split writes and reads 4 * dim bytes per query head: 0.5 MiB for 33 splits of 32 heads,
-    which stay in the L2 cache. Scattered rows are read by programs of few registers and no shared memory for stages, of which four
-    share a multiprocessor and wait for each other's rows: two waves of them, of two blocks at least.
+    scattered: a table gives the addresses of many keys.
+
+    A step reads pairs * n * 2 * dim * itemsize bytes once: 4 MiB for 8 heads of 1k keys of 128 in bf16, 1 us at 4.3 TB/s;
+    512 MiB for 128k, 125 us. The small case is bound by latency, so all loads should be in flight at once. Blocks shrink
+    until there are about 100 programs of one block each. These need no pipelining, which saves 2 us per step against three
+    stages. Such a program issues all its loads before it waits for any, and so does the merge (10.9 -> 8.4 us for 1k keys).
+    The large case is bound by memory bandwidth: a block is 32 KiB of K and V, with three stages in shared memory and two
+    programs per multiprocessor in a single wave. A split writes and reads 4 * dim bytes per query head: 0.5 MiB for 33
+    splits of 32 heads, which stay in the L2 cache. Programs that read scattered rows use few registers and no shared memory
+    for stages. Four of them share a multiprocessor and wait for each other's rows. They get two waves, of two blocks at
+    least.
     """
     row = 2 * triton_block(dim) * itemsize
     block = min(128, max(16, 32768 // row))
@@ -48,8 +51,10 @@ def split_for(pairs: int, n: int, dim: int, itemsize: int, multiprocessors: int,
 
 
 def stages_for(stages: int, tile: int, shared: int) -> int:
-    """Return how many pipeline stages of a block of `tile` bytes fit in shared memory, at most `stages`: all but one are held
-    there, beside what products and the merge need."""
+    """Return how many pipeline stages of a block of `tile` bytes fit in shared memory, at most `stages`.
+
+    Shared memory holds all stages but one, and the operands of products and of the merge.
+    """
     return max(1, min(stages, 1 + (shared - _BESIDE) // tile))
 
 
@@ -60,7 +65,7 @@ def triton_block(size: int, least: int = 1) -> int:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU; under the interpreter those of an H200."""
+    """Return the multiprocessors of a GPU; under the interpreter, the number of an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 

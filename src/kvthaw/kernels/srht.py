@@ -4,10 +4,10 @@ D is a diagonal of random signs, H the Walsh-Hadamard matrix. R spreads a vector
 products, so equally rotated keys and queries keep their scores. A head_dim d that is not a power of two is zero-padded to the
 next, d'.
 
-Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB read. The fast transform takes 7 x 128 additions per key (0.9 G, and
-as many shuffles); the product with the matrix of signs takes 2 x 128 x 128 operations per key, 34 G, 0.05 ms on the tensor
-cores of an H200. That is below the 0.06 ms of the reads, and each product is exact because the entries are +-1, so the kernel
-multiplies. Float32 vectors are multiplied as three bfloat16 parts.
+Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB read. The fast transform takes 7 x 128 additions and 7 x 128
+shuffles per key (0.9 G each). The product with the matrix of signs takes 2 x 128 x 128 operations per key: 34 G, 0.05 ms on
+the tensor cores of an H200. That is below the 0.06 ms of the reads, and each product is exact because the entries are +-1,
+so the kernel multiplies. Float32 vectors are multiplied as three bfloat16 parts.
 """
 
 from __future__ import annotations

@@ -28,11 +28,16 @@ def page_starts(pieces: Pieces, size: int, tokens: int, pages: int) -> Tensor:
 def definition(
     static: Tensor, order: Tensor, stops: Tensor, spans: Sequence[tuple[int, int, Pieces]], *, size: int, first: int
 ) -> None:
-    """Write the first places of order [R, H, T] int32, and stops [R, H, U + 1] int32 of their pages, for sequences of spans.
+    """Write the order of tokens and the stops of their pages, for R sequences, one per entry of spans.
 
-    static [R, H, C] int32: ascending positions among the first `tokens` of each sequence. spans: (tokens, pages, pieces), of how
-    many tokens and pages. Places 0 .. C hold the static positions, the following ones the others in text order. Page u is
-    order[stops[u] : stops[u + 1]]. Places and pages behind stay as they are.
+    order: [R, H, T] int32.
+    stops: [R, H, U + 1] int32.
+
+    static [R, H, C] int32: ascending positions among the first `tokens` of each sequence.
+    spans: (tokens, pages, pieces) of each sequence.
+
+    Places 0 .. C hold the static positions, the following ones the others in text order. Page u is order[stops[u] : stops[u
+    + 1]]. Places and pages behind stay as they are.
     """
     count = static.shape[2]
     for chosen, places, ends, (tokens, pages, pieces) in zip((static - first).long(), order, stops, spans, strict=True):
@@ -109,7 +114,8 @@ def launch(
 
 
 def numbers(spans: Sequence[tuple[int, int, Pieces]]) -> list[tuple[int, ...]]:
-    """Return spans as rows of as many numbers: tokens, pages, pieces, the last of which may be repeated."""
+    """Return spans as rows of equal length: tokens, pages, then the numbers of the pieces. Shorter rows repeat their last
+    piece."""
     most, rows = max(len(pieces) for *_, pieces in spans), []
     for tokens, pages, pieces in spans:
         padded = pieces + pieces[-1:] * (most - len(pieces))
@@ -127,7 +133,10 @@ def static_first(
     size: int,
     first: int,
 ) -> None:
-    """Order as in `definition`: by the kernel on a GPU, by torch elsewhere. where: see `launch`."""
+    """Order as in `definition`: by the kernel on a GPU, by torch elsewhere.
+
+    where: see `launch`.
+    """
     if HAS_TRITON and order.is_cuda:
         launch(static, order, stops, spans, where, size=size, first=first)
     else:

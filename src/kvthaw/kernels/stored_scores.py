@@ -1,8 +1,9 @@
 """Exact scores of rows whose keys are in host memory: the kernel multiplies the keys as it reads them (IceCache's tree on the
 device).
 
-It reads D elements per row and writes only scores: 8 KV heads x 1024 rows of 256 bytes are 2.1 MB, 44 us at the 48 GB/s that
-scattered rows reach over the bus, once for all query heads of a group. Its outputs have the format of `rerank`, for `topk`.
+It reads D elements per row and writes only scores: 8 KV heads x 1024 rows of 256 bytes are 2.1 MB, 44 us at the 48 GB/s
+that scattered rows reach over the bus. One read serves all query heads of a group. Its outputs have the format of `rerank`,
+for `topk`.
 """
 
 from __future__ import annotations
@@ -99,11 +100,14 @@ def launch(
     query: Tensor, table: Tensor, block_size: int, candidates: Tensor, wanted: Tensor, *, scale: float, run: int = TILE,
     format: RowFormat | None = None,
 ) -> Estimates:  # fmt: skip
-    """Launch the kernel: scores, parts and peaks of candidates [B, H, W] int32, of which the first wanted[b] of each sequence
-    are rows.
+    """Launch the kernel: scores, parts and peaks of candidates.
 
-    query [B, Hq, D] of the keys' dtype. table [B, blocks] int64: addresses of the blocks, on the device. W is a multiple of
-    TILE. scale: of the softmax, for the parts; run: see Estimates.
+    candidates: [B, H, W] int32; the first wanted[b] of each sequence are rows. W is a multiple of TILE.
+
+    query: [B, Hq, D] in the keys' dtype.
+    table: [B, blocks] int64 on the device, addresses of the blocks.
+    scale: of the softmax, for the parts.
+    run: see Estimates.
     """
     batch, heads, width = candidates.shape
     dim, group, bytes_ = query.shape[2], query.shape[1] // heads, query.dtype.itemsize

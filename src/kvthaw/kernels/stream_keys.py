@@ -1,13 +1,13 @@
 """Copy consecutive tokens from blocks to one tensor: their keys from the host, as PRKV's refresh does, or whole rows on the device.
 
-H T D elements cross the bus once: 268 MB for 128k tokens of 8 heads, D = 128, bf16, 4.9 ms at 55 GB/s. A block stores each key
-next to its value, so a copy engine would transfer both; the kernel reads only the pinned keys, 2 D bytes at a time (44.8 GB/s
-measured). It uses few persistent programs, which request about as many bytes as the bus keeps in flight (some 100 KB in 2 us).
-One program per block of rows would occupy all multiprocessors for the whole transfer, and the concurrent decode steps and their
-fetches would wait.
+H T D elements cross the bus once: 268 MB for 128k tokens of 8 heads, D = 128, bf16, 4.9 ms at 55 GB/s. A block stores each
+key next to its value, so a copy engine would transfer both; the kernel reads only the pinned keys, 2 D bytes at a time
+(44.8 GB/s measured). It uses few persistent programs. Together they request about the bytes that the bus keeps in flight
+(100 KB in 2 us). One program per block of rows would occupy all multiprocessors for the whole transfer, and the concurrent
+decode steps and their fetches would wait.
 
-`stream_rows` copies whole rows of blocks on the device, in one launch for any number of blocks: 134 MB are read and written for 16k
-tokens of 8 heads, D = 128, bf16, 31 us at 4.3 TB/s.
+`stream_rows` copies whole rows of blocks on the device, in one launch for any number of blocks. 16k tokens of 8 heads, D =
+128, bf16 read and write 134 MB, 31 us at 4.3 TB/s.
 """
 
 from __future__ import annotations

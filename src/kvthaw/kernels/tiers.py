@@ -1,14 +1,14 @@
 """Tiered votes: a collision with a centroid is worth 0 to 6 votes (ParisKV, appendix B.2.1).
 
-In each subspace the 256 sign patterns c are ranked by <q_b, c>. A cluster whose keys rank in the top 5, 15, 30, 50, 75 or 100 %
-of the rho n nearest keys gives 6, 5, 4, 3, 2 or 1 votes: one for each limit above the number of keys ranked before it. Equal
-limits for all tiers make the votes binary.
+In each subspace the 256 sign patterns c are ranked by <q_b, c>. The limits are the top 5, 15, 30, 50, 75 and 100 % of the
+rho n nearest keys. A cluster gives one vote for each limit above the number of keys ranked before it, so 6 to 1 votes, else
+0. Equal limits for all tiers make the votes binary.
 
 Bytes and operations, 32 query heads, d = 128: 8 KB of queries, 131 KB of cluster sizes, 512 tables. The similarity of a
-pattern's opposite is its negation, so ranking compares all pairs of 128 patterns, 512 x 16384 comparisons and additions, 0.5 us
-on the whole GPU; the opposites are ranked only if fewer than rho n keys have a positive similarity. There is no sort: between
-the loads and the votes everything stays in registers and shared memory. The latency is a chain of load, sum, ranking and store,
-4 us. Sizes are summed as float32, exact below 2^24 keys.
+pattern's opposite is its negation. So ranking compares all pairs of only 128 patterns: 512 x 16384 comparisons and
+additions, 0.5 us on the whole GPU. The opposites are ranked only if fewer than rho n keys have a positive similarity. There
+is no sort: between the loads and the votes everything stays in registers and shared memory. The latency is a chain of load,
+sum, ranking and store, 4 us. Sizes are summed as float32, exact below 2^24 keys.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ def similarities(rotated: Tensor) -> Tensor:
 
 
 def definition(similarity: Tensor, sizes: Tensor, limits: Tensor) -> Tensor:
-    """Compute votes [L, H, P, B, 256] int32. similarity has the same shape; sizes [L, H, B, 256]; limits [L, 6]: keys at which
-    tiers end.
+    """Compute votes [L, H, P, B, 256] int32.
 
-    The keys ranked before a cluster are those of more similar clusters; equally similar clusters share a tier.
+    similarity: of the same shape.
+    sizes: [L, H, B, 256].
+    limits: [L, 6], numbers of keys at which tiers end.
+
+    The keys of more similar clusters rank before a cluster; equally similar clusters share a tier.
     """
     ranked, order = torch.sort(similarity, dim=-1, descending=True)
     size = sizes[:, :, None].expand_as(similarity).gather(-1, order)

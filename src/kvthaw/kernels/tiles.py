@@ -10,8 +10,8 @@ if HAS_TRITON:
 
     @triton.jit
     def load_rows(source, row, stride, known, dim, DP: tl.constexpr, UPCAST: tl.constexpr):
-        # Load rows [n], `stride` elements apart, of which the first dim elements are contiguous: [n, DP], 0 where not known and
-        # beyond dim, in float32 if UPCAST.
+        # Load rows [n], `stride` elements apart; the first dim elements of each are contiguous. Returns [n, DP], 0 where
+        # not known and beyond dim, in float32 if UPCAST.
         d = tl.arange(0, DP)
         tile = tl.load(source + row[:, None] * stride + d[None, :], mask=known[:, None] & (d < dim)[None, :], other=0.0)
         if UPCAST:

@@ -3,14 +3,14 @@
 The query heads of a group combine by the maximum or the mean of their softmax weights over the candidates, in logs; the
 estimates of a single head rank as they are. Ties go to the lowest position.
 
-Bytes and operations, 8 KV heads, 13k candidates, G = 4, k = 100: one program per KV head. The k best candidates are in the k runs
-of 16 with the highest peaks, so of 210 KB of estimates it reads 13 KB of peaks and 32 KB of runs (runs of 32 at 1M tokens: 53 and
-64 KB of 1.7 MB), four numbers per load. The k-th largest is found in registers by narrowing an interval: each round counts the
-numbers above two thresholds in it, until exactly k are above. That takes 9 rounds of 0.15 us. The second search starts at the
-k-th peak, which leaves few more than k candidates, and takes half as many rounds. A sort would touch each candidate 17 times.
-With eight programs there is one warp per scheduler, so the time is the number of dependent instructions: numbers have 32 bits and
-all loads are issued at once. With "mean" an earlier launch adds up the heads' weights, because a run's largest sum does not
-follow from its peaks.
+Bytes and operations, 8 KV heads, 13k candidates, G = 4, k = 100: one program per KV head. The k best candidates are in the
+k runs of 16 with the highest peaks. So it reads 13 KB of peaks and 32 KB of runs out of 210 KB of estimates, four numbers
+per load. At 1M tokens, with runs of 32, it reads 53 and 64 KB of 1.7 MB. The k-th largest is found in registers by
+narrowing an interval: each round counts the numbers above two thresholds in it, until exactly k are above. That takes 9
+rounds of 0.15 us. The second search starts at the k-th peak, which leaves few more than k candidates, and takes half the
+rounds. A sort would touch each candidate 17 times. With eight programs there is one warp per scheduler, so the time is the
+number of dependent instructions: numbers have 32 bits and all loads are issued at once. With "mean" an earlier launch adds
+up the heads' weights, because a run's largest sum does not follow from its peaks.
 """
 
 from __future__ import annotations
@@ -240,7 +240,10 @@ if HAS_TRITON:
 
 def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float, policy: Merge,
            held: Tensor | None = None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the kernels on any device. found: with the parts and peaks of rerank. `topk` explains the others."""
+    """Launch the kernels on any device.
+
+    found: with the parts and peaks of rerank. `topk` explains the others.
+    """
     assert found.parts is not None and found.peaks is not None
     scores, peaks, run = found.scores, found.peaks, found.run
     batch, heads, scored, width = scores.shape

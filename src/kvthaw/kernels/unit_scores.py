@@ -1,8 +1,8 @@
 """Scores of units (pages or clusters) from their digests.
 
-Every digest is read once: B H U E elements (ClusterKV at 128k tokens, 8 heads, D = 128: 1638 centroids, 3.4 MB; pages of 32 at
-1M: 134 MB, 31 us at 4300 GB/s), with 2 G operations per element on the tensor cores. About as many programs as the device holds
-at once share the blocks of a head's units; each keeps several blocks in flight.
+Every digest is read once: B H U E elements (ClusterKV at 128k tokens, 8 heads, D = 128: 1638 centroids, 3.4 MB; pages of 32
+at 1M: 134 MB, 31 us at 4300 GB/s), with 2 G operations per element on the tensor cores. The programs that the device holds
+at once share the blocks of a head's units. Each keeps several blocks in flight.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ class RecentQueries:
 def definition(query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, *, scale: float, mean: bool) -> Tensor:
     """Score each unit for the query heads of its group, [B, H, G, U] float32; -inf for missing or empty units.
 
-    query [B, Hq, D]. digests [B, H, U, E]: a unit's centroid if E = D, with score scale q.mu; or the centre and half extent of
-    the box around its keys if E = 2 D, with score scale (q.c + |q|.delta), the maximum over the box. stops [B, H, U + 1] int32:
-    unit u has stops[u + 1] - stops[u] tokens. counts [B] int32: units of a sequence; later entries may hold anything. mean: the
-    mean query of the heads, rounded to the dtype of query, scores for all, and G is 1.
+    query: [B, Hq, D].
+    digests: [B, H, U, E]. If E = D: a unit's centroid, with score scale q.mu. If E = 2 D: the centre and half extent of the
+        box around its keys, with score scale (q.c + |q|.delta), the maximum over the box.
+    stops: [B, H, U + 1] int32; unit u has stops[u + 1] - stops[u] tokens.
+    counts: [B] int32, units of a sequence; later entries may hold anything.
+    mean: the mean query of the heads, rounded to the dtype of query, scores for all, and G is 1.
     """
     heads, units = digests.shape[1:3]
     q = query.float().unflatten(1, (heads, -1))
@@ -76,9 +78,9 @@ if HAS_TRITON:
         STAGES: tl.constexpr, UPCAST: tl.constexpr, RECORD: tl.constexpr, PARTS: tl.constexpr,
         PDL: tl.constexpr,
     ):  # fmt: skip
-        # Program (share of the blocks of units; sequence and head; GP queries, or PARTS times as many whose mean scores).
-        # scores [B, H, GS, U]; parts [B, H, blocks, 2, GC]: maximum, and sum of size exp(score - maximum), from which _narrow
-        # computes the denominators. GS is 1 if the mean query scores for all.
+        # Program (share of the blocks of units; sequence and head; GP queries, or PARTS * GP queries whose mean scores).
+        # scores [B, H, GS, U]; parts [B, H, blocks, 2, GC]: maximum, and sum of size exp(score - maximum), from which
+        # _narrow computes the denominators. GS is 1 if the mean query scores for all.
         bh, e, g = tl.program_id(1).to(tl.int64), tl.arange(0, EP), tl.program_id(2) * GP + tl.arange(0, GP)
         follow(PDL)
         count = tl.minimum(tl.load(counts + bh // heads), units)
@@ -178,8 +180,8 @@ def outputs(query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, seen:
 
 
 def programs(tile: int, blocks: int, pairs: int) -> tuple[int, int]:
-    """Return the pipeline stages for tiles of `tile` bytes, and how many programs share the blocks of each of `pairs`
-    (sequence, head) pairs, so that all run in one wave."""
+    """Return the pipeline stages for tiles of `tile` bytes, and the number of programs that share the blocks of a (sequence,
+    head) pair. The programs of all `pairs` pairs run in one wave."""
     stages, resident = plan(tile)
     return stages, min(blocks, max(1, resident * _PROCESSORS // pairs))
 

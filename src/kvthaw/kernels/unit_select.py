@@ -1,11 +1,11 @@
 """Select the rows of the best units (pages or clusters) for a query, up to a budget of rows.
 
 A kernel follows the scores (see unit_scores), of one program per KV head; nothing is sorted. It reads the G scores of each
-unit, finds in registers, by bisecting, the score that fills the budget, and writes the rows. Where there are more than ALONE
-units another comes before it, one program per 1024 units of a KV head, which keeps the units that this chunk alone would
-select: at most `budget` rows and one more unit (32768 pages at 1M tokens, 1024 rows: 32 x 32 pages). Among those the last
-chooses, in registers too unless a chunk kept more than its share. Bytes: 4 (G + 2) per unit, 24 per unit kept, 8 per row: 0.8
-MB per head at most in this example.
+unit, finds in registers, by bisecting, the score that fills the budget, and writes the rows. With more than ALONE units
+another kernel comes before it, of one program per 1024 units of a KV head. It keeps the units that its chunk alone would
+select, at most `budget` rows and one more unit. For example, of 32768 pages at 1M tokens it keeps 32 x 32 pages for 1024
+rows. The last kernel chooses among the kept units, in registers too unless a chunk kept more than its share. Bytes: 4 (G +
+2) per unit, 24 per unit kept, 8 per row: 0.8 MB per head at most in this example.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ALONE = 4096
 """Units among which one program chooses for a head."""
 
 Policy = Literal["max", "mean", "mean_query"]
-"""How the query heads of a group rank units: by the maximum or the mean of their softmax weights, where a unit of n tokens
-contributes n exp(score) to the denominator, or by the score of their mean query."""
+"""How the query heads of a group rank units: by the maximum or the mean of their softmax weights, or by the score of their
+mean query. A unit of n tokens contributes n exp(score) to the denominator of the softmax."""
 
 
 def definition(
@@ -36,15 +36,19 @@ def definition(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Select the rows of the units with the best scores, [B, H, budget] int32, and their number, [B, H] int32.
 
-    query [B, Hq, D]. digests [B, H, U, E]: a unit's centroid if E = D, with score q.mu; or the centre and half extent of the
-    box around its keys if E = 2 D, with score q.c + |q|.delta, the maximum of q.k over the box. counts [B] int32: units of a
-    sequence; later entries are undefined. stops [B, H, U + 1] int32: unit u is order[stops[u] : stops[u + 1]]. order [B, H, T]
-    int32: positions; None stands for first, first + 1, ...
+    query: [B, Hq, D].
+    digests: [B, H, U, E]. If E = D: a unit's centroid, with score q.mu. If E = 2 D: the centre and half extent of the box
+        around its keys, with score q.c + |q|.delta, the maximum of q.k over the box.
+    counts: [B] int32, units of a sequence; later entries are undefined.
+    stops: [B, H, U + 1] int32; unit u is order[stops[u] : stops[u + 1]].
+    order: [B, H, T] int32, positions; None stands for first, first + 1, ...
 
-    Tokens before stops[0] are static: always selected, up to the budget. Units are selected whole, except that the last one is
-    cut. The rows are the static ones, then those of the units in unit order, then -1. Ties go to the earlier unit.
+    Tokens before stops[0] are static: always selected, up to the budget. Units are selected whole, except that the last one
+    is cut. The result lists the static rows, then the rows of the units in unit order, then -1. Ties go to the earlier
+    unit.
 
-    recent: the query is stored there and the step counted. Torch operations over all units; no host sync on a GPU.
+    recent: the query is stored there and the step counted; None: nothing is stored. Torch operations over all units; no
+        host sync on a GPU.
     """
     if recent is not None:
         recent.record(query)

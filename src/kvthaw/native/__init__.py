@@ -74,10 +74,13 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) 
 def gather_rows(addresses: Tensor, block_size: int, rows: Tensor, out: Tensor, *, threads: int = 0) -> tuple[int, Tensor]:
     """Bring scattered rows together, K and V, for one copy to the device.
 
-    addresses: [B, blocks] int64, a HostStore's tables, 0 padded. rows: [B, H, M] int32 positions, -1 skips. out: [at least the
-    rows wanted, *tail] of the store's format, on the host (pinned where it is to be copied); rows behind those wanted are left as
-    they were. Returns how many were wanted and, [that many] int64, the flat index into rows of each. Raises ValueError where
-    out is too small.
+    addresses: [B, blocks] int64, a HostStore's tables, 0 padded.
+    rows: [B, H, M] int32 positions, -1 skips.
+    out: [N, *tail] in the store's format, on the host (pinned if it is to be copied), with N at least the number of rows
+        wanted. Later rows stay unchanged.
+
+    Returns the number n of rows wanted, and the flat index of each into rows, [n] int64. Raises ValueError if out is too
+    small.
     """
     batch, heads, width = rows.shape
     bases = _check("addresses", addresses, torch.int64, (batch, addresses.shape[1]))
@@ -102,8 +105,11 @@ def admit(
     counts: Tensor,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kvthaw.kernels.admit.definition`, on the host; the last columns of the first two tables are left alone. out: where
-    slots, fetch and live are to be written."""
+    """Assign slots on the host, as `kvthaw.kernels.admit.definition` does. Leaves the last columns of row_slot and slot_row
+    unchanged.
+
+    out: tensors that receive slots, fetch and live; None allocates them.
+    """
     if out is None:
         places = rows.new_empty((*rows.shape[:2], slot_row.shape[2] - 1), dtype=torch.bool)
         out = torch.empty_like(rows), torch.empty_like(rows), places
