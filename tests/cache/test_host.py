@@ -186,7 +186,7 @@ def test_memory_is_asked_for_before() -> None:
 def test_memory_that_the_system_does_not_give_is_an_error_that_says_so(pinned: bool) -> None:
     """Without a GPU nothing can be pinned at all; with one, not as much as this."""
     store = HostStore(1, HEADS, DIM, torch.float32, block_size=1 << 50, pinned=pinned)
-    words = f"{(1 << 50) * HEADS * 2 * DIM * 4:,} more bytes of {'pinned ' if pinned else ''}host memory cannot be had"
+    words = f"{(1 << 50) * HEADS * 2 * DIM * 4:,} more bytes of {'pinned ' if pinned else ''}host memory could not be allocated"
     with pytest.raises(HostMemoryError, match=words):
         store.append(0, rows([1, 2]))
     assert (store.length(0), store.nbytes()) == (0, 0)

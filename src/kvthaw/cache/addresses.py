@@ -1,4 +1,4 @@
-"""Where the blocks of a host store lie, on the device: what a kernel needs that reads rows from the host."""
+"""The block table on the device: addresses of a host store's blocks, for kernels that read rows from the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvthaw.cache.device_lengths import upload
 
 
 class Blocks(Protocol):
-    """A store of blocks: what the table follows."""
+    """A store of blocks that the block table follows."""
 
     block_size: int
     version: int
@@ -22,12 +22,16 @@ class Blocks(Protocol):
         """Number of sequences."""
 
     def places(self) -> list[list[tuple[int, bool]]]:
-        """Of each sequence's blocks the address, and whether it is one on the host."""
+        """Return, for each sequence, its blocks' addresses and whether each lies on the host."""
 
 
 class Addresses:
-    """A table [seqs, blocks] int64 that follows a store, and which of the blocks lie on the host, bool. Both tensors stay where
-    they are while there is room; only rows of sequences whose blocks have changed are written. some_on_host: whether any does."""
+    """A block table [seqs, blocks] int64 of addresses that follows a store, and a bool table that marks blocks on the host.
+
+    Both tensors keep their addresses while there is room. Only rows of sequences whose blocks have changed are written.
+
+    some_on_host: whether any block lies on the host.
+    """
 
     def __init__(self) -> None:
         self.table = torch.empty((0, 0), dtype=torch.int64)
@@ -36,16 +40,16 @@ class Addresses:
         self._written: list[list[tuple[int, bool]]] = []  # as places()
 
     def make_room(self, host: Blocks, tokens: int, device: torch.device) -> None:
-        """Grow the table to `tokens` per sequence, in a new tensor where it is too small."""
+        """Grow the table to `tokens` per sequence. It becomes a new tensor only if it was too small."""
         self._allocate(host.seqs, max(8, -(-tokens // host.block_size)), device)
 
     def follow(self, host: Blocks, device: torch.device) -> Tensor:
-        """Return the table with the addresses as they are now; written only where the store's have changed. No host sync."""
+        """Return the table with the store's current addresses. Only changed rows are written. No host sync."""
         write([self.changes(host, device)], device)
         return self.table
 
     def changes(self, host: Blocks, device: torch.device) -> list[tuple[Tensor, list[int]]]:
-        """Return rows of the tensors, and what write() has yet to write there."""
+        """Return pairs of a view of the tables and the values that write() has yet to write there."""
         if self._version == host.version:
             return []
         places = host.places()
@@ -72,7 +76,7 @@ class Addresses:
 
 
 def write(changes: Iterable[Sequence[tuple[Tensor, list[int]]]], device: torch.device) -> None:
-    """Write what has changed in tables, by one copy to the device. No host sync."""
+    """Write the changed values into the tables with one copy to the device. No host sync."""
     every = [change for own in changes for change in own]
     if every:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""A stream for what indexes do beside the model: clustering beside a prefill, PRKV's refresh beside decode steps."""
+"""A side stream for index work that overlaps the model: clustering during a prefill, PRKV's refresh during decode steps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from torch import Tensor
 
 
 class SpreadWork:
-    """Jobs that run in order, some with each step. due: how many advance() have been when all have begun. done: passes when all of
-    them are complete; None where the device is no GPU."""
+    """Jobs that run in order, a few with each step.
+
+    due: the number of advance() calls by which all jobs must have begun.
+    done: event that passes when all jobs are complete; None if the device is no GPU.
+    """
 
     def __init__(self, device: torch.device, jobs: Iterable[Callable[[], None]] = (), due: int = 0) -> None:
         self.device, self.jobs, self.due = device, deque(jobs), due
@@ -21,8 +24,10 @@ class SpreadWork:
 
 
 class AuxStream:
-    """One stream on a device for all layers of a cache, made when it is first asked for: what they do there stands in line, and the
-    memory that it takes is one layer's at a time."""
+    """One side stream per device for all layers of a cache, created on first use.
+
+    Work on it runs in order, so it takes the memory of one layer at a time.
+    """
 
     def __init__(self, made: list[torch.cuda.Stream] | None = None) -> None:
         self._made = [] if made is None else made  # streams of the cache, this one's included
@@ -31,8 +36,12 @@ class AuxStream:
         self._advanced = 0
 
     def run(self, device: torch.device, job: Callable[[], object], *used: Tensor) -> torch.cuda.Event | None:
-        """Run a job behind what the current stream has been given so far; the event that ends it. Where the device is no GPU, now,
-        and None. used: tensors that it reads and others may let go."""
+        """Run a job on the side stream, after the work that the current stream has been given so far.
+
+        Returns the event that ends the job. Off a GPU, runs the job at once and returns None.
+
+        used: tensors that the job reads and that their owners may free meanwhile.
+        """
         if device.type != "cuda":
             job()
             return None
@@ -46,8 +55,12 @@ class AuxStream:
         return done
 
     def spread(self, device: torch.device, jobs: Iterable[Callable[[], None]], steps: int, *used: Tensor) -> SpreadWork:
-        """Queue jobs, of which advance() runs some with each of the next steps, behind what the current stream has been given so
-        far. used: as for run()."""
+        """Queue jobs after the work that the current stream has been given so far. advance() runs a few of them with each
+        step.
+
+        steps: the number of steps within which all jobs begin.
+        used: as in run().
+        """
         work = SpreadWork(device, jobs, self._advanced + steps)
         if device.type == "cuda":
             work.start = torch.cuda.current_stream(device).record_event()
@@ -57,8 +70,10 @@ class AuxStream:
         return work
 
     def advance(self) -> None:
-        """Run the jobs of a step: as many, in order, as with each step are all when they are due. The host does not wait. A job
-        that finds too little memory is left to finish()."""
+        """Run this step's jobs in order: the number that keeps all queued work on time if every step runs that many.
+
+        The host does not wait. A job that runs out of memory is left to finish().
+        """
         count = most = 0
         for work in self._waiting:
             count += len(work.jobs)
@@ -72,12 +87,12 @@ class AuxStream:
                 self._next(self._waiting[0])
 
     def finish(self, work: SpreadWork) -> None:
-        """Run the remaining jobs of some work. The host does not wait for them."""
+        """Run the remaining jobs of `work`. The host does not wait for them."""
         while work.jobs:
             self._next(work)
 
     def cancel(self, work: SpreadWork) -> None:
-        """Cancel the remaining jobs of some work. The host waits for jobs that have begun."""
+        """Cancel the remaining jobs of `work`. The host waits for jobs that have begun."""
         if work in self._waiting:
             self._waiting.remove(work)
         work.jobs.clear()

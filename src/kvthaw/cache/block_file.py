@@ -1,4 +1,4 @@
-"""A file for blocks of KV that memory has no room for."""
+"""A file for blocks of KV that do not fit in memory."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from torch import Tensor
 from kvthaw.errors import CacheError
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-"""What the system says where a disk has no room."""
+"""Error numbers that the system returns when a disk is full."""
 _AT_ONCE = 8  # blocks written or read at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where tensors lie in the file, and the SHA-256 of each."""
+    """A slot of the file: its number, and the SHA-256 of each tensor in it."""
 
     number: int
     digests: Sequence[bytes]
 
 
 class BlockFile:
-    """Slots of one size in a file without a name, which the system deletes with the process, however that ends.
+    """Slots of one size in an unlinked file, which the system deletes when the process ends, even after a crash.
 
-    limit: the most bytes; None: as many as the disk gives. size: bytes of a slot, known with the first tensors.
+    limit: the most bytes; None: all that the disk has free.
+    size: bytes of a slot, set by the first write.
     """
 
     def __init__(self, folder: Path, limit: int | None) -> None:
-        """Raises OSError where no file can be made in the folder, which is made if it is not there."""
+        """Create the file, and the folder if it is missing. Raises OSError if that fails."""
         folder.mkdir(0o700, parents=True, exist_ok=True)  # names of kept documents are in it too
         self.folder, self.limit, self.size = folder, limit, 0
         self._file, name = tempfile.mkstemp(dir=folder)
@@ -48,7 +49,7 @@ class BlockFile:
         self._slots = 0
 
     def write(self, tensors: Sequence[Tensor]) -> Slot:
-        """Write tensors, of any device, to a free slot. Raises OSError where the disk, or the limit, has no room."""
+        """Write tensors of any device to a free slot. Raises OSError if the disk is full or the limit is reached."""
         self.size = self.size or sum(tensor.nbytes for tensor in tensors)
         if not self._free:
             if self.limit is not None and (self._slots + 1) * self.size > self.limit:
@@ -61,7 +62,7 @@ class BlockFile:
         return Slot(number, digests)
 
     def read(self, slot: Slot, tensors: Sequence[Tensor]) -> None:
-        """Read what was written into tensors of the host. Raises CacheError where it is not there any more."""
+        """Read a slot into tensors on the host. Raises CacheError if the file cannot be read or its content has changed."""
         try:
             found = self._each(slot.number, tensors, self._read)
         except OSError as error:

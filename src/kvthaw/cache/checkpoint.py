@@ -1,4 +1,4 @@
-"""Checkpoints of layers before a step of several tokens, so that tokens that are not accepted are taken back exactly."""
+"""Checkpoints of layers before a step of several tokens, so that rejected tokens are rolled back exactly."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from kvthaw.cache.step import Step
 
 
 class Checkpoint:
-    """Sink and ring of a layer before a step, its watermarks and its index; and what the step brings.
+    """State of a layer before a step: sink, ring, watermarks and index; and the step's own tokens.
 
-    From here on tokens are indexed in a copy, so that the index itself and its tensors stay where they are, for a captured step
-    that reads them. tokens: query, key and value [B, heads, T, D].
+    Until restore(), tokens are indexed in a copy. The index and its tensors keep their addresses, because a captured step
+    reads them.
+
+    tokens: query, key and value of the step, [B, heads, T, D] each.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class Checkpoint:
         self._indexed = None if storage.updater is None else storage.updater.branch()
 
     def restore(self) -> None:
-        """Bring the layer back to what it was."""
+        """Restore the layer to its state before the step."""
         storage = self.layer.storage
         storage.offloader.wait()
         if storage.updater is not None and self._indexed is not None:
@@ -43,7 +45,7 @@ class Checkpoint:
         self.layer.drop_search()
 
     def repeat(self, step: Step) -> None:
-        """Decode the first tokens again, as many as the new step has."""
+        """Decode the first `step.tokens` tokens of the rolled-back step again."""
         query, key, value = (tensor[:, :, : step.tokens] for tensor in self._tokens)
         if self.layer.retriever is not None and self._queries is not None:
             self.layer.retriever.prefetch(self._queries[:, :, : step.tokens], 0)
@@ -51,9 +53,9 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of a cache's layers, of the latest step of several tokens.
+    """Checkpoints of a cache's layers for the latest step of several tokens.
 
-    A step that fails is taken back by them, and so are candidates of assisted decoding that a crop rejects.
+    They roll back a step that failed, and candidates of assisted decoding that crop() rejects.
     """
 
     def __init__(self, sequences: Sequences) -> None:
@@ -64,19 +66,19 @@ class Checkpoints:
     def save(
         self, layer: OffloadedLayer, step: Step, tokens: tuple[Tensor, Tensor, Tensor], attention: AttentionParams
     ) -> None:
-        """Make a checkpoint of a layer before a step where crop() could not take back its last tokens exactly."""
+        """Save a layer's state before a step if crop() could not roll back its last tokens exactly."""
         if self._irreversible(layer, step.tokens):
             self._of[layer.number] = Checkpoint(layer, step, tokens, attention)
 
     def _irreversible(self, layer: OffloadedLayer, tokens: int) -> bool:
-        """Return whether tokens leave the ring before the last of `tokens`, or the index remembers their queries."""
+        """Return whether tokens leave the ring before the last of `tokens`, or the index remembers the step's queries."""
         flushes, retriever = sum(self._sequences.full(t) for t in range(1, tokens)), layer.retriever
         if retriever is None:
             return flushes > 0
         return retriever.index.traits.remembers or flushes > int(retriever.index.reversible)
 
     def restore(self, step: Step) -> None:
-        """Bring layers that have a checkpoint of a step back to what they were before it."""
+        """Restore the layers that have a checkpoint of `step`."""
         for checkpoint in self._of.values():
             if checkpoint.step is step:
                 checkpoint.restore()
@@ -87,28 +89,28 @@ class Checkpoints:
             checkpoint.repeat(step)
 
     def drop(self) -> None:
-        """Keep the tokens of the latest step."""
+        """Discard the checkpoints: the tokens of the latest step stay."""
         self._of.clear()
         self._verified = None, -1, -1
 
     def commit(self, step: Step) -> None:
-        """Note that a step was committed, whose last tokens a crop may reject."""
+        """Record a committed step whose last tokens crop() may reject."""
         if self._sequences.verifying:
             self._verified = step, self._sequences.commits, self._sequences.version
 
     @property
     def candidates(self) -> Step | None:
-        """The latest step, if its tokens are candidates and nothing has changed since."""
+        """The latest step, if its tokens are unverified candidates and nothing has changed since; else None."""
         step, *then = self._verified
         return step if then == [self._sequences.commits, self._sequences.version] else None
 
     def restorable(self, layers: Sequence[LayerKV]) -> Step | None:
-        """Return the candidates' step if all these layers have a checkpoint of it."""
+        """Return the candidates' step if all of `layers` have a checkpoint of it."""
         step, found = self.candidates, [self._of.get(layer.number) for layer in layers]
         return step if found and all(each is not None and each.step is step for each in found) else None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Checkpoints:
-        """A copied cache takes nothing back by its checkpoints."""
+        """Copy without checkpoints: a copied cache cannot roll the step back."""
         twin = Checkpoints(copy.deepcopy(self._sequences, memo))
         twin._verified = copy.deepcopy(self._verified, memo)
         return twin

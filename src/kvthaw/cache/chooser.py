@@ -1,4 +1,4 @@
-"""Full attention while it is faster, then the method: when the layers of a cache change from one to the other, and how."""
+"""Full attention while it is faster, then the method: when and how the layers of a cache switch."""
 
 from __future__ import annotations
 
@@ -30,16 +30,22 @@ Layer = OffloadedLayer | DenseLayer | WindowLayer
 
 
 class Chooser:
-    """Has a cache attend to everything up to `Settings.full_below`, or as far as its KV fits device memory, and by its method from
-    the next step on, until reset(). Without full_below the method is in force from the first token on.
+    """Switch a cache from full attention to its method once that is faster, or once full attention's KV does not fit the
+    device.
 
-    Until then KV lies in tensors with room for every sequence's capacity; where a running batch has no room for these, in blocks
-    (FullLayer), if there is room for as many tokens as full_below says.
+    Full attention applies up to `Settings.full_below` tokens. The method applies from the next step on, until reset().
+    Without full_below the method applies from the first token on.
 
-    layers: those in force, a tuple that nothing writes over; offloaded: those of them whose KV is offloaded. by_method: the layers
-    under the method by their place there, in force or not. full: none of them is. reason: why what is in force is. seq_bytes:
-    returns what a sequence of a running batch takes of the device under the method wherever its rows lie; None where that is not
-    known.
+    Full attention holds KV in tensors with room for every sequence's capacity. If a running batch lacks room for these, it
+    holds KV in blocks (FullLayer), provided that full_below tokens fit.
+
+    layers: the layers in force, as a tuple that is replaced, never modified.
+    offloaded: the layers in force that are OffloadedLayers.
+    by_method: the method's layers by their index in `layers`, in force or not.
+    full: whether full attention is in force.
+    reason: why, as text for Stats.
+    seq_bytes: returns the device bytes that a sequence of a running batch takes under the method, without its rows. None:
+        unknown.
     """
 
     def __init__(
@@ -61,12 +67,12 @@ class Chooser:
         self.reset()
 
     def _put(self, others: Mapping[int, Layer]) -> None:
-        """Put layers in force, by place."""
+        """Replace the layers in force at these indexes."""
         self.layers = tuple(others.get(i, layer) for i, layer in enumerate(self.layers))
         self.offloaded = [layer for layer in self.layers if isinstance(layer, OffloadedLayer)]
 
     def reset(self) -> None:
-        """Start over: the cache holds no tokens."""
+        """Start over with an empty cache."""
         self._short = False
         if self.sequences.count < self.sequences.opened:
             self.sequences.widen()
@@ -87,25 +93,28 @@ class Chooser:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether full attention is in force, and its KV in blocks."""
+        """Whether full attention is in force with its KV in blocks."""
         return any(isinstance(layer, FullLayer) for layer in self.layers)
 
     @property
     def returns(self) -> bool:
-        """Whether full attention is to be in force again once there are no tokens: not where the KV of sequences whose capacity is
-        given never fits, for what steps read would move with every first request."""
+        """Whether full attention applies again once the cache is empty.
+
+        It does not for sequences of fixed capacity whose KV never fits: every first request would then move the tensors
+        that captured steps read.
+        """
         changed = self.settings.full_below is not None and not self.full
         return changed and not (self.sequences.room and self._too_large(0) and self._too_many_blocks())
 
     def before_prompt(self, tokens: int, pads: Sequence[int]) -> None:
-        """Choose before a step of several tokens, or of the first."""
+        """Switch if needed, before a step of several tokens or the first step."""
         if not self.full:
             return
         sequences, new = self.sequences, max(tokens, self.sequences.prefill_remaining)
         self._choose([new - pad for pad in pads] if not sequences.count else self._lengths(new, sequences.filling))
 
     def _lengths(self, new: int, seq: int | None = None) -> list[int]:
-        """Return all lengths after `new` tokens of each sequence that is not idle, or of `seq`, whose prompt comes."""
+        """Return the lengths of all sequences after `new` more tokens in each sequence that is not idle, or only in `seq`."""
         sequences = self.sequences
         lengths = [0 if one in sequences.idle else sequences.length(one) for one in range(sequences.count)]
         for one in range(sequences.count) if seq is None else [seq]:
@@ -113,7 +122,7 @@ class Chooser:
         return lengths
 
     def due(self) -> bool:
-        """Return whether the next decode step may be the method's."""
+        """Return whether the next decode step may switch to the method."""
         sequences = self.sequences
         if not self.full or self._short:
             return False
@@ -125,13 +134,18 @@ class Chooser:
         return spills or sequences.padded_length >= sequences.known["crossing"] or sequences.capacity <= sequences.longest
 
     def before_step(self) -> None:
-        """Choose before a decode step."""
+        """Switch if needed, before a decode step."""
         if self.due():
             self._choose(self._lengths(1))
 
     def narrows(self, prompt: tuple[int, int] | None = None) -> tuple[str, int] | None:
-        """Return why the method follows full attention with the next decode step or, given its sequence and how many it lacks, with
-        the next tokens of a prompt, and how many sequences device_memory holds then; None if it does not, or holds all."""
+        """Return why the method applies from the next decode step on, and how many sequences device_memory then holds.
+
+        Returns None if it does not apply yet, or if all sequences fit.
+
+        prompt: a sequence and the tokens that its prompt lacks; asks about this prompt's next tokens instead of a decode
+            step.
+        """
         if not self.full or self._short or self.sequences.step is not None or not (prompt or self.due()):
             return None
         most, (seq, new) = self.most(), prompt or (None, 1)
@@ -140,7 +154,7 @@ class Chooser:
         return None if reason is None or self._fits_in_blocks(lengths) else (reason, most)
 
     def most(self) -> int:
-        """Return how many sequences device_memory holds under the method wherever their rows lie; all where that is not known."""
+        """Return how many sequences device_memory holds under the method, wherever their rows lie; all if that is unknown."""
         sequences, memory = self.sequences, self.streams.device
         if self.seq_bytes is None or self.settings.full_below is None:
             return sequences.count
@@ -148,16 +162,17 @@ class Chooser:
         return max(1, min(sequences.count, memory.bytes // self.seq_bytes())) if memory.bytes else sequences.count
 
     def _reason(self, lengths: Sequence[int]) -> str | None:
-        """Return why sequences of these lengths need other layers than those in force; None if they do not."""
+        """Return why sequences of these lengths need other layers than the ones in force, else None."""
         reason = self._too_many(lengths) or self._spilled()
         return reason or (None if self.in_blocks else self._too_large(max(lengths)))
 
     def _fits_in_blocks(self, lengths: Sequence[int]) -> bool:
-        """Return whether full attention, whose tensors do not fit, is to go on in blocks: before the first token."""
+        """Return whether full attention can continue in blocks although its tensors do not fit. Only possible before the first
+        token."""
         return not (self.in_blocks or self.sequences.padded_length or self._too_many(lengths) or self._too_many_blocks())
 
     def _choose(self, lengths: Sequence[int]) -> None:
-        """Change to the method if sequences of these lengths ask for it."""
+        """Switch to the method, or to blocks, if sequences of these lengths require it."""
         if (reason := self._reason(lengths)) is None:
             return
         if self._fits_in_blocks(lengths):
@@ -166,7 +181,7 @@ class Chooser:
             self.try_change(reason)
 
     def try_change(self, reason: str, seqs: int | None = None) -> None:
-        """As change(), where host memory suffices; else full attention goes on."""
+        """Switch as change() does, or stay with full attention if host memory is short."""
         try:
             self.change(reason, seqs)
         except HostMemoryError as error:
@@ -184,18 +199,18 @@ class Chooser:
         )
 
     def _spills(self) -> bool:
-        """Return whether blocks of full attention lie on the host, and the device has no room for them."""
+        """Return whether blocks of full attention lie on the host because the device is full."""
         layers = (layer for layer in self.layers if isinstance(layer, FullLayer) and layer.plan is not None)
         return any(one.store.on_device.some_on_host and one.storage.room < one.store.allocator.size for one in layers)
 
     def _spilled(self) -> str | None:
-        """Return why blocks of full attention lie on the host, for lack of room on the device; None if they do not."""
+        """Return a reason if blocks of full attention lie on the host for lack of device memory, else None."""
         if not self.in_blocks or self.settings.ranks.least(not self._spills()):  # which may differ between processes
             return None
         return f"device_memory is {human(self.streams.device.bytes)}, which has no room for all blocks of full attention"
 
     def _too_large(self, longest: int) -> str | None:
-        """Return why the KV of all sequences at their capacity does not fit the device; None if it does."""
+        """Return a reason if the KV of all sequences at their capacity does not fit the device, else None."""
         sequences, memory, crossing = self.sequences, self.streams.device, self.crossing
         memory.resolve(crossing.device)
         if memory.limit is None or (memory.limit == "auto" and crossing.device.type == "cpu"):
@@ -211,12 +226,15 @@ class Chooser:
         return f"the KV of all layers takes {human(need)} of the device; device_memory is {human(memory.bytes)}"
 
     def _dense(self) -> int:
-        """Return how many layers attend to everything whatever is in force."""
+        """Return the number of layers that always attend to everything."""
         return sum(i not in self.by_method and isinstance(layer, DenseLayer) for i, layer in enumerate(self.layers))
 
     def _too_many_blocks(self) -> bool:
-        """Return whether the device may lack room for blocks of as many tokens as full attention may have, or the batch for
-        them, or the method's rows are not those of full attention."""
+        """Return whether full attention cannot keep its KV in blocks.
+
+        That is so if the device may lack room for the tokens that full attention may have, or for the batch. It is also so
+        if sequences have no fixed capacity, or the method stores rows in another dtype.
+        """
         sequences, settings, crossing, seqs = self.sequences, self.settings, self.crossing, self.sequences.opened
         if not sequences.room or settings.kv_dtype is not None:
             return True
@@ -226,15 +244,17 @@ class Chooser:
         return every * crossing.token_bytes > self.streams.device.bytes
 
     def _use_blocks(self) -> None:
-        """Put layers in force whose KV lies in blocks; the cache holds no tokens."""
+        """Put layers in force that hold KV in blocks. The cache must be empty."""
         own = self.settings, self.streams, self.sequences
         self._put({i: FullLayer(layer.number, *own) for i, layer in self.by_method.items()})
         self.reason += "; KV lies in blocks on the device"
         _log.info("full attention: %s", self.reason)
 
     def change(self, reason: str, seqs: int | None = None) -> None:
-        """Put the layers under the method in force, with the tokens that the cache has. seqs: hold so many sequences until it is
-        empty; the others have no tokens. Raises HostMemoryError, with nothing changed."""
+        """Put the method's layers in force, with the tokens that the cache has. Raises HostMemoryError, with nothing changed.
+
+        seqs: hold only the first `seqs` sequences until the cache is empty; the others have no tokens.
+        """
         sequences, settings = self.sequences, self.settings
         seqs = sequences.count if seqs is None else seqs
         lengths = [sequences.length(seq) for seq in range(seqs)]
@@ -262,7 +282,7 @@ class Chooser:
             dense.reset()
 
     def _check_memory(self, lengths: Sequence[int]) -> None:
-        """Raise HostMemoryError where blocks for these tokens fit neither the device, once full attention's KV is gone, nor the
+        """Raise HostMemoryError if blocks for these tokens fit neither the device, once full attention's KV is freed, nor the
         host."""
         settings, device = self.settings, self.streams.device
         blocks, short = sum(-(-n // settings.block_size) for n in lengths), 0
@@ -276,7 +296,10 @@ class Chooser:
         self.streams.memory.check(lambda: short)
 
     def block_bytes(self, place: int) -> int:
-        """Return the bytes of a block of a layer once the method is in force."""
+        """Return the bytes of one block of a layer under the method.
+
+        place: index of the layer in `layers`.
+        """
         settings, crossing, layer = self.settings, self.crossing, self.layers[place]
         if not isinstance(layer, DenseLayer) or not layer.token_bytes():
             return settings.block_size * crossing.token_bytes  # if rows are of 8 bits it will be less
@@ -285,7 +308,7 @@ class Chooser:
 
 
 def clone_from(layer: OffloadedLayer, dense: LayerKV, lengths: Sequence[int], preallocator: BlockPreallocator) -> None:
-    """Give an empty layer the tokens of one that attends to everything, each sequence's as its prompt."""
+    """Copy the tokens of a dense layer into an empty layer, each sequence as its prompt."""
     sequences, longest = dense.sequences, max(lengths, default=0)
     for seq in sorted(dense.recent_queries):
         if not lengths[seq]:

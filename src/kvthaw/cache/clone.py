@@ -1,4 +1,4 @@
-"""Tokens of one cache taken over by another, layer by layer, as a fork does."""
+"""Copy the tokens of one cache into another, layer by layer, for forks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvthaw.errors import CacheError
 
 
 def clone(kv: KVCache, sequences: Sequences, layers: Iterable[LayerKV]) -> None:
-    """Copy the tokens of another cache's layers to an empty cache, layer by layer, as its prompt."""
+    """Copy the tokens of `layers`, which belong to another cache, into the empty cache `kv` as its prompt, layer by layer."""
     others = iter(layers)
     if sequences.padded_length:
         left_pad = list(sequences.left_pad)
@@ -28,8 +28,10 @@ def clone(kv: KVCache, sequences: Sequences, layers: Iterable[LayerKV]) -> None:
 
 
 def join(kv: KVCache, others: Sequence[KVCache]) -> None:
-    """Move the tokens of other caches of dense layers into an empty one, their sequences one after the other, layer by layer, so
-    that at most one layer is held twice. The others are empty then."""
+    """Move the tokens of other dense caches into the empty cache `kv`, their sequences in order.
+
+    At most one layer is in memory twice. The other caches are empty afterwards.
+    """
     kv.sequences.adopt([other.sequences.length(seq) for other in others for seq in range(other.sequences.count)])
     for i, layer in enumerate(kv.layers):
         theirs = [other.layers[i] for other in others]
@@ -42,9 +44,9 @@ def join(kv: KVCache, others: Sequence[KVCache]) -> None:
 
 
 def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> PrefillKV | None:
-    """Take over the tokens of another cache's layer, which are the step's. Returns what is to be stored of them.
+    """Copy the tokens of another cache's layer, which are the step's tokens. Returns the KV that is to be stored, or None.
 
-    Rows that the other layer has on the host are shared, an index that would be the same is copied instead of built.
+    Rows that the other layer has on the host are shared. An index that would be the same is copied instead of built.
     """
     if isinstance(other, WindowLayer):
         raise CacheError(f"layer {other.number} keeps {other.span.size} tokens, so its cache cannot be forked")
@@ -68,7 +70,7 @@ def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) 
 
 
 def _check_queries(layer: OffloadedLayer, other: LayerKV) -> None:
-    """Raise CacheError where the layer's index is built with all queries of a prompt and the other layer has kept fewer."""
+    """Raise CacheError if the index needs all queries of a prompt and the other layer has kept fewer."""
     for seq in range(other.sequences.count) if layer.settings.method.prompt_queries is None else ():
         known, tokens = other.recent_queries[seq].shape[1], other.sequences.length(seq)
         if known < tokens:
@@ -80,8 +82,11 @@ def _check_queries(layer: OffloadedLayer, other: LayerKV) -> None:
 
 
 def can_reuse(layer: OffloadedLayer, other: OffloadedLayer) -> bool:
-    """Return whether another layer's index is what this layer's would be: of the same method object, whose index serves any budget,
-    of the same regions, and built of one prompt that nothing has followed."""
+    """Return whether this layer can copy the other layer's index.
+
+    Both must have the same method object, whose index serves any budget, and equal regions. The other index must be built
+    from a single prompt with nothing appended since.
+    """
     mine, its, plan = layer.settings, other.settings, other.plan
     known = "method", "seed", "block_size", "kv_dtype"
     same = all(getattr(mine, name) == getattr(its, name) for name in known) and mine.method is its.method
@@ -92,7 +97,7 @@ def can_reuse(layer: OffloadedLayer, other: OffloadedLayer) -> bool:
 
 
 def _reuse(layer: OffloadedLayer, step: Step, other: OffloadedLayer) -> None:
-    """Become what the other layer is, but for the number of rows; the host's rows are shared."""
+    """Copy the other layer's state, except for the number of rows. Host rows are shared."""
     queries, held = next(iter(other.recent_queries.values())), other.slab.keys
     layer.allocate(step, queries[None], held[:, :, :1], other.scale)
     layer.store.share(other.store)
@@ -106,8 +111,10 @@ def _reuse(layer: OffloadedLayer, step: Step, other: OffloadedLayer) -> None:
 
 
 def padded(layer: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all keys and values of a layer, [B, H, T, D] each, on the device, zeros for the left padding; and before them the last
-    queries of its prompts, [B, Hq, W, D], zeros before those of shorter ones."""
+    """Return a layer's last prompt queries, [B, Hq, W, D], and all keys and values, [B, H, T, D] each, on the device.
+
+    Zeros fill the left padding, and the places before the queries of shorter prompts.
+    """
     sequences, some = layer.sequences, next(iter(layer.recent_queries.values()))
     queries, device = [layer.recent_queries.get(seq, some[:, :0]) for seq in range(sequences.count)], some.device
     width = max(q.shape[1] for q in queries)

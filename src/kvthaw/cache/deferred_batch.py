@@ -1,4 +1,4 @@
-"""Index updates of all layers, queued and run as one kernel: thirty layers take little longer than one."""
+"""Index updates of all layers, queued and run in one kernel: thirty layers take little longer than one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _KEPT = 8
 
 
 class DeferredBatch:
-    """Work that the layers of a cache queue until one of them needs its result, and small tables that all of them need.
+    """Work that layers queue until one of them needs its result, and small tables that all of them need.
 
-    An owner calls `flush_for` before it reads or writes what its queued work will write. lost: sequences whose work was dropped,
-    since it or some before it failed.
+    An owner calls `flush_for` before it reads or writes the targets of its queued work.
+
+    lost: sequences whose work was dropped, because it or earlier work failed.
     """
 
     def __init__(self) -> None:
@@ -30,8 +31,8 @@ class DeferredBatch:
     def defer(
         self, owner: object, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any, seqs: Iterable[int] = ()
     ) -> None:
-        """Queue an item, of some sequences; work(items) runs later, once for all items of a kind, and behind what the owner queued
-        before."""
+        """Queue an item that belongs to `seqs`. work(items) later runs once for all items of a kind, after the owner's earlier
+        work."""
         kinds = list(self._waiting)
         if kind in kinds and owner in self._owners and kinds.index(self._owners[owner]) > kinds.index(kind):
             self.flush()
@@ -41,7 +42,7 @@ class DeferredBatch:
         self._owners[owner] = kind
 
     def flush(self) -> None:
-        """Run all queued work, kinds in the order in which they came. Where some fails the rest is dropped."""
+        """Run all queued work, kinds in their order of arrival. If one fails, the rest is dropped."""
         waiting, self._waiting = list(self._waiting.values()), {}
         self._owners.clear()
         for i, (work, items, _) in enumerate(waiting):
@@ -52,13 +53,13 @@ class DeferredBatch:
                 raise
 
     def flush_for(self, owner: object) -> None:
-        """Run all queued work if some of it is the owner's."""
+        """Run all queued work if the owner has queued some of it."""
         if owner in self._owners:
             self.flush()
 
     def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
-        """Return make(), called once for a key as long as it is among the eight keys made last. The result is read only, and used
-        on the current stream."""
+        """Return make(), cached per key. The eight latest keys are kept. The result is read-only and used on the current
+        stream."""
         if key not in self._made:
             if len(self._made) == _KEPT:
                 del self._made[next(iter(self._made))]

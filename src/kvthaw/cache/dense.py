@@ -1,4 +1,4 @@
-"""A layer that keeps all of its KV on the device and attends to all of it: full attention, and the dense first layers."""
+"""A layer that keeps all of its KV on the device and attends to all of it: for full attention, and for dense first layers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _BLOCK = 1024  # tokens of a block in host memory
 
 
 class DenseLayer(DeviceLayer):
-    """KV of one layer, [B, H, capacity, 2, D], each sequence's from its first token on; see LayerKV.
+    """KV of one layer, [B, H, capacity, 2, D], each sequence from its first token on; see LayerKV.
 
-    Tokens behind a sequence's length are never read, so a step that failed left nothing.
+    Tokens behind a sequence's length are never read, so a failed step needs no cleanup.
     """
 
     def __init__(self, number: int, sequences: Sequences, prompt_queries: int | None) -> None:
@@ -62,15 +62,17 @@ class DenseLayer(DeviceLayer):
         return self._data.shape[1] * 2 * self._data.shape[4] * self._data.itemsize
 
     def host_bytes(self, seq: int | None = None) -> int:
-        """Return the bytes of KV on the host: what was offloaded for forks."""
+        """Return the bytes of KV that were copied to the host for forks."""
         return 0 if self._offloaded is None else self._offloaded.nbytes(seq)
 
     def tensors(self) -> list[Tensor]:
         return [self._data, self._tickets] if self._allocated else []
 
     def offloaded(self, block_size: int, format: RowFormat) -> HostStore:
-        """Return the rows of this layer on the host, as far as they fill blocks of so many tokens, for forks to share: nobody ever
-        writes into a full block. They are copied once, for which this waits, and stay as long as this layer's rows do."""
+        """Return a host store with this layer's full blocks, which forks share. Nobody writes into a full block.
+
+        The rows are copied once, and this call waits for that. The store is kept until this layer's rows change.
+        """
         data, store = self._data, self._offloaded
         if store is None or (store.block_size, store.format) != (block_size, format):
             count, (heads, dim), pinned = self.sequences.count, (data.shape[1], data.shape[4]), data.is_cuda
@@ -99,7 +101,7 @@ class DenseLayer(DeviceLayer):
         return attend_rows(step, query, attend)
 
     def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
-        """Attend to everything, by a kernel that reads device counters alone."""
+        """Attend to everything, with a kernel that reads only device counters."""
         self._make_room()
         self.sequences.place(step, t, self._data.device)
         return self._attend_one(query, newest, attention)
@@ -114,7 +116,7 @@ class DenseLayer(DeviceLayer):
         self._write(step, query, key, value, self.scale)
 
     def join(self, others: Sequence[DenseLayer]) -> None:
-        """Take over the tokens of other layers, their sequences one below the other; `sequences` counts them already."""
+        """Copy the tokens of other layers, their sequences in order. `sequences` counts them already."""
         self._offloaded = None
         rows = [(other, seq) for other in others for seq in range(other.sequences.count)]
         self.recent_queries = {
@@ -141,7 +143,7 @@ class DenseLayer(DeviceLayer):
         return sparse_decode(step, self._tickets)
 
     def _write(self, step: Step, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Put the step's tokens in their places; the data afterwards."""
+        """Write the step's tokens to their positions and return all data."""
         if not self._allocated:
             self._allocate(key, len(step.left_pad), scale)
         self._make_room()
@@ -215,12 +217,12 @@ class DenseLayer(DeviceLayer):
 
 
 def _causal(query: Tensor, data: Tensor, attention: AttentionParams) -> Tensor:
-    """Return the attention of the last tokens of data [B, H, n, 2, D]."""
+    """Return the causal attention of the last tokens to data [B, H, n, 2, D]."""
     return attention.causal(query, data[:, :, :, 0], data[:, :, :, 1])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros. On a CPU the system gives their pages when they are written: capacity that nobody uses costs no time."""
+    """Return zeros. On a CPU the system maps pages on first write, so unused capacity costs no time."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size, aligned = math.prod(shape) * dtype.itemsize, 64  # bytes, as torch's own

@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers as a tensor on the device. The host does not wait for what a GPU was given before."""
+    """Return numbers as a tensor on the device. The host does not wait for the GPU."""
     return sent(torch.tensor(values, dtype=dtype), device)
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. The host does not wait for what a GPU was given before."""
+    """Return a tensor on a device. The host does not wait for the GPU."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not x.is_cuda else x.to(device)
 
 
 def to_host(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Return a tensor on the CPU in float32, contiguous if it came from a GPU, and what ends its way."""
+    """Return a tensor on the CPU in float32, contiguous if it came from a GPU, and the event that ends its copy."""
     if not x.is_cuda:
         return x.float(), None
     here = torch.empty(x.shape, dtype=torch.float32, pin_memory=True).copy_(x.float(), non_blocking=True)
@@ -29,8 +29,8 @@ def to_host(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 class Download:
-    """A tensor that is being copied to the host. A call waits for the copy, but for nothing that a GPU is given later, and returns
-    it."""
+    """A tensor that is being copied to the host. A call waits for this copy only, not for later GPU work, and returns the
+    tensor."""
 
     def __init__(self, x: Tensor) -> None:
         self._here = x
@@ -45,7 +45,7 @@ class Download:
         return self._here
 
     def ready(self) -> bool:
-        """Return whether a call would not wait."""
+        """Return whether a call would return without waiting."""
         return self._copied is None or self._copied.query()
 
 
@@ -58,10 +58,13 @@ class _Values:
 
 
 class DeviceLengths:
-    """Lengths [B] int32 with the newest token, starts [B] int32 of the rings, and live [B] int32, 1 for sequences that a step gives
-    a token.
+    """Per-sequence counters of a step on the device, [B] int32 each. The host knows their values and writes only changes.
 
-    Addresses change only with the number of sequences. The host knows the values and writes only what changes.
+    Their addresses change only with the number of sequences.
+
+    lengths: tokens, the newest included.
+    starts: first position in the ring.
+    live: 1 for sequences that get a token in this step.
     """
 
     def __init__(self) -> None:
@@ -69,7 +72,7 @@ class DeviceLengths:
         self._values: _Values | None = None
 
     def set(self, lengths: Sequence[int], starts: Sequence[int], live: Sequence[int], device: torch.device) -> None:
-        """Set all values; one token more in every live sequence is a single addition on the device."""
+        """Set all values. If every live sequence only gained one token, this is a single addition on the device."""
         want = _Values(tuple(lengths), tuple(starts), tuple(live), device)
         if want == self._values:
             return
@@ -85,13 +88,13 @@ class DeviceLengths:
         self._values = want
 
     def advance(self) -> None:
-        """Note that a replayed step has added a token to every live sequence."""
+        """Record that a replayed step has added a token to every live sequence."""
         values = self._values
         assert values is not None
         values.lengths = tuple(n + new for n, new in zip(values.lengths, values.live, strict=True))
 
     def forget(self) -> None:
-        """Note that the values are not known, since a replayed step failed."""
+        """Mark the values as unknown after a replayed step failed."""
         self._values = None
 
     def tensors(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Device memory for blocks of KV: how much of it each layer may take, and arenas that hold the blocks."""
+"""Device memory for blocks of KV: each layer's share of it, and arenas that allocate the blocks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ _CHUNK = 16  # blocks that an arena allocates at once
 
 
 def spare(free: int, total: int) -> int:
-    """Return what a cache may fill of a device's free bytes: all but 2 GiB and a sixteenth of all, for activations."""
+    """Return how many of a device's free bytes a cache may fill: all but 2 GiB and 1/16 of the total, kept for activations."""
     return max(0, free - total // 16 - (2 << 30))
 
 
 class DeviceMemory:
     """Device memory of one cache: at most `limit` bytes, shared evenly by the layers that offload.
 
-    limit: None or 0 places no block on the device; "auto": what is free when the first layer is allocated, less a margin for
-    activations. bytes: the limit as a number. spills: blocks may lie on the host, since some do or there is no room for all tokens
-    that sequences can have; from then on, until reset(). fixed: by layer, bytes that have no other place: sink, ring, pool and
-    index, or all KV of a dense layer; they count against the limit. streams: those beside the current one that may read blocks.
-    On a CPU a block that is placed on the device is a tensor that is not pinned. Arenas allocate several blocks at once, which the
-    limit does not count before they are used.
+    On a CPU, a block "on the device" is an unpinned tensor. Arenas allocate several blocks at once; the limit counts them
+    when they are used.
+
+    limit: None or 0 places no block on the device. "auto": the bytes free when the first layer is allocated, less a margin
+        for activations.
+    bytes: the limit as a number.
+    spills: blocks may lie on the host, because some do or because sequences may outgrow the device. Once True, stays until
+        reset().
+    fixed: by layer, bytes that always lie on the device and count against the limit: sink, ring, pool and index, or all KV
+        of a dense layer.
+    streams: streams that may read blocks, in addition to the current one.
     """
 
     def __init__(self, limit: int | str | None = None, offloaded: Collection[int] = (), ranks: Ranks = ALONE) -> None:
@@ -42,10 +47,10 @@ class DeviceMemory:
         self._arenas: dict[tuple[object, ...], BlockArena] = {}
 
     def resolve(self, device: torch.device) -> None:
-        """Set the limit that "auto" means on a device: nothing on a CPU.
+        """Set `bytes` if the limit is "auto". On a CPU it stays 0.
 
-        On a GPU the limit is the free bytes that torch may take (`torch.cuda.set_per_process_memory_fraction`), less what
-        `spare` leaves. The least of all processes counts.
+        On a GPU it is the free bytes that torch may take (`torch.cuda.set_per_process_memory_fraction`), less the margin of
+        `spare`. All processes use the smallest value of any.
         """
         if self.limit == "auto" and not self.bytes and device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
@@ -69,7 +74,7 @@ class DeviceMemory:
         return self._arenas[key]
 
     def reset(self) -> None:
-        """Free what no block uses; report the limit again."""
+        """Free the arenas, forget `fixed`, and return to the configured limit."""
         self.fixed.clear()
         self._arenas.clear()
         self.bytes, self.spills = self.limit if isinstance(self.limit, int) else 0, False
@@ -81,7 +86,7 @@ class DeviceMemory:
 
 
 class BlockArena:
-    """Blocks of one shape, in chunks whose addresses stay. A freed block is given out again behind all work that may read it."""
+    """Allocate blocks of one shape in chunks with fixed addresses. A freed block is reused after all work that may read it."""
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, streams: Sequence[torch.cuda.Stream]
@@ -109,7 +114,7 @@ class BlockArena:
         return block
 
     def note_freed(self) -> None:
-        """Note, for blocks freed since the last call, often hundreds, the work under way that may read them."""
+        """Record the GPU work that may still read the blocks freed since the last call, often hundreds."""
         if count := len(self._freed):
             readers = self.readers()
             self._ready.extend((*self._freed.popleft(), readers) for _ in range(count))
@@ -122,7 +127,7 @@ class BlockArena:
 
 
 class DeviceBlocks:
-    """Blocks of one layer that lie on the device."""
+    """Allocate blocks of one layer on the device."""
 
     def __init__(
         self, memory: DeviceMemory, layer: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -134,11 +139,11 @@ class DeviceBlocks:
 
     @property
     def room(self) -> int:
-        """Bytes that are left, negative where index or slab have grown into those of blocks."""
+        """Bytes that are left for blocks. Negative if index or slab have outgrown their part."""
         return self.memory.share(self.layer) - self.used
 
     def take(self) -> Tensor | None:
-        """Return an uninitialised block, to be written on the current stream; None where there is no room."""
+        """Return an uninitialised block, to be written on the current stream, or None if there is no room."""
         if self.room < self.size:
             return None
         try:

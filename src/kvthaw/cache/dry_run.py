@@ -1,4 +1,5 @@
-"""What a cache will hold, by the cache itself: its layers are allocated on torch's meta device, where tensors have sizes alone."""
+"""Compute the memory of a cache without allocating it: its layers are created on torch's meta device, where tensors have only
+sizes."""
 
 from __future__ import annotations
 
@@ -18,18 +19,26 @@ from kvthaw.cache.plan import Plan
 from kvthaw.cache.step import Step
 
 _SAMPLE, _DECODED = 4096, 64
-"""Keys of the index by which one on the host is estimated, and how many of them come after the prompt: tables grow then."""
+"""Keys of the sample index that estimates the size of an index on the host, and how many of them are appended after its
+prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a cache takes, in bytes, until its sequences have all their tokens.
+    """Memory that a cache takes, in bytes, when its sequences have reached their full length.
 
-    On the device: dense (KV of the layers that attend to everything, at their capacity), slab (sink, window, buffer and fetched
-    rows), index, blocks (rows that lie there), windows (KV of sliding-window layers). On the host: rows; host_index, an estimate.
-    searching: how many layers select. plan: the sizes in force, None if every layer attends to everything. reason: why what is in
-    force is. capacity: tokens that a sequence has room for on the device. fetched: bytes that cross the bus in a step if none of
-    the selected rows is on the device already.
+    dense: on the device, KV of the layers that attend to everything, at their capacity.
+    slab: on the device, sink, window, buffer and fetched rows.
+    index: on the device.
+    blocks: on the device, rows that lie there.
+    windows: on the device, KV of sliding-window layers.
+    rows: on the host.
+    host_index: on the host, an estimate.
+    searching: number of layers that select rows.
+    plan: the sizes in force; None if every layer attends to everything.
+    reason: why full attention or the method is in force.
+    capacity: tokens per sequence that the device has room for.
+    fetched: bytes that cross the bus in a step if no selected row is on the device already.
     """
 
     dense: int
@@ -59,10 +68,13 @@ class Needs:
 def dry_run(
     kv: KVCache, tensors: Callable[[int], tuple[Tensor, Tensor]], batch: int, prompt: int, new_tokens: int, *, pinned: bool
 ) -> Needs:
-    """Return what an empty cache takes for `batch` sequences with prompts of so many tokens and answers of at most `new_tokens`.
+    """Return the memory of an empty cache for `batch` sequences with prompts of `prompt` tokens and at most `new_tokens`
+    answer tokens.
 
-    tensors: returns a layer's query [B, Hq, prompt, D] and key [B, H, prompt, D] by its number, on the meta device. pinned: rows on
-    the host are pinned. The cache is of no use afterwards: it counts tokens that it does not have.
+    The cache is unusable afterwards: it counts tokens that it does not have.
+
+    tensors: returns a layer's query [B, Hq, prompt, D] and key [B, H, prompt, D] by its number, on the meta device.
+    pinned: whether rows on the host are pinned.
     """
     made: dict[Hashable, OffloadedLayer] = {}
     twins: dict[int, OffloadedLayer] = {}  # the allocated layer that a layer is like
@@ -121,8 +133,8 @@ def dry_run(
 
 
 def _bytes_a_key(layer: OffloadedLayer) -> float:
-    """Return the bytes of host memory that an index on the host takes for a key of one KV head, from one of random keys; 0 for an
-    index that does not tell."""
+    """Return the host bytes per key of one KV head that an index on the host takes, measured on random keys; 0 if it does not
+    tell."""
     assert layer.retriever is not None
     own = layer.retriever.context
     store, first = HostStore(1, 1, own.head_dim, own.dtype, format=layer.store.format), own.regions.sink

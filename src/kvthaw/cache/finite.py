@@ -1,4 +1,4 @@
-"""Whether keys and values were finite, known to the host without waiting for the device."""
+"""Check that keys and values are finite, without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.errors import CacheError
 
 EVERY = 8
-"""Steps between two looks at the flags of a GPU: two small launches for all layers."""
+"""Steps between two copies of the flags from a GPU, which take two small launches for all layers."""
 
 
 class PromptCheck:
-    """Whether keys and values of prompts were finite in each layer, by their extremes; the host waits in wait() alone."""
+    """Check that keys and values of prompts were finite in each layer, by their extremes. Only wait() makes the host wait."""
 
     def __init__(self, layers: Sequence[OffloadedLayer]) -> None:
         self._layers = [layer.number for layer in layers for _ in layer.extremes]
@@ -25,24 +25,24 @@ class PromptCheck:
             self._finite = Download(torch.stack([number for layer in layers for number in layer.extremes]).isfinite())
 
     def wait(self) -> None:
-        """Raise CacheError for the first layer whose keys or values were not."""
+        """Raise CacheError for the first layer with keys or values that are not finite."""
         if self._layers and not (finite := self._finite()).all():
             layer = self._layers[finite.tolist().index(False)]
             raise CacheError(f"the model gave keys or values that are not finite in layer {layer}")
 
 
 def check_prompts(layers: Sequence[OffloadedLayer]) -> None:
-    """Raise CacheError for the first layer whose prompts brought keys or values that are not finite."""
+    """Raise CacheError for the first layer whose prompts have keys or values that are not finite."""
     PromptCheck(layers).wait()
     for layer in layers:
         layer.extremes = []
 
 
 class FiniteCheck:
-    """Reads the flags that the attention kernels of all layers raise, and what is known of prompts that come in chunks.
+    """Check the non-finite flags of all layers' attention kernels, and prompts that come in chunks.
 
-    On a CPU at every look. On a GPU every few looks, by a copy to pinned memory that a later look finds complete, so a step's error
-    is reported at most 2 * EVERY steps after the device has run the step.
+    On a CPU every look reads the flags. On a GPU every EVERYth look starts a copy to pinned memory, and a later look reads
+    it. An error is therefore reported at most 2 * EVERY steps after the device has run the step.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,11 @@ class FiniteCheck:
         self._prompts: dict[int, PromptCheck] = {}  # by sequence, of the latest chunk
 
     def prompt(self, seq: int, layers: Sequence[OffloadedLayer]) -> None:
-        """Take the extremes of a chunk of a sequence's prompt from the layers. Raise CacheError where the chunk before was not
-        finite, on a CPU where this one was not; else end() does."""
+        """Take the extremes of a chunk of a sequence's prompt from the layers.
+
+        Raises CacheError if the chunk before was not finite. On a CPU it also raises for this chunk; on a GPU the next call
+        or end() does.
+        """
         check, runs_on = PromptCheck(layers), any(number.is_cuda for layer in layers for number in layer.extremes)
         for layer in layers:
             layer.extremes = []
@@ -63,13 +66,13 @@ class FiniteCheck:
             self.end(seq)
 
     def end(self, seq: int) -> None:
-        """Raise CacheError where the latest chunk of a sequence's prompt was not finite. Waits for that chunk."""
+        """Raise CacheError if the latest chunk of a sequence's prompt was not finite. Waits for that chunk."""
         check = self._prompts.pop(seq, None)
         if check is not None:
             check.wait()
 
     def forget(self, seq: int, layers: Sequence[LayerKV]) -> None:
-        """Forget the prompt of a sequence, and lower the flags of all layers at once: they may be this sequence's."""
+        """Forget the prompt of a sequence and clear the flags of all layers, which this sequence may have set."""
         self._prompts.pop(seq, None)
         if flags := [flag for layer in layers if (flag := layer.nonfinite()) is not None]:
             torch._foreach_zero_(flags)
@@ -81,9 +84,9 @@ class FiniteCheck:
             self._raise(next((layer for layer, flag in zip(layers, flags().tolist(), strict=True) if flag), None))
 
     def ask(self, layers: Sequence[LayerKV]) -> dict[int, Tensor]:
-        """Start the copy of all layers' flags from the GPU every few steps. A later check() reads it.
+        """Start to copy all layers' flags from the GPU, every few steps. A later check() reads the copy.
 
-        Returns flags by layer that are on a CPU.
+        Returns the flags that are on a CPU, by layer.
         """
         self._looks += 1
         if self._cuda and (self._asked is not None or self._looks % EVERY):
@@ -97,7 +100,7 @@ class FiniteCheck:
         return {}
 
     def look(self, layers: Sequence[LayerKV]) -> None:
-        """check() and ask(); raises CacheError for flags on a CPU at once."""
+        """Run check() and ask(). Raises CacheError at once for flags on a CPU."""
         self.check()
         self._raise(next((layer for layer, flag in self.ask(layers).items() if flag), None))
 

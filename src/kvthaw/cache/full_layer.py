@@ -1,4 +1,4 @@
-"""One layer whose queries attend to everything, with KV in blocks on the device: memory grows with the tokens."""
+"""A layer that attends to everything, with KV in blocks on the device, so that memory grows with the tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvthaw.kernels.places import Newest
 
 
 class FullLayer(OffloadedLayer):
-    """Sink and ring in a slab, all other rows in blocks, of which attention reads each where it lies; see LayerKV.
+    """Sink and ring in a slab, and all other rows in blocks, where attention reads them; see LayerKV.
 
-    A DenseLayer has room for every sequence's capacity. This one takes blocks as tokens come, so that a running batch of short
-    sequences with a large capacity may attend to everything. A block for which the device has no room lies on the host, and
+    A DenseLayer reserves every sequence's capacity. A FullLayer allocates blocks as tokens come, so a running batch of
+    short sequences with a large capacity may attend to everything. If the device is full, a block lies on the host and
     attention reads it over the bus.
     """
 

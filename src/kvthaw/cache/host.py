@@ -1,8 +1,8 @@
-"""The frozen part: an append-only store of rows in host memory, one per layer.
+"""The frozen rows of a layer: an append-only store in blocks of host memory, some of them on the device.
 
 A row is one token of one KV head, its K then its V, stored as `RowFormat` says. Rows lie in token order in blocks of [H, E,
-*tail], pinned where there is a GPU. Nothing is ever rewritten, so blocks are shared between sequences that have a prefix in common
-(beams, repeated prompts) and copied only when a sequence writes into one that it shares.
+*tail], which are pinned if there is a GPU. Rows are never rewritten. Sequences with a common prefix (beams, repeated
+prompts) therefore share blocks. A block is copied only when a sequence writes into a shared one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from kvthaw.native import gather_rows
 class HostStore:
     """Rows of one layer, by sequence and position.
 
-    Rows 0 .. length(seq) - 1 of a sequence are readable. `block_size` is E. Every block is one contiguous tensor, so that row
-    (h, t) begins (h * E + t % E) * row_bytes after address `addresses(seq)[t // E]`. format: None: rows lie as they come.
+    Rows 0 .. length(seq) - 1 of a sequence are readable. Every block is one contiguous tensor. Row (h, t) begins (h * E + t
+    % E) * row_bytes after address `addresses(seq)[t // E]`.
+
+    block_size: E, tokens per block.
+    format: how a row is stored; None: in `dtype`, unchanged.
     """
 
     def __init__(
@@ -54,31 +57,32 @@ class HostStore:
         self.allocator = BlockAllocator(memory or HostMemory(), shape, format.stored, pinned=pinned)
         self._length = [0] * seqs
         self.kept: MutableMapping[Any, Block] = {}
-        """Blocks that a prefix cache holds."""
+        """Blocks that a prefix cache owns."""
         self.version = 0
-        """Changes whenever addresses do."""
+        """Changes whenever block addresses change."""
         self._table: tuple[int, Tensor] | None = None
         self.on_device = Addresses()
         self.crossed = torch.zeros(COUNTERS, dtype=torch.int64)
-        """Rows that were fetched from blocks on the host, in several sums; counted where some lie on the device."""
+        """Rows that were fetched from blocks on the host, in several partial sums. Counted only if some blocks lie on the
+        device."""
         self.pages: PageCopy | None = None
-        """Copies of the rows in page order, where keep_pages() asked for them."""
+        """A second copy of the rows in page order, if keep_pages() asked for it."""
         self.arriving: torch.cuda.Event | None = None
-        """Passes when all rows appended so far are there; None: they are."""
+        """Event that passes when all rows appended so far have arrived; None: they have."""
         self.ordered = True
-        """Whether what the device does next on the current stream comes after that."""
+        """Whether later work on the current stream already comes after `arriving`."""
 
     @property
     def seqs(self) -> int:
         return len(self._blocks)
 
     def length(self, seq: int) -> int:
-        """Return the number of tokens of a sequence that are readable."""
+        """Return the number of readable tokens of a sequence."""
         return self._length[seq]
 
     @property
     def pinned(self) -> bool:
-        """Whether kernels reach the blocks."""
+        """Whether blocks are pinned, so that kernels can read them."""
         return self.allocator.pinned
 
     @property
@@ -87,18 +91,20 @@ class HostStore:
         return self.format.row_bytes
 
     def nbytes(self, seq: int | None = None, *, on_device: bool = False) -> int:
-        """Return the bytes of host or device memory that the blocks of one sequence hold, or of all and the ones ahead; shared ones
-        once."""
+        """Return the bytes of host or device memory that blocks hold. Shared blocks count once.
+
+        seq: only this sequence's blocks; None: all, including the blocks allocated ahead.
+        """
         held = self._blocks if seq is None else [self._blocks[seq]]
         unique = {block: block.data.nbytes for blocks in held for block in blocks if block.on_device == on_device}
         return sum(unique.values()) + (self.allocator.nbytes(on_device=on_device) if seq is None else 0)
 
     def addresses(self, seq: int) -> Tensor:
-        """[blocks] int64: where each block of a sequence begins."""
+        """Return the address of each block of a sequence, [blocks] int64."""
         return torch.tensor([block.place[0] for block in self._blocks[seq]], dtype=torch.int64)
 
     def table(self) -> Tensor:
-        """[seqs, most blocks] int64: the addresses of all sequences, 0 padded."""
+        """Return the block table of all sequences, [seqs, most blocks] int64, 0 padded."""
         known, version = self._table, self.version  # read first: another thread may add blocks meanwhile
         if known is None or known[0] != version:
             tables = [self.addresses(seq) for seq in range(self.seqs)]
@@ -111,20 +117,25 @@ class HostStore:
         return torch.nn.utils.rnn.pad_sequence(maps, batch_first=True)
 
     def places(self) -> list[list[tuple[int, bool]]]:
-        """Return of each sequence's blocks the address, and whether it is one on the host."""
+        """Return, for each sequence, its blocks' addresses and whether each lies on the host."""
         return [[block.place for block in blocks] for blocks in self._blocks]
 
     def table_on(self, device: torch.device) -> Tensor:
-        """Return the table on the device, as it is now. It stays where it is while there is room. No host sync."""
+        """Return the current block table on the device. It keeps its address while there is room. No host sync."""
         return self.on_device.follow(self, device)
 
     def make_room(self, tokens: int, device: torch.device) -> None:
-        """Grow the table on the device to `tokens` per sequence. The table stays where it is until a sequence has more."""
+        """Grow the table on the device to `tokens` per sequence. It keeps its address until a sequence has more."""
         self.on_device.make_room(self, tokens, device)
 
     def append(self, seq: int, rows: Tensor, *, non_blocking: bool = False) -> None:
-        """Add rows [H, n, 2, D] of any device behind a sequence's last. With non_blocking, a copy from the device is only
-        enqueued on the current stream; the caller waits before anyone reads. The tokens of a head neighbour each other."""
+        """Append rows [H, n, 2, D] of any device to a sequence.
+
+        A block holds the tokens of each head contiguously.
+
+        non_blocking: only enqueue the copy from the device on the current stream; the caller waits before anyone reads the
+            rows.
+        """
         start, n, rows = self._length[seq], rows.shape[1], self.format.encode(rows)
         self.claim(seq, start + n)
         for number, offset, done, take in self._pieces(start, start + n):
@@ -139,27 +150,30 @@ class HostStore:
         self._length[seq] = start + n
 
     def extend(self, seq: int, length: int) -> None:
-        """A sequence has `length` tokens, those behind its last on their way to where claim() made room."""
+        """Set the length of a sequence to `length` tokens. The new rows are being copied to the space that claim() allocated."""
         self._length[seq] = length
 
     def arrive(self, copied: torch.cuda.Event, *, ordered: bool) -> None:
-        """All rows appended so far are there when `copied` passes. ordered: it was recorded on the current stream."""
+        """Record that all rows appended so far are in place when `copied` passes.
+
+        ordered: whether `copied` was recorded on the current stream.
+        """
         self.arriving, self.ordered = copied, ordered
 
     def wait(self) -> None:
-        """Until all rows are there: the host reads them next."""
+        """Wait on the host until all rows are in place."""
         if self.arriving is not None:
             self.arriving.synchronize()
             self.arriving, self.ordered = None, True
 
     def order(self, device: torch.device) -> None:
-        """The device reads them next, on its current stream; the host does not wait."""
+        """Make the device's current stream wait until all rows are in place. The host does not wait."""
         if self.arriving is not None and not self.ordered:
             torch.cuda.current_stream(device).wait_event(self.arriving)
             self.ordered = True
 
     def claim(self, seq: int, length: int) -> None:
-        """Allocate what appending up to `length` tokens of a sequence takes, copies of shared blocks included."""
+        """Allocate the blocks for `length` tokens of a sequence. Shared blocks that will be written are copied."""
         blocks = self._blocks[seq]
         self.allocator.prepare(seq, -(-length // self.block_size) - len(blocks))
         while len(blocks) * self.block_size < length:
@@ -169,7 +183,7 @@ class HostStore:
             self._writable(seq, number)
 
     def replace(self, old: Block, new: Block) -> bool:
-        """Put a copy in the place of a block, in every sequence. Returns whether one has it."""
+        """Replace a block by its copy in every sequence and prefix. Returns whether any held it."""
         places = [(blocks, i) for blocks in self._blocks for i, block in enumerate(blocks) if block is old]
         for blocks, i in places:
             blocks[i] = new
@@ -183,12 +197,14 @@ class HostStore:
         return bool(places or kept)
 
     def reserved(self, seq: int) -> int:
-        """Return the number of tokens that a sequence's blocks have room for, without the one allocated ahead."""
+        """Return the number of tokens that a sequence's blocks can hold, without the block allocated ahead."""
         return len(self._blocks[seq]) * self.block_size
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
-        """Return rows start .. stop of a sequence as [H, stop - start, 2, D], perhaps a view where they lie in one block. On the
-        host, or on the device where any does."""
+        """Return rows start .. stop of a sequence as [H, stop - start, 2, D], possibly a view if one block holds them.
+
+        The result is on the device if any of the rows lies there, else on the host.
+        """
         if not 0 <= start <= stop <= self._length[seq]:
             raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
         parts = self._parts(seq, start, stop)
@@ -200,8 +216,11 @@ class HostStore:
         return self.format.decode(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
 
     def gathers(self, seq: int, device: torch.device) -> Callable[[int, Tensor], None] | None:
-        """Return a function that copies rows from a position on of a sequence to out [H, n, 2, D] by one kernel on the current
-        stream; None where not all of its blocks lie on a GPU as the model's rows."""
+        """Return a function (position, out) that copies a sequence's rows from `position` on to out [H, n, 2, D] with one
+        kernel.
+
+        The kernel runs on the current stream. Returns None unless all blocks of the sequence lie on a GPU, unquantized.
+        """
         apart = device.type != "cuda" or not all(block.on_device for block in self._blocks[seq])
         if apart or self.format.fp8 or not HAS_TRITON:
             return None
@@ -215,8 +234,11 @@ class HostStore:
         return out[0]
 
     def copy_keys(self, seqs: Sequence[int], start: int, out: Tensor) -> None:
-        """Copy the keys of rows start .. start + n of some sequences to out [R, H, n, D], each head contiguous. Waits for rows that
-        are still being copied to the host: a kernel on the current stream, else this thread."""
+        """Copy the keys of rows start .. start + n of `seqs` to out [R, H, n, D], each head contiguous.
+
+        Rows may still be on their way to the host. A kernel on the current stream waits for them, or on a CPU this thread
+        does.
+        """
         stop = start + out.shape[2]
         for seq in seqs:
             if not 0 <= start <= stop <= self._length[seq]:
@@ -234,7 +256,7 @@ class HostStore:
                 stream_definition([block.data for block in self._blocks[seq]], start, keys, self.format)
 
     def gather(self, rows: Tensor, out: Tensor) -> tuple[int, Tensor]:
-        """As `kvthaw.native.gather_rows`: rows [B, H, M] int32 of the first B sequences, as they are stored."""
+        """Gather rows [B, H, M] int32 of the first B sequences in stored form, as `kvthaw.native.gather_rows` does."""
         return gather_rows(self.table()[: len(rows)], self.block_size, rows, out)
 
     def piece(self, seq: int, head: int, row: int, most: int) -> Tensor:
@@ -243,12 +265,14 @@ class HostStore:
         return self._blocks[seq][number].data[head, offset : offset + most]
 
     def keep_pages(self) -> None:
-        """Keep a second copy of each sequence's rows, in the order that rearrange() gives."""
+        """Keep a second copy of each sequence's rows, in the order given to rearrange()."""
         self.pages = PageCopy(self.format, pinned=self.pinned)
 
     def rearrange(self, seq: int, order: Tensor) -> None:
-        """Begin to copy rows of a sequence, which are there, in an order, [H, T] int32 positions, where copies in page order are
-        kept."""
+        """Start to copy a sequence's rows into page order, if such copies are kept. The rows must be in place.
+
+        order: [H, T] int32 positions.
+        """
         if self.pages is not None:
             table, blocks = self.table()[seq : seq + 1], self.blocks(seq)  # which must not go meanwhile
 
@@ -259,8 +283,11 @@ class HostStore:
             self.pages.rewrite(seq, order.to("cpu", copy=True).contiguous(), gather)
 
     def copy_to(self, out: Tensor, seq: int, start: int) -> None:
-        """Copy the rows from `start` on into out [H, n, 2, D] of any device: at once where all lie on it, else block by block. From
-        pinned memory to a GPU that is only enqueued on the current stream."""
+        """Copy the rows from `start` on to out [H, n, 2, D] of any device.
+
+        One copy if all rows lie on out's device, else one per block. Copies from pinned memory to a GPU are only enqueued
+        on the current stream.
+        """
         stop, stored = start + out.shape[1], self.format.like(out)
         if stop > self._length[seq]:
             raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
@@ -275,7 +302,7 @@ class HostStore:
             out.copy_(self.format.decode(stored))
 
     def truncate(self, seq: int, length: int) -> None:
-        """Forget rows >= length; blocks no longer needed are freed, but for one kept ahead if rows are left."""
+        """Drop rows >= length. Blocks no longer needed are freed, but one is kept ahead if any row is left."""
         if length > self._length[seq]:
             raise IndexError(f"sequence {seq} holds {self._length[seq]} rows, fewer than {length}")
         if self.pages is not None:
@@ -292,8 +319,10 @@ class HostStore:
         self.version += 1
 
     def share(self, other: HostStore) -> None:
-        """Hold another store's rows in the place of one's own, blocks shared until either writes into one. Raises ValueError where
-        the two differ in a row's or a block's size."""
+        """Hold the rows of another store instead of one's own. Blocks are shared until either store writes into one.
+
+        Raises ValueError if rows or blocks of the two differ in size.
+        """
         if self.allocator.kind != other.allocator.kind:
             raise ValueError(f"a store of {self.allocator.kind} cannot share rows of one of {other.allocator.kind}")
         for seq in range(self.seqs):
@@ -306,13 +335,16 @@ class HostStore:
         return list(self._blocks[seq])
 
     def adopt(self, seq: int, blocks: Sequence[Block], length: int) -> None:
-        """Begin a sequence that has no rows with `length` rows of these blocks, shared until it writes into one."""
+        """Start an empty sequence with the first `length` rows of `blocks`, which are shared until it writes into one."""
         self._blocks[seq], self._length[seq] = [block.share() for block in blocks], length
         self.version += 1
 
     def swapped_out(self, seq: int) -> list[Block]:
-        """Return the rows of a sequence in blocks on the host: copies of those on the device, only enqueued there, and the others,
-        all of which the caller owns. Raises HostMemoryError, with nothing changed."""
+        """Return the rows of a sequence in host blocks that the caller owns.
+
+        Blocks on the device are copied, which is only enqueued. Blocks on the host are shared. Raises HostMemoryError, with
+        nothing changed.
+        """
         held = [Block(self.allocator.on_host()) if block.on_device else block for block in self._blocks[seq]]
         for block, there in zip(held, self._blocks[seq], strict=True):
             block.share()
@@ -322,8 +354,7 @@ class HostStore:
         return held
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        """Sequence i becomes what sequence seqs[i] was, but for its block ahead. No row is copied: sequences share blocks until one
-        writes."""
+        """Make sequence i hold the rows of the former sequence seqs[i]. Blocks are shared until a sequence writes."""
         if self.pages is not None:
             self.pages.clear()
         blocks = [[block.share() for block in self._blocks[seq]] for seq in seqs]
@@ -334,7 +365,7 @@ class HostStore:
         self.version += 1
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostStore:
-        """A store of its own whose blocks are shared until either writes, with none allocated ahead."""
+        """Copy the store. Blocks are shared until either store writes; none is allocated ahead."""
         self.wait()
         memory = copy.deepcopy(self.allocator.memory, memo)
         how: dict[str, Any] = {"block_size": self.block_size, "pinned": self.pinned, "memory": memory, "format": self.format}
@@ -357,13 +388,15 @@ class HostStore:
         self.release()
 
     def _parts(self, seq: int, start: int, stop: int) -> list[Tensor]:
-        """Return rows of a sequence as they are stored, [H, n, *tail] of each block."""
+        """Return rows of a sequence in stored form, [H, n, *tail] of each block."""
         own, pieces = self._blocks[seq], self._pieces(start, stop)
         return [own[number].data[:, offset : offset + take] for number, offset, _, take in pieces]
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield, for each block that has some of the rows start .. stop: its number, where they begin in it, how many come before
-        them, and how many they are."""
+        """Yield (number, offset, done, take) for each block that has some of the rows start .. stop.
+
+        The block's rows offset .. offset + take are rows start + done and on.
+        """
         at = start
         while at < stop:
             number, offset = divmod(at, self.block_size)
@@ -373,7 +406,7 @@ class HostStore:
 
     def _writable(self, seq: int, number: int) -> Tensor:
         block = self._blocks[seq][number]
-        block.moving = None  # what a copy under way has of it is not all
+        block.moving = None  # a copy under way lacks what is written now
         if block.owners > 1:
             copy = self.allocator.allocate(seq).share()
             copy.data.copy_(block.data)

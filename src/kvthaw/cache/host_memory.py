@@ -1,4 +1,4 @@
-"""Host memory for blocks of KV: how much there is, who holds it, and blocks allocated ahead."""
+"""Host memory for blocks of KV: the bytes available, the blocks' owners, and blocks allocated ahead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvthaw.errors import HostMemoryError
 
 
 def check_host_memory(need: int, limit: int | None) -> None:
-    """Raise HostMemoryError where `need` bytes exceed `limit`, or what the system has free where limit is None and it tells."""
+    """Raise HostMemoryError if `need` bytes exceed `limit`. None: the limit is what the system has free, if it tells."""
     free = available_host_memory() if limit is None else limit
     if free is not None and need > free:
         raise HostMemoryError(
@@ -29,7 +29,7 @@ def check_host_memory(need: int, limit: int | None) -> None:
 
 
 def available_host_memory(ranks: Ranks = ALONE) -> int | None:
-    """Return this process's share of the bytes that the system has free, None where it does not tell."""
+    """Return this process's share of the bytes that the system has free; None if it does not tell."""
     free = _system_free()
     return None if free is None else free // ranks.size + _page_locked.spare_bytes
 
@@ -51,8 +51,10 @@ def _machine_free() -> int | None:
 
 
 def container_free(group: Path) -> int | None:
-    """Return the bytes that a container may still take before it is ended, whose control group (version 2) has this folder; None
-    where it has no limit."""
+    """Return the bytes that a container may still allocate before the system kills it; None if it has no limit.
+
+    group: folder of its control group (version 2).
+    """
     try:
         limit, current = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -62,7 +64,7 @@ def container_free(group: Path) -> int | None:
 
 
 _page_locked = PageLocked(_system_free)
-"""What caches of this process have pinned, used or not, as torch keeps its own."""
+"""Memory that caches of this process have pinned, used or not. It is kept for reuse, as torch keeps its own."""
 
 
 def held_bytes(size: int, *, pinned: bool) -> int:
@@ -71,24 +73,28 @@ def held_bytes(size: int, *, pinned: bool) -> int:
 
 
 def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, streams: Sequence[torch.cuda.Stream] = ()) -> Tensor:
-    """Return an uninitialised tensor in host memory, pinned if pinned. streams: those that may read it beside the current one.
-    Raises HostMemoryError where the system gives none."""
+    """Return an uninitialised tensor in host memory. Raises HostMemoryError if the system has none.
+
+    pinned: pin it.
+    streams: streams that may read it, in addition to the current one.
+    """
     size = math.prod(shape) * dtype.itemsize
     if pinned and size > HUGE // 2:
-        with suppress(OSError):  # what the system has against it, torch's way meets too, and says
+        with suppress(OSError):  # torch's allocator then meets the same error, and reports it
             return _page_locked.tensor(shape, dtype, streams)
     try:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
     except RuntimeError as error:
         kind = "pinned " if pinned else ""
         raise HostMemoryError(
-            f"{size:,} more bytes of {kind}host memory cannot be had ({str(error).splitlines()[0]}); shorten the prompt, use fewer "
-            f"rows{', or raise the limits on locked memory (ulimit -l, the container)' if pinned else ''}"
+            f"{size:,} more bytes of {kind}host memory could not be allocated ({str(error).splitlines()[0]}); shorten the prompt, "
+            f"use fewer rows{', or raise the limits on locked memory (ulimit -l, the container)' if pinned else ''}"
         ) from error
 
 
 class _Used:
-    """Bytes that tensors take. Their finalizers hold this and nothing else: what they held would live as long as they do."""
+    """Bytes in use. The tensors' finalizers refer only to this object: whatever they referred to would live as long as the
+    tensors."""
 
     def __init__(self) -> None:
         self.bytes, self.lock = 0, threading.RLock()
@@ -99,17 +105,17 @@ class _Used:
 
 
 class HostMemory:
-    """Host memory that the blocks of one cache take, those allocated ahead and those shared with copies included.
+    """Host memory of one cache's blocks, including blocks allocated ahead or shared with copies.
 
-    limit: the most bytes; None: as many as the system gives. reclaim: drops some of what is kept for later requests; returns
-    whether there was any.
+    limit: the most bytes; None: all that the system has.
+    reclaim: frees some memory that is kept for later requests, such as the prefix cache; returns whether there was any.
     """
 
     def __init__(self, limit: int | None = None, ranks: Ranks = ALONE) -> None:
         self.limit, self.ranks, self._used = limit, ranks, _Used()
         self.reclaim: Callable[[], bool] = lambda: False
         self.streams: Sequence[torch.cuda.Stream] = ()
-        """Those that may read blocks, beside the model's."""
+        """Streams that may read blocks, in addition to the model's."""
         self.allocators: weakref.WeakSet[BlockAllocator] = weakref.WeakSet()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
@@ -122,7 +128,7 @@ class HostMemory:
                     raise
 
     def allocate_free(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        """As allocate(), of what is free without reclaim()."""
+        """Allocate as allocate() does, without calling reclaim()."""
         size = held_bytes(math.prod(shape) * dtype.itemsize, pinned=pinned)
         data = self._allocate(size, shape, dtype, pinned=pinned)
         if self.limit is not None:
@@ -130,8 +136,10 @@ class HostMemory:
         return data
 
     def prepare(self, count: int, size: int, *, pinned: bool) -> None:
-        """Pin memory for so many blocks of so many bytes, which allocate() then gives, on several threads, and with it some
-        for as many blocks of every other layer, which will ask next."""
+        """Pin memory for `count` blocks of `size` bytes, on several threads. allocate() then returns it.
+
+        Pins part of the same amount for every other layer too, as they will ask next.
+        """
         soon = count * len(self.allocators)
         if self.limit is not None:
             room = (self.limit - self.used) // held_bytes(size, pinned=pinned)
@@ -140,20 +148,25 @@ class HostMemory:
             _page_locked.prepare(size, count, soon)
 
     def expect(self, count: int, size: int) -> Callable[[], None] | None:
-        """Return what takes pinned memory for so many blocks of so many bytes, on a thread beside the steps, for allocate() to
-        give; None where there is enough. A later call takes the place of this one: with 0, nothing more is taken."""
+        """Return a function that pins memory for `count` blocks of `size` bytes on a background thread; None if there is
+        enough.
+
+        A later call replaces this one; with 0, nothing more is pinned.
+        """
         room = None if self.limit is None else max(0, (self.limit - self.used) // held_bytes(size, pinned=True))
         few = size > HUGE // 2 and _page_locked.expect(size, count if room is None else min(count, room), room)
         return _page_locked.take_ahead if few else None
 
     @property
     def used(self) -> int:
-        """Bytes now, counted where there is a limit."""
+        """Bytes in use, counted only if there is a limit."""
         return self._used.bytes
 
     def check(self, need: Callable[[], int]) -> None:
-        """Raise HostMemoryError if a prompt's KV needs more bytes than are free. Blocks allocated ahead count as free. need: tells
-        again after each reclaim(), which may make room on the device."""
+        """Raise HostMemoryError if a prompt's KV needs more bytes than are free. Blocks allocated ahead count as free.
+
+        need: returns the bytes needed; called again after each reclaim(), which may free device memory.
+        """
         while True:
             try:
                 return check_host_memory(need(), self.free())
@@ -162,8 +175,10 @@ class HostMemory:
                     raise
 
     def free(self) -> int | None:
-        """Return the bytes that are free in every process, those of a limit with blocks allocated ahead; None where the system
-        does not tell."""
+        """Return the bytes that are free in every process; None if the system does not tell.
+
+        With a limit, blocks allocated ahead count as free.
+        """
         spare = sum(
             allocator.held * sum(not ahead.on_device for ahead in allocator.ahead.values()) for allocator in self.allocators
         )
@@ -194,39 +209,40 @@ class HostMemory:
 class Block:
     """E tokens of all KV heads of one sequence, data [H, E, 2, D], on the device or in host memory.
 
-    place: its address, and whether that is one on the host. moving: the copy that is being made in the other place. recalls: how
-    many of its rows were selected of late, infinite before they were first counted.
+    place: its address, and whether it lies on the host.
+    moving: the copy that is being made on the other side.
+    recalls: decayed count of how often its rows were selected; infinite before the first count.
     """
 
     __slots__ = ("_owners", "data", "moving", "on_device", "place", "recalls")
 
     def __init__(self, data: Tensor, *, on_device: bool = False) -> None:
         self.data, self.on_device, self.place = data, on_device, (data.data_ptr(), not on_device)
-        self._owners: list[None] = []  # whose append() and pop() no finalizer on any thread can cut in two
+        self._owners: list[None] = []  # append() and pop() are atomic, so a finalizer on another thread is safe
         self.recalls = math.inf
         self.moving: Block | None = None
 
     @property
     def owners(self) -> int:
-        """How many sequences, prefix caches and swapped-out sequences hold the block. Only a lone owner may write to it."""
+        """Number of sequences, prefix caches and swapped-out sequences that hold the block. Only a sole owner may write to it."""
         return len(self._owners)
 
     def share(self) -> Block:
-        """Count one owner more. Returns the block."""
+        """Add one owner. Returns the block."""
         self._owners.append(None)
         return self
 
     def release(self) -> bool:
-        """Count one owner less. Returns whether none is left."""
+        """Remove one owner. Returns whether none is left."""
         self._owners.pop()
         return not self._owners
 
 
 class BlockAllocator:
-    """Allocates the blocks of one store, and for each sequence one ahead at most.
+    """Allocate the blocks of one store, and at most one ahead for each sequence.
 
-    ahead: by sequence. Such a block is in no address table, so that taking one moves nothing. device: blocks go there while there
-    is room; None: all go to the host.
+    ahead: blocks allocated ahead, by sequence. They are in no block table, so that using one moves nothing.
+    device: blocks go there while there is room; None: all go to the host.
     """
 
     def __init__(self, memory: HostMemory, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> None:
@@ -242,17 +258,20 @@ class BlockAllocator:
 
     @property
     def held(self) -> int:
-        """Bytes of host memory that a block takes there."""
+        """Bytes of host memory that one block takes."""
         return held_bytes(self.size, pinned=self.pinned)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What blocks have in common that can take each other's place."""
+        """Properties that blocks must share to be interchangeable."""
         return self.shape, self.dtype, self.pinned
 
     def allocate(self, seq: int) -> Block:
-        """Return the block that was allocated ahead for a sequence, else a new one; if there is no memory, one that was allocated
-        ahead for another sequence or layer, or one in the place of all of these. Raises HostMemoryError if there is none."""
+        """Return the sequence's block allocated ahead, else a new one. Raises HostMemoryError if there is no memory.
+
+        If memory is short, takes a block allocated ahead for another sequence or layer, or frees all of these and allocates
+        again.
+        """
         if seq in self.ahead:
             return self.ahead.pop(seq)
         try:
@@ -285,7 +304,7 @@ class BlockAllocator:
         return sum(block.data.nbytes for block in self.ahead.values() if block.on_device == on_device)
 
     def new(self) -> Block:
-        """Return a block on the device if there is room, else on the host. Raises HostMemoryError."""
+        """Return a new block, on the device if there is room, else on the host. Raises HostMemoryError."""
         while True:
             data = None if self.device is None else self.device.take()
             if data is not None:

@@ -1,7 +1,7 @@
 """What a method gives kvthaw: an index with its traits, a transfer, and the settings of both.
 
-Letters used in shapes: B sequences, Hq query heads, H KV heads, G = Hq // H, D head_dim, T tokens, M rows selected, C pool slots,
-W the width of an observation window.
+Letters in shapes: B sequences, Hq query heads, H KV heads, G = Hq // H, D head_dim. T tokens, M rows selected, C pool
+slots, W width of an observation window.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from kvthaw.kernels.merge import Partial
 from kvthaw.regions import Regions
 
 RECENT_QUERIES = 128
-"""How many of a prompt's last queries are kept, where a method asks for no other number."""
+"""How many of a prompt's last queries are kept by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The rows that one layer attends to in this step, besides sink, window and buffer. No row twice.
+    """The rows that one layer attends to in this step, besides sink, window and buffer. No row occurs twice.
 
     rows: [B, H, M] int32 token positions in the sequence (left padding not counted), padded with -1; the budget fixes M.
     counts: [B, H] int32, the number of rows among the M.
@@ -126,7 +126,7 @@ class Traits:
     evicts: bool = False
     """The index never selects again what it once dropped."""
     snapshots: bool = False
-    """The index is slow to build and quick to share: it has snapshot(), state() and take()."""
+    """The index is slow to build and fast to share: it has snapshot(), state() and take()."""
     rebuilds: bool = False
     """rebuild() replaces fetched keys by keys that the index computes."""
     attends: bool = False
@@ -134,7 +134,7 @@ class Traits:
 
 
 class Tables(ABC):
-    """What is kept of the tokens of a layer's sequences, and follows every change of them.
+    """Per-token data of a layer's sequences that follows every change of them.
 
     Positions count from the start of a sequence. An index holds the positions [first, length) that it was given, where first is
     the end of the sink.
@@ -145,13 +145,21 @@ class Tables(ABC):
 
     @abstractmethod
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """Index a sequence from scratch. keys, values [H, T, D]: positions first .. first + T; queries [Hq, W, D]: the prompt's
-        last, at most `Method.prompt_queries`."""
+        """Index a sequence from scratch.
+
+        keys, values: [H, T, D], positions first .. first + T.
+        queries: [Hq, W, D], the prompt's last, at most `Method.prompt_queries`.
+        """
 
     @abstractmethod
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        """Add the next n positions of some sequences, in place; one that was never built begins after the sink. keys, values:
-        [R, H, n, D] for the R sequences; queries: None or [R, Hq, W, D]. If it raises, they are truncated to where they were."""
+        """Add the next n positions of some sequences, in place; one that was never built begins after the sink.
+
+        keys, values: [R, H, n, D] for the R sequences.
+        queries: None or [R, Hq, W, D].
+
+        If this raises, the cache truncates the sequences to their former lengths.
+        """
 
     @abstractmethod
     def truncate(self, seq: int, length: int) -> None:
@@ -167,15 +175,15 @@ class Tables(ABC):
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """Return the device tensors that select() reads or writes, those of helper objects included. When one has moved, a
-        captured step is captured again. The cache adds its own (store, slab, sequences)."""
+        """Return the device tensors that select() reads or writes, including the tensors of helper objects. If one has moved,
+        the step is captured again. The cache adds its own (store, slab, sequences)."""
 
     @abstractmethod
     def clone_from(self, other: Self) -> None:
         """Copy the state of another index with the same settings. Later changes of either do not affect the other."""
 
     def swap_out(self, seq: int) -> Any:
-        """Return all that the index holds of a sequence, in host memory; later changes of the sequence leave it as it is.
+        """Return all that the index holds of a sequence, copied to host memory.
 
         Raises CacheError for an index whose sequences cannot wait in host memory. The cache then computes the sequence again.
         """
@@ -201,7 +209,10 @@ class Index(Tables):
 
     @abstractmethod
     def select(self, query: Tensor, budget: int) -> Selection:
-        """Select at most `budget` rows per KV head for one query per head. query: [B, Hq, D], after RoPE, unscaled."""
+        """Select at most `budget` rows per KV head for one query per head.
+
+        query: [B, Hq, D], after RoPE, unscaled.
+        """
 
     def prepare(self, query: Tensor, budget: int, rows: Tensor, counts: Tensor) -> Callable[[], None]:
         """Return a function that selects for the numbers in `query` and writes the result to `rows` and `counts`.
@@ -221,7 +232,7 @@ class Index(Tables):
         return select
 
     def unask(self) -> None:
-        """Take the last select() back: its step failed, and others may decode before the same queries come again."""
+        """Roll back the last select(), because its step failed. Other sequences may decode before the same queries come again."""
 
     @property
     def reversible(self) -> bool:
@@ -235,11 +246,13 @@ class Index(Tables):
         """
 
     def upcoming(self, seq: int) -> int:
-        """Return how many tokens after the indexed ones the index could begin to work on now; 0: none."""
+        """Return how many tokens after the last indexed one the index can start to work on now."""
         return 0
 
     def work_ahead(self, seqs: Sequence[int], keys: Tensor) -> None:
-        """Begin the work on the next tokens of some sequences, as many as upcoming() returned, keys [R, H, n, D].
+        """Start the work on the next n tokens of `seqs`, with n from upcoming().
+
+        keys: [R, H, n, D].
 
         The next appends bring these tokens, unless truncate() or undo() removes a token before them.
         """
@@ -249,17 +262,17 @@ class Index(Tables):
         are on the device, see Transfer."""
 
     def snapshot(self, seq: int) -> Any:
-        """Return what the index holds of a sequence; later changes of either leave the other as it is."""
+        """Return a copy of what the index holds of a sequence."""
         raise NotImplementedError
 
     def state(self, snapshot: Any) -> Mapping[str, Tensor]:
-        """Return a snapshot as tensors on the host, from which another process can make it over the same keys."""
+        """Return a snapshot as tensors on the host, from which another process can restore it for the same keys."""
         raise NotImplementedError
 
     def take(self, seq: int, snapshot: Any, end: int) -> None:
-        """Load positions before `end` from a snapshot of an index with equal settings, or from what state() returned of one.
+        """Load positions before `end` from a snapshot of an index with equal settings, or from state()'s tensors.
 
-        Raises CacheError for tensors that are no snapshot, whatever they hold; the sequence is as it was then.
+        Raises CacheError for tensors that are no valid snapshot; the sequence is then unchanged.
         """
         raise NotImplementedError
 
@@ -274,34 +287,42 @@ class Transfer(Protocol):
     graph_safe: bool
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """Write row fetch[b, h, m] of sequence b, head h into pool slot slots[b, h, m]. Both [B, H, M] int32; fetch -1
-        skips."""
+        """Write row fetch[b, h, m] of sequence b, head h into pool slot slots[b, h, m].
+
+        fetch, slots: [B, H, M] int32; -1 in fetch skips.
+        """
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a layer group finds its rows. A method is one file in kvthaw.methods and one line in METHODS.
+    """How a layer group selects its rows. A method is one file in kvthaw.methods and one line in METHODS.
 
-    name: as in METHODS. paper: its source. unit: what it selects (token, page, cluster, or - for none).
-    differs: what it does otherwise than its paper. choose: when to prefer it. Both for tables, in a few words; - for nothing.
-    index: makes the index of a layer group; None: nothing is retrieved, what leaves the window is stored and not read again.
+    name: its key in METHODS.
+    paper: its source.
+    unit: what it selects (token, page, cluster, or - for none).
+    differs: how it differs from its paper.
+    choose: when to prefer it. `differs` and `choose` are short texts for tables; "-" for none.
+    index: makes the index of a layer group; None: nothing is retrieved. Tokens that leave the window are stored and not
+        read again.
     dense: every layer keeps all KV on the device and attends to all of it.
     regions: the paper's sink, window and update buffer.
 
-    keep: for how many steps, this one included, selected rows stay on the device (ClusterKV's R); 0: each step fetches all its
-    rows.
-    head_limit: a KV head may select up to head_limit times the rows that a step has for each head. The KV heads of a layer together
-    select no more than an equal share each would give.
+    keep: for how many steps, this one included, selected rows stay on the device (ClusterKV's R); 0: each step fetches all
+        its rows.
+    head_limit: a KV head may select up to head_limit times the rows that a step has for each head. The KV heads of a layer
+        together select no more than an equal share each would give.
     transfer: how rows reach a GPU; None: a kernel there reads them (UvaGather). On a CPU they are copied (BulkCopy).
-    anchors: which layers select; those between follow the anchor before them. An int n is every n-th layer that is not dense. A
-    tuple has layer numbers, or shares of the model's depth (floats), with which the first layer that is not dense selects too.
-    any_budget: the index does not depend on the number of rows, only on the regions, so a fork with another budget copies it.
-    Leave it False for an index that is slower to copy than to build.
-    dense_layers: how many first layers of a model of 16 and more keep all KV on the device, unless a cache is told otherwise.
-    kv_dtype: how rows are stored, unless a cache is told; see `kvthaw.config.CacheConfig`.
+    anchors: which layers select; the layers between follow the anchor before them. An int n means every n-th layer that is
+        not dense. A tuple holds layer numbers, or fractions of the model's depth (floats); with fractions the first layer
+        that is not dense selects too.
+    any_budget: the index does not depend on the number of rows, only on the regions, so a fork with another budget copies
+        it. Leave it False for an index that is slower to copy than to build.
+    dense_layers: how many first layers keep all KV on the device, in models of 16 layers and more. A cache may override it.
+    kv_dtype: how rows are stored, unless a cache overrides it; see `kvthaw.config.CacheConfig`.
     prompt_queries: how many of a prompt's last queries are kept for the index, until decoding begins; None: all.
-    rotary: the index needs the model's rotary embedding. prefetches: the index is also asked a layer early, with the query that
-    the layer would have if its attention saw the input of the layer before.
+    rotary: the index needs the model's rotary embedding.
+    prefetches: select() also runs one layer early. Its query is computed as if the layer's attention saw the input of the
+        layer before.
     """
 
     name: str
@@ -333,7 +354,7 @@ class Method:
             at_least(1, anchors=self.anchors)
 
     def make_index(self, context: IndexContext) -> Index:
-        """Make the index of a layer group. Raises ConfigError where `index` makes something else."""
+        """Make the index of a layer group. Raises ConfigError if `index` returns something else."""
         made = None if self.index is None else self.index(context)
         if not isinstance(made, Index):
             must = "it must make an index that inherits kvthaw.cache.index_api.Index"
@@ -341,5 +362,5 @@ class Method:
         return made
 
     def slots(self, rows: int) -> int:
-        """Return how many rows of a KV head the device has room for, where a step selects `rows` for each."""
+        """Return how many pool slots a KV head has on the device if a step selects `rows` per head."""
         return rows * self.head_limit * max(1, self.keep)

@@ -25,14 +25,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What an index held of a sequence, positions first .. end: what Index.snapshot() returned, or the tensors of it."""
+    """An index's state of one sequence, which covers positions first .. end.
+
+    index: what Index.snapshot() returned, or its tensors.
+    """
 
     index: Any
     first: int
     end: int
 
     def nbytes(self) -> int:
-        """Bytes of host memory, those shared with a sequence included."""
+        """Return the bytes of host memory, including bytes shared with a sequence."""
         if isinstance(self.index, Mapping):
             return sum(tensor.nbytes for tensor in self.index.values())
         nbytes: int = self.index.nbytes()
@@ -49,10 +52,10 @@ class Indexed:
 
 
 class IndexUpdater:
-    """Gives the index of a group keys and values, from its anchor's passes, ring and store.
+    """Feed the index of a layer group with keys and values: from its anchor's prefills, its ring and its store.
 
-    Giving the index positions below a sequence's watermark again does nothing. An index on the host reads keys from the store
-    itself, once they have arrived there, and is given their number alone.
+    Positions below a sequence's watermark are not added twice. An index on the host reads keys from the store once they
+    have arrived there. It is given only the number of tokens.
     """
 
     def __init__(self, retriever: Retriever, store: HostStore, slab: Slab) -> None:
@@ -61,21 +64,21 @@ class IndexUpdater:
         self._of = [IndexedSequence(self.first) for _ in range(store.seqs)]
 
     def indexed(self, seq: int) -> int:
-        """Return the position up to which the index has been given tokens of a sequence."""
+        """Return the watermark of a sequence: the position up to which the index has its tokens."""
         return self._of[seq].upto
 
     def is_stale(self, seq: int) -> bool:
-        """Return whether a sequence is to be indexed again before the next step."""
+        """Return whether a sequence must be indexed again before the next step."""
         return self._of[seq].state in (State.STALE, State.BUILDING)
 
     @property
     def stale(self) -> set[int]:
-        """Sequences to be indexed again before the next step."""
+        """Sequences that must be indexed again before the next step."""
         return {seq for seq in range(len(self._of)) if self.is_stale(seq)}
 
     @property
     def reversible(self) -> bool:
-        """Whether the index can take back the next append exactly."""
+        """Whether the index can undo the next append exactly."""
         return self.retriever.index.reversible
 
     def prompt(
@@ -90,14 +93,22 @@ class IndexUpdater:
         *,
         paused: bool = False,
     ) -> None:
-        """Give the index the positions up to `new` that it lacks: some may stand in the ring, the rest are keys, values [H, n, D]
-        from position `past` on. queries [Hq, W, D]: the last ones. remaining: tokens of the same prompt that are still to come.
+        """Index a prompt up to position `new`, starting from the watermark. The ring may hold some of the missing positions.
 
-        paused: steps of other sequences come before those of this one. It is indexed with its last chunk, since no step may select
-        of a part of it; on the host beside the others' steps, see begin() and take_built(). An index on the host cannot take keys
-        back exactly: commit() appends to it. Where an index of one piece is better than one that was appended to, a sequence that a
-        prompt in chunks makes much longer is indexed again, once: with the last chunk if the prompt was announced, else before the
-        next step that asks."""
+        keys, values: [H, n, D], positions `past` and on.
+        queries: [Hq, W, D], the last ones.
+        remaining: tokens of the same prompt that are still to come.
+        paused: steps of other sequences run before this sequence takes one.
+
+        A paused sequence is indexed with its last chunk, because no step may select from a part of it. An index on the host
+        is then built concurrently with steps of other sequences; see begin() and take_built().
+
+        An index on the host cannot undo an append exactly, so commit() appends to it.
+
+        Some indexes are better if built at once than if appended to. A sequence that a prompt in chunks makes much longer
+        is then indexed again, once. This happens with the last chunk if the prompt was announced, else before the next step
+        that selects.
+        """
         index, own = self.retriever.index, self._of[seq]
         old = own.upto
         much = (old > self.first or remaining > 0) and 4 * (new - old + remaining) > old - self.first
@@ -128,7 +139,7 @@ class IndexUpdater:
             self._append([seq], new - old, keys[None], values[None], queries[None])
 
     def snapshot(self, seq: int) -> Snapshot | None:
-        """Return what the index holds of a sequence, None for an index that is as well rebuilt."""
+        """Return a snapshot of a sequence, or None for an index that is as fast to rebuild."""
         index = self.retriever.index
         if not index.traits.snapshots or self.is_stale(seq) or self.indexed(seq) <= self.first:
             return None
@@ -140,8 +151,11 @@ class IndexUpdater:
         return self.retriever.index.state(snapshot.index)
 
     def resume(self, seq: int, start: int, kept: Snapshot | None) -> None:
-        """Index a sequence whose rows came without a prefill up to where its ring begins: with a snapshot of the same tokens, and
-        what it lacks with the rest of the prompt, or from scratch, which is logged where tensors are of no snapshot."""
+        """Index a sequence whose rows came without a prefill, up to position `start`, where its ring begins.
+
+        kept: a snapshot of the same tokens. With it, only the missing tokens are indexed, with the rest of the prompt.
+            Without it, or if its tensors are invalid, which is logged, the index is built from scratch.
+        """
         if start <= self.first:
             return
         end = 0 if kept is None else min(start, kept.end)
@@ -162,8 +176,10 @@ class IndexUpdater:
         self._of[seq].upto = end
 
     def commit(self, paused: Collection[int] = ()) -> None:
-        """Append to an index on the host what a prompt gave it, whose step is certain now; beside the others' steps where the
-        sequence is paused."""
+        """Append the tokens of a prompt step to an index on the host, now that the step is committed.
+
+        paused: for these sequences, append concurrently with the steps of other sequences.
+        """
         for seq, own in enumerate(self._of):
             own.before = None
             if own.coming is None:
@@ -183,8 +199,11 @@ class IndexUpdater:
     def begin(
         self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], passed: Mapping[int, Tensor] = MappingProxyType({})
     ) -> None:
-        """Begin to index stale sequences, up to the ends given: those whose rows [H, n, 2, D] have passed on the device at once, on
-        the host beside the step under way. Once it is counted renew() takes those over, or take_built()."""
+        """Start to index stale sequences up to `ends`.
+
+        Sequences in `passed` are indexed at once, from their rows [H, n, 2, D] on the device. Others are indexed on the
+        host, concurrently with the step. Once the step is committed, renew() or take_built() swaps the result in.
+        """
         for seq, end in ends.items():
             if not self.is_stale(seq):
                 continue
@@ -196,7 +215,7 @@ class IndexUpdater:
                 side.change(end, side.index.build, seq, self.first, rows, rows, self._queries(recent_queries, seq))
 
     def drop(self) -> None:
-        """Forget what a prompt gave, whose step failed."""
+        """Forget the tokens of a prompt step that failed."""
         for seq, own in enumerate(self._of):
             before, own.before = own.before, None
             if before is None:
@@ -209,8 +228,11 @@ class IndexUpdater:
                 own.enter(State.INDEXED)
 
     def flush(self, spans: Sequence[Span], rows: Tensor, recent_queries: Mapping[int, Tensor]) -> None:
-        """Index the tokens start .. stop of some sequences, which leave their rings, rows [R, H, n, 2, D], unless they are indexed
-        already. recent_queries: the last queries of the prompts, [Hq, W, D]."""
+        """Index the tokens of `spans`, which leave their rings, unless they are indexed already.
+
+        rows: [R, H, n, 2, D], the tokens' keys and values.
+        recent_queries: the last queries of the prompts, [Hq, W, D].
+        """
         index, known = self.retriever.index, []
         for i, (seq, start, stop, _) in enumerate(spans):
             if self.indexed(seq) >= stop:
@@ -233,12 +255,15 @@ class IndexUpdater:
         self.retriever.index.take_effect(seqs)
 
     def built(self, seq: int, timeout: float | None = 0.0) -> bool:
-        """Return whether take_built() need not wait, after waiting at most `timeout` seconds; None: as long as it takes."""
+        """Return whether take_built() would not wait.
+
+        timeout: wait at most this many seconds first; None: without limit.
+        """
         side = self._of[seq].side
         return side is None or side.wait(timeout)
 
     def take_built(self, seq: int) -> None:
-        """Swap in the SideIndex that was built for a sequence. Does not wait."""
+        """Swap in the SideIndex that was built for a sequence. Non-blocking."""
         own, index = self._of[seq], self.retriever.index
         side, own.side = own.side, None
         if side is not None:
@@ -247,9 +272,11 @@ class IndexUpdater:
             own.upto = side.end
 
     def renew(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], paused: Collection[int] = ()) -> None:
-        """Rebuild, from the store and up to the ends given, sequences that are stale or not fully indexed, unless they are being
-        built: those that are not paused take that over. To what came from a snapshot the few tokens that it lacks are appended.
-        Those that are paused wait for a call of their own where the index is on the device."""
+        """Rebuild sequences that are stale or not fully indexed, from the store and up to `ends`.
+
+        Sequences that are being built are left alone, except that unpaused ones are swapped in. A sequence restored from a
+        snapshot only gets its missing tokens appended. Paused sequences of an index on the device are left to a later call.
+        """
         for seq, end in ends.items():
             old, stale = self.indexed(seq), self.is_stale(seq)
             if self._of[seq].side is not None:
@@ -294,8 +321,10 @@ class IndexUpdater:
         self._of[seq].enter(State.STALE)
 
     def swap_out(self, seq: int) -> tuple[Any, int, bool]:
-        """Return what the index holds of a sequence, in host memory, up to where, and whether it is to be built again. Raises
-        CacheError where the index cannot."""
+        """Return the index state of a sequence in host memory, its watermark, and whether it is stale.
+
+        Raises CacheError if the index cannot be swapped out.
+        """
         return self.retriever.index.swap_out(seq), self.indexed(seq), self.is_stale(seq)
 
     def swap_in(self, seq: int, held: Any, end: int, *, stale: bool) -> None:
@@ -335,7 +364,7 @@ class IndexUpdater:
         ]
 
     def _side(self, seq: int, *, in_step: bool = False) -> SideIndex:
-        """Return the index of a sequence that is built beside the steps of others. The sequence is stale until it is taken."""
+        """Mark a sequence as BUILDING and return its SideIndex, which is built concurrently with the steps of other sequences."""
         own, group = self._of[seq], self.retriever
         own.enter(State.BUILDING, in_step=in_step)
         own.side = own.side or SideIndex(group.fresh_index(), seq, self.store, group.streams, group.group)
@@ -376,13 +405,13 @@ class IndexUpdater:
         return self.slab.data.new_empty((self.slab.data.shape[1], rows, 2, 0))
 
     def _queries(self, recent_queries: Mapping[int, Tensor], seq: int) -> Tensor:
-        """Return the last queries of a sequence's prompt, [Hq, W, D]; none of one that had none."""
+        """Return the last queries of a sequence's prompt, [Hq, W, D]; W is 0 if it had no prompt."""
         context = self.retriever.context
         return recent_queries.get(seq, self.slab.data.new_empty((context.q_heads, 0, context.head_dim)))
 
     def _stored(self, seq: int, start: int, stop: int) -> Tensor:
-        """Return rows [H, stop - start, 2, D] of a sequence that are in the store, on the device; the host waits for none of
-        them."""
+        """Return rows start .. stop of a sequence from the store, [H, stop - start, 2, D] on the device. The host does not
+        wait."""
         data = self.slab.data
         if not data.is_cuda:
             return self.store.read(seq, start, stop)

@@ -1,4 +1,4 @@
-"""The KV cache of a model: its layers, how long their sequences are, and the steps that they take together."""
+"""The KV cache of a model: its layers, the lengths of its sequences, and the steps that all layers take together."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from kvthaw.kernels.local import Span
 class KVCache:
     """The layers of one cache, their sequences and streams.
 
-    A step goes through all layers in order, by attend(). The first layer begins it and the last one commits it: a step that fails
-    in between was never counted. Taken again it is the step that it would have been; whatever else comes, layers first go back to
-    the committed lengths.
+    A step goes through all layers in order, by attend(). The first layer begins the step and the last one commits it, so a
+    step that fails in between is never counted. If the same step is repeated, it continues where it failed. Before any
+    other step, layers roll back to the committed lengths.
 
-    numbers: the model's full-attention layers that this cache serves, of `depth` in all.
-    windows: its layers that attend to recent tokens alone, with their spans.
-    origin: returns what the KV belongs to, where these layers are all of it. Caches of equal origins share prefixes.
+    numbers: the model's full-attention layers that this cache serves, of `depth` layers in all.
+    windows: its layers that attend only to recent tokens, with their spans.
+    origin: returns an identity of the model that the KV belongs to; None if these layers are not all of its KV. Caches of
+        equal origins share prefixes.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class KVCache:
 
     @property
     def offloaded(self) -> list[OffloadedLayer]:
-        """Those of them whose KV is offloaded."""
+        """The layers in force whose KV is offloaded."""
         return self.chooser.offloaded
 
     def layer(self, number: int) -> Layer:
-        """Return the layer of a number that is in force; see Chooser."""
+        """Return the layer in force with this number; see Chooser."""
         return self.chooser.layers[self._places[number]]
 
     # Steps
@@ -83,10 +84,14 @@ class KVCache:
         attention: AttentionParams,
         left_pad: Sequence[int] | None = None,
     ) -> Tensor:
-        """Take new tokens into a layer and attend from them to everything up to each, or to what the method selects of it.
+        """Append new tokens to a layer and attend with them to all tokens before each, or to the tokens that the method
+        selects.
 
-        query [B, Hq, T, D]; key, value [B, H, T, D]; B is 1 for a prompt of one sequence. left_pad: padding of each sequence as far
-        as it is known, None: as it was. Returns [B, Hq, T, D], 0 for padding.
+        query: [B, Hq, T, D]. B is 1 for a prompt of one sequence.
+        key, value: [B, H, T, D].
+        left_pad: padding of each sequence as far as it is known; None: unchanged.
+
+        Returns [B, Hq, T, D], 0 for padding.
         """
         place = self._places[layer.number]
         if place == 0:
@@ -109,7 +114,8 @@ class KVCache:
         return out
 
     def _store(self, layer: LayerKV, new: PrefillKV | None) -> None:
-        """Store what a prefill gave a layer: short prompts once the last layer has attended, for all layers by few launches."""
+        """Store the KV of a layer's prefill. Short prompts wait for the last layer: all layers are then stored in few
+        launches."""
         if new is not None and isinstance(layer, OffloadedLayer):
             self._unstored.append((layer, new))
         if layer is self.layers[-1] or (self._unstored and not passes.waits(*self._unstored[-1])):
@@ -118,7 +124,7 @@ class KVCache:
         self.streams.device.fixed[layer.number] = layer.fixed_bytes()
 
     def attend_again(self, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """Attend with the queries of another layer that shares a layer's keys, from the latest step's last tokens."""
+        """Attend with the queries of another layer that shares this layer's keys, from the last tokens of the latest step."""
         step = self.sequences.latest
         if step is None:
             raise CacheError(f"another layer shares the KV of layer {layer.number}, which has no tokens")
@@ -143,7 +149,7 @@ class KVCache:
         if failed is not None:
             self._rollback(failed, repeated=step.retaken, ahead=not step.dense or step.seq is not None)
             sequences.step = step
-        elif step.dense and step.seq is None:  # what ran ahead in the sequences beside one that is filled stays
+        elif step.dense and step.seq is None:  # tokens that ran ahead in sequences other than the prefilled one stay
             for layer in self.layers:
                 layer.rollback(None)
         if not step.dense and self.streams.graph is None:  # else that was seen to, and nothing may move
@@ -151,7 +157,7 @@ class KVCache:
         return step
 
     def _divide(self, tokens: int, pads: Sequence[int]) -> None:
-        """Set the regions by the first prompt."""
+        """Set the regions from the first prompt's length."""
         if not self.offloaded:
             return
         lengths = {max(tokens, self.sequences.prefill_remaining) - pad for pad in pads}
@@ -161,7 +167,7 @@ class KVCache:
         self.sequences.divide(regions, self.settings.sparse_queries)
 
     def _failed(self) -> Step | None:
-        """Return the step that was begun and not committed. Of a first prompt nothing stays."""
+        """Return the step that was begun and not committed. After a first prompt that failed, everything is reset instead."""
         step = self.sequences.step
         if step is not None and not self.sequences.count:
             self._unstored.clear()
@@ -173,7 +179,7 @@ class KVCache:
         return step
 
     def _rollback(self, failed: Step, *, repeated: bool = False, ahead: bool = False) -> None:
-        """After a step that failed: have layers take it again, or be as before it."""
+        """Roll back a failed step, or prepare the layers to repeat it."""
         self.sequences.known.clear()
         self.sequences.step = failed
         self._unstored.clear()
@@ -184,7 +190,10 @@ class KVCache:
         self.sequences.step = None
 
     def rollback_failed_step(self, *, ahead: bool = False) -> None:
-        """Return every layer to the committed lengths if a step failed. ahead: see LayerKV.rollback."""
+        """Roll back every layer to the committed lengths if a step failed.
+
+        ahead: see LayerKV.rollback.
+        """
         if (failed := self._failed()) is not None:
             self._rollback(failed, ahead=ahead)
         passes.note_lost(self.offloaded, self.streams.deferred.lost)
@@ -193,7 +202,7 @@ class KVCache:
         self.sequences.commit()
         self._prefilled = step.dense
         if step.dense:
-            passes.follow_blocks(self.offloaded)  # beside the work under way; the next step would wait for it
+            passes.follow_blocks(self.offloaded)  # while the device is busy; else the next step would wait for it
         else:
             self.after_step()
             self._checkpoints.commit(step)
@@ -201,7 +210,7 @@ class KVCache:
 
     @contextmanager
     def counted_forward(self) -> Iterator[None]:
-        """Wrap a model's forward: if it raises after the last layer has attended, its step is not counted either."""
+        """Wrap a model's forward: if it raises after the last layer has attended, its step is not counted."""
         before, outer, self._in_forward = self.sequences.commits, self._in_forward, True
         try:
             yield
@@ -216,7 +225,7 @@ class KVCache:
     # Between steps
 
     def needs_host(self) -> bool:
-        """Return whether a decode step requires work on the host first."""
+        """Return whether the next decode step needs work on the host first."""
         sequences, known = self.sequences, self.sequences.known
         return (
             known.get("prepared") != (sequences.capacity, self.streams.device.spills)
@@ -229,7 +238,8 @@ class KVCache:
         )
 
     def before_step(self) -> None:
-        """Idempotent. Run all host-side work required before the next decode step; a graph-safe index is then captured whole."""
+        """Run all host-side work that the next decode step needs. Idempotent. Afterwards a graph-safe step runs on the device
+        alone."""
         if not self.needs_host():
             return
         self.finish_clear()
@@ -249,14 +259,16 @@ class KVCache:
         sequences.known |= {"prepared": (sequences.capacity, self.streams.device.spills), "flushed": sequences.padded_length}
 
     def run_ahead(self, *, certain: bool = False) -> None:
-        """Run the host-side work of the next decode step while the device is busy: in every layer if it is certain that the step
-        comes, else in the layers that can undo it exactly."""
+        """Run the host-side work of the next decode step while the device is busy.
+
+        certain: the next step is a decode step, so run the work of all layers. Else only layers that can undo it exactly
+            take part.
+        """
         if self.sequences.full():
             self._run_ahead([layer for layer in self.offloaded if certain or layer.can_run_ahead])
 
     def _continue_host_work(self) -> None:
-        """Once the step is certain, let indexes on the host work beside what the model does next, and others have take effect what
-        they prepared."""
+        """Once the step is committed, start work of indexes on the host, and publish the prepared changes of other indexes."""
         if self._in_forward or self.sequences.step is not None or not (self._prefilled or self.sequences.full()):
             return
         with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive the caller's mode
@@ -278,7 +290,7 @@ class KVCache:
             self.sequences.known["flushed"] = self.sequences.padded_length
 
     def after_step(self) -> None:
-        """Preallocate host memory for coming tokens, and go on with work that is spread over steps."""
+        """Preallocate host memory for coming tokens, and continue work that is spread over steps."""
         layers = self.offloaded
         first = layers[0] if layers and self.sequences.regions is not None else None
         if first is None or first.plan is None or (first.store.pinned and torch.cuda.is_current_stream_capturing()):
@@ -287,19 +299,22 @@ class KVCache:
         self.streams.aux.advance()
 
     def wait(self) -> None:
-        """Wait until every token is offloaded and indexed; raise what went wrong."""
+        """Wait until every token is offloaded and indexed. Raises the error of any job that failed."""
         self.finish_clear()
         check_prompts(self.offloaded)
         for layer in self.offloaded:
             layer.wait()
 
     def built(self, seq: int, timeout: float | None = 0.0, *, build: bool = True) -> bool:
-        """Build indexes of a paused sequence, and return whether all are, so that resume() need not wait. timeout: wait so many
-        seconds for those that are built beside the others' steps, None: as long as it takes. build: False: only tell."""
+        """Build indexes of a paused sequence. Returns whether all are built, so that resume() does not wait.
+
+        timeout: seconds to wait for indexes that are built concurrently with other sequences' steps; None: without limit.
+        build: False: only report.
+        """
         return bool(self.settings.ranks.least(passes.built(self.offloaded, seq, timeout, build=build)))
 
     def resume(self, seq: int) -> None:
-        """Include a paused sequence in steps again. Where its index could not be built wait() raises, and the next step."""
+        """Include a paused sequence in steps again. If its index failed to build, wait() and the next step raise the error."""
         for _, updater in passes.updaters(self.offloaded):
             updater.take_built(seq)
         self.sequences.resume(seq)
@@ -316,7 +331,10 @@ class KVCache:
         self.sequences.open(count, capacity)
 
     def clear(self, seq: int, *, later: bool = False) -> None:
-        """Drop one sequence, which is idle from then on; no tensor moves. later: layers do so behind coming replays."""
+        """Drop one sequence, which is idle from then on. No tensor moves.
+
+        later: queue the layers' part until finish_clear(), after coming replays.
+        """
         self.rollback_failed_step(ahead=True)  # the others are decoded next
         known = {name: self.sequences.known.get(name) for name in ("prepared", "flushed")}
         self.sequences.undropped = max(self.sequences.undropped, self.sequences.length(seq))
@@ -338,7 +356,7 @@ class KVCache:
                 self.chooser.reset()
 
     def _take_back(self, step: Step, drop: int) -> int:
-        """Undo the last `drop` tokens of a step, or all of them, exactly. Returns how many."""
+        """Undo the last `drop` tokens of a step exactly, or all of its tokens if `drop` is more. Returns how many."""
         sequences, kept = self.sequences, max(0, step.tokens - drop)
         sequences.uncommit()
         sequences.step = None
@@ -355,7 +373,7 @@ class KVCache:
         return step.tokens - kept
 
     def check_crop(self, drop: int) -> None:
-        """Raise CacheError where crop(drop) would need tokens that a ring of recent ones has dropped."""
+        """Raise CacheError if crop(drop) needs tokens that a sliding-window layer has overwritten."""
         if drop and ((step := self._checkpoints.restorable(self.offloaded)) is None or drop > step.tokens):
             for layer in self.layers:
                 if isinstance(layer, WindowLayer):
@@ -386,13 +404,13 @@ class KVCache:
         sequences.crop(drop)
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Sequence i becomes what sequence order[i] was; sequences may repeat and may be fewer or more."""
+        """Replace sequence i by the former sequence order[i]. Sequences may repeat, and their number may change."""
         self.rollback_failed_step()
         for part in (*self.layers, self.sequences):
             part.reorder(order)
 
     def reset(self) -> None:
-        """Drop everything."""
+        """Drop all sequences."""
         for layer in self.layers:
             layer.reset()
         self._cleared.clear()
@@ -407,7 +425,7 @@ class KVCache:
     def append_stored_prompt(
         self, tokens: int, left_pad: Sequence[int] | None, fill: Callable[[OffloadedLayer | DenseLayer, Step], PrefillKV | None]
     ) -> None:
-        """Begin with a prompt whose rows are there: fill(layer, step) gives each layer its own, in order, as prefill() does."""
+        """Start with a prompt whose rows exist already. fill(layer, step) adds them to each layer in order, as prefill() does."""
         step = self._begin(1, tokens, left_pad)
         for layer in self.layers:
             assert not isinstance(layer, WindowLayer)
@@ -415,6 +433,6 @@ class KVCache:
         self._commit(step)
 
     def stats(self) -> Stats:
-        """Return what the cache holds and did so far. Waits for the device."""
+        """Return statistics of the cache's content and work. Waits for the device."""
         self.finish_clear()
         return collect(self.settings, self.sequences, self.layers, self.chooser.reason)

@@ -1,8 +1,8 @@
-"""Earlier KV on its way back from the host, for a prompt that comes in chunks.
+"""Prefetch earlier KV from the host for a prompt that comes in chunks.
 
-A chunk of c tokens attends to n earlier ones with 4 Hq D c n operations, for which 4 H D n bytes (bf16) cross the bus. At 660
-TFLOP/s and 55 GB/s the bus is hidden from c = 12,000 H / Hq on: 3,000 tokens where four query heads share a KV head, less beside
-the layer's matrix products, which go on meanwhile.
+For a chunk of c tokens and n earlier ones, attention takes 4 Hq D c n operations. 4 H D n bytes (bf16) cross the bus. At
+660 TFLOP/s and 55 GB/s, attention hides the bus from c = 12,000 H / Hq on. That is 3,000 tokens if four query heads share a
+KV head, and fewer with the layer's matrix products, which overlap too.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.dense import BLOCK, LONG, RUN, runs
 from kvthaw.kernels.stream_keys import stream_rows
 
-_HELD = 1 << 30  # bytes of a buffer for rows that are copied on the device, but for RUN
-_STAGED = 1 << 28  # bytes that are on their way or wait to be attended to: as much as the bus brings during a layer's products
+_HELD = 1 << 30  # bytes of a buffer for rows that are copied on the device, unless RUN rows take more
+_STAGED = 1 << 28  # bytes prefetched and not yet attended to: what the bus brings during a layer's products
 
 
 def longest_run(token_bytes: int, queries: int) -> int:
-    """Return the rows on the device that one copy brings and `queries` queries attend to at once."""
+    """Return how many rows on the device one copy brings, for `queries` queries to attend to at once."""
     return RUN if queries >= BLOCK else max(BLOCK, min(LONG, 1 << (_HELD // token_bytes).bit_length() - 1))
 
 
 def buffer_for(store: HostStore, most: int, device: torch.device) -> Tensor:
-    """Return room for a copy of `most` rows [H, n, 2, D] of a store on the device; if that is more than RUN, of all that a
-    sequence has room for where they are not too many: the strides of a dense layer, for attention's plans depend on them."""
+    """Return a buffer on the device for a copy of `most` rows of a store, [H, n, 2, D].
+
+    If `most` exceeds RUN, the buffer holds all rows that a sequence has room for, within _HELD bytes. Its strides then
+    equal a dense layer's, on which the plans of attention depend.
+    """
     held = most if most <= RUN else max(most, _HELD // (store.kv_heads * store.row_bytes))
     rows = min(held, store.table_on(device).shape[1] * store.block_size)
     return torch.empty((store.kv_heads, rows, 2, store.head_dim), dtype=store.dtype, device=device)
@@ -45,8 +48,12 @@ def _gathered(gather: Callable[[int, Tensor], None], buffer: Tensor, stop: int, 
 
 
 class _Place:
-    """Room on the device for what is brought of a run. addresses: of the blocks that it has room for, int64 on the device. brought,
-    read: end the copy to it, and the latest reading."""
+    """A buffer on the device for one run of rows.
+
+    addresses: int64 on the device, of the blocks that fit in it.
+    brought: event that ends the latest copy into the buffer.
+    read: event that ends the latest read of it.
+    """
 
     def __init__(self, device: torch.device, size: int, blocks: int, stream: torch.cuda.Stream) -> None:
         self.data = torch.empty(blocks * size, dtype=torch.uint8, device=device)
@@ -57,13 +64,14 @@ class _Place:
 
 
 class KVPrefetcher:
-    """Runs of rows on their way to the device on a stream of their own, while earlier ones are attended to.
+    """Prefetch runs of rows to the device on a side stream while attention works on earlier runs.
 
-    Copy engines bring blocks as they lie: a kernel on that stream would wait for the multiprocessors that attention occupies, and
-    all copies behind it too, so that the bus would stand still most of the time. Side by side a run's rows are put on the model's
-    stream, between two attentions: 31 us for 16k tokens of an 8B model's layer, to which a chunk of 2,048 attends for 830.
+    Copy engines bring whole blocks. A kernel on the side stream would wait for the multiprocessors that attention occupies.
+    All copies behind it would wait too, and the bus would be idle most of the time. A kernel on the model's stream makes
+    the run contiguous, between two attentions. For 16k tokens of an 8B model's layer it takes 31 us, against 830 us of
+    attention of a chunk of 2,048.
 
-    Shared by the layers of a cache, so that the first runs of a layer come while the one before still computes.
+    The layers of a cache share one prefetcher, so the first runs of a layer arrive while the layer before still computes.
     """
 
     def __init__(self, made: list[torch.cuda.Stream] | None = None) -> None:
@@ -82,11 +90,13 @@ class KVPrefetcher:
         *,
         queries: int = BLOCK,
     ) -> Iterator[Tensor]:
-        """Return rows 0 .. stop of a sequence in order, [H, n, 2, D] each, on the device, in `runs` of RUN; for fewer than BLOCK
-        queries of BLOCK, where all of the sequence lies on the device of up to LONG.
+        """Yield rows 0 .. stop of a sequence in order on the device, [H, n, 2, D] each.
 
-        after: ends the copy of the last of them to their blocks. A run is good until the next is asked for, which is on its way
-        then. The first copy begins at once.
+        A piece has up to RUN rows. For fewer than BLOCK queries it has BLOCK rows, or up to LONG rows if the whole sequence
+        lies on the device. A piece is valid until the next is requested. The first copy starts at once, and each later copy
+        one piece ahead.
+
+        after: event that ends the copy of the rows to their blocks.
         """
         gather = store.gathers(seq, device)
         if gather is not None:
@@ -107,7 +117,10 @@ class KVPrefetcher:
         )
 
     def read(self, store: HostStore, seq: int, start: int, out: Tensor, after: torch.cuda.Event | None) -> None:
-        """Copy rows from `start` on of a sequence to out [H, n, 2, D] on a GPU; after: as for blocks()."""
+        """Copy rows from `start` on of a sequence to out [H, n, 2, D] on a GPU.
+
+        after: as for blocks().
+        """
         current = torch.cuda.current_stream(out.device)
         if (gather := store.gathers(seq, out.device)) is not None:
             if after is not None:
@@ -135,7 +148,7 @@ class KVPrefetcher:
                 place.read = current.record_event()
 
     def _bring(self, store: HostStore, seq: int, start: int, stop: int, most: int, device: torch.device) -> _Place:
-        """Enqueue the copy of rows start .. stop to the next place, behind the place's last reading."""
+        """Enqueue the copy of rows start .. stop to the next buffer, after the buffer's latest read."""
         place = self._next_place(store, most, device)
         assert self._stream is not None
         self._stream.wait_event(place.read)
@@ -148,8 +161,7 @@ class KVPrefetcher:
         return place
 
     def _side_by_side(self, store: HostStore, seq: int, start: int, stop: int, place: _Place) -> Tensor:
-        """Return rows start .. stop, which were brought to a place, in one piece; what it takes to that end is enqueued on the
-        current stream."""
+        """Return the prefetched rows start .. stop as one contiguous tensor. Its kernel is enqueued on the current stream."""
         if not in_blocks(store):
             return _rows_in(place.data, store, stop - start)
         shape = store.kv_heads, stop - start, *store.format.tail
@@ -181,14 +193,15 @@ class KVPrefetcher:
 
 
 def in_blocks(store: HostStore) -> bool:
-    """Return whether a store's blocks are brought as they lie: where a kernel can put their rows side by side, and they are not so
-    large that a run has but a part of one."""
+    """Return whether the store's blocks are copied whole: a kernel can join their rows, and a block is no larger than a run."""
     return HAS_TRITON and store.block_size <= BLOCK
 
 
 def bring_blocks(store: HostStore, seq: int, start: int, stop: int, out: Tensor) -> None:
-    """Copy what blocks on the host have of rows start .. stop of a sequence to out, bytes, where they lie one after the other as
-    blocks; enqueued on the current stream."""
+    """Copy rows start .. stop of a sequence from blocks on the host to `out`, one block after another, on the current stream.
+
+    out: bytes. Each block keeps its layout; blocks on the device are skipped.
+    """
     size, first = store.block_size, start // store.block_size
     blocks = store.blocks(seq)[first : -(-stop // size)]
     held = out[: len(blocks) * store.allocator.size].view(store.format.stored).view(-1, *store.allocator.shape)
@@ -204,8 +217,10 @@ def bring_blocks(store: HostStore, seq: int, start: int, stop: int, out: Tensor)
 
 
 def brought_addresses(store: HostStore, seq: int, start: int, stop: int, brought: Tensor) -> Tensor:
-    """Return the addresses of the blocks that have rows start .. stop of a sequence, int64 on the device: of those on the host
-    `brought`, where bring_blocks() put them."""
+    """Return the addresses of the blocks that hold rows start .. stop of a sequence, int64 on the device.
+
+    brought: addresses at which bring_blocks() put the blocks of the host.
+    """
     span = slice(start // store.block_size, -(-stop // store.block_size))
     blocks = store.blocks(seq)[span]
     if not any(block.on_device for block in blocks):

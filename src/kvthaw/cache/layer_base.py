@@ -1,4 +1,4 @@
-"""What every kind of layer of a KV cache can do."""
+"""The interface of every kind of layer of a KV cache."""
 
 from __future__ import annotations
 
@@ -32,8 +32,12 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True)
 class PrefillKV:
-    """What a prefill leaves to be stored: keys, values [B, H, T, D]; of each sequence the last queries [Hq, W, D], and the rows
-    [H, n, 2, D] that passed on the device, where the step's own are yet to be written."""
+    """KV of a prefill that is yet to be stored.
+
+    keys, values: [B, H, T, D].
+    queries: the last queries of each sequence, [Hq, W, D].
+    passed: by sequence, earlier rows [H, n, 2, D] that attention read on the device, with space for the step's own.
+    """
 
     step: Step
     keys: Tensor
@@ -49,8 +53,8 @@ class PrefillKV:
 class LayerKV(Protocol):
     """The keys and values of one layer, and attention over them.
 
-    Shapes: query [B, Hq, T, D]; key, value [B, H, T, D], or of one row for a step of one sequence. A layer holds no lengths: they
-    are in `sequences`, which the owner of all layers commits after the last layer. Until then every call may be repeated.
+    Shapes: query [B, Hq, T, D]; key, value [B, H, T, D]. B is 1 for a step of one sequence. Layers hold no lengths:
+    `sequences` does, and the owner of all layers commits them after the last layer. Until then every call may be repeated.
     """
 
     number: int
@@ -62,54 +66,69 @@ class LayerKV(Protocol):
     def prefill(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams
     ) -> tuple[Tensor, PrefillKV | None]:
-        """Attend densely and causally from new tokens to all before them. Returns [B, Hq, T, D] and what KVCache is to store; None
-        where the layer has."""
+        """Attend densely and causally from new tokens to all tokens up to each.
+
+        Returns [B, Hq, T, D], and the KV that KVCache must store; None if the layer has stored it.
+        """
 
     def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
-        """Attend from token t of the step, query [B, Hq, D], to what the layer's method selects, and store its key and value
-        [B, H, D]. Returns [B, Hq, D]."""
+        """Attend from token t of the step to the tokens that the method selects, and store its key and value.
+
+        query: [B, Hq, D].
+        newest: key and value of the token, [B, H, D] each.
+
+        Returns [B, Hq, D].
+        """
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """Attend with queries of the step's last tokens, from another layer that shares these keys. The layer has the keys."""
+        """Attend with the queries of another layer that shares these keys, for the step's last tokens. The layer already has
+        the keys."""
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> PrefillKV | None:
-        """Take tokens as prefill() does, without attention. Returns what KVCache is to store; None where the layer has."""
+        """Append tokens as prefill() does, without attention. Returns the KV that KVCache must store; None if the layer has
+        stored it."""
 
     def before_step(self) -> None:
-        """Run all host-side work that the next decode step requires, but for what leaves full rings; idempotent."""
+        """Run all host-side work that the next decode step needs, except for full rings. Idempotent."""
 
     def nonfinite(self) -> Tensor | None:
-        """Return [1] int32 on the device, 1 once a decoded key or value was not finite; None before the first prompt."""
+        """Return a flag [1] int32 on the device, 1 once a decoded key or value was not finite; None before the first prompt."""
 
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
-        """Return to the committed lengths: undo what a failed step wrote, unless the step is repeated, and what ran ahead, unless
-        a decode step follows (ahead)."""
+        """Return to the committed lengths. Undo what a failed step wrote, and what ran ahead of a step.
+
+        repeated: the same step follows, so keep what it wrote.
+        ahead: a decode step follows, so keep what ran ahead of it.
+        """
 
     def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
-        """Drop the tokens >= length of a sequence; its ring begins at `start` from then on. exactly: an index that can undo its
-        latest append does so instead of truncating."""
+        """Drop the tokens >= length of a sequence; its ring begins at `start` from then on.
+
+        exactly: an index that can undo its latest append does so instead of truncating.
+        """
 
     def clear(self, seq: int) -> None:
-        """Forget a sequence; no tensor moves."""
+        """Drop a sequence. No tensor moves."""
 
     @property
     def home(self) -> Any:
-        """What holds its sequences, an object of its own for as long as none is allocated anew; None before the first prompt."""
+        """An object that identifies the layer's allocation, to detect that it was allocated anew; None before the first
+        prompt."""
 
     def swap_out(self, seq: int, memory: HostMemory) -> SwappedLayer:
-        """Copy what the layer holds of a sequence to host memory. Raises HostMemoryError and CacheError; see kvthaw.cache.swap."""
+        """Copy a sequence's state to host memory. Raises HostMemoryError and CacheError; see kvthaw.cache.swap."""
 
     def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
-        """Restore what swap_out() returned into an empty sequence."""
+        """Load the state that swap_out() returned into an empty sequence."""
 
     def reorder(self, sequences: Sequence[int]) -> None:
-        """Sequence i becomes what sequence sequences[i] was."""
+        """Replace sequence i by the former sequence sequences[i]."""
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop everything."""
 
     def length(self, seq: int) -> int:
-        """Return the counted tokens of a sequence, plus the tokens that a decode step has given this layer so far."""
+        """Return the committed tokens of a sequence, plus the tokens that a decode step has given this layer so far."""
         return self.sequences.length(seq)
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
@@ -119,7 +138,7 @@ class LayerKV(Protocol):
         """Return the bytes of KV on the device."""
 
     def fixed_bytes(self) -> int:
-        """Return the bytes that this layer takes on the device wherever its blocks lie, its index included."""
+        """Return the bytes that this layer takes on the device without its blocks, its index included."""
 
     def host_bytes(self, seq: int | None = None) -> int:
         """Return the bytes of KV on the host, of one sequence or of all."""
@@ -129,15 +148,17 @@ class LayerKV(Protocol):
 
 
 class DeviceLayer(LayerKV):
-    """A layer whose KV stays on the device: nothing is offloaded, indexed or under way between its steps."""
+    """A layer whose KV stays on the device. Nothing is offloaded or indexed, and no work runs between its steps."""
 
     def fixed_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
 
 
 def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tensor]) -> Tensor:
-    """Attend row by row: attend(row, q) returns the output for the queries q [1, Hq, n, D] of a row without its padding. query: of
-    the step's last tokens."""
+    """Attend row by row: attend(row, q) returns the output for the queries q [1, Hq, n, D] of a row without its padding.
+
+    query: queries of the step's last tokens.
+    """
     if step.seq is not None:
         return attend(next(step.rows()), query)
     out = torch.zeros_like(query)
@@ -148,8 +169,11 @@ def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tenso
 
 
 def last_queries(before: Tensor | None, query: Tensor, past: int, most: int | None) -> Tensor:
-    """The last `most` queries of a sequence whose prompt came in parts, [Hq, W, D]; query [Hq, T, D]: the last part's, after `past`
-    tokens. most None: all, but none from before tokens whose queries were not kept."""
+    """Return the last `most` queries of a sequence whose prompt came in parts, [Hq, W, D].
+
+    query: [Hq, T, D], of the last part, after `past` tokens.
+    most: None: all, except queries before tokens whose queries were not kept.
+    """
     start = None if most is None else -most
     last = query[:, start:]
     if before is not None and (before.shape[1] < past if most is None else last.shape[1] >= most):
@@ -158,9 +182,9 @@ def last_queries(before: Tensor | None, query: Tensor, past: int, most: int | No
 
 
 def take_queries(step: Step, query: Tensor, recent: dict[int, Tensor], most: int | None) -> dict[int, Tensor]:
-    """Update `recent` with the last queries of each sequence and those of a step, [B, Hq, T, D]; see last_queries().
+    """Update `recent` with the last queries of a step, [B, Hq, T, D]; see last_queries().
 
-    Returns the step's own among them.
+    Returns the step's own queries that were kept.
     """
     last = {}
     for row in step.rows():
@@ -172,5 +196,5 @@ def take_queries(step: Step, query: Tensor, recent: dict[int, Tensor], most: int
 
 
 def reordered(recent_queries: Mapping[int, Tensor], sequences: Sequence[int]) -> dict[int, Tensor]:
-    """Return recent_queries after sequence i has become what sequence sequences[i] was."""
+    """Return recent_queries after sequence i was replaced by the former sequence sequences[i]."""
     return {i: recent_queries[seq] for i, seq in enumerate(sequences) if seq in recent_queries}

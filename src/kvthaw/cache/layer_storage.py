@@ -1,4 +1,4 @@
-"""Storage of one layer: sink and ring on the device, store on the host, index."""
+"""Storage of one layer: sink and ring on the device, its store of blocks, and its index."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ Leaving = tuple[int, int, int]
 
 
 class LayerStorage:
-    """Slab, store and index of one layer, kept in step.
+    """Slab, store and index of one layer, kept consistent.
 
-    Store and index have watermarks, the positions up to which they were given tokens, so that giving tokens again does nothing.
-    updater: None for a layer without an index of its own. placement: None where all blocks lie on the host.
+    Store and index have watermarks, the positions up to which they have tokens. Adding tokens again therefore does nothing.
+
+    updater: None for a layer without an index of its own.
+    placement: None if all blocks lie on the host.
     """
 
     def __init__(self, count: int, key: Tensor, plan: Plan, settings: Settings, streams: Streams) -> None:
-        """Make room for `count` sequences of keys such as key [., H, T, D]."""
+        """Allocate for `count` sequences, with the heads, head_dim, dtype and device of key [., H, T, D]."""
         method, device, (_, heads, _, dim) = settings.method, key.device, key.shape
         pinned, memory = device.type == "cuda", streams.memory
         how: dict[str, Any] = {"block_size": settings.block_size, "pinned": pinned, "memory": memory}
@@ -59,11 +61,11 @@ class LayerStorage:
 
     @property
     def room(self) -> int:
-        """Bytes of blocks that the device has room for."""
+        """Bytes that the device has left for blocks."""
         return 0 if self.placement is None else max(0, self.placement.device.room)
 
     def host_need(self, blocks: int) -> int:
-        """Return the bytes of host memory for `blocks` more blocks, without the blocks that fit on the device."""
+        """Return the bytes of host memory for `blocks` more blocks, less the blocks that fit on the device."""
         allocator = self.store.allocator
         return max(0, blocks - self.room // allocator.size) * allocator.held
 
@@ -71,9 +73,13 @@ class LayerStorage:
         self, row: Row, queries: Tensor, keys: Tensor, values: Tensor, remaining: int, passed: Tensor | None = None, *,
         paused: bool = False,
     ) -> int:  # fmt: skip
-        """Store and index a prompt's tokens [., n, D] of one sequence, which are what is stored from then on, in sink and ring too.
-        Returns where its ring begins then. passed: rows of the whole prompt, whose last are written now; the rest as for
-        index_prompt()."""
+        """Store and index a prompt's tokens [., n, D] of one sequence. Returns where its ring begins afterwards.
+
+        Sink and ring then hold the rows as the store's format rounds them.
+
+        passed: rows of the whole prompt; their last positions are written now.
+        queries, remaining, paused: as for index_prompt().
+        """
         regions, past, seq = self.slab.regions, row.past, row.seq
         length = past + keys.shape[1]
         keys, values = self.store.format.rounded(keys, values)
@@ -92,8 +98,12 @@ class LayerStorage:
     def index_prompt(
         self, row: Row, queries: Tensor, keys: Tensor, values: Tensor, remaining: int, *, paused: bool = False
     ) -> int:
-        """Index a prompt's tokens [., n, D] of one sequence, which are stored. Returns where its ring begins then. queries: the
-        last ones. remaining: tokens of the prompt that are yet to come; paused: other sequences take steps before those."""
+        """Index a prompt's tokens [., n, D] of one sequence, which are stored. Returns where its ring begins afterwards.
+
+        queries: the last ones.
+        remaining: tokens of the prompt that are yet to come.
+        paused: steps of other sequences run before the remaining tokens.
+        """
         length = row.past + keys.shape[1]
         start = self.slab.regions.first_indexed(length)
         if self.updater is not None and start > self.updater.indexed(row.seq):
@@ -101,20 +111,30 @@ class LayerStorage:
         return start
 
     def indexes_whole(self, seq: int) -> bool:
-        """Return whether an index on the device is to be built with the last chunk of a sequence's prompt, from all of its rows:
-        they pass then on their way to attention, and need not cross the bus once more."""
+        """Return whether an index on the device is built with the last chunk of a prompt, from all of its rows.
+
+        The rows then pass the device for attention, so they need not cross the bus again.
+        """
         on_device = self.updater is not None and not self.updater.retriever.index.traits.on_host
         return on_device and self.stale(seq)
 
     def index_ahead(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], passed: Mapping[int, Tensor]) -> None:
-        """Begin to build indexes of prompts: on the host beside the layers that follow, on the device from the rows that have
-        passed; see IndexUpdater.begin."""
+        """Start to build indexes of prompts; see IndexUpdater.begin.
+
+        An index on the host is built concurrently with the following layers, an index on the device from the rows in
+        `passed`.
+        """
         if self.updater is not None:
             self.updater.begin(ends, recent_queries, passed)
 
     def resume(self, seq: int, blocks: Sequence[Block], length: int, kept: Snapshot | None, *, alone: bool) -> None:
-        """Begin a sequence with `length` tokens whose rows are kept, and with them perhaps an index. alone: no other sequence takes
-        steps, which would wait while blocks go to the device; else they come one by one, see Placement.balance."""
+        """Start a sequence with `length` tokens whose rows are kept, possibly with an index.
+
+        blocks: the kept rows.
+        kept: the index state, or None.
+        alone: no other sequence waits for steps, so blocks go to the device at once. Else they go one by one, see
+            Placement.balance.
+        """
         regions = self.slab.regions
         start = regions.first_indexed(length)
         self.store.adopt(seq, blocks, length)
@@ -126,7 +146,7 @@ class LayerStorage:
             self.updater.resume(seq, start, kept)
 
     def lacking(self, leaving: Sequence[Leaving]) -> list[Span]:
-        """Return what of the tokens that leave rings the index or the store lacks; nothing of sequences to be indexed again."""
+        """Return the spans of leaving tokens that the index or the store lacks. Stale sequences are left out."""
         spans: list[Span] = []
         for seq, start, stop in leaving:
             given = self.updater is None or self.updater.indexed(seq) >= stop
@@ -136,19 +156,21 @@ class LayerStorage:
         return spans
 
     def stale(self, seq: int) -> bool:
-        """Return whether a sequence is to be indexed again."""
+        """Return whether a sequence must be indexed again."""
         return self.updater is not None and self.updater.is_stale(seq)
 
     def trim_queries(self, recent_queries: dict[int, Tensor], idle: Collection[int]) -> None:
-        """Free the early queries of prompts that are indexed, where the method keeps all until then."""
+        """Free the early queries of indexed prompts, if the method kept all of them until then."""
         for seq, known in recent_queries.items() if self.prompt_queries is None else ():
             indexed = self.updater is not None and self.updater.indexed(seq) > self.updater.first
             if indexed and seq not in idle and known.shape[1] > RECENT_QUERIES:
                 recent_queries[seq] = known[:, -RECENT_QUERIES:].clone()
 
     def undisturbed(self, leaving: Sequence[Sequence[tuple[int, int, int]]]) -> int:
-        """Return how many of the next tokens come before the index changes, without one before tokens leave a ring. leaving: what
-        leaves the rings before each token."""
+        """Return how many of the next tokens come before the index changes.
+
+        leaving: the tokens that leave the rings before each token.
+        """
         updater = self.updater
         if updater is not None and updater.stale:
             return 0
@@ -156,7 +178,7 @@ class LayerStorage:
         return next((t for t, changed in enumerate(changes) if changed), len(leaving))
 
     def reserve(self, ends: Mapping[int, int]) -> None:
-        """Allocate the host blocks that offloading up to `ends` takes, by sequence. Raises HostMemoryError."""
+        """Allocate the blocks for offloading up to `ends`, by sequence. Raises HostMemoryError."""
         self.finish_moves()
         for seq, end in ends.items():
             if end > self.store.length(seq):
@@ -164,7 +186,7 @@ class LayerStorage:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of blocks moved between device and host."""
+        """Bytes of blocks moved between device and host so far."""
         return 0 if self.placement is None else self.placement.moved_bytes
 
     def finish_moves(self) -> None:
@@ -173,7 +195,11 @@ class LayerStorage:
             self.placement.finish()
 
     def preallocate(self, seq: int, length: int, preallocator: BlockPreallocator) -> None:
-        """Allocate the block that a sequence of `length` tokens needs before its next turn, or make room for it on the device."""
+        """Allocate the next block of a sequence, or make room for it on the device, if it needs the block before its next
+        turn.
+
+        length: the sequence's tokens.
+        """
         due = seq not in self.store.allocator.ahead and preallocator.due(self.store, self.slab.regions, seq, length)
         if self.placement is not None:
             self.placement.balance(int(due), None if self.updater is None else self.updater.retriever.recalled)
@@ -181,14 +207,16 @@ class LayerStorage:
             preallocator.take(self.store, seq)
 
     def wait(self) -> None:
-        """Wait until every token is offloaded and indexed; raise what went wrong."""
+        """Wait until every token is offloaded and indexed. Raises the error of any job that failed."""
         self.offloader.wait()
         if self.updater is not None:
             self.updater.retriever.wait()
 
     def rollback(self, seq: int, start: int, length: int, failed: Step | None) -> None:
-        """Return to the first `length` tokens of a sequence, whose ring begins at `start`. failed: the step that wrote more; None
-        if tokens were only offloaded and indexed ahead of a step that did not come."""
+        """Return to the first `length` tokens of a sequence, whose ring begins at `start`.
+
+        failed: the step that wrote more; None: tokens were only offloaded and indexed ahead of a step that did not come.
+        """
         ahead = self.offloader.ahead(seq, start)
         if failed is None and not ahead and (self.updater is None or self.updater.indexed(seq) <= start):
             return
@@ -203,8 +231,12 @@ class LayerStorage:
             self.offloader.truncate(seq, length)
 
     def crop(self, seq: int, start: int, length: int, old: int, before: int, *, exactly: bool = False) -> None:
-        """Drop the tokens >= length of a sequence of `before` tokens. Its ring began at `old`, begins at `start` then, and is
-        refilled from the store. exactly: see LayerKV."""
+        """Drop the tokens >= length of a sequence of `before` tokens. The ring is refilled from the store.
+
+        start: where its ring begins afterwards.
+        old: where its ring began before.
+        exactly: see LayerKV.
+        """
         self.wait()
         if start < old and self.updater is not None:
             (self.updater.rollback if exactly else self.updater.truncate)(seq, start)
@@ -220,8 +252,10 @@ class LayerStorage:
         self.offloader.truncate(seq, 0)
 
     def swap_out(self, seq: int, queries: Tensor | None) -> SwappedLayer:
-        """Copy a sequence to host memory, its prompt's last queries too. Raises HostMemoryError, and CacheError for an index that
-        cannot."""
+        """Copy a sequence and the last queries of its prompt to host memory.
+
+        Raises HostMemoryError, and CacheError if the index cannot be swapped out.
+        """
         self.wait()
         held = self.slab.data[seq, :, : self.slab.pool_start].to("cpu", copy=True)
         queries = None if queries is None else queries.cpu()
@@ -232,7 +266,7 @@ class LayerStorage:
         return SwappedLayer(weakref.ref(self), blocks, self.store.length(seq), held, queries, *indexed)
 
     def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
-        """Restore what swap_out() returned into an empty sequence. Blocks go to the device while there is room."""
+        """Load the state that swap_out() returned into an empty sequence. Blocks go to the device while there is room."""
         assert swapped.held is not None
         blocks = [block if self.placement is None else self.placement.brought(block) for block in swapped.blocks]
         self.store.adopt(seq, blocks, swapped.stored)
@@ -241,7 +275,7 @@ class LayerStorage:
             self.updater.swap_in(seq, swapped.index, swapped.indexed, stale=swapped.stale)
 
     def reorder(self, sequences: Sequence[int]) -> None:
-        """Sequence i becomes what sequence sequences[i] was."""
+        """Replace sequence i by the former sequence sequences[i]."""
         self.wait()
         if self.updater is not None:
             self.updater.reorder(sequences)

@@ -1,4 +1,4 @@
-"""Which of a model's layers a cache offloads, and the layers themselves."""
+"""Choose which of a model's layers a cache offloads, and make the layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvthaw.kernels.local import Span
 
 
 def offloaded_numbers(settings: Settings, numbers: Sequence[int], depth: int) -> list[int]:
-    """Return the full-attention layers that the method serves. Raises ConfigError if there are none."""
+    """Return the numbers of the full-attention layers that the method serves. Raises ConfigError if there are none."""
     found = [] if settings.method.dense else [i for i in numbers if i >= settings.dense_layers]
     if not found and not settings.method.dense:
         raise ConfigError(
@@ -27,7 +27,8 @@ def offloaded_numbers(settings: Settings, numbers: Sequence[int], depth: int) ->
 def make_layers(
     settings: Settings, numbers: Sequence[int], depth: int, windows: Mapping[int, Span], sequences: Sequences, streams: Streams
 ) -> list[OffloadedLayer | DenseLayer | WindowLayer]:  # fmt: skip
-    """Return the layers of a cache in order; arguments as of KVCache. An anchor leads the offloaded layers up to the next one."""
+    """Return the layers of a cache in order. An anchor leads the offloaded layers up to the next anchor. Arguments as for
+    KVCache."""
     method, offloaded = settings.method, offloaded_numbers(settings, numbers, depth)
     local, leader = window_layers(windows, sequences), None
     layers: list[OffloadedLayer | DenseLayer | WindowLayer] = []

@@ -1,4 +1,4 @@
-"""Counts of the rows that a layer group selected and fetched."""
+"""Count the rows that a layer group selected and fetched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvthaw.cache.residency import Residency
 
 
 class Meter:
-    """Counts of rows that a group selected and fetched over all steps. Reading them is the only sync."""
+    """Counts of rows that a group selected and fetched over all steps. Only reading them syncs the host."""
 
     def __init__(self, residency: Residency, context: IndexContext) -> None:
         self._residency, self._context = residency, context
@@ -15,7 +15,7 @@ class Meter:
 
     @property
     def steps(self) -> int:
-        """KV heads of sequences, over decoded tokens."""
+        """Number of selections, one per KV head, sequence and decoded token."""
         sequences = self._context.sequences
         return self._context.kv_heads * ((0 if sequences is None else sequences.held.steps) + self.again)
 
@@ -30,7 +30,7 @@ class Meter:
 
     @property
     def fetched(self) -> int:
-        """Rows brought, by each layer of the group."""
+        """Rows fetched to the pool, counted once for the group. Each layer of the group fetches them."""
         return int(self._residency.counts[1])
 
     @property

@@ -1,4 +1,5 @@
-"""Which settings of a cache change nothing, and why. They are accepted, for one call may serve many methods; stats() tells them."""
+"""Find the settings of a cache that change nothing, and why. They are accepted, since one call may serve many methods; stats()
+reports them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _DENSE = ("budget", "dense_layers", "device_memory", "full_below", "seed", "spar
 
 
 def stays_on_host(method: Method, index: Index | None, device: torch.device) -> str | None:
-    """Return why blocks of a method stay on the host whatever room the device has; None where they need not."""
+    """Return why a method's blocks stay on the host even if the device has room; None if they need not."""
     if method.index is None:
         return f"{method.name} reads no stored row again, so its blocks stay on the host"
     if index is not None and index.traits.on_host:
@@ -28,10 +29,12 @@ def stays_on_host(method: Method, index: Index | None, device: torch.device) -> 
 def no_effect(
     given: CacheConfig, settings: Settings, stays: str | None, numbers: Sequence[int], device: torch.device
 ) -> dict[str, str]:
-    """Return by name the settings that were given and change nothing, and why.
+    """Return the settings that were given and change nothing, with the reason, by name.
 
-    given: as the user gave them. settings: what became of them. stays: why blocks stay on the
-    host, None where they need not. numbers: of the layers that attend to everything.
+    given: the configuration as the user gave it.
+    settings: the resolved configuration.
+    stays: why blocks stay on the host; None if they need not.
+    numbers: of the model's full-attention layers.
     """
     method, found = settings.method, dict[str, str]()
     if method.dense:

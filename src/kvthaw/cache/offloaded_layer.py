@@ -1,10 +1,10 @@
-"""One attention layer whose KV is offloaded: what happens to a new token, and what a query attends to. The file to read first.
+"""One attention layer with offloaded KV: how a new token is stored, and what a query attends to. Read this file first.
 
 A decode step, start to finish:
 
-    ring full?            its oldest tokens leave for the retrieval region: they are offloaded and indexed
+    ring full?            its oldest tokens are offloaded and indexed: they join the retrieval region
     query    -> index     -> rows -> residency: which of them are on the device already?
-             -> transfer brings the others
+             -> transfer fetches the others
              -> attention: new K, V enter the ring; the query attends to sink + ring + selected rows
 """
 
@@ -36,17 +36,17 @@ from kvthaw.kernels.places import Newest
 
 
 class OffloadedLayer(LayerKV):
-    """KV of one layer: sink, ring and fetched rows in a slab on the device, everything in a store on the host; see LayerKV.
+    """KV of one layer: sink, ring and fetched rows in a slab on the device, all rows in a store of blocks; see LayerKV.
 
-    leader: the anchor whose index and selections this layer follows; None: it has its own. plan: the sizes, None before the first
-    prompt.
+    leader: the anchor whose index and selections this layer follows; None: it has its own.
+    plan: the sizes; None before the first prompt.
     """
 
     store: HostStore
     slab: Slab
     storage: LayerStorage
     sparse: SparseAttention
-    everything = False  # attended to where it lies, without an index; see FullLayer
+    everything = False  # attends to all rows where they lie, without an index; see FullLayer
 
     def __init__(
         self, number: int, settings: Settings, streams: Streams, sequences: Sequences, leader: OffloadedLayer | None = None
@@ -76,7 +76,7 @@ class OffloadedLayer(LayerKV):
         return step.lengths(taken)[seq] if step is not None and under_way else self.sequences.length(seq)
 
     def indexed(self, seq: int) -> int:
-        """Return where the sequence's ring begins: positions [sink, this) are in the retrieval region."""
+        """Return where the ring begins: positions from the end of the sink to here are in the retrieval region."""
         return self.sequences.indexed(seq, self.length(seq))
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
@@ -93,7 +93,7 @@ class OffloadedLayer(LayerKV):
         return self.sparse.fixed_bytes() if self.plan else 0
 
     def host_bytes_per_token(self) -> int:
-        """Return the bytes of host memory that a token takes; 0 before the first prompt."""
+        """Return the bytes that a stored token takes in this layer; 0 before the first prompt."""
         return self.store.kv_heads * self.store.row_bytes if self.plan else 0
 
     def host_bytes(self, seq: int | None = None) -> int:
@@ -101,7 +101,7 @@ class OffloadedLayer(LayerKV):
 
     @property
     def chooses(self) -> bool:
-        """Whether this layer has an index of its own, where the method has one."""
+        """Whether this layer has an index of its own, if the method has one."""
         return self.leader is None
 
     def tensors(self) -> list[Tensor]:
@@ -110,7 +110,7 @@ class OffloadedLayer(LayerKV):
     # Prompts
 
     def allocate(self, step: Step, query: Tensor, key: Tensor, scale: float) -> None:
-        """Make the parts by the sizes of the first tokens: query [., Hq, T, D], key [., H, T, D]."""
+        """Create slab, store, index and attention, sized by the first tokens: query [., Hq, T, D], key [., H, T, D]."""
         plan, count = self.settings.plan(step.longest, self.sequences.limit), len(step.left_pad)
         plan = Plan(plan.regions, rows=0) if self.everything else plan
         method, (_, heads, _, dim), self.scale = self.settings.method, key.shape, scale
@@ -155,8 +155,11 @@ class OffloadedLayer(LayerKV):
         self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams,
         passed: dict[int, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Causal attention over all earlier tokens and the new ones, exact. passed: receives the rows [H, n, 2, D] of sequences
-        that are to be indexed whole with this step, where the new ones are yet to be written; see LayerStorage.indexes_whole."""
+        """Attend causally and exactly to all earlier tokens and the new ones.
+
+        passed: receives the rows [H, n, 2, D] of sequences whose index is built with this step, with space for the new
+            rows. See LayerStorage.indexes_whole.
+        """
         if step.start == 0 and (step.seq is not None or not any(step.left_pad)):
             return attention.causal(query, key, value)
 
@@ -180,19 +183,22 @@ class OffloadedLayer(LayerKV):
         return PrefillKV(step, key, value, take_queries(step, query, self.recent_queries, self.storage.prompt_queries), passed)
 
     def stored(self, new: PrefillKV, ends: Mapping[int, int]) -> None:
-        """Note that a prefill was stored, whose sequences' rings begin at `ends` then."""
+        """Record that a prefill was stored, and start index builds.
+
+        ends: where the rings of its sequences now begin.
+        """
         self._prompts = dict(ends) if self.sequences.announced and not new.step.remaining else {}
         self.storage.index_ahead(self._prompts, self.recent_queries, new.passed)
 
     def resume(self, step: Step, blocks: Mapping[int, Sequence[Block]], kept: Mapping[int, Snapshot]) -> None:
-        """Take the first tokens of sequences from blocks of rows that are kept; see LayerStorage.resume."""
+        """Start sequences with kept rows in blocks; see LayerStorage.resume."""
         self._before, self._prompts = (step, dict(self.recent_queries)), {}
         for row in step.rows():
             length = row.past + step.tokens - row.pad
             self.storage.resume(row.seq, blocks[row.seq], length, kept.get(row.seq), alone=step.seq is None)
 
     def commit(self) -> None:
-        """Index what a prefill appended, where the index waits until the step is certain."""
+        """Index the tokens of a prefill that waited for the step's commit."""
         if self.plan is not None and self.storage.updater is not None:
             self.storage.updater.commit(self.sequences.paused)
             self.storage.updater.renew(self._prompts, self.recent_queries, self.sequences.paused)
@@ -232,13 +238,15 @@ class OffloadedLayer(LayerKV):
         return self.retriever is not None and self.chooses and self.sequences.decodes(tokens)
 
     def prefetch(self, queries: Tensor) -> None:
-        """Search with these queries, [B, Hq, T, D], instead of the next tokens' own. An index on the host starts at once, beside
-        the layer before, with the tokens that come before the index changes."""
+        """Search with predicted queries, [B, Hq, T, D], instead of the next tokens' own.
+
+        An index on the host starts at once, concurrently with the layer before, for the tokens before the index changes.
+        """
         assert self.retriever is not None
         self.retriever.prefetch(queries, self.undisturbed(queries.shape[2]) if self.on_host else 0)
 
     def undisturbed(self, tokens: int) -> int:
-        """Return how many of the next tokens come before tokens leave a ring, so that the index does not change."""
+        """Return how many of the next tokens come before tokens leave a ring and so change the index."""
         return self.storage.undisturbed([self.sequences.leaving(t) for t in range(tokens)])
 
     def drop_search(self) -> None:
@@ -250,18 +258,20 @@ class OffloadedLayer(LayerKV):
 
     @property
     def on_host(self) -> bool:
-        """Whether the layer's index works on the host, beside the device."""
+        """Whether the layer's index works on the host, concurrently with the device."""
         return self.retriever is not None and self.retriever.index.traits.on_host
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether rollback() undoes run_ahead() exactly. A tree on the host forgets what it was given, but for its shape."""
+        """Whether rollback() undoes run_ahead() exactly. An index on the host can drop the tokens again; its tree's shape may
+        differ."""
         if self.on_host:
             return not self.asked_again
         return self.storage.updater is None or self.storage.updater.reversible
 
     def before_step(self) -> None:
-        """See LayerKV. Afterwards a step of one token runs on the device alone if the index is graph-safe."""
+        """Prepare for the next step; see LayerKV. A step of one token then runs on the device alone if the index is
+        graph-safe."""
         if self.plan is None:
             return
         self.storage.trim_queries(self.recent_queries, self.sequences.idle)
@@ -273,11 +283,11 @@ class OffloadedLayer(LayerKV):
         self.sparse.update_table()
 
     def reserved(self, seq: int) -> int:
-        """Return the number of tokens of a sequence that its blocks on the host have room for."""
+        """Return how many tokens of a sequence its blocks can hold."""
         return self.store.reserved(seq) if self.plan and seq < self.store.seqs else 0
 
     def wait(self) -> None:
-        """Wait until every token is offloaded and indexed; raise what went wrong."""
+        """Wait until every token is offloaded and indexed. Raises the error of any job that failed."""
         if self.plan is not None:
             self.storage.wait()
 
@@ -308,7 +318,7 @@ class OffloadedLayer(LayerKV):
             self.storage.rollback(seq, start, length, own)
 
     def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
-        """See LayerKV. The ring is refilled from the store."""
+        """Crop the sequence; see LayerKV. The ring is refilled from the store."""
         if self.plan is None:
             return
         self.slab.tickets.zero_()

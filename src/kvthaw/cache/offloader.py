@@ -1,4 +1,4 @@
-"""Copies tokens from the device to the host: a layer's prompts, and what leaves the rings of all layers."""
+"""Copy tokens from the device to the stores: a layer's prompts, and the tokens that leave the rings of all layers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvthaw.kernels.freeze import definition as freeze_definition
 
 
 class Offloader:
-    """Fills the store of one layer from prompts and from the layer's ring.
+    """Fill the store of one layer from prompts and from the layer's ring.
 
-    The store's length is the watermark: what it has is not copied again.
+    The store's length is the watermark: rows below it are not copied again.
     """
 
     def __init__(self, store: HostStore, slab: Slab, streams: Streams) -> None:
@@ -33,48 +33,50 @@ class Offloader:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a kernel copies what leaves the ring."""
+        """Whether a kernel copies the tokens that leave the ring."""
         return HAS_TRITON and self.slab.data.is_cuda and self.store.pinned
 
     @property
     def kind(self) -> Hashable:
-        """What layers have in common whose rows one kernel copies."""
+        """Properties that layers must share for one kernel to copy their rows."""
         data = self.slab.data
         return data.shape, data.dtype, data.device, self.slab.regions, self.store.allocator.kind
 
     def stored(self, seq: int, stop: int) -> int:
-        """Return the position from which on the tokens of a sequence up to `stop` are to be offloaded."""
+        """Return the first position below `stop` that is not offloaded yet."""
         return min(self.store.length(seq), stop)
 
     def prompt(self, seq: int, past: int, keys: Tensor, values: Tensor) -> None:
-        """Offload keys and values [H, n, D] of a prompt, after those of the first `past` tokens that are only in the ring. The copy
-        overlaps later work."""
+        """Offload keys and values [H, n, D] of a prompt from position `past` on. The copy overlaps later work.
+
+        Earlier tokens that are only in the ring are offloaded first.
+        """
         self.up_to({seq: past})
         shared = self.store.length(seq) - past
         self.streams.offload(self.store, seq, keys[:, shared:], values[:, shared:])
 
     def up_to(self, positions: Mapping[int, int]) -> None:
-        """Offload tokens of each sequence, up to a position, that are only in sink or ring."""
+        """Offload each sequence's tokens up to a position that are only in sink or ring."""
         spans = [(seq, stop, stop, stored) for seq, stop in positions.items() if (stored := self.stored(seq, stop)) < stop]
         if spans:
             offload([self], spans)
 
     def extend(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Count tokens (sequence, start, stop) that are on their way from the ring to the store, which has room for them."""
+        """Count tokens (sequence, start, stop) that are being copied from the ring to the store, which has space for them."""
         for seq, start, stop in spans:
             self.store.extend(seq, stop)
             self._latest[seq] = start, stop
 
     def wait(self) -> None:
-        """Wait until all copies are complete, before the host reads the store."""
+        """Wait until all copies are complete. Call it before the host reads the store."""
         self.store.wait()
 
     def wait_on_stream(self) -> None:
-        """Make the current stream wait for all copies, before the device reads the store; the host does not wait."""
+        """Make the current stream wait for all copies, before the device reads the store. The host does not wait."""
         self.store.order(self.slab.data.device)
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
-        """Return rows [H, stop - start, 2, D] of a sequence, wherever they lie; on the host or on the device."""
+        """Return rows [H, stop - start, 2, D] of a sequence, from store and ring, on the host or on the device."""
         self.wait()
         stored = min(max(self.store.length(seq), start), stop)
         if stored == stop:
@@ -83,35 +85,40 @@ class Offloader:
         return ring if stored == start else torch.cat((self.store.read(seq, start, stored).to(ring.device), ring), dim=1)
 
     def past(self, seq: int, stop: int, queries: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return keys and values [1, H, n, D] of positions 0 .. stop on the device, for so many queries: from the blocks as far as
-        they are there, the rest from the ring. Each is good until the next is asked for."""
+        """Yield keys and values [1, H, n, D] of positions 0 .. stop on the device, in order, from the blocks and then from the
+        ring.
+
+        Each piece is valid until the next is requested.
+
+        queries: number of queries that will attend to them.
+        """
         stored, device = self.stored(seq, stop), self.slab.data.device
         blocks = self.streams.prefetcher.blocks(self.store, seq, stored, device, self.store.arriving, queries=queries)
         ring = [self.slab.read(seq, stored, stop)] if stored < stop else []
         return ((rows[None, :, :, 0], rows[None, :, :, 1]) for rows in chain(blocks, ring))
 
     def refill(self, seq: int, start: int, stop: int) -> None:
-        """Copy positions start .. stop back into the ring, as far as the store has them."""
+        """Copy positions start .. stop from the store back into the ring, as far as the store has them."""
         stop = min(stop, self.store.length(seq))
         if start < stop:
             self.slab.write(seq, start, self.store.read(seq, start, stop))
 
     def reorder(self, sequences: Sequence[int]) -> None:
-        """Sequence i becomes what sequence sequences[i] was."""
+        """Replace sequence i by the former sequence sequences[i]."""
         self.store.reorder(sequences)
         self._latest = {i: self._latest[seq] for i, seq in enumerate(sequences) if seq in self._latest}
 
     def ahead(self, seq: int, start: int) -> bool:
-        """Return whether decoded tokens were offloaded that are still in a ring which begins at `start`."""
+        """Return whether decoded tokens were offloaded that are still in a ring that begins at `start`."""
         latest = self._latest.get(seq)
         return latest is not None and start < latest[1] == self.store.length(seq)
 
     def marks(self) -> tuple[list[int], dict[int, tuple[int, int]]]:
-        """Return how far each sequence is offloaded; see rewind."""
+        """Return each sequence's watermark, for rewind()."""
         return [self.store.length(seq) for seq in range(self.store.seqs)], dict(self._latest)
 
     def rewind(self, marks: tuple[list[int], dict[int, tuple[int, int]]]) -> None:
-        """Drop what was offloaded since `marks`."""
+        """Drop the rows that were offloaded since `marks`."""
         lengths, latest = marks
         for seq, length in enumerate(lengths):
             self.truncate(seq, length)
@@ -129,7 +136,7 @@ class Offloader:
 
 
 def copied(past: Iterable[tuple[Tensor, Tensor]], rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Copy keys and values [1, H, n, D] that come part by part to rows [H, m, 2, D], from the first on, before they go on."""
+    """Copy keys and values [1, H, n, D] to rows [H, m, 2, D], piece by piece, and yield each piece."""
     at = 0
     for keys, values in past:
         end = at + keys.shape[2]
@@ -138,8 +145,11 @@ def copied(past: Iterable[tuple[Tensor, Tensor]], rows: Tensor) -> Iterator[tupl
 
 
 def offload(offloaders: Sequence[Offloader], spans: Sequence[Span]) -> Tensor:
-    """Copy tokens of some sequences, at most one span each, from the rings of layers of one kind to their stores, on the current
-    stream. Returns those for the index, [L, R, H, n, 2, D] on the device. Raises HostMemoryError before any layer has changed."""
+    """Copy tokens of some sequences, at most one span each, from rings to stores, on the current stream.
+
+    The layers must be of one kind. Returns the tokens for the index, [L, R, H, n, 2, D] on the device. Raises
+    HostMemoryError before any layer has changed.
+    """
     new = [(seq, stored, stop) for seq, _, stop, stored in spans if stored < stop]
     for each in offloaders:
         each.wait_on_stream()
@@ -157,9 +167,11 @@ def offload(offloaders: Sequence[Offloader], spans: Sequence[Span]) -> Tensor:
 
 
 def offload_prompt(offloaders: Sequence[Offloader], seq: int, past: int, rows: Tensor) -> None:
-    """Copy rows [L, H, n, 2, D] of a sequence's prompt, from position `past` on, to the stores of layers of one kind, as far as
-    they lack them, which is equally far; after what of the first `past` tokens is only in rings. One copy beside later work, else
-    as Offloader.prompt(). Raises HostMemoryError before any store has more rows."""
+    """Copy rows [L, H, n, 2, D] of a sequence's prompt, from position `past` on, to the stores of layers of one kind.
+
+    Earlier tokens that are only in rings are copied first. All stores must have equal watermarks; rows below are skipped.
+    One copy overlaps later work. Raises HostMemoryError before any store has more rows.
+    """
     one, stores, length = offloaders[0], [each.store for each in offloaders], past + rows.shape[2]
     for each in offloaders:
         each.up_to({seq: past})
@@ -190,7 +202,7 @@ def offload_prompt(offloaders: Sequence[Offloader], seq: int, past: int, rows: T
 
 
 def _copy(offloaders: Sequence[Offloader], spans: Sequence[Span]) -> Tensor:
-    """Launch what offload() does on the device; there is room."""
+    """Launch the copy of offload(). The stores have space already."""
     slabs, stores, one = [each.slab.data for each in offloaders], [each.store for each in offloaders], offloaders[0]
     heads, tail, n = slabs[0].shape[1], slabs[0].shape[3:], max(stop - start for _, start, stop, _ in spans)
     rows = slabs[0].new_empty((len(slabs), len(spans), heads, n, *tail))

@@ -16,20 +16,24 @@ from kvthaw.native import gather_rows
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Stored rows [H, P, *tail] of a sequence by place, on the host, and the places [H, end] int32 of positions, -1 for none."""
+    """Rows of one sequence in page order.
+
+    rows: [H, P, *tail] on the host, in stored form.
+    places: [H, end] int32, the place of each position in rows; -1 for none.
+    """
 
     rows: Tensor
     places: Tensor
 
 
 class PagedRows:
-    """Rows by their places in an order, as they are now: what changes later does not change this."""
+    """A snapshot of the page copies. Later changes do not affect it."""
 
     def __init__(self, pages: Mapping[int, Pages], format: RowFormat, *, pinned: bool) -> None:
         self._pages, self.format, self.pinned = pages, format, pinned
 
     def places(self, fetch: Tensor) -> Tensor:
-        """Return where rows [B, H, M] int32 stand in their sequence's copy, -1 where they do not and for -1."""
+        """Return the places of rows [B, H, M] int32 in their sequence's copy, -1 for rows that have none and for -1."""
         found = torch.full_like(fetch, -1)
         for seq, rows in enumerate(fetch):
             if (pages := self._pages.get(seq)) is not None:
@@ -39,7 +43,7 @@ class PagedRows:
         return found
 
     def gather(self, places: Tensor, out: Tensor) -> tuple[int, Tensor]:
-        """As `kvthaw.native.gather_rows`, of places instead of positions."""
+        """Gather rows as `kvthaw.native.gather_rows` does, by places instead of positions."""
         count, parts = 0, []
         for seq, pages in sorted(self._pages.items()):
             if seq < len(places):
@@ -50,15 +54,16 @@ class PagedRows:
         return count, torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def piece(self, seq: int, head: int, place: int, most: int) -> Tensor:
-        """Return at most `most` rows of a head, from a place on, [n, *tail]."""
+        """Return at most `most` rows of a head from `place` on, [n, *tail]."""
         return self._pages[seq].rows[head, place : place + most]
 
 
 class PageCopy:
-    """Rows of a layer's sequences by their places in an order: those of a head's page are one piece of host memory.
+    """Copies of a layer's rows in an order in which each page of a head is contiguous in host memory.
 
-    A thread of its own writes a copy in a new order; the one before serves until that is there, whole. Rows that have come since
-    have no place. It takes the host memory of the rows again, twice while a new order is written, beside `host_bytes`.
+    A background thread writes a copy in a new order. The old copy serves until the new one is complete. Later rows have no
+    place in it. Copies take the rows' host memory again, twice while a new order is written. `host_bytes` does not count
+    them.
     """
 
     def __init__(self, format: RowFormat, *, pinned: bool) -> None:
@@ -74,18 +79,21 @@ class PageCopy:
 
     @property
     def writing(self) -> bool:
-        """Whether a copy is still to be written."""
+        """Whether a copy is still being written."""
         return any(not coming.done() for coming in self._coming.values())
 
     def rewrite(self, seq: int, order: Tensor, gather: Callable[[Tensor, Tensor], object]) -> None:
-        """Begin to copy a sequence's rows in an order, [H, T] int32 positions on the CPU. gather(rows [1, H, T], out [H T, *tail])
-        brings them together."""
+        """Start to copy a sequence's rows in a new order.
+
+        order: [H, T] int32 positions on the CPU.
+        gather: gather(rows [1, H, T], out [H T, *tail]) collects the rows.
+        """
         self._finish(seq)
         self._tokens[seq] = order.shape[1]
         self._coming[seq] = self._thread.submit(self._copied, order, gather)
 
     def forget(self, seq: int) -> None:
-        """Drop a sequence's copy; wait for one under way."""
+        """Drop a sequence's copy, after waiting for one being written."""
         self._finish(seq)
         self._pages.pop(seq, None)
         self._tokens.pop(seq, None)
@@ -96,7 +104,7 @@ class PageCopy:
             self.forget(seq)
 
     def now(self) -> PagedRows:
-        """Return the copies that are written."""
+        """Return a snapshot of the copies that are complete."""
         for seq, coming in list(self._coming.items()):
             if coming.done():
                 self._finish(seq)

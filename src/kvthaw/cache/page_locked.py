@@ -1,9 +1,9 @@
-"""Pinned memory for blocks of KV: in huge pages, by several threads, and used again.
+"""Pinned memory for blocks of KV: in huge pages, by several threads, and reused.
 
-The system gives memory as it is first written to, page by page, and pinning costs by the page and by the call. So blocks have
-2 MiB pages where the system has them; those that are wanted together are written to on several threads and pinned together:
-4 GiB take 0.24 s then, and 1.9 as torch pins them (H200). What is free again stays pinned for the next block, a quarter
-of what the host has free at most; the rest is given back. What a long prompt will need is taken ahead within the same limit.
+The system maps memory page by page on first write, and pinning costs time per page and per call. Blocks therefore use 2 MiB
+pages if the system has them. Blocks requested together are written on several threads and pinned in one call: 4 GiB then
+take 0.24 s, against 1.9 s with torch's allocator (H200). Freed blocks stay pinned for reuse, at most a quarter of the
+host's free memory; the rest is returned. Memory that a long prompt will need is pinned ahead within the same limit.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from torch import Tensor
 HUGE = 2 << 20
 """Bytes of a large page."""
 _AT_ONCE = 256 << 20  # bytes pinned by one call
-_SHARE = 4  # the part of the host's free memory that may stay pinned and unused
+_SHARE = 4  # 1 / the part of the host's free memory that may stay pinned and unused
 _THREADS = 8
 
 
 def locked_bytes(size: int) -> int:
-    """Return the bytes that are pinned for a tensor of so many: whole huge pages; where half of one is enough the next power
-    of two, as torch does it."""
+    """Return the bytes that are pinned for a tensor of `size` bytes: whole huge pages, or a power of two up to half a huge
+    page, as torch does."""
     return -(-size // HUGE) * HUGE if size > HUGE // 2 else 1 << (size - 1).bit_length()
 
 
 class _Mapping(mmap.mmap):
-    """Pinned memory, from `address` on, that the GPU may read until the object is freed."""
+    """Pinned memory from `address` on, which the GPU may read until the object is freed."""
 
-    runtime: Any = None  # which pinned it
+    runtime: Any = None  # the CUDA runtime that pinned it
     address = blocks = 0
 
     def __del__(self) -> None:
@@ -58,12 +58,14 @@ class _Block:
 
 
 def page_lock(size: int, blocks: int, runtime: Any) -> list[_Block]:
-    """Return pinned blocks of so many bytes each, whole huge pages. runtime: `torch.cuda.cudart()`. Raises OSError where the
-    system has none."""
+    """Return `blocks` pinned blocks of `size` bytes each, in whole huge pages. Raises OSError if the system has no memory.
+
+    runtime: `torch.cuda.cudart()`.
+    """
     mapping = _Mapping(-1, size * blocks + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a system without huge pages has small ones
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    with suppress(OSError):  # a forked child has no use for it, and copies of pinned pages would be apart from the GPU's
+    with suppress(OSError):  # a forked child does not need it, and its copies of pinned pages would differ from the GPU's
         mapping.madvise(mmap.MADV_DONTFORK)
     mapping.blocks = blocks
     mapping.address = -(-torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() // HUGE) * HUGE
@@ -71,7 +73,7 @@ def page_lock(size: int, blocks: int, runtime: Any) -> list[_Block]:
     with ThreadPoolExecutor(min(blocks, _THREADS, os.cpu_count() or 1)) as threads:
         list(threads.map(lambda block: ctypes.memset(block.address, 0, size), made))
     if int(runtime.cudaHostRegister(mapping.address, size * blocks, 0)):
-        with suppress(Exception):  # which would be raised by what torch launches next
+        with suppress(Exception):  # clear the error, which torch's next launch would raise
             torch.zeros(1, device="cuda")
         raise OSError(f"{size * blocks:,} bytes cannot be pinned")
     mapping.runtime = runtime
@@ -79,14 +81,17 @@ def page_lock(size: int, blocks: int, runtime: Any) -> list[_Block]:
 
 
 class PageLocked:
-    """Pinned memory of a process. available: tells how many bytes the host has free, None: not known. May be used on any
-    thread."""
+    """The pinned memory of a process. Any thread may use it.
+
+    available: returns the host's free bytes; None: unknown.
+    """
 
     def __init__(self, available: Callable[[], int | None], runtime: Callable[[], Any] = torch.cuda.cudart) -> None:
         self._available, self._runtime = available, runtime
         self._freed: deque[tuple[_Block, int, Sequence[Any]]] = deque()  # a finalizer appends
         self._spare: dict[int, deque[tuple[_Block, list[Any]]]] = {}
-        self._expected, self._coming = Counter[int](), Counter[int]()  # blocks of a size: to be taken ahead, and being taken
+        # by block size: blocks to be pinned ahead, and blocks being pinned
+        self._expected, self._coming = Counter[int](), Counter[int]()
         self._lock = threading.Lock()
 
     @property
@@ -97,8 +102,12 @@ class PageLocked:
             return self._unused_bytes()
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, streams: Sequence[torch.cuda.Stream] = ()) -> Tensor:
-        """Return an uninitialised tensor, to be written on any stream or the host: whatever read its memory before is done.
-        streams: those that may read it, beside the current ones of whoever asks for memory next. Raises OSError."""
+        """Return an uninitialised tensor that any stream or the host may write: all earlier readers of its memory are done.
+
+        Raises OSError if the system has no memory.
+
+        streams: streams that may read the tensor, in addition to the current ones of the thread that asks for memory next.
+        """
         count = math.prod(shape)
         size = locked_bytes(count * dtype.itemsize)
         block = self._unused(size) or self._new(size, 1)[0]
@@ -109,7 +118,7 @@ class PageLocked:
     def prepare(self, size: int, count: int, soon: int = 0) -> None:
         """Pin up to `count` tensors of `size` bytes ahead of use.
 
-        soon: tensors, these included, that callers will ask for next; one call to the system takes as many of them as it can.
+        soon: tensors, these included, that callers will request next. One system call may pin them all.
         """
         size = locked_bytes(size)
         self._settle()
@@ -125,23 +134,27 @@ class PageLocked:
             count, soon = count - len(made), soon - len(made)
 
     def expect(self, size: int, count: int, most: int | None = None) -> bool:
-        """Set how many tensors of `size` bytes take_ahead() pins, in the place of an earlier call.
+        """Set how many tensors of `size` bytes take_ahead() pins. Replaces an earlier call. Returns whether there are any to
+        pin.
 
-        most: tensors that there is room for; None: unknown. Returns whether there is anything to take.
+        most: tensors that there is room for; None: unknown.
         """
         size = locked_bytes(size)
         with self._lock:
             held = len(self._spare.get(size, ())) + self._coming[size]
             lack = count - held
-            if lack > 0:  # not one by one, where others take some meanwhile
+            if lack > 0:  # not one by one, if others take some meanwhile
                 lack = max(lack, min(count, _AT_ONCE // size))
                 lack = lack if most is None else min(lack, most - held)
             self._expected[size] = max(0, lack)
             return lack > 0
 
     def take_ahead(self) -> None:
-        """Take what is expected, on a thread that nobody waits for, as far as so much may stay unused; what then lacks is taken by
-        whoever needs it. Notes nothing that was freed: the events of a step that is captured are no other thread's."""
+        """Pin the expected blocks on a background thread, as long as the limit for unused pinned memory allows.
+
+        Callers pin what is still missing themselves. This does not record events for freed blocks, because another thread
+        may be capturing a step.
+        """
         while (found := self._next_expected()) is not None:
             made = list[_Block]()
             try:
@@ -153,7 +166,7 @@ class PageLocked:
                 self._keep(found[0], made, found[1])
 
     def _next_expected(self) -> tuple[int, int] | None:
-        """Return the size and number of blocks to take ahead by one call, None for none."""
+        """Return the size and number of blocks to pin ahead in one call, or None."""
         free = self._available()
         with self._lock:
             for size, expected in self._expected.items():
@@ -166,17 +179,20 @@ class PageLocked:
         return None
 
     def _keep(self, size: int, made: Sequence[_Block], coming: int = 0) -> None:
-        """Add new blocks to the free list; `coming` blocks were being pinned."""
+        """Add new blocks to the free list.
+
+        coming: how many blocks were being pinned ahead, and are not any more.
+        """
         with self._lock:
             self._spare.setdefault(size, deque()).extendleft((block, []) for block in made)
             self._coming[size] -= coming
 
     def _new(self, size: int, count: int) -> list[_Block]:
-        """Return `count` new blocks, or fewer where memory is short. Raises OSError where the system gives no memory."""
+        """Return `count` new blocks, or fewer if memory is short. Raises OSError if the system has no memory."""
         free = self._available()
         while free is not None and free < size * count and self._give_back():
             free = self._available()
-        if free is not None and free < size:  # the system would end the process that writes to more
+        if free is not None and free < size:  # the system would kill a process that writes to more
             raise OSError(f"{free:,} bytes are free")
         with _a_device_in_use():
             return page_lock(size, count if free is None else min(count, free // size), self._runtime())
@@ -186,18 +202,18 @@ class PageLocked:
         return coming + sum(size * len(held) for size, held in self._spare.items())
 
     def _unused(self, size: int) -> _Block | None:
-        """Return memory of a size that nothing on the device may read any more."""
+        """Return a free block of this size that no work on the device may read any more, or None."""
         self._settle()
         with self._lock:
             spare = self._spare.get(size)
             return spare.popleft()[0] if spare and all(event.query() for event in spare[0][1]) else None
 
     def _settle(self) -> None:
-        """Note, for what was freed since the last call, the work under way that may read it, and give back what is too much."""
+        """Record the work that may still read the blocks freed since the last call, and return memory beyond the limit."""
         if not self._freed:
             return
         known: dict[int, tuple[Sequence[Any], list[Any]]] = {}
-        with self._lock:  # finalizers, which may run meanwhile, take none
+        with self._lock:  # finalizers, which may run meanwhile, do not take the lock
             while self._freed:
                 block, size, streams = self._freed[0]
                 if id(streams) not in known:
@@ -209,7 +225,7 @@ class PageLocked:
             free += given
 
     def _give_back(self) -> int:
-        """Give memory back to the system that was pinned by one call and is unused. Returns how many bytes it was."""
+        """Return unused memory that was pinned by one call to the system. Returns its bytes; 0 if there is none."""
         with self._lock:
             for size, held in self._spare.items():
                 unused = Counter(block.mapping for block, _ in held)
@@ -226,7 +242,8 @@ class PageLocked:
 
 
 def _devices_in_use() -> list[int]:
-    """Return the devices that this process uses already. A thread's current device may be another, on which it would begin."""
+    """Return the devices that this process uses already. A thread's current device may be another, on which it would create a
+    context."""
     if not torch.cuda.is_available():
         return []
     used = getattr(torch._C, "_cuda_hasPrimaryContext", lambda number: number == torch.cuda.current_device())
@@ -234,10 +251,10 @@ def _devices_in_use() -> list[int]:
 
 
 def _a_device_in_use() -> AbstractContextManager[object]:
-    """Within it CUDA's calls take a device that this process uses already, on a thread that has none of its own, too."""
+    """Return a context in which CUDA calls use a device that this process uses already, also on a thread without one."""
     return torch.cuda.device(next(iter(_devices_in_use()), None)) if torch.cuda.is_available() else nullcontext()
 
 
 def _readers(streams: Sequence[torch.cuda.Stream]) -> set[torch.cuda.Stream]:
-    """Return streams with the current ones of all devices in use."""
+    """Return `streams` and the current streams of all devices in use."""
     return {*streams, *(torch.cuda.current_stream(number) for number in _devices_in_use())}

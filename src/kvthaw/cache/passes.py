@@ -1,6 +1,7 @@
-"""What the layers of a cache do together: every loop over them, by few launches where layers are alike.
+"""Loops over the layers of a cache, with few launches where layers are alike.
 
-A layer's share of 1,000 tokens keeps an H200 busy for less than 0.1 ms, and its launches, some fifteen, take the host 1 ms.
+One layer's share of 1,000 tokens keeps an H200 busy for less than 0.1 ms, but its launches, about fifteen, take the host 1
+ms.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from kvthaw.cache.streams import Streams
 from kvthaw.kernels.freeze import Span
 
 SHORT = 1 << 22
-"""Bytes of a layer's keys up to which a prompt waits until all layers have attended, so that many are held that long."""
+"""Bytes of a layer's keys up to which a prompt waits until all layers have attended. All layers' KV is held until then."""
 BUILT_AT_ONCE = 4
 """Layers whose indexes of a joining prompt are built between two steps of other sequences."""
 _AT_ONCE = 1 << 28
-"""Bytes of rows that leave rings at once, of one layer at least."""
+"""Most bytes of rows that leave rings in one launch; at least one layer."""
 
 
 def allocated(layers: Sequence[OffloadedLayer]) -> list[OffloadedLayer]:
-    """Return the layers that have had a prompt."""
+    """Return the layers that are allocated, by their first prompt."""
     return [layer for layer in layers if layer.plan is not None]
 
 
 def updaters(layers: Sequence[OffloadedLayer]) -> list[tuple[OffloadedLayer, IndexUpdater]]:
-    """Return the layers that have an index of their own, and its updater."""
+    """Return the layers that have an index of their own, each with its updater."""
     return [(layer, layer.storage.updater) for layer in allocated(layers) if layer.storage.updater is not None]
 
 
@@ -53,7 +54,7 @@ def waits(layer: OffloadedLayer, new: PrefillKV) -> bool:
 
 
 def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]], preallocator: BlockPreallocator) -> None:
-    """Store and index what prefills gave layers. Layers with equal shapes and stores take few launches together."""
+    """Store and index the KV of prefills. Layers with equal shapes and stores share launches."""
     alike: dict[Hashable, list[tuple[OffloadedLayer, PrefillKV]]] = {}
     for layer, new in prompts:
         own = layer.storage
@@ -71,7 +72,7 @@ def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]], preallocator: Blo
 
 
 def _store_one(group: Sequence[tuple[OffloadedLayer, PrefillKV]], row: Row) -> int:
-    """Returns where the sequence's ring begins then."""
+    """Store a row's KV in one layer. Returns where the sequence's ring begins afterwards."""
     ((layer, new),), seq = group, row.seq
     keys, values = new.of(row)
     layer.extremes += *torch.aminmax(keys), *torch.aminmax(values)
@@ -80,20 +81,20 @@ def _store_one(group: Sequence[tuple[OffloadedLayer, PrefillKV]], row: Row) -> i
 
 
 def _store_alike(group: Sequence[tuple[OffloadedLayer, PrefillKV]], row: Row) -> int:
-    """As _store_one(), in several layers at once."""
+    """Store a row's KV in several layers at once, as _store_one() does in one."""
     storages, pairs = [layer.storage for layer, _ in group], [new.of(row) for _, new in group]
     format, like, seq, past = storages[0].store.format, pairs[0][0], row.seq, row.past
     rows = like.new_empty((len(pairs), *like.shape[:2], 2, like.shape[2]))  # [L, H, n, 2, D]
     torch._foreach_copy_([part for own in rows for part in own.unbind(2)], [part for pair in pairs for part in pair])
     for (layer, _), most in zip(group, torch.linalg.vector_norm(rows.flatten(1), torch.inf, dim=1), strict=True):
         layer.extremes.append(most)
-    rows = format.decode(format.encode(rows))  # which are what is stored from then on
+    rows = format.decode(format.encode(rows))  # the rows as they are stored
     offload_prompt([storage.offloader for storage in storages], seq, past, rows)
     start = 0
     for (layer, new), own in zip(group, rows, strict=True):
         paused, (keys, values) = seq in layer.sequences.paused, own.unbind(2)
         start = layer.storage.index_prompt(row, new.queries[seq], keys, values, new.step.remaining, paused=paused)
-    _hold([layer for layer, _ in group], seq, past, rows)  # from whose rings indexes have what they lack before
+    _hold([layer for layer, _ in group], seq, past, rows)  # last, because indexes read earlier tokens from the rings
     return start
 
 
@@ -113,7 +114,13 @@ def _hold(layers: Sequence[OffloadedLayer], seq: int, past: int, rows: Tensor) -
 
 
 def decode(layer: OffloadedLayer, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-    """Attend from the tokens of a step, one by one, query [B, Hq, T, D]; key, value [B, H, T, D]. Returns [B, Hq, T, D]."""
+    """Decode the tokens of a step one by one.
+
+    query: [B, Hq, T, D].
+    key, value: [B, H, T, D].
+
+    Returns [B, Hq, T, D].
+    """
     outs = []
     for t in range(step.tokens):
         if t and layer.sequences.full(t):
@@ -134,8 +141,10 @@ def renew(layers: Sequence[OffloadedLayer], sequences: Sequences, streams: Strea
 
 
 def flush(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
-    """Offload and index tokens that leave rings, equally many of each, in layers that agree by one kernel; idempotent. Returns
-    whether all is done: sequences to be indexed again are left out."""
+    """Offload and index the tokens that leave rings, in one kernel for layers that agree. Idempotent.
+
+    Returns whether all is done. Stale sequences are left out.
+    """
     ringed = allocated(layers) if leaving else []
     alike: dict[tuple[tuple[Span, ...], Hashable], list[OffloadedLayer]] = {}
     for layer in ringed:
@@ -158,7 +167,7 @@ def flush(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
 
 
 def _work_ahead(layers: Sequence[OffloadedLayer], spans: Sequence[Span]) -> None:
-    """Show indexes that begin work ahead of time the tokens that stand in the rings behind spans which have left."""
+    """Pass the tokens that follow `spans` in the rings to indexes that start work ahead of time."""
     storages = [layer.storage for layer in layers]
     indexes = [(i, own.updater.retriever.index) for i, own in enumerate(storages) if own.updater is not None]
     if not indexes:
@@ -176,9 +185,9 @@ def _work_ahead(layers: Sequence[OffloadedLayer], spans: Sequence[Span]) -> None
 
 
 def take_effect(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> None:
-    """Publish what indexes prepared before tokens leave rings, so that the indexes can undo these appends.
+    """Publish changes that indexes have prepared, before tokens leave rings, so that the indexes can undo these appends.
 
-    Skips sequences whose tokens were appended ahead of the step. flush() does what fails here.
+    Skips sequences whose tokens were appended ahead of the step. If this fails, flush() does it.
     """
     with suppress(Exception):
         for _, updater in updaters(layers):
@@ -186,8 +195,7 @@ def take_effect(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) ->
 
 
 def flush_early(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
-    """Flush rings before a step that may not come. What cannot be done now is left to flush(), which raises the reason if there is
-    still one then."""
+    """Flush rings before a step that may not come. Returns False on an error; flush() then tries again and raises it."""
     try:
         return flush(layers, leaving)
     except Exception:
@@ -198,7 +206,7 @@ def flush_early(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) ->
 
 
 def wait_indexed(layers: Sequence[OffloadedLayer]) -> None:
-    """Wait until indexes have been given all tokens, and raise what went wrong. Copies to the host may be under way."""
+    """Wait until indexes have all tokens, and raise the error of any job that failed. Copies to the host may still run."""
     for _, updater in updaters(layers):
         updater.retriever.wait()
 
@@ -214,7 +222,11 @@ def note_lost(layers: Sequence[OffloadedLayer], lost: set[int]) -> None:
 @torch.inference_mode(False)  # tensors made here outlive the caller's mode
 @torch.no_grad()
 def built(layers: Sequence[OffloadedLayer], seq: int, timeout: float | None, *, build: bool = True) -> bool:
-    """See KVCache.built. Indexes on the device are built here: with timeout 0, where other sequences wait, of few layers a call."""
+    """Build indexes of a paused sequence; see KVCache.built.
+
+    Indexes on the device are built by this call. With timeout 0, other sequences wait, so one call builds at most
+    BUILT_AT_ONCE layers.
+    """
     every = updaters(layers)
     most = (len(every) if timeout is None or timeout > 0 else BUILT_AT_ONCE) if build else 0
     left = [(layer, own) for layer, own in every if own.is_stale(seq) and not own.retriever.index.traits.on_host]
@@ -240,8 +252,10 @@ def check_memory(layers: Sequence[OffloadedLayer], streams: Streams, blocks: int
 
 
 def reserve(layers: Sequence[OffloadedLayer], sequences: Sequences, tokens: int) -> None:
-    """Allocate the host blocks for the tokens that leave their rings during the next `tokens` tokens, if these are decoded one by
-    one. Raises HostMemoryError before anything has changed."""
+    """Allocate the blocks for tokens that leave their rings while `tokens` tokens are decoded one by one.
+
+    Raises HostMemoryError before anything has changed.
+    """
     if sequences.regions is None or sequences.filling is not None or not sequences.decodes(tokens):
         return
     if tokens == 1 and not sequences.full():
@@ -253,7 +267,7 @@ def reserve(layers: Sequence[OffloadedLayer], sequences: Sequences, tokens: int)
 
 
 def preallocate(layers: Sequence[OffloadedLayer], sequences: Sequences, preallocator: BlockPreallocator) -> None:
-    """Take the next host block of each sequence and layer whose turn has come, and move blocks between device and host."""
+    """Allocate the next block of each sequence and layer whose turn has come, and move blocks between device and host."""
     numbered, rounds = {layer.number: layer for layer in layers}, preallocator.rounds(layers[0].store, layers[0].slab.regions)
     for number, seq in preallocator.turns(sequences.decoded, sequences.count, rounds):
         if number in numbered and seq not in sequences.idle:
@@ -263,12 +277,13 @@ def preallocate(layers: Sequence[OffloadedLayer], sequences: Sequences, prealloc
 
 
 def expect(layers: Sequence[OffloadedLayer], preallocator: BlockPreallocator, seq: int, tokens: int) -> None:
-    """See BlockPreallocator.expect."""
+    """Pin memory for a coming prompt; see BlockPreallocator.expect."""
     preallocator.expect([layer.store for layer in allocated(layers)], seq, tokens)
 
 
 def follow_blocks(layers: Sequence[OffloadedLayer]) -> None:
-    """Bring the addresses of all layers' new blocks to the device by one copy: each would wait for KV that is on its way there."""
+    """Copy the addresses of all layers' new blocks to the device in one copy. Separate copies would each wait for KV in
+    transfer."""
     own = [(layer.sparse, layer.store) for layer in allocated(layers) if layer.sparse.reads_table]
     if own:
         device = own[0][0].storage.slab.data.device

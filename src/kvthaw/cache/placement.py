@@ -1,8 +1,8 @@
-"""Which blocks of a layer lie on the device: blocks spill to the host and come back, one at a time, behind the steps.
+"""Placement of a layer's blocks: between steps, blocks spill to the host and return to the device one at a time.
 
-A block is copied on the copy stream beside later steps. Its address changes in the table only once the copy is complete, between
-two steps, so kernels and captured steps read the old place or the new one, both whole. The old place is given out again behind all
-work that may read it.
+The copy stream copies a block while later steps run. The block table changes between two steps, once the copy is complete.
+Kernels and captured steps therefore read either the old block or the new one. The old block is reused after all work that
+may read it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 class Placement:
-    """Moves the blocks of one store between device and host.
+    """Move the blocks of one store between device and host.
 
-    device: the layer's share of device memory. moved_bytes: of blocks copied from one to the other.
+    device: the layer's share of device memory.
+    moved_bytes: bytes of blocks copied so far, in both directions.
     """
 
     def __init__(self, store: HostStore, device: DeviceBlocks, streams: Streams) -> None:
@@ -44,7 +45,7 @@ class Placement:
 
     @property
     def spilling(self) -> bool:
-        """Whether a block is on its way to the host."""
+        """Whether a block is being copied to the host."""
         return any(not new.on_device for _, new, _ in self._moves)
 
     def make_room(self, tokens: int, fixed: int) -> None:
@@ -56,9 +57,11 @@ class Placement:
             _load_kernels(device.device)
 
     def balance(self, needed: int, recalled: Tensor | None) -> bool:
-        """Make room on the device for `needed` more blocks, or use spare room: finish complete copies and begin one.
+        """Make room on the device for `needed` more blocks, or use spare room: finish complete copies and start one.
 
-        recalled [B, H, C] int32: the rows selected last, -1 padded, which tell recently recalled blocks; None: unknown.
+        recalled: [B, H, C] int32, the rows selected last, -1 padded, from which recently selected blocks follow; None:
+            unknown.
+
         Returns whether addresses have changed.
         """
         changed = self.finish()
@@ -78,7 +81,7 @@ class Placement:
         return self.finish() or changed
 
     def brought(self, block: Block) -> Block:
-        """Return a block on the device with the rows of one on the host that nobody else has; that one where there is no room."""
+        """Return a device copy of a host block that has a single owner, or the block itself if there is no room."""
         data = self.device.take() if block.owners == 1 and not block.on_device else None
         if data is None:
             return block
@@ -89,14 +92,14 @@ class Placement:
         return new
 
     def bring(self, blocks: Sequence[Block]) -> None:
-        """Begin to copy the first of these blocks to the device while there is room, as for a prompt."""
+        """Start to copy blocks to the device in order while there is room, as for a prompt."""
         for block in blocks:
             if not (block.on_device or block.moving or self._move(block, self._to_device)):
                 break
         self.finish()
 
     def finish(self) -> bool:
-        """Point sequences at the blocks whose copies are complete. Returns whether addresses have changed."""
+        """Replace blocks whose copies are complete. Returns whether addresses have changed."""
         complete = [move for move in self._moves if move[2] is None or move[2].query()]
         self._moves = [move for move in self._moves if move not in complete]
         changed = False
@@ -117,20 +120,22 @@ class Placement:
     # Which block
 
     def _coldest(self) -> Block | None:
-        """The full block on the device that was recalled least, of equal ones the oldest. Blocks that another cache shares stay:
-        moving them would free nothing."""
+        """Return the full block on the device that was selected least, the oldest if several are equal.
+
+        Blocks shared with another cache stay, because moving them would free nothing.
+        """
         mine = [block for block in full_blocks(self.store, alone=True) if block.on_device and not block.moving]
         return min(mine, key=lambda block: block.recalls, default=None)
 
     def _warmest(self) -> Block | None:
-        """The full block on the host that was recalled most, of equal ones the newest."""
+        """Return the full block on the host that was selected most, the newest if several are equal."""
         if all(block.on_device for seq in range(self.store.seqs) for block in self.store.blocks(seq)):
             return None
         mine = [block for block in full_blocks(self.store) if not block.on_device and not block.moving]
         return max(reversed(mine), key=lambda block: block.recalls, default=None)
 
     def _sample_recalls(self, recalled: Tensor) -> None:
-        """Count the rows by block, [B, blocks] int32; on a GPU behind the steps under way."""
+        """Count the selected rows by block, [B, blocks] int32; on a GPU after the steps under way."""
         counts = count_by_block(recalled, self.store.block_size, self.store.table().shape[1])
         if not counts.is_cuda:
             self._recalls = counts, None
@@ -141,7 +146,7 @@ class Placement:
         self._recalls = here, done
 
     def _count_recalls(self) -> None:
-        """Set each block's recalls to the mean of the old number and the new count."""
+        """Set each block's recalls to the mean of the old value and the new count."""
         if self._recalls is None or (self._recalls[1] is not None and not self._recalls[1].query()):
             return
         (counts, _), self._recalls = self._recalls, None
@@ -156,7 +161,7 @@ class Placement:
     # Copies
 
     def _move(self, block: Block, place: Callable[[], Block | None]) -> bool:
-        """Begin to copy a block to a new one. Returns whether there was one."""
+        """Start to copy a block to a new one. Returns whether one could be allocated."""
         device = self.device.device
         with self.streams.beside(device):  # behind what has yet to write to the block
             new = place()
@@ -187,7 +192,7 @@ class Placement:
 
 
 def count_by_block(rows: Tensor, block_size: int, blocks: int) -> Tensor:
-    """Count the rows [B, H, C] int32, -1 padded, of each block: [B, blocks + 1] int32, what is no row in the last place."""
+    """Count rows [B, H, C] int32, -1 padded, by block: [B, blocks + 1] int32. The last column counts the padding."""
     rows = rows.flatten(1).long()
     number = torch.where(rows >= 0, rows // block_size, blocks).clamp_(max=blocks)
     counts = torch.zeros((len(rows), blocks + 1), dtype=torch.int32, device=rows.device)
@@ -196,13 +201,15 @@ def count_by_block(rows: Tensor, block_size: int, blocks: int) -> Tensor:
 
 @cache
 def _load_kernels(device: torch.device) -> None:
-    """Load the CUDA kernels that count rows, so that the first step that spills a block need not wait for them."""
+    """Load the CUDA kernels that count rows, so that the first step that spills a block does not wait for them."""
     count_by_block(torch.zeros((1, 1, 1), dtype=torch.int32, device=device), 1, 1)
 
 
 def full_blocks(store: HostStore, *, alone: bool = False) -> list[Block]:
-    """Return the blocks of a store whose rows are all there, those of earlier positions first. alone: those that a prefix cache
-    holds too, and none that another store shares."""
+    """Return the full blocks of a store, earlier positions first.
+
+    alone: include full blocks of the prefix cache, and leave out blocks that another store shares.
+    """
     counts: dict[Block, int] = {}
     full = [store.blocks(seq)[: store.length(seq) // store.block_size] for seq in range(store.seqs)]
     kept = store.kept.values() if alone else ()

@@ -1,4 +1,4 @@
-"""What a method and a model make of a configuration, and the sizes that follow from it for a prompt."""
+"""The resolved settings of a cache, and the sizes that follow from them for a prompt."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from kvthaw.regions import BUDGET, Regions
 
 
 def default_block_size(token_bytes: int) -> int:
-    """Return how many tokens a block has unless a cache is told: 512 to 1,024, as many as fill best what is pinned for them.
-    token_bytes: of a token in one layer. Of rows of 8 bits with their scales 1,024 would take as much as of rows of 16."""
+    """Return the default tokens per block: the number from 512 to 1,024 that best fills the pinned memory of a block.
+
+    token_bytes: bytes of a 16-bit token in one layer. An 8-bit block of 1,024 tokens with scales would pin the memory of a
+        16-bit one.
+    """
 
     def filled(tokens: int) -> tuple[float, int]:
         return tokens * token_bytes / held_bytes(tokens * token_bytes, pinned=True), tokens
@@ -29,9 +32,11 @@ def default_block_size(token_bytes: int) -> int:
 
 
 def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32, softcap: float | None = None) -> Index | None:
-    """Return an index of a method that holds nothing, of one head, on the CPU; None where it has none. Raises ConfigError for
-    options that it refuses in a layer whose keys have this `head_dim`, for what is no Index, and for a softcap that it does not
-    know."""
+    """Return an empty index of a method, for one head on the CPU; None if the method has no index.
+
+    Raises ConfigError if the method refuses its options for this head_dim, makes something that is no Index, or does not
+    support softcap.
+    """
     index: Index | None = None
     if method.index is not None:
         store, device = HostStore(0, 1, head_dim, dtype), torch.device("cpu")
@@ -45,29 +50,29 @@ def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32,
 
 
 def knows_softcap(method: Method) -> bool:
-    """Return whether a method serves models that cap the logits of attention: its index attends to no token itself."""
+    """Return whether a method supports models that cap attention logits: its index computes no attention itself."""
     index = try_index(method, 64)
     return index is None or not index.traits.attends
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sizes for one cache: the regions and how many rows the index may bring, per KV head and step."""
+    """Sizes for one cache: the regions, and how many rows the index may select per KV head and step."""
 
     regions: Regions
     rows: int
 
     @property
     def budget(self) -> int:
-        """The most tokens attended per KV head in a step, the buffer at its fullest."""
+        """The most tokens attended per KV head in a step, with a full buffer."""
         return self.regions.held + self.rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(CacheConfig):
-    """A cache's method, and its configuration with nothing left open.
+    """A cache's method, and its configuration with every default resolved.
 
-    ranks: the processes that the model is split over; bytes are of each.
+    ranks: the processes that the model is split over. Sizes in bytes are per process.
     """
 
     method: Method = field(kw_only=False)
@@ -99,11 +104,14 @@ class Settings(CacheConfig):
         return f"{full}{self.method.name}, {rows}" + (f", rows in {self.kv_dtype}" if self.kv_dtype else "")
 
     def in_blocks(self, tokens: int) -> int:
-        """Return the capacity of the blocks that a sequence of `tokens` tokens takes."""
+        """Return the token capacity of the blocks for a sequence of `tokens` tokens."""
         return -(-tokens // self.block_size) * self.block_size
 
     def selects(self, layer: int, offloaded: Sequence[int], depth: int) -> bool:
-        """Return whether a layer selects for itself and for those after it. offloaded: the layers that retrieve, of `depth`."""
+        """Return whether a layer selects rows, for itself and for the layers after it up to the next anchor.
+
+        offloaded: the layers that retrieve, of `depth` in all.
+        """
         anchors = self.method.anchors
         if isinstance(anchors, int):
             return offloaded.index(layer) % anchors == 0
@@ -111,12 +119,14 @@ class Settings(CacheConfig):
         return layer in anchors or layer in shares or (bool(shares) and layer == offloaded[0])
 
     def memory(self, offloaded: Collection[int]) -> tuple[HostMemory, DeviceMemory]:
-        """Return the memory of a cache whose layers of these numbers are offloaded."""
+        """Return the memory budgets of a cache with these offloaded layers."""
         return HostMemory(self.host_bytes, self.ranks), DeviceMemory(self.device_memory, offloaded, self.ranks)
 
     def plan(self, prompt: int, most: int | None = None) -> Plan:
-        """Return the sizes for a prompt of so many tokens, on which only a fraction depends. most: tokens that a sequence can have;
-        the window and the rows are no more."""
+        """Return the sizes for a prompt of `prompt` tokens. Only fractions depend on the length.
+
+        most: tokens that a sequence can have, which limits window and rows.
+        """
         plan = self._plan(prompt)
         if most is None:
             return plan
@@ -124,11 +134,13 @@ class Settings(CacheConfig):
         return Plan(replace(plan.regions, window=window), min(plan.rows, most))
 
     def longer(self, plan: Plan, length: int) -> Plan:
-        """Return the sizes for sequences that have grown to a length: under a fraction more rows, in the regions of the prompt.
+        """Return the sizes for sequences that have grown to `length` tokens: a fraction gives more rows, in unchanged regions.
 
-        A cache asks whenever its capacity grows, since until then no tensor of a captured step moves: 256 tokens or a sixteenth
-        behind the prompt, then by half its capacity each time. So the budget is at most the fraction of the current length, and
-        from the first growth on at least two thirds of it. A method that retrieves nothing keeps the prompt's window."""
+        A cache calls this whenever its capacity grows; until then no tensor of a captured step moves. Capacity first
+        exceeds the prompt by 1/16 or 256 tokens, and later grows by half. The budget is therefore at most the fraction of
+        the current length, and from the first growth on at least two thirds of it. A method that retrieves nothing keeps
+        the prompt's window.
+        """
         if self.fraction is None or self.method.index is None:
             return plan
         held = plan.regions.held if self.retrieved is None else 0

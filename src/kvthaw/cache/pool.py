@@ -1,4 +1,4 @@
-"""The thawed part of one layer: sink, ring and pool in one tensor on the device."""
+"""The device slab of one layer: sink, ring and pool in one tensor."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from kvthaw.regions import Regions
 
 
 class Slab:
-    """data [B, H, N, 2, D] with N = sink + ring + slots: first the sink by position, then the ring, then the pool's slots.
+    """One tensor for sink, ring and pool, so that a decode step is one masked attention over it.
 
-    One tensor, so that a decode step is one attention over it under a mask. It starts as zeros and holds only what was written,
-    so places that the mask hides are finite. tickets [B * H + 1] int32: see `kvthaw.kernels.flash_decode`.
+    It starts as zeros and holds only written rows, so slots that the mask hides are finite.
+
+    data: [B, H, N, 2, D] with N = sink + ring + slots: the sink by position, then the ring, then the pool's slots.
+    tickets: [B * H + 1] int32; see `kvthaw.kernels.flash_decode`.
     """
 
     def __init__(
@@ -34,21 +36,20 @@ class Slab:
 
     @property
     def keys(self) -> Tensor:
-        """[B, H, N, D], a view."""
+        """Keys [B, H, N, D], a view."""
         return self.data[:, :, :, 0]
 
     @property
     def values(self) -> Tensor:
-        """[B, H, N, D], a view."""
+        """Values [B, H, N, D], a view."""
         return self.data[:, :, :, 1]
 
     def held(self) -> Tensor:
-        """Sink and ring, [B, H, sink + ring, 2, D], a view."""
+        """Return sink and ring, [B, H, sink + ring, 2, D], a view."""
         return self.data[:, :, : self.pool_start]
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the places of the tokens of positions start .. stop while they are in the sink or in the ring, as places that
-        neighbour each other, from .. to: at most three pieces."""
+        """Return the slots of positions start .. stop in sink and ring, as at most three (first, end) runs of adjacent slots."""
         sink, ring, found = self.regions.sink, self.regions.ring, []
         while start < stop:
             place = start if start < sink else sink + (start - sink) % ring
@@ -59,14 +60,14 @@ class Slab:
         return found
 
     def write(self, seq: int, start: int, rows: Tensor) -> None:
-        """Put rows [H, n, 2, D], positions start .. start + n, in their places; n no more than fits in sink and ring."""
+        """Write rows [H, n, 2, D] of positions start .. start + n to their slots. They must fit in sink and ring."""
         done = 0
         for place, end in self.runs(start, start + rows.shape[1]):
             self.data[seq, :, place:end].copy_(rows[:, done : done + end - place])
             done += end - place
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
-        """Return rows [H, stop - start, 2, D] of positions that stand in the sink or in the ring, of the caller's own."""
+        """Return a copy of rows start .. stop, [H, stop - start, 2, D], which are in sink or ring."""
         pieces = [self.data[seq, :, place:end] for place, end in self.runs(start, stop)]
         return torch.cat(pieces or [self.data[seq, :, :0]], dim=1)
 
@@ -76,6 +77,6 @@ class Slab:
         self.slots = slots
 
     def reorder(self, seqs: Tensor) -> None:
-        """Sequence i becomes what sequence seqs[i] was; sequences [B'] int64."""
+        """Replace sequence i by the former sequence seqs[i]; seqs [B'] int64."""
         self.data = self.data.index_select(0, seqs)
         self.tickets = self.tickets.new_zeros(self.data.shape[0] * self.data.shape[1] + 1)

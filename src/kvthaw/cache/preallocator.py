@@ -1,4 +1,4 @@
-"""Takes host memory for coming tokens before they come."""
+"""Allocate blocks for coming tokens ahead of time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _log = logging.getLogger(__name__)
 
 
 class BlockPreallocator:
-    """Allocates the next host block of every sequence and layer ahead of time, round-robin.
+    """Allocate the next block of every sequence and layer ahead of time, round-robin.
 
-    Pinning a block takes 1.5 ms, and sequences of one length need theirs in all layers at one token. So after each step one
-    or two of all (layer, sequence) pairs have their turn, and each comes round before its block is full.
+    Pinning a block takes 1.5 ms, and sequences of one length need their next block in all layers at the same token.
+    Therefore one or two (layer, sequence) pairs have their turn after each step. Every pair has its turn before its block
+    is full.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -36,12 +37,15 @@ class BlockPreallocator:
 
     def due(self, store: HostStore, regions: Regions, seq: int, length: int) -> bool:
         """Return whether a sequence of `length` tokens may need its next block before its next turn."""
-        steps = store.reserved(seq) + regions.window + 1 - length  # until it is needed, or some more
+        steps = store.reserved(seq) + regions.window + 1 - length  # a lower bound of the steps until it is needed
         return steps < self.rounds(store, regions)
 
     def expect(self, stores: Sequence[HostStore], seq: int, tokens: int) -> None:
-        """Pin, on a thread beside the steps, what these stores will take until a sequence has so many tokens, and its next
-        block: chunks of its prompt, which others' steps wait for, find it there. Without tokens, no more is taken."""
+        """Pin memory on a background thread for a sequence of `tokens` tokens and its next block in all `stores`.
+
+        Chunks of its prompt, for which other sequences wait, then find pinned memory. With 0 tokens, nothing more is
+        pinned.
+        """
         needs = Counter[int]()
         for store in stores:
             blocks = -(-tokens // store.block_size) + 1 - store.reserved(seq) // store.block_size
@@ -52,14 +56,14 @@ class BlockPreallocator:
                 self._streams.run_beside(take)
 
     def take(self, store: HostStore, seq: int) -> None:
-        """Take the next block of a sequence."""
+        """Allocate the next block of a sequence."""
         try:
             store.allocator.preallocate(seq)
-        except HostMemoryError as error:  # raised again where the sequence needs the block
+        except HostMemoryError as error:  # raised again when the sequence needs the block
             if not self._short:
                 self._short = True
-                _log.warning("host memory for coming tokens cannot be taken ahead: %s", error)
+                _log.warning("host memory for coming tokens cannot be allocated ahead: %s", error)
 
     def rounds(self, store: HostStore, regions: Regions) -> int:
-        """Steps after which every sequence of every layer has had its turn."""
+        """Return the steps within which every sequence of every layer has its turn."""
         return min(self._streams.layers * store.seqs, max(1, store.block_size // 2, store.block_size - regions.buffer))

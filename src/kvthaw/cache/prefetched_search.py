@@ -1,4 +1,4 @@
-"""Searches for the next layer's queries, predicted by the layer before it."""
+"""Searches with the next layer's queries, predicted one layer early."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from kvthaw.cache.index_api import Selection
 
 
 class PrefetchedSearch:
-    """The queries [B, Hq, T, D] that the coming T tokens ask the index with, and the searches of the first of them, which are under
-    way. The others are asked when their tokens come: the index changes before."""
+    """Predicted queries [B, Hq, T, D] for the coming T tokens, and the running searches for the first of them.
+
+    The other tokens are searched when they come, because the index changes before.
+    """
 
     def __init__(self, queries: Tensor, searches: Sequence[Future[Selection]] = ()) -> None:
         self.queries, self.searches = queries, searches
 
     def search(self, token: int) -> Future[Selection] | None:
-        """That of a token, if it has begun."""
+        """Return a token's search, if it has started."""
         return self.searches[token] if token < len(self.searches) else None
 
     def drop(self) -> None:
-        """The step does not come: begin no more searches, and wait for the one that reads the index and its rows."""
+        """Cancel the searches that have not started, and wait for the one that reads the index."""
         for search in self.searches:
             search.cancel()
         wait(self.searches)

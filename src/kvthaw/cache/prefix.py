@@ -1,4 +1,4 @@
-"""Prefix reuse: KV of earlier prompts, kept by token ids, for prompts that begin alike."""
+"""Prefix cache: KV of earlier prompts by token ids, for prompts with a common prefix."""
 
 from __future__ import annotations
 
@@ -28,34 +28,39 @@ from kvthaw.formatting import read_bytes
 from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
-_SHARE = 4  # the part of free host memory that is taken where no limit is given
+_SHARE = 4  # 1 / the part of free host memory that is used by default
 
 
 def always() -> bool:
-    """Return True: nothing else needs memory."""
+    """Return True. The default `leaves_room`: nothing else needs memory."""
     return True
 
 
 class PrefixCache:
-    """Keeps the KV of prompts, so that a prompt that begins like one of them prefills only what is new.
+    """Cache the KV of prompts, so that a later prompt prefills only the tokens after the longest cached prefix.
 
-    Blocks of KV are shared copy-on-write with the sequences that they come from and go to; they outlive both. Only tokens that were
-    prefilled densely are kept, not those decoded under a method, and an index is rebuilt from the rows: a prompt gets the KV and
-    the index of a fresh prefill in chunks that end at the same tokens. Only IceCache's trees, which take longer to build than the
-    prefill, are shared: where a prompt has few new tokens, they are inserted, as those of a next turn are. At least the last 128
-    tokens of a prompt always go through the model, for indexes that read its last queries.
+    Blocks are shared copy-on-write with sequences and outlive them. Only tokens that were prefilled densely are kept, not
+    tokens decoded under a method. Indexes are rebuilt from the rows. A prompt therefore gets the KV and the index of a
+    fresh prefill in chunks that end at the same tokens.
 
-    One model's KV of one block_size and kv_dtype can be kept, of caches under any methods. Prompts of different
-    salts share nothing, nor do those that the model computes under different adapters, rotary angles or autocast.
+    IceCache's trees take longer to build than the prefill, so they are shared. If a prompt has few new tokens, these are
+    inserted into the tree, like the tokens of a next turn. At least the last 128 tokens of a prompt always go through the
+    model, for indexes that read its last queries.
 
-    host_bytes: most bytes of blocks, wherever they lie, and of trees, or text such as "8GiB"; None: a quarter of the free host
-    memory. The least recently used blocks leave memory first, and earlier where a cache has no other memory for a request. Entries
-    with a name stay.
+    A prefix cache holds KV of one model, one block_size and one kv_dtype, of caches under any method. Prompts with
+    different salts share nothing. Nor do prompts that the model computes under different adapters, rotary angles or
+    autocast.
 
-    kv_dir: a folder with a file for blocks that leave memory, which come back for a prompt that begins with them; None: they are
-    dropped. The file has no name and goes with the process. disk_bytes: the most that it takes, a number or text; None: what the
-    disk has. Beyond that the least recently used of its blocks are dropped. Blocks that cannot be written or read are dropped too,
-    with a warning that says why, and their prompts are prefilled again. Raises ConfigError where no file can be made.
+    Raises ConfigError if no file can be created in kv_dir.
+
+    host_bytes: most bytes of blocks, on host or device, and of trees; a number or text such as "8GiB". None: a quarter of
+        the free host memory. The least recently used blocks are evicted first, and earlier if a cache has no other memory
+        for a request. Named entries stay.
+    kv_dir: a folder for a file of evicted blocks, which are read back for a prompt with that prefix. None: evicted blocks
+        are dropped. The file is unlinked and ends with the process.
+    disk_bytes: most bytes of the file, a number or text; None: the disk's free space. Beyond it the least recently used
+        blocks are dropped. Blocks that cannot be written or read are dropped with a warning, and their prompts are
+        prefilled again.
     """
 
     def __init__(
@@ -86,9 +91,12 @@ class PrefixCache:
         self._queries = self._hits = self._evicted = 0
 
     def fill(self, kv: KVCache, ids: Tensor, *, seq: int | None = None, salt: str = "") -> int:
-        """Begin a prompt [T] with what is kept of it. Returns how many of its tokens need not go through the model.
+        """Start a prompt [T] with its longest cached prefix. Returns how many tokens need not go through the model.
 
-        The sequence has no tokens yet; seq: its place in a running batch, None for a cache of one sequence."""
+        The sequence must be empty.
+
+        seq: its slot in a running batch; None for a cache of one sequence.
+        """
         self.refused, ids, salt = refusal(kv), ids.cpu(), self._own(kv, salt)
         self._queries += len(ids)
         if self.refused is not None or not self._kind:
@@ -117,8 +125,12 @@ class PrefixCache:
         return tokens
 
     def fetch(self, kv: KVCache, ids: Tensor, tokens: int, *, salt: str = "") -> bool:
-        """Bring up to so many tokens, one block at least, of what fill() would take from the file to memory, so that it need not
-        wait for all of them. Returns whether more of them are there, in every process of a split model."""
+        """Read blocks of a prompt's cached prefix from the file into memory, so that fill() need not wait for all of them.
+
+        tokens: about how many to read; at least one block.
+
+        Returns whether more blocks remain in the file, in every process of a split model.
+        """
         if refusal(kv) is not None:
             return False
         self._check(kv)
@@ -141,10 +153,13 @@ class PrefixCache:
         about: Any = None,
         leaves_room: Callable[[], bool] = always,
     ) -> None:
-        """Keep the first tokens of a sequence, ids [T], all of them of its prompt. name: keep them until forget(name).
-        about, leaves_room: as for name().
+        """Cache the first tokens of a sequence, ids [T], all of them of its prompt.
 
-        They have arrived on the host (`KVCache.wait`). Raises CacheError where they cannot be kept under a name."""
+        They must have arrived on the host (`KVCache.wait`). Raises CacheError if they cannot be kept under a name.
+
+        name: keep them until forget(name).
+        about, leaves_room: as for name().
+        """
         self.refused, ids = refusal(kv), ids.cpu()
         if self.refused is None and len(ids):
             salt = self._keep_rows(kv, ids, seq, salt)
@@ -160,8 +175,13 @@ class PrefixCache:
             self.name(name, ids, salt, about=about, leaves_room=leaves_room)
 
     def keep_part(self, kv: KVCache, ids: Tensor, *, seq: int = 0, salt: str = "", name: str | None = None, **how: Any) -> None:
-        """Keep the first tokens of a sequence, ids [T], whose prompt does not go on: their rows alone, for its index may still be
-        building. They have arrived on the host (`KVCache.wait`). name, how: as for keep(), of all of its prompt."""
+        """Cache the first tokens of a sequence, ids [T], whose prompt was interrupted: only their rows, since the index may
+        still be building.
+
+        They must have arrived on the host (`KVCache.wait`).
+
+        name, how: as for keep(), if these are the whole prompt.
+        """
         self.refused, ids = refusal(kv), ids.cpu()
         if self.refused is None and len(ids):
             salt = self._keep_rows(kv, ids, seq, salt)
@@ -172,9 +192,13 @@ class PrefixCache:
     def name(
         self, name: str, ids: Tensor, salt: str = "", *, about: Any = None, leaves_room: Callable[[], bool] = always
     ) -> None:
-        """Let a prompt [T] that is kept stay until forget(name), in the place of what has its name and salt. about: what its entry
-        says. leaves_room: says whether entries, this one included, leave others the memory that they need. Raises NotKeptError
-        where not all of it is kept, or host_bytes or others do not allow it."""
+        """Pin a cached prompt [T] under a name until forget(name). Replaces an entry of the same name and salt.
+
+        Raises NotKeptError if part of it is not cached, or if host_bytes or leaves_room does not allow it.
+
+        about: any JSON value, kept with the entry.
+        leaves_room: returns whether all entries, this one included, leave other requests the memory that they need.
+        """
         path, tokens = self._tree.match(ids, salt)
         tokens = min(tokens, sum(len(node.tokens) for node in path if self._kept.holds(node)))
         if not path or tokens < len(ids):
@@ -192,11 +216,11 @@ class PrefixCache:
 
     @property
     def entries(self) -> dict[Key, Entry]:
-        """What is kept under names. May be read on any thread."""
+        """The named entries. May be read on any thread."""
         return dict(self._entries)
 
     def entry(self, name: str, salt: str = "") -> Entry:
-        """Return what is kept under a name. Raises CacheError where there is nothing."""
+        """Return the entry of a name. Raises CacheError if there is none."""
         if (salt, name) not in self._entries:
             raise CacheError(f"no prompt is kept as {name!r}")
         return self._entries[salt, name]
@@ -209,7 +233,7 @@ class PrefixCache:
             yield number, self._kept.shapes[number], rows.contiguous()
 
     def snapshots(self, kv: KVCache, entry: Entry) -> Mapping[int, Snapshot]:
-        """Return what indexes of an entry's tokens, no more, are kept of such a cache, by layer."""
+        """Return the cached index snapshots of exactly an entry's tokens, by layer, for caches such as this one."""
         kind = Indexes.kind_of(kv)
         mine = [one for one in self._indexes if (one.kind, one.salt) == (kind, entry.salt) and torch.equal(one.ids, entry.ids)]
         return mine[-1].layers if mine else {}
@@ -226,8 +250,14 @@ class PrefixCache:
         about: Any = None,
         leaves_room: Callable[[], bool] = always,
     ) -> None:
-        """Keep a prompt [T] under a name whose blocks were read from somewhere, for caches such as this one. indexes: of its
-        layers, where they came too. about, leaves_room: as for name(). Raises CacheError where they cannot be kept."""
+        """Cache a prompt [T] under a name, with blocks that were read from elsewhere, for caches such as this one.
+
+        Raises CacheError if it cannot be kept.
+
+        layers: the shape and the blocks of each layer.
+        indexes: snapshots of the layers' indexes, if available.
+        about, leaves_room: as for name().
+        """
         self.refused = refusal(kv)
         if self.refused is None:
             tree = self._open(kv, {number: shape for number, (shape, _) in layers.items()})
@@ -239,13 +269,13 @@ class PrefixCache:
         self.name(name, ids, salt, about=about, leaves_room=leaves_room)
 
     def forget(self, name: str, salt: str = "") -> None:
-        """Remove the name of an entry, which is evicted like others from then on. Raises CacheError where there is none."""
+        """Remove an entry's name. Its blocks are then evicted like others. Raises CacheError if there is none."""
         entry = self.entry(name, salt)
         del self._entries[salt, name]
         self._tree.pin(entry.node, -1)
 
     def clear(self) -> None:
-        """Drop everything, entries with a name included; for a model whose weights have changed."""
+        """Drop everything, including named entries, for a model whose weights have changed."""
         for salt, name in list(self._entries):
             self.forget(name, salt)
         self._indexes.clear()
@@ -253,8 +283,10 @@ class PrefixCache:
             self._drop(next(iter(self._tree.nodes)))
 
     def drop_oldest(self) -> bool:
-        """Take the least recently used block of tokens out of memory in every layer: to the file, if there is one with room.
-        Returns whether there was one."""
+        """Evict the least recently used block of tokens from memory in every layer: to the file if it has room.
+
+        Returns whether there was one.
+        """
         node = next(filter(self._kept.holds, self._tree.unpinned()), None)
         if node is None:
             return False
@@ -266,21 +298,21 @@ class PrefixCache:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of memory of all blocks and indexes that are kept."""
+        """Bytes of memory of all cached blocks and indexes."""
         return self._kept.held * self._kept.node_bytes + sum(one.nbytes() for one in self._indexes)
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of blocks that entries with a name hold."""
+        """Bytes of blocks that named entries hold."""
         return self._kept.node_bytes * self._tree.pinned
 
     def pinned_blocks(self) -> tuple[int, dict[int, int]]:
-        """Return how many blocks of a layer entries with a name hold, and their bytes by layer."""
+        """Return the number of blocks per layer that named entries hold, and the bytes of a block by layer."""
         sizes = {number: shape.block_bytes(self._kept.size) for number, shape in self._kept.shapes.items()}
         return self._tree.pinned, sizes
 
     def stats(self) -> PrefixStats:
-        """What is kept, and what was looked up so far."""
+        """Return statistics of the cached content and the lookups so far."""
         return PrefixStats(
             queries=self._queries,
             hits=self._hits,
@@ -295,7 +327,8 @@ class PrefixCache:
     # Inside
 
     def _own(self, kv: KVCache, salt: str) -> str:
-        """Return the salt of a prompt that the model computes otherwise than the first, as under another adapter: it is another."""
+        """Return a prompt's salt, extended if the model now computes prompts differently than the first, as under another
+        adapter."""
         now = "" if kv.origin is None else kv.origin()
         return salt if now == self._first else f"{now} {salt}"
 
@@ -305,7 +338,7 @@ class PrefixCache:
             raise CacheError("the prefix cache holds KV of another model, or of another block_size or kv_dtype")
 
     def _open(self, kv: KVCache, shapes: Mapping[int, LayerShape]) -> PrefixTree:
-        """Return the tree, for which the layers of a cache are known from now on."""
+        """Return the tree, and attach it to a cache: the first cache fixes the layers' shapes."""
         self._check(kv)
         if not self._kind:
             self._kind, self._tree = cache_kind(kv), PrefixTree(kv.settings.block_size)
@@ -321,7 +354,7 @@ class PrefixCache:
         return self._tree
 
     def _keep_rows(self, kv: KVCache, ids: Tensor, seq: int, salt: str) -> str:
-        """Hold the blocks of the first tokens of a sequence, as many as memory has room for. Returns their salt."""
+        """Share the blocks of a sequence's first tokens, as far as memory allows. Returns their salt."""
         layers = [layer for layer in kv.layers if not isinstance(layer, WindowLayer)]
         tree = self._open(kv, {layer.number: LayerShape.of(layer, seq, kv.settings.kv_dtype) for layer in layers})
         last, salt = None, self._own(kv, salt)
@@ -337,7 +370,7 @@ class PrefixCache:
         return salt
 
     def _share(self, kv: KVCache, seq: int, number: int, node: Node) -> None:
-        """Hold block `number` of a sequence in every layer. Raises HostMemoryError, with nothing changed."""
+        """Share block `number` of a sequence in every layer. Raises HostMemoryError, with nothing changed."""
         size = kv.settings.block_size
         start, stop = number * size, number * size + len(node.tokens)
         dense = {layer.number: layer for layer in kv.layers if isinstance(layer, DenseLayer)}
@@ -348,7 +381,7 @@ class PrefixCache:
         self._kept.hold(node, copies | shared)
 
     def _drop(self, node: Node) -> int:
-        """Drop a block of tokens wherever it is, and those behind it. Returns how many tokens they were."""
+        """Drop a block of tokens and its descendants, in memory and in the file. Returns the number of their tokens."""
         dropped = len(node.tokens) + sum(self._drop(child) for child in list(node.children.values()))
         self._tree.remove(node)
         if self._kept.holds(node):
@@ -358,7 +391,7 @@ class PrefixCache:
         return dropped
 
     def _written(self, node: Node) -> bool:
-        """Write a block of tokens to the file, in the place of others where it is full. Returns whether the block is there."""
+        """Write a block of tokens to the file, and drop others if it is full. Returns whether the block is in the file."""
         while self._writes and node not in self._kept.slots:
             try:
                 self._kept.write(node)
@@ -374,22 +407,23 @@ class PrefixCache:
         return node in self._kept.slots
 
     def _usable(self, ids: Tensor, salt: str) -> tuple[list[Node], int]:
-        """Return the nodes that a prompt may begin with, and how many of its tokens."""
+        """Return the nodes of a prompt's cached prefix, and how many of its tokens may be used."""
         path, tokens = self._tree.match(ids, salt)
         tokens = min(tokens, len(ids) - RECENT_QUERIES)
         return path[: max(0, -(-tokens // self._tree.block_size))], tokens
 
     def _in_memory(self, kv: KVCache, path: list[Node]) -> list[Node]:
-        """Bring what of a path is in the file to memory, as if used now. Returns the path, as far as it could be had."""
+        """Read the missing nodes of a path from the file, as if used now. Returns the path up to the first that is
+        unavailable."""
         if not path:
             return path
         self._tree.touch(path[-1])
         absent = [node for node in path if not self._kept.holds(node)]
         need = len(absent) * self._kept.node_bytes
-        self._tree.pin(path[-1], 1)  # nothing on the way is dropped meanwhile
+        self._tree.pin(path[-1], 1)  # so that nothing on the path is dropped meanwhile
         try:
             while need and self.kept_bytes + need > (self.host_bytes or 0) and self.drop_oldest():
-                pass  # before they come; where the prompt alone is more than host_bytes, _trim() follows
+                pass  # before they are read; if the prompt alone exceeds host_bytes, _trim() follows
             read, error = self._kept.read(absent, kv.streams.memory)
         finally:
             self._tree.pin(path[-1], -1)
@@ -400,7 +434,7 @@ class PrefixCache:
         return path[: path.index(absent[read])] if read < len(absent) else path
 
     def _trim(self) -> None:
-        """Drop what host_bytes does not allow."""
+        """Evict until the cache is within host_bytes."""
         while self.kept_bytes > (self.host_bytes or 0):
             if self._indexes:
                 del self._indexes[0]
@@ -408,7 +442,7 @@ class PrefixCache:
                 return
 
     def _index(self, kv: KVCache, ids: Tensor, salt: str) -> Indexes | None:
-        """Return indexes of a prompt that more than half of this one begins like."""
+        """Return index snapshots of a prompt that shares more than half of this one as a prefix."""
         kind = Indexes.kind_of(kv)
         fit = [one for one in self._indexes if (one.kind, one.salt) == (kind, salt) and 2 * common(one.ids, ids) > len(ids)]
         if not fit:

@@ -1,4 +1,4 @@
-"""What a prefix cache keeps: blocks of KV by node of its tree, in memory, in a file or in both; indexes; entries with a name."""
+"""Contents of a prefix cache: blocks of KV by tree node, in memory, in a file or in both; index snapshots; named entries."""
 
 from __future__ import annotations
 
@@ -22,9 +22,17 @@ from kvthaw.errors import CacheError, HostMemoryError
 
 @dataclass(frozen=True, slots=True)
 class PrefixStats:
-    """queries, hits: tokens of the prompts that were looked up, and those of them that did not go through the model again.
-    kept_tokens: what is kept now; kept_bytes: of it in memory, disk_bytes: in the file, some of it in both. evicted_tokens: dropped
-    so far. names: entries that stay. refused: why prompts are prefilled whole, None where they need not be."""
+    """Statistics of a prefix cache.
+
+    queries: tokens of the prompts that were looked up.
+    hits: tokens of these prompts that did not go through the model again.
+    kept_tokens: tokens cached now.
+    kept_bytes: bytes of memory.
+    disk_bytes: bytes of the file. Some blocks are in both.
+    evicted_tokens: tokens dropped so far.
+    names: named entries.
+    refused: why prompts are prefilled whole; None if they need not be.
+    """
 
     queries: int = 0
     hits: int = 0
@@ -38,8 +46,13 @@ class PrefixStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A prompt that is kept under a name: its tokens [T], its last node, its salt, and what is said about it beside, as JSON. One
-    that takes the place of another is another object."""
+    """A prompt that is kept under a name. A replaced entry is another object.
+
+    ids: its tokens [T].
+    node: its last node.
+    salt: see PrefixCache.
+    about: any JSON value, given with the name.
+    """
 
     ids: Tensor
     node: Node
@@ -48,16 +61,19 @@ class Entry:
 
 
 class NotKeptError(CacheError):
-    """There is no room for a prompt under its name, or no cache that keeps it."""
+    """A prompt cannot be kept under a name: there is no room for it, or no cache that keeps it."""
 
 
 Key = tuple[str, str]
-"""The salt and the name of an entry: names of different salts have nothing to do with each other."""
+"""The salt and the name of an entry. Entries of different salts are unrelated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Indexes:
-    """What indexes of the layers held of a prompt [T], by number; kind: of which caches."""
+    """Index snapshots of a prompt [T], by layer number.
+
+    kind: method and seed of the caches that may use them.
+    """
 
     ids: Tensor
     salt: str
@@ -66,26 +82,29 @@ class Indexes:
 
     @staticmethod
     def kind_of(kv: KVCache) -> tuple[object, ...]:
-        """Return what caches have in common whose indexes are shared."""
+        """Return the properties that caches must share to exchange indexes."""
         return kv.settings.method, kv.settings.seed
 
     def upto(self, tokens: int) -> dict[int, Snapshot]:
-        """Return the indexes cut to the first `tokens` tokens."""
+        """Return the snapshots cut to the first `tokens` tokens."""
         return {number: replace(one, end=min(one.end, tokens)) for number, one in self.layers.items()}
 
     @property
     def saved(self) -> bool:
-        """Whether the indexes are tensors read from a file, which each sequence loads anew."""
+        """Whether the snapshots are tensors read from a file, which each sequence loads anew."""
         return any(isinstance(one.index, Mapping) for one in self.layers.values())
 
     def nbytes(self) -> int:
-        """Bytes of host memory, those shared with a sequence included."""
+        """Return the bytes of host memory, including bytes shared with a sequence."""
         return sum(one.nbytes() for one in self.layers.values())
 
 
 class PrefixBlocks:
-    """Blocks by layer and node. A node's are in memory in all layers or in none. file: None, there is none. slots: of the nodes in
-    the file; what is written stays there while it is in memory, too, so that it need not be written again."""
+    """Blocks by layer and node. A node's blocks are in memory in all layers or in none.
+
+    file: None: there is no file.
+    slots: slots of the nodes in the file. A node that returns to memory keeps its slot, so it need not be written again.
+    """
 
     def __init__(self, file: BlockFile | None) -> None:
         self.file, self.slots = file, dict[Node, Slot]()
@@ -106,7 +125,7 @@ class PrefixBlocks:
 
     @property
     def held(self) -> int:
-        """How many nodes are in memory."""
+        """Number of nodes in memory."""
         return len(next(iter(self.layers.values()), ()))
 
     def holds(self, node: Node) -> bool:
@@ -114,7 +133,7 @@ class PrefixBlocks:
         return any(node in blocks for blocks in self.layers.values())
 
     def hold(self, node: Node, blocks: Mapping[int, Block]) -> None:
-        """Become an owner of a node's blocks, by layer."""
+        """Add a node's blocks, by layer, as one more owner."""
         for number, block in blocks.items():
             self.layers[number][node] = block.share()
 
@@ -136,9 +155,10 @@ class PrefixBlocks:
             self.slots[node] = self.file.write([blocks[node].data for blocks in self.layers.values()])
 
     def read(self, nodes: Sequence[Node], memory: HostMemory) -> tuple[int, Exception | None]:
-        """Bring nodes from the file to memory. Returns how many of them, the first ones, and why no more."""
+        """Read nodes from the file into memory. Returns how many of the first ones succeeded, and the error that stopped it,
+        if any."""
         coming, error = list[tuple[Node, dict[int, Block], Future[None]]](), None
-        with ThreadPoolExecutor(2) as threads:  # beside pinning
+        with ThreadPoolExecutor(2) as threads:  # concurrent with pinning
             try:
                 for node in nodes:
                     assert self.file is not None
@@ -161,7 +181,7 @@ class PrefixBlocks:
         return len(coming), error
 
     def new(self, memory: HostMemory, layers: Iterable[int]) -> dict[int, Block]:
-        """Return uninitialised blocks on the host for layers. Raises HostMemoryError."""
+        """Return uninitialised host blocks for these layers. Raises HostMemoryError."""
         shapes, made = {number: self.shapes[number] for number in layers}, dict[int, Block]()
         pinned = any(shape.keys.is_cuda for shape in shapes.values())
         for size, count in Counter(shape.block_bytes(self.size) for shape in shapes.values()).items():
@@ -173,12 +193,12 @@ class PrefixBlocks:
 
 
 def cache_kind(kv: KVCache) -> tuple[object, ...]:
-    """Return what caches have in common whose blocks are shared."""
+    """Return the properties that caches must share to exchange blocks."""
     return kv.origin, kv.settings.block_size, kv.settings.kv_dtype, tuple(layer.number for layer in kv.layers)
 
 
 def refusal(kv: KVCache) -> str | None:
-    """Return why prompts of a cache cannot be kept, None where they can."""
+    """Return why prompts of a cache cannot be kept; None if they can."""
     if kv.origin is None:
         return "the model has layers that keep a window or a state, and no KV of all tokens"
     method = kv.settings.method

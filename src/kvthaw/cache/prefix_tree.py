@@ -1,4 +1,4 @@
-"""A radix tree over token ids, one node a block of tokens; it says which prefixes are kept, and which to drop first."""
+"""A radix tree over token ids with one block of tokens per node: it finds cached prefixes, and which node to evict first."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from torch import Tensor
 
 
 class Node:
-    """Up to a block of tokens that follow those of its parent. Only a node without children may have fewer. pins: entries with a
-    name that contain it. salt: of its prompts, where it is a root.
+    """Up to a block of tokens that follow the tokens of its parent. Only a leaf may have fewer than a block.
 
-    order: the keys of its children, sorted: of all of them the two beside a key begin like it for longest."""
+    pins: named entries that contain it.
+    salt: salt of its prompts, if it is a root.
+    order: sorted keys of its children. The longest common prefix with a key is at one of the two neighbours of the key.
+    """
 
     __slots__ = ("children", "order", "parent", "pins", "salt", "tokens")
 
@@ -22,7 +24,7 @@ class Node:
         self.order: list[bytes] = []
 
     def add(self, child: Node) -> None:
-        """Add a child, in the place of one with equal tokens."""
+        """Add a child. It replaces a child with equal tokens."""
         key = _key(child.tokens)
         if key not in self.children:
             insort(self.order, key)
@@ -35,7 +37,7 @@ class Node:
         del self.order[bisect_left(self.order, key)]
 
     def nearest(self, block: Tensor) -> tuple[Node | None, int]:
-        """Return the child that begins like a block for longest, and for how many tokens; None where all differ from the first."""
+        """Return the child with the longest common prefix with a block, and the prefix's length; (None, 0) if there is none."""
         at = bisect_left(self.order, _key(block))
         beside = [self.children[key] for key in self.order[max(0, at - 1) : at + 1]]
         same = [common(child.tokens, block) for child in beside]
@@ -43,7 +45,7 @@ class Node:
         return (beside[same.index(best)], best) if best else (None, 0)
 
     def beginnings(self, tokens: Tensor) -> Iterator[Node]:
-        """Yield the children that hold less of the same tokens, the longest first."""
+        """Yield the children whose tokens are a proper prefix of `tokens`, the longest first."""
         key, at = _key(tokens), bisect_left(self.order, _key(tokens))
         while at:
             child = self.children[self.order[at - 1]]
@@ -51,15 +53,15 @@ class Node:
             if same == len(child.tokens):
                 yield child
                 at -= 1
-            else:  # all beginnings are of the tokens that this one begins with
+            else:  # all prefixes begin with the tokens that this child shares
                 at = bisect_right(self.order, key[: same * tokens.itemsize], hi=at)
 
 
 class PrefixTree:
-    """The prefixes that are kept, by salt: prompts of different salts share nothing.
+    """The cached prefixes, by salt. Prompts with different salts share nothing.
 
-    nodes: all of them, the least recently used first; a node comes after its children, so the first without pins is a leaf.
-    pinned: how many have pins.
+    nodes: all nodes, the least recently used first. A node comes after its children, so the first without pins is a leaf.
+    pinned: number of pinned nodes.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -69,8 +71,10 @@ class PrefixTree:
         self._roots: dict[str, Node] = {}
 
     def match(self, ids: Tensor, salt: str) -> tuple[list[Node], int]:
-        """Return the nodes that a prompt [T] begins with, and how many of its tokens they hold. The last node may go on
-        differently."""
+        """Return the nodes of a prompt's [T] longest prefix in the tree, and how many of its tokens they hold.
+
+        The last node may continue differently.
+        """
         path: list[Node] = []
         node, done = self._roots.get(salt), 0
         for block in ids.split(self.block_size):
@@ -85,8 +89,10 @@ class PrefixTree:
         return path, done
 
     def insert(self, ids: Tensor, salt: str) -> Iterator[tuple[Node, bool]]:
-        """Yield the nodes that hold a prompt [T], block by block, and whether each is new; a new one is part of the tree once the
-        next is asked for. The last may hold more tokens than the prompt has."""
+        """Yield (node, new) for each block of a prompt [T]. A new node joins the tree when the next one is requested.
+
+        The last node may hold more tokens than the prompt has.
+        """
         node = self._roots.get(salt) or Node(None, ids[:0], salt)
         try:
             for block in ids.split(self.block_size):
@@ -98,16 +104,16 @@ class PrefixTree:
                 found = found or Node(node, block.clone())
                 yield found, new
                 if node.parent is None:
-                    self._roots[salt] = node  # which has gone if the last one behind it was dropped meanwhile
+                    self._roots[salt] = node  # the root was removed if its last child was dropped meanwhile
                 node.add(found)
-                self._pin(found, 1)  # nothing on the way is dropped meanwhile
+                self._pin(found, 1)  # so that nothing on the path is dropped meanwhile
                 node = found
         finally:
             self.pin(node, -1)
             self.touch(node)
 
     def covered(self, node: Node) -> list[Node]:
-        """Return the nodes beside one that hold less of the same tokens and have no pins."""
+        """Return the node's siblings that hold a proper prefix of its tokens and have no pins."""
         beside = () if node.parent is None else node.parent.beginnings(node.tokens)
         return [other for other in beside if not other.pins]
 
@@ -119,7 +125,7 @@ class PrefixTree:
             node = node.parent
 
     def pin(self, node: Node | None, pins: int) -> None:
-        """Add pins to a node and those before it, or take them off."""
+        """Add `pins` pins to a node and its ancestors; a negative number removes pins."""
         while node is not None and node.parent is not None:
             self._pin(node, pins)
             node = node.parent
@@ -129,7 +135,7 @@ class PrefixTree:
         return (node for node in self.nodes if not node.pins)
 
     def remove(self, node: Node) -> None:
-        """Take a node without children out."""
+        """Remove a leaf."""
         del self.nodes[node]
         assert node.parent is not None
         node.parent.drop(node)
@@ -146,7 +152,7 @@ def _key(tokens: Tensor) -> bytes:
 
 
 def common(one: Tensor, other: Tensor) -> int:
-    """Return how many tokens two sequences begin with alike."""
+    """Return the length of the common prefix of two token sequences."""
     n = min(len(one), len(other))
     differ = (one[:n] != other[:n]).nonzero()
     return int(differ[0, 0]) if len(differ) else n

@@ -11,14 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that a model is split over, and which one this is; by default there is one.
+    """The processes that a model is split over, and this process's rank; one process by default.
 
-    All of them run the same program on the same tokens, so they decide alike without asking each other. What follows from a
-    process's own memory goes through least(), and what all heads of a layer decide together through gather(). Both must be called
-    by all processes in the same order; gather() can be captured, least() waits for the device.
+    All processes run the same program on the same tokens, so they decide alike without communication. least() agrees on
+    values that depend on a process's own memory. gather() collects values of all heads of a layer. All processes must call
+    both in the same order. A graph can capture gather(); least() waits for the device.
 
-    rank, size: the number of this process, and of how many; group: theirs; device: this one's. splits_heads: each process has its
-    own KV heads, in the order of the ranks; False: each has all of them.
+    rank, size: the number of this process, and the number of processes.
+    group: their process group.
+    device: this process's device.
+    splits_heads: each process has its own KV heads, in the order of the ranks. False: each has all of them.
     """
 
     rank: int = 0
@@ -28,16 +30,16 @@ class Ranks:
     splits_heads: bool = False
 
     def heads(self, count: int) -> range:
-        """Return the numbers, among the model's KV heads, of the `count` heads that this process has of a layer."""
+        """Return the numbers, among the model's KV heads, of this process's `count` heads of a layer."""
         first = self.rank * count if self.splits_heads else 0
         return range(first, first + count)
 
     def all_heads(self, count: int) -> int:
-        """Return the number of heads of a layer whose share in this process is `count`."""
+        """Return the number of heads of a layer in all processes, if this process has `count`."""
         return count * self.size if self.splits_heads else count
 
     def gather(self, own: Tensor, dim: int) -> Tensor:
-        """Return the tensors of all processes, one after the other along a dimension that counts heads."""
+        """Concatenate the tensors of all processes along a dimension that counts heads."""
         if not self.splits_heads:
             return own
         every = own.new_empty((self.size, *own.shape))
@@ -45,7 +47,7 @@ class Ranks:
         return every.movedim(0, dim).flatten(dim, dim + 1)
 
     def least(self, own: int) -> int:
-        """Return the smallest of all processes' numbers."""
+        """Return the smallest value of all processes."""
         if self.size == 1:
             return own
         least = torch.tensor(int(own), device=self.device)
@@ -57,4 +59,4 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""A model that is in one process."""
+"""A model in a single process."""

@@ -1,4 +1,4 @@
-"""Which rows are on the device, in which slot of the pool, and which of them must go."""
+"""Pool residency: which rows are in which pool slot, and which slots to evict."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from kvthaw.native import admit as native_admit
 
 
 class Residency:
-    """A direct-mapped table from rows to slots for each sequence and KV head.
+    """A direct-mapped table from rows to slots for each sequence and KV head. It evicts the least recently used slots.
 
-    row_slot [B, H, T + 1] int32: the slot of a row or -1. slot_row [B, H, C + 1] int32: the row in a slot or -1. used [B, H, C + 1]
-    int32: the step at which a slot was last wanted. The last column of the first two is a place where writes that mean nothing go,
-    so that admit() has no branches, static shapes and no host sync; that of `used` is the last step's number. Rows replaced are
-    those wanted longest ago. counts [4] int64, of all steps: rows wanted, rows to bring, the most rows that a head wanted, rows
-    that attention reads in their blocks on the device. latest [B, H, C] int32: the rows wanted last, where some lie there.
+    The last column of row_slot and slot_row receives discarded writes, so that admit() has no branches, static shapes and
+    no host sync.
+
+    row_slot: [B, H, T + 1] int32, the slot of a row, or -1.
+    slot_row: [B, H, C + 1] int32, the row in a slot, or -1.
+    used: [B, H, C + 1] int32, the step at which a slot was last used. The last column is the number of the last step.
+    counts: [4] int64 over all steps: rows wanted, rows fetched, most rows that a head wanted, rows read in blocks on the
+        device.
+    latest: [B, H, C] int32, the rows wanted last, if some blocks lie on the device.
     """
 
     def __init__(self, seqs: int, kv_heads: int, slots: int, *, device: torch.device) -> None:
@@ -34,11 +38,11 @@ class Residency:
 
     @property
     def capacity(self) -> int:
-        """Rows that the tables have room for."""
+        """Number of rows that the tables have room for."""
         return self.row_slot.shape[2] - 1
 
     def grow(self, length: int) -> None:
-        """Make room for rows 0 .. length - 1; tables grow by doubling."""
+        """Make room for rows 0 .. length - 1. Tables grow by doubling."""
         have = self.capacity
         if length > have:
             shape = (*self.row_slot.shape[:2], max(length, 2 * have, 256) + 1)
@@ -57,11 +61,15 @@ class Residency:
     def admit(
         self, rows: Tensor, out: tuple[Tensor, Tensor, Tensor] | None = None, *, blocks: tuple[Tensor, int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Give every row a slot. rows: [B, H, M] int32, of the first B sequences, -1 padded, none twice, M <= C. blocks: which
-        blocks lie on the host, [., blocks] bool, and their size; rows in others are read there and get no slot.
+        """Assign a slot to every row.
 
-        Returns (slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32: the row where it must be brought, else -1; live
-        [B, H, C] bool: the slots that hold a row of this step), on the host in `out` where that is given.
+        rows: [B, H, M] int32 of the first B sequences, -1 padded, no row twice, M <= C.
+        out: host tensors that receive the result.
+        blocks: which blocks lie on the host, [., blocks] bool, and the block size. Rows of other blocks are read there and
+            get no slot.
+
+        Returns slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32, the row if it must be fetched, else -1;
+        and live [B, H, C] bool, the slots that hold a row of this step.
         """
         rows, placed, tables = rows.contiguous(), None, self._tables(len(rows))
         if blocks is not None:
@@ -73,7 +81,7 @@ class Residency:
         return native_admit(rows, *tables, out)
 
     def admission(self, rows: Tensor, out: tuple[Tensor, Tensor, Tensor]) -> Callable[[], None]:
-        """Return admit() of what `rows` holds whenever it is called, on the host, which writes to `out`."""
+        """Return a function that runs admit() on the host for the current content of `rows` and writes the result to `out`."""
         asked, prepared = (self.row_slot, self.used), admission(rows, *self._tables(len(rows)), out)
 
         def admit() -> None:
@@ -88,7 +96,7 @@ class Residency:
         return self.row_slot[:seqs], self.slot_row[:seqs], self.used[:seqs], self.counts
 
     def clear(self, seq: int, length: int = 0) -> None:
-        """Forget the rows >= length of a sequence."""
+        """Drop the rows >= length of a sequence."""
         if length == 0:
             for table in (self.slot_row, self.row_slot, self.latest):
                 table[seq].fill_(-1)
@@ -101,7 +109,7 @@ class Residency:
         self.latest[seq].masked_fill_(self.latest[seq] >= length, -1)
 
     def reorder(self, seqs: Tensor) -> None:
-        """Sequence i becomes what sequence seqs[i] was; sequences [B'] int64."""
+        """Replace sequence i by the former sequence seqs[i]; seqs [B'] int64."""
         tables = self.row_slot, self.slot_row, self.used, self.latest
         self.row_slot, self.slot_row, self.used, self.latest = (table.index_select(0, seqs) for table in tables)
 

@@ -1,4 +1,4 @@
-"""Begin a sequence with rows that are kept: as a prefill of them would have, without the model."""
+"""Start a sequence with kept rows, as a prefill of its tokens would have, without running the model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ from kvthaw.kernels.row_format import RowFormat, row_format
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a layer is allocated by: queries [1, Hq, 0, D] and keys [1, H, 0, D] of its device and dtype, its softmax scale; and how
-    blocks hold its rows."""
+    """What is needed to allocate a layer.
+
+    queries, keys: [1, Hq, 0, D] and [1, H, 0, D], of its device and dtype.
+    scale: its softmax scale.
+    format: how blocks hold its rows.
+    """
 
     queries: Tensor
     keys: Tensor
@@ -37,7 +41,7 @@ class LayerShape:
         return cls(queries, keys, layer.scale, row_format(kv_dtype, keys.shape[3], keys.dtype))
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of a block of KV."""
+        """Return the bytes of a block of KV."""
         return self.keys.shape[1] * block_size * self.format.row_bytes
 
 
@@ -54,10 +58,15 @@ def resume(
     queries: Mapping[int, Tensor] = MappingProxyType({}),
     kept: Mapping[int, Snapshot] = MappingProxyType({}),
 ) -> None:
-    """Take the tokens of a step, the first of their sequences, from blocks of stored rows in token order, by sequence. A
-    layer that offloads shares the blocks; it is indexed from them with the rest of an announced prompt, or before the next step
-    that selects. queries [Hq, W, D]: the last ones of these tokens, where they are known. kept: by sequence, an
-    index of these tokens, or of some more."""
+    """Append the first tokens of sequences to a layer, from blocks of stored rows.
+
+    A layer that offloads shares the blocks. Its index is built from them, with the rest of an announced prompt, or before
+    the next step that selects.
+
+    blocks: by sequence, in token order.
+    queries: by sequence, the last queries [Hq, W, D] of these tokens, if known.
+    kept: by sequence, an index snapshot of at least these tokens.
+    """
     if isinstance(layer, OffloadedLayer):
         if layer.plan is None:
             layer.allocate(step, shape.queries, shape.keys, shape.scale)

@@ -1,4 +1,4 @@
-"""A layer group: an anchor layer that chooses rows and the layers that follow its choice, or one layer alone."""
+"""Retrieval of a layer group: an anchor layer that selects rows, and the layers that follow its choices."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from kvthaw.cache.streams import Streams
 from kvthaw.errors import CacheError, KvthawError
 
 _CHECKED = 3
-"""How many of the first choices of kvthaw's own indexes are checked; those of others always are, in eager steps."""
+"""How many of the first choices of kvthaw's own indexes are checked. Choices of other indexes are checked in all eager steps."""
 
 
 class Retriever:
-    """Index, residency and the last choices, shared by the layers of a group.
+    """Index, residency and latest choices of a layer group.
 
-    The anchor makes a choice a token; followers take the same choices in the same order and fetch their own rows of them.
+    The anchor makes one choice per token. Followers use the same choices in the same order and fetch their own rows.
 
-    reads_blocks: rows in blocks on the device get no slot in the pool, since attention reads them where they lie.
+    reads_blocks: attention reads rows in blocks on the device, so these rows get no slot in the pool.
     """
 
     def __init__(self, method: Method, context: IndexContext, seqs: int, rows: int, streams: Streams) -> None:
@@ -63,7 +63,7 @@ class Retriever:
         return HostSelectionBuffer(self.context, seqs, self.rows * self.method.head_limit, self.slots)
 
     def buffer(self, seqs: int) -> HostSelectionBuffer:
-        """Return the buffer for choices of `seqs` sequences. The buffer does not move."""
+        """Return the buffer for choices of `seqs` sequences. It keeps its address."""
         if seqs not in self._buffers:
             self._buffers[seqs] = self._new_buffer(seqs)
         return self._buffers[seqs]
@@ -71,20 +71,25 @@ class Retriever:
     def submit(
         self, after: torch.cuda.Event | None, job: Callable[[], None], failed: Callable[[], None] = lambda: None
     ) -> None:
-        """Change the index: on the worker thread if it works on the host, else now. failed() is called by wait() where the job
-        on the thread raised."""
+        """Update the index: on the worker thread if it works on the host, else now.
+
+        after: event that the job on the thread waits for.
+        failed: called by wait() if the job on the thread raised.
+        """
         if self.index.traits.on_host:
             self._wait_for_search()
             self._jobs.append((self.streams.submit(after, job, self.group), failed))
-        else:  # what of it reads the store waits for the rows that are on their way there, see HostStore.read_keys
+        else:  # reads of the store wait for rows in transfer, see HostStore.read_keys
             job()
 
     def wait(self) -> None:
-        """Wait for all index updates and searches. Raises the error of an update at every call until recover(), since an index that
-        lacks tokens must not be searched."""
+        """Wait for all index updates and searches.
+
+        Raises the error of an update at every call until recover(), since an index that lacks tokens must not be searched.
+        """
         self._wait_for_search()
         jobs, self._jobs = self._jobs, []
-        for job, failed in reversed(jobs):  # so that the first that failed has the last word
+        for job, failed in reversed(jobs):  # reversed, so that the first that failed decides
             error = job.exception()
             if error is not None:
                 self._failure = error
@@ -93,17 +98,17 @@ class Retriever:
             raise CacheError(f"layer {self.context.layer}: {self._failure}") from self._failure
         if self._failure is not None:
             raise self._failure
-        self.index.join()  # which a replayed step does not ask for
+        self.index.join()  # as a replayed step does not
 
     def recover(self) -> None:
-        """Clear the error of an update, which is then repeated. Waits for the jobs under way."""
+        """Clear the error of an update, which is then repeated. Waits for running jobs."""
         if self._jobs or self._failure is not None:
             with suppress(Exception):
                 self.wait()
             self._failure = None
 
     def forget_step(self) -> None:
-        """Forget what a failed step chose: it may have assigned slots without filling them, and asked the index."""
+        """Forget the choices of a failed step, which may have assigned slots without filling them and queried the index."""
         for seq in range(self.residency.slot_row.shape[0]):
             self.residency.clear(seq)
         sequences = self.context.sequences
@@ -117,7 +122,7 @@ class Retriever:
             self._searching = None
 
     def widen(self, rows: int) -> None:
-        """Select more rows from now on."""
+        """Select `rows` rows from now on, which is more than before."""
         self.drop_search()
         self.wait()
         self.rows, self.slots = rows, self.method.slots(rows)
@@ -131,33 +136,37 @@ class Retriever:
 
     @property
     def can_read_blocks(self) -> bool:
-        """Whether attention may read rows in their blocks: the index does not rebuild them, and the method names no transfer."""
+        """Whether attention may read rows in their blocks: the index does not rebuild keys, and the method names no transfer."""
         return not self.index.traits.rebuilds and self.method.transfer is None
 
     @property
     def recalled(self) -> Tensor:
-        """Rows [B, H, C] int32 that were selected of late, -1 padded."""
+        """The most recently selected rows, [B, H, C] int32, -1 padded."""
         return self.residency.latest if self.reads_blocks else self.residency.slot_row[:, :, :-1]
 
     @property
     def in_place(self) -> bool:
-        """Whether no row is brought to the pool: every block lies on the device."""
+        """Whether no row is fetched to the pool, because every block lies on the device."""
         return self.reads_blocks and not self.streams.device.spills
 
     def prefetch(self, queries: Tensor, early: int) -> None:
-        """Select with these queries, [B, Hq, T, D], instead of the next T tokens' own. Begins to search with the first `early`."""
+        """Use these queries, [B, Hq, T, D], for the next T tokens instead of their own. Starts the searches of the first
+        `early`."""
         self.drop_search()
         self.prefetched = PrefetchedSearch(queries, self.search(queries[:, :, :early]) if early else ())
 
     def drop_search(self) -> None:
-        """Drop the prefetched queries and their searches: the step does not come."""
+        """Drop the predicted queries and their searches, because the step does not come."""
         if self.prefetched is not None:
             self.prefetched.drop()
             self.prefetched = None
 
     def search(self, queries: Tensor) -> list[Future[Selection]]:
-        """Start selecting rows for queries [B, Hq, T, D] in an index on the host, without waiting for the queries to arrive there.
-        Returns a future for each of the T tokens."""
+        """Start selecting rows for queries [B, Hq, T, D] in an index on the host. Does not wait for the queries to arrive
+        there.
+
+        Returns a future for each of the T tokens.
+        """
         here, sent = to_host(queries)
         changes = [job for job, _ in self._jobs]
         found = [self.streams.search(sent, changes, partial(self._select, query)) for query in here.unbind(2)]
@@ -169,9 +178,14 @@ class Retriever:
             return self.index.select(query, self.rows)
 
     def choose(self, query: Tensor, length: int, t: int = 0, *, retaken: bool = False) -> Choice:
-        """Select rows for one query a head, [B, Hq, D], of token t of a step, or the query prefetched for it, and give them slots.
-        length: of the longest sequence. retaken: a step that failed is repeated, so an index that remembers queries is not asked
-        twice with one. While a step is captured that an index on the host takes part in, nothing is chosen: every replay does."""
+        """Select rows for one query per head of token t, or for the query predicted for it, and assign slots.
+
+        If a step is being captured and the index works on the host, the choice is recorded instead; every replay makes it.
+
+        query: [B, Hq, D].
+        length: length of the longest sequence.
+        retaken: a failed step is repeated, so an index that remembers queries is not queried again with the same query.
+        """
         search = None
         if self.prefetched is not None:
             query, search = self.prefetched.queries[:, :, t], self.prefetched.search(t)
@@ -182,7 +196,7 @@ class Retriever:
             self.wait()
             asked = self._asked
             if retaken and asked is not None and asked[0] == length and torch.equal(asked[1], query):
-                choice = asked[2]  # the same rows go to the same slots once more
+                choice = asked[2]  # the same rows keep their slots
             else:
                 if retaken:
                     self.forget_step()
@@ -208,7 +222,7 @@ class Retriever:
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:
-        """Turn an index's ValueError, such as one about a query that is not finite, into a CacheError."""
+        """Convert an index's ValueError, such as for a query that is not finite, into a CacheError."""
         try:
             yield
         except KvthawError:
@@ -217,7 +231,7 @@ class Retriever:
             raise CacheError(f"layer {self.context.layer}: {error}") from error
 
     def _check(self, selection: Selection, query: Tensor) -> None:
-        """Check what the index selected: always where it is not kvthaw's own, else at first; not while a step is captured."""
+        """Check the index's selection: always for foreign indexes, at first for kvthaw's own, never while a step is captured."""
         sequences = self.context.sequences
         if self._unchecked == 0 or sequences is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
@@ -234,8 +248,10 @@ class Retriever:
             self._unchecked -= 1
 
     def _recorded(self, query: Tensor, graph: SegmentedGraph) -> Choice:
-        """Record a choice made on the host between two graphs: one writes the query to a pinned buffer, the next reads the choice
-        from another."""
+        """Record a choice made on the host between two graphs.
+
+        The first graph writes the query to a pinned buffer. The second reads the choice from another buffer.
+        """
         seqs = query.shape[0]
         selection_buffer = self.buffer(seqs)
         here = selection_buffer.parts(selection_buffer.answer)
@@ -258,7 +274,7 @@ class Retriever:
         return Choice(Selection(rows, counts), slots, fetch, live)
 
     def _answer(self, selection: Selection, parts: Parts) -> tuple[Tensor, Tensor]:
-        """Assign slots to a selection made on the host, and write both into a host buffer."""
+        """Assign slots to a selection made on the host, and write both to host buffers."""
         rows, counts, slots, fetch, live = parts
         rows.copy_(selection.rows)
         counts.copy_(selection.counts)
@@ -266,7 +282,7 @@ class Retriever:
         return slots, fetch
 
     def _evict_all(self, seqs: int) -> None:
-        """Empty all slots, if the method keeps no rows between steps."""
+        """Empty all slots if the method keeps no rows between steps."""
         if self.method.keep == 0:
             for seq in range(seqs):
                 self.residency.clear(seq)
@@ -279,9 +295,9 @@ class Retriever:
         return self.index.select(query, self.rows)
 
     def _upload(self, selection: Selection, query: Tensor) -> Choice:
-        """Assign slots to a selection made on the host, and copy both to the query's device at once."""
+        """Assign slots to a selection made on the host, and copy both to the query's device in one copy."""
         buffer = self.buffer(len(query))
-        here = torch.empty_like(buffer.answer, pin_memory=True)  # of its own: the last one may still be on its way
+        here = torch.empty_like(buffer.answer, pin_memory=True)  # a new buffer, since the last one may still be in transfer
         host = self._answer(selection, buffer.parts(here))
         return Choice(selection, *buffer.parts(here.to(query.device, non_blocking=True))[2:], host)
 
@@ -297,7 +313,7 @@ class Retriever:
         self._forget_rows(seq, length)
 
     def undo(self, seq: int, length: int) -> None:
-        """Remove positions >= length of a sequence, which were appended last; exactly if the index can."""
+        """Remove positions >= length of a sequence, which were appended last. Exact if the index can undo."""
         self.wait()
         self.index.undo(seq, length)
         self._forget_rows(seq, length)
@@ -307,18 +323,21 @@ class Retriever:
             self.residency.clear(seq, length)
 
     def branch(self) -> tuple[Index, Tensor]:
-        """Replace the index by a copy. Returns the index itself and the rows counted so far, for rejoin()."""
+        """Replace the index by a copy. Returns the original and the row counts so far, for rejoin()."""
         self.wait()
         before, self.index = self.index, self.fresh_index()
         self.index.clone_from(before)
         return before, self.residency.counts.clone()
 
     def fresh_index(self) -> Index:
-        """Return an empty index such as this group's."""
+        """Return an empty index like this group's."""
         return self.method.make_index(self.context)
 
     def rejoin(self, index: Index, counts: Tensor, lengths: Sequence[int]) -> None:
-        """Return to the index and counts that branch() returned; lengths: where it ends, by sequence."""
+        """Return to the index and counts that branch() returned.
+
+        lengths: the index's watermark of each sequence.
+        """
         self.recover()
         self.wait()
         self.index, self._asked, self._asked_at = index, None, -1
@@ -327,7 +346,7 @@ class Retriever:
             self.residency.clear(seq, length)
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        """Sequence i becomes what sequence seqs[i] was."""
+        """Replace sequence i by the former sequence seqs[i]."""
         self.wait()
         before = self.residency.slot_row.shape[0]
         self.index.reorder(seqs)
@@ -336,7 +355,7 @@ class Retriever:
             self._place(len(seqs))
 
     def tensors(self) -> list[Tensor]:
-        """What a choice reads and writes at fixed addresses."""
+        """Return the tensors that a choice reads and writes at fixed addresses."""
         return [*([] if self.in_place else self.residency.tensors()), self.residency.counts, *self.index.tensors()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Retriever:

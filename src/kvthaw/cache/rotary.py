@@ -1,4 +1,4 @@
-"""The turns of rotary positions, for an index that needs keys as they were before."""
+"""Rotary embeddings, for an index that needs keys before RoPE."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ Apply = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Rotary:
-    """Turns keys to a position as a model does, and back.
+    """Apply a model's rotary embedding to keys, or invert it.
 
-    angles: positions [1, T] -> cos and sin [1, T, R], the model's own. apply: (queries, keys [N, n, T, D], cos, sin [N, T, R]) ->
-    both turned, the model's own too. Tables cos, sin [T, R] float32 grow by doubling. The first `width` channels turn: R, or 2 R
-    where the tables say each angle once. Positions that are off by a constant turn all keys alike, which changes no rank.
+    The tables cos, sin [T, R] float32 grow by doubling. The first `width` channels rotate: R, or 2 R if the tables hold
+    each angle once. A constant offset of positions rotates all keys alike, which changes no ranking.
+
+    angles: the model's own, positions [1, T] -> cos and sin [1, T, R].
+    apply: the model's own, (queries, keys [N, n, T, D], cos, sin [N, T, R]) -> both rotated.
     """
 
     def __init__(self, angles: Angles, apply: Apply) -> None:
@@ -25,7 +27,7 @@ class Rotary:
         self.width = 0
 
     def reserve(self, length: int, device: torch.device) -> None:
-        """Room for positions below length."""
+        """Make room for positions below length."""
         have = self.cos.shape[0]
         if length <= have and self.cos.device == device:
             return
@@ -39,9 +41,12 @@ class Rotary:
                 self.width *= 2
 
     def turn(self, keys: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
-        """keys [N, T, D] turned to positions [N, T], or back from them; float32. There is room for the positions."""
+        """Return keys [N, T, D] rotated to positions [N, T], in float32. The tables must cover the positions.
+
+        back: rotate back from them.
+        """
         cos, sin = self.cos[positions], self.sin[positions]
-        if back:  # the inverse of a turn that may lengthen (YaRN)
+        if back:  # the inverse of a rotation that may scale (YaRN)
             norm = cos.square() + sin.square()
             cos, sin = cos / norm, -sin / norm
         some = keys[:, None, :, : self.width].float()

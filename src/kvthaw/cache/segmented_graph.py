@@ -1,4 +1,4 @@
-"""A step recorded in CUDA graphs, between which the host works."""
+"""A step captured as several CUDA graphs, with host work between them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 
 
 class SegmentedGraph:
-    """What a step does on the device, in as many graphs as the host has something to do between.
+    """CUDA graphs of one step, split wherever the host has work to do.
 
-    Work that the current stream is given within ``with SegmentedGraph() as recording:`` is captured, not done; replay() does it.
-    All of its graphs share one pool of memory, so what one has left is there for the next. Other threads may go on meanwhile."""
+    Work enqueued on the current stream inside ``with SegmentedGraph() as recording:`` is captured, not run; replay() runs
+    it. The graphs share one memory pool, so later graphs can read the results of earlier ones. Other threads may continue
+    meanwhile.
+    """
 
     def __init__(self) -> None:
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -30,13 +32,13 @@ class SegmentedGraph:
         self._under_way.__exit__(kind, error, trace)
 
     def host(self, call: Callable[[], None]) -> None:
-        """Here, in every replay, the host waits until the device has done what came before, and call() precedes what follows."""
+        """Split the graph here: every replay waits for the device and runs call() before the rest."""
         self._under_way.close()
         self._calls.append(call)
         self._begin()
 
     def replay(self) -> None:
-        """Do all of it. Returns when the last graph is launched; what a call raises comes up, and the rest is not done."""
+        """Run all graphs and calls. Returns when the last graph is launched. If a call raises, the rest does not run."""
         for graph, call in zip(self._graphs, self._calls, strict=False):
             graph.replay()
             self._reached.record()

@@ -1,4 +1,4 @@
-"""Where an index on the host finds a query of the device's, and leaves for it what was chosen."""
+"""Pinned buffers for an index on the host: the query from the device, and the selection for it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class HostSelectionBuffer:
-    """Of one group, for so many sequences, in pinned memory where the group is on a GPU. It stays where it is.
+    """Buffers of one layer group for `seqs` sequences, pinned if the group is on a GPU, at fixed addresses.
 
-    query: [B, Hq, D] float32. answer: bytes, brought to the device at once; parts() says what they are.
+    query: [B, Hq, D] float32.
+    answer: bytes, copied to the device in one copy; parts() splits them.
     """
 
     def __init__(self, context: IndexContext, seqs: int, rows: int, slots: int) -> None:
@@ -28,8 +29,8 @@ class HostSelectionBuffer:
         self.answer = host_tensor((sum(self._bytes),), torch.uint8, pinned=pinned)
 
     def parts(self, answer: Tensor) -> Parts:
-        """Of an answer, wherever it is: a selection's rows [B, H, M] and counts [B, H]; a choice's slots and fetch [B, H, M] and
-        live [B, H, C]."""
+        """Split an answer into rows [B, H, M] and counts [B, H] of a selection, and slots, fetch [B, H, M] and live [B, H, C]
+        of a choice."""
         pieces = zip(answer.split(self._bytes), self._parts, strict=True)
         rows, counts, slots, fetch, live = (piece.view(dtype).view(size) for piece, (size, dtype) in pieces)
         return rows, counts, slots, fetch, live

@@ -1,4 +1,4 @@
-"""Check what an index selected before anything reads memory at the rows it names."""
+"""Check an index's selection before any kernel reads memory at its rows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvthaw.errors import CacheError
 def check_selection(
     found: object, who: str, context: IndexContext, seqs: int, budget: int, head_limit: int, ends: Tensor
 ) -> None:
-    """Raise CacheError where an index of a layer broke its contract.
+    """Raise CacheError if an index violated its contract. Copies to the host, and waits for that.
 
-    found: what select() returned for `seqs` sequences and `budget` rows a KV head.
-    head_limit: as the Method has it.
+    found: the result of select() for `seqs` sequences and `budget` rows per KV head.
     who: the index's name.
-    ends [B] int32: where the positions that it holds end; they begin after the sink. Copies to the host, which waits.
+    head_limit: see Method.
+    ends: [B] int32, the end of the positions that the index holds; they begin after the sink.
     """
 
     def need(ok: bool, what: str) -> None:
@@ -62,7 +62,7 @@ def check_selection(
 
 
 def _again(rows: Tensor) -> Tensor:
-    """Mark rows [B, H, M] that stand at an earlier place of the same KV head too; [B, H, M] bool."""
+    """Mark the repeated rows among rows [B, H, M] of a KV head, [B, H, M] bool."""
     ordered, order = torch.sort(rows, dim=2, stable=True)
     same = torch.zeros_like(rows, dtype=torch.bool)
     same[:, :, 1:] = (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0)

@@ -1,4 +1,4 @@
-"""Lengths of the sequences of a cache, counted once for all layers."""
+"""Lengths of a cache's sequences, counted once for all layers."""
 
 from __future__ import annotations
 
@@ -25,18 +25,30 @@ _COUNTED = (
 class Sequences:
     """Lengths of the sequences of one cache.
 
-    padded_length: length of the longest sequence with its padding. left_pad: what of it is padding, by sequence; position p of a
-    sequence is its p-th token after that. idle: sequences that steps of the others give no token: those without tokens, and paused
-    ones, whose prompt has come in part. ring_start: where each ring began at its last prefill; later starts follow from the length
-    (`Regions.indexed`). capacity: tokens per sequence that every layer has device memory for; room: a fixed capacity, 0 for one
-    that grows; opened: how many sequences open() was given; positions: the most that the model has. planned: tokens that steps are
-    taken for at least, undropped: the most of a cleared sequence that layers have yet to drop, see bucket().
-    version: changes with everything but decoded tokens. step: the step under way, or one that failed. most_decoded: the most
-    new tokens that are decoded one by one; verifying: any number is (the candidates of assisted decoding). decoded: tokens
-    decoded so far; dense_tokens: those after the first prompt that attended to everything; cached_tokens: those that a prefix
-    cache held; prompted: the first prompt has come; prompt_only: and nothing else.
+    Position p of a sequence is its p-th token after its padding.
 
-    on_device: the same for kernels and captured steps.
+    padded_length: length of the longest sequence, padding included.
+    left_pad: padding tokens of each sequence.
+    idle: sequences that get no token in steps of the others: empty ones and paused ones.
+    paused: sequences whose prompt has come in part.
+    ring_start: where each ring began at its last prefill. Later starts follow from the length (`Regions.indexed`).
+    capacity: tokens per sequence that every layer has device memory for.
+    room: a fixed capacity; 0 if capacity grows.
+    opened: number of sequences given to open().
+    positions: the model's maximum length.
+    planned: minimum length for bucket(), for warm-up.
+    undropped: longest cleared sequence whose layer state is not freed yet, for bucket().
+    version: changes with everything but decoded tokens.
+    commits: number of committed steps.
+    step: the step under way, or one that failed.
+    most_decoded: the most new tokens that one step decodes one by one.
+    verifying: a step of any number of tokens decodes them one by one: candidates of assisted decoding.
+    decoded: tokens decoded so far.
+    dense_tokens: tokens after the first prompt that attended to everything.
+    cached_tokens: prompt tokens that came from a prefix cache.
+    prompted: whether the first prompt has come.
+    prompt_only: whether nothing has come since.
+    on_device: the lengths for kernels and captured steps.
     """
 
     room: int = 0
@@ -66,19 +78,19 @@ class Sequences:
 
     @property
     def limit(self) -> int | None:
-        """The most tokens that a sequence can have, None where that is not known."""
+        """The most tokens that a sequence can have; None if unknown."""
         return self.room or self.positions
 
     def __post_init__(self) -> None:
         self.known: dict[object, Any] = {}
-        """Memo of values that hold for the sequences as they are, by user. Every change but decoded tokens clears it."""
+        """Memo of values that depend on the sequences. Every change but decoded tokens clears it."""
         self.filling: int | None = None
-        """The sequence that an announced prompt goes to, None for all."""
+        """The sequence that an announced prompt belongs to; None: all."""
         self._end: int | None = None  # of the announced prompt
         self._committed: tuple[Step, dict[str, Any]] | None = None  # the latest step, and the counts before it
 
     def reset(self) -> None:
-        """Forget every sequence."""
+        """Drop all sequences."""
         self.regions, self.padded_length, self.left_pad, self.idle, self.paused = None, 0, [], frozenset(), frozenset()
         self.ring_start, self.capacity, self.decoded, self.dense_tokens, self.cached_tokens, self.undropped = [], 0, 0, 0, 0, 0
         self.prompted = self.prompt_only = False
@@ -98,60 +110,65 @@ class Sequences:
         self.idle = frozenset(range(count))
 
     def narrow(self, count: int) -> None:
-        """Hold the first `count` sequences only; the others have no tokens."""
+        """Keep only the first `count` sequences; the others must be empty."""
         self.left_pad, self.ring_start = self.left_pad[:count], self.ring_start[:count]
         self.idle &= frozenset(range(count))
         self.changed()
 
     def widen(self) -> None:
-        """Hold all that open() was given again; none has tokens."""
+        """Return to the number of sequences given to open(); all are empty."""
         self.left_pad, self.ring_start = [0] * self.opened, [0] * self.opened
         self.idle = frozenset(range(self.opened))
         self.changed()
 
     def divide(self, regions: Regions, most_decoded: int) -> None:
-        """Set the regions of the token positions; called with the first prompt."""
+        """Set the regions of token positions. Called with the first prompt."""
         self.regions, self.most_decoded = regions, most_decoded
         self.ring_start = [regions.first_indexed(self.length(seq)) for seq in range(self.count)]
         self.changed()
 
     @property
     def count(self) -> int:
-        """How many sequences there are."""
+        """Number of sequences."""
         return len(self.left_pad)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, padding not counted."""
+        """Tokens of the longest sequence, without padding."""
         return self.padded_length - min(self.left_pad, default=0)
 
     def bucket(self, count: int) -> int:
-        """Return how many tokens none of the first `count` sequences exceeds with the next one, the same in all steps that a
-        capture serves; 0 where capacity grows. Paused sequences count, cleared ones until layers drop them: kernels see both."""
+        """Return a bucket of lengths that holds each of the first `count` sequences with its next token; 0 if capacity grows.
+
+        It is the same in all steps that a capture serves. Kernels also read paused sequences, and cleared ones until layers
+        drop them, so both count.
+        """
         longest = self.padded_length - min(self.left_pad[:count], default=0) + 1
         return bucket(max(longest, self.planned, self.undropped), self.room) if self.room else 0
 
     @property
     def live_count(self) -> int:
-        """Sequences that a step gives a token."""
+        """Number of sequences that get a token in a step."""
         return self.count - len(self.idle)
 
     def length(self, seq: int) -> int:
-        """Return the number of tokens of a sequence, padding not counted."""
+        """Return the number of tokens of a sequence, without padding."""
         return self.padded_length - self.left_pad[seq]
 
     def indexed(self, seq: int, length: int | None = None) -> int:
-        """Return where the ring begins at the sequence's length, or at another length: positions [sink, this) are in the retrieval
-        region."""
+        """Return where the ring begins: positions from the end of the sink to here are in the retrieval region.
+
+        length: at this length of the sequence; None: its current length.
+        """
         assert self.regions is not None
         return self.regions.indexed(self.ring_start[seq], self.length(seq) if length is None else length)
 
     def rings(self) -> dict[int, int]:
-        """Return where the rings of the sequences that are not idle begin."""
+        """Return where the ring of each sequence that is not idle begins."""
         return {} if self.regions is None else {seq: self.indexed(seq) for seq in range(self.count) if seq not in self.idle}
 
     def held_at(self, seq: int, length: int) -> int:
-        """Return the number of tokens in sink and ring at a length."""
+        """Return how many tokens sink and ring hold at a length."""
         assert self.regions is not None
         return min(length, self.regions.sink) + max(0, length - self.indexed(seq, length))
 
@@ -166,8 +183,10 @@ class Sequences:
         return at == next_full or (at > next_full and bool(self.leaving(taken)))
 
     def leaving(self, taken: int = 0) -> list[tuple[int, int, int]]:
-        """Return (sequence, start, stop) for every ring that is full after `taken` more tokens: the positions that leave it with
-        the next token."""
+        """Return (sequence, start, stop) for every ring that is full after `taken` more tokens.
+
+        The positions start .. stop leave the ring with the next token.
+        """
         regions = self.regions
         if regions is None:
             return []
@@ -193,13 +212,19 @@ class Sequences:
     # Steps
 
     def announce(self, tokens: int, seq: int | None = None) -> None:
-        """Treat the next tokens, padding included, as one prompt of a sequence or of all, in any number of steps; 0 ends it."""
+        """Treat the next tokens, padding included, as one prompt, in any number of steps; 0 ends it.
+
+        seq: of this sequence; None: of all.
+        """
         self.filling = seq if tokens else None
         self._end = (self.padded_length if seq is None else self.length(seq)) + tokens if tokens else None
 
     @contextmanager
     def prompt(self, tokens: int, seq: int | None = None) -> Iterator[None]:
-        """Treat the next `tokens` tokens, padding included, as one prompt in chunks: of every sequence, or of one of a batch."""
+        """Treat the next `tokens` tokens, padding included, as one prompt in chunks.
+
+        seq: of this sequence of a batch; None: of all.
+        """
         self.announce(tokens, seq)
         try:
             yield
@@ -208,7 +233,7 @@ class Sequences:
 
     @property
     def announced(self) -> bool:
-        """Whether an announced prompt has not ended."""
+        """Whether an announced prompt has not ended yet."""
         return self._end is not None
 
     @property
@@ -223,8 +248,11 @@ class Sequences:
         return self.verifying or (tokens <= self.most_decoded and not self.announced)
 
     def begin(self, tokens: int, left_pad: Sequence[int] | None = None, *, dense: bool = True) -> Step:
-        """Begin a step. left_pad: padding of each sequence, None if unchanged. If the step before was not committed, it failed and
-        its tokens do not count."""
+        """Start a step. If the step before was not committed, it failed, and its tokens do not count.
+
+        left_pad: padding of each sequence; None: unchanged.
+        dense: see Step.
+        """
         failed, seq = self.step, self.filling
         pads = self.left_pad if left_pad is None else left_pad
         start = self.padded_length if seq is None else self.length(seq)
@@ -256,11 +284,11 @@ class Sequences:
 
     @property
     def latest(self) -> Step | None:
-        """The step under way, or else the one that was counted last."""
+        """The step under way, or else the last committed one."""
         return self.step if self.step is not None or self._committed is None else self._committed[0]
 
     def uncommit(self) -> None:
-        """Undo the latest commit: the forward that the step belongs to failed."""
+        """Undo the latest commit, because the forward of its step failed."""
         assert self._committed is not None
         self.step, before = self._committed
         self._committed = None
@@ -289,7 +317,7 @@ class Sequences:
             self.left_pad = [pad + (seq in self.idle) for seq, pad in enumerate(self.left_pad)]
 
     def count_decoded(self, tokens: int) -> None:
-        """Count what the next tokens attend to in sink and ring."""
+        """Count the tokens in sink and ring that the next `tokens` tokens attend to, for statistics."""
         if self.regions is None:
             return
         held = self.held
@@ -304,29 +332,32 @@ class Sequences:
     # On the device
 
     def place(self, step: Step, token: int, device: torch.device) -> None:
-        """Set the device's lengths to a token of the step, counted from 0. Every layer calls this; the first does it."""
+        """Set the device's lengths to token `token` of the step, counted from 0. The first layer sets them; later calls do
+        nothing."""
         if self.known.get("placed") != (step, token, device):
             self._set(step.lengths(token + 1), device)
             self.known["placed"] = step, token, device
 
     def place_before_step(self, device: torch.device) -> None:
-        """Set the device's lengths to the committed ones, unless they are, with the rings as they are at the next token: a captured
-        step advances the lengths itself."""
+        """Set the device's lengths to the committed ones, and its ring starts as of the next token.
+
+        A captured step advances the lengths itself. Does nothing if they are set already.
+        """
         if self.known.get("placed") != (self.padded_length, device):
             self._set(self._live_lengths(), device, coming=1)
             self.known["placed"] = self.padded_length, device
 
     def place_committed(self, device: torch.device) -> None:
-        """Set the device's lengths to the committed ones, for queries that come again."""
+        """Set the device's lengths to the committed ones, for layers that reuse another layer's keys."""
         self._set(self._live_lengths(), device)
 
     def count_replay(self) -> None:
-        """Note that a replayed step has advanced the device's lengths by a token."""
+        """Record that a replayed step has advanced the device's lengths by a token."""
         self.on_device.advance()
         self.known.pop("placed", None)
 
     def forget_device(self) -> None:
-        """Note that a replayed step failed, so that the device's lengths are not known."""
+        """Mark the device's lengths as unknown after a replayed step failed."""
         self.on_device.forget()
         self.known.pop("placed", None)
 
@@ -344,7 +375,7 @@ class Sequences:
     # Changes from outside
 
     def set_length(self, seq: int, length: int) -> None:
-        """Set the length of one sequence, which is idle at length 0, with as little padding as possible."""
+        """Set the length of one sequence, with as little padding as possible. At length 0 it is idle."""
         lengths = [self.length(other) for other in range(self.count)]
         lengths[seq] = length
         self.padded_length = max(lengths)
@@ -370,7 +401,7 @@ class Sequences:
         self.ring_start[seq] = 0 if self.regions is None else self.regions.sink
 
     def ring_after_crop(self, seq: int, length: int) -> int:
-        """Return where the ring of a sequence begins after a crop to a length: as far back as in a prompt of that length."""
+        """Return where a sequence's ring begins after a crop to `length`: as early as in a prompt of that length."""
         if self.regions is None:
             return 0
         return self.regions.indexed(min(self.ring_start[seq], self.regions.first_indexed(length)), length)
@@ -386,7 +417,7 @@ class Sequences:
         self.changed()
 
     def reorder(self, sequences: Collection[int]) -> None:
-        """Sequence i becomes what sequence sequences[i] was."""
+        """Replace sequence i by the former sequence sequences[i]."""
         self.left_pad = [self.left_pad[seq] for seq in sequences]
         self.ring_start = [self.ring_start[seq] for seq in sequences] if self.ring_start else []
         self.changed()
@@ -399,6 +430,6 @@ class Sequences:
         self.changed()
 
     def forget_prompt(self) -> None:
-        """Reset the sizes set by a first prompt that failed."""
+        """Reset the sizes that a failed first prompt has set."""
         self.regions, self.capacity, self.step, self.ring_start = None, 0, None, []
         self.changed()

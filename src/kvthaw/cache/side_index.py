@@ -1,4 +1,4 @@
-"""The states of a sequence in an index; an index of one sequence that is built while the others take steps."""
+"""States of a sequence in an index, and an index of one sequence that is built concurrently with the steps of others."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from kvthaw.cache.streams import Streams
 
 
 class SideIndex:
-    """An index on the host that holds one sequence of a layer, until the index that steps search takes it over.
+    """An index on the host of one sequence of a layer, built until the index that steps search takes it over.
 
-    It changes on a thread that neither searches nor updates of other sequences wait for, in the order of the calls. end: the
-    position up to which it is given tokens. index: one with snapshots. group: of the layer, as for Streams.build.
+    Its changes run in order on a build thread, for which neither searches nor updates of other sequences wait.
+
+    end: the position up to which it is given tokens.
+    index: an index that supports snapshots.
+    group: number of the layer group, see Streams.build.
     """
 
     def __init__(self, index: Index, seq: int, store: HostStore, streams: Streams, group: int) -> None:
@@ -28,45 +31,51 @@ class SideIndex:
         self._changes: list[Future[None]] = []
 
     def change(self, end: int, change: Callable[..., None], *given: Any) -> None:
-        """Call a method of the index once the rows appended so far are in the store. end: where it ends then."""
+        """Queue a call of an index method for when the rows appended so far are in the store.
+
+        end: where the index ends afterwards.
+        """
         blocks = self._store.blocks(self._seq)
 
         def run() -> None:
             if self._wanted:
                 change(*given)
-            blocks.clear()  # they must not go meanwhile
+            blocks.clear()  # held until now, so that they are not freed
 
         self._changes.append(self._streams.build(self._store.arriving, run, self._group))
         self.end = end
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait at most `timeout` seconds for the changes; None: without a limit. Returns whether all have ended."""
+        """Wait for the changes. Returns whether all have ended.
+
+        timeout: at most this many seconds; None: without limit.
+        """
         return not wait(self._changes, timeout).not_done
 
     def snapshot(self) -> Any:
-        """Return what the index holds. Waits for its changes; raises what one of them raised."""
+        """Return a snapshot of the index. Waits for its changes, and raises the error of any that failed."""
         for change in self._changes:
             change.result()
         return self.index.snapshot(self._seq)
 
     def drop(self) -> None:
-        """Make no more changes. The one under way ends by itself."""
+        """Cancel the queued changes. A running one ends by itself."""
         self._wanted = False
         for change in self._changes:
             change.cancel()
 
 
 class State(Enum):
-    """What the index has of a sequence."""
+    """How much of a sequence an index holds."""
 
     INDEXED = auto()
-    """All positions up to the watermark; none where that is the end of the sink."""
+    """All positions up to the watermark, or none if the watermark is the end of the sink."""
     APPENDING = auto()
-    """The same. commit() appends what the prompt step under way brings."""
+    """As INDEXED. commit() will append the tokens of the prompt step under way."""
     STALE = auto()
     """Nothing that may be searched. The sequence is indexed again before the next step."""
     BUILDING = auto()
-    """The same, while a SideIndex is built, until take_built()."""
+    """As STALE, while a SideIndex is built, until take_built()."""
 
 
 _NEXT = {
@@ -80,11 +89,13 @@ _NEXT = {
 
 @dataclass(slots=True)
 class IndexedSequence:
-    """The state of a sequence in an index, and what belongs to the state.
+    """The state of a sequence in an index.
 
-    upto: the watermark, the position up to which the index has been given tokens. last: where the latest append began; None: undo()
-    cannot take it back. coming: of APPENDING, the watermark after it and the last queries. side: of BUILDING. before: the state
-    before the step under way, where this step has changed it; drop() returns to it.
+    upto: the watermark, the position up to which the index has tokens.
+    last: where the latest append began; None: undo() cannot undo it.
+    coming: in state APPENDING, the next watermark and the last queries.
+    side: in state BUILDING, the index being built.
+    before: the state before the step under way, if this step has changed it. drop() returns to it.
     """
 
     upto: int
@@ -95,7 +106,10 @@ class IndexedSequence:
     before: State | None = None
 
     def enter(self, state: State, *, in_step: bool = False) -> None:
-        """Go to a state. in_step: drop() takes it back."""
+        """Enter a state.
+
+        in_step: drop() undoes it.
+        """
         assert state in _NEXT[self.state], f"from {self.state} to {state}"
         self.before = self.state if in_step and self.before is None else self.before
         self.state = state
@@ -103,7 +117,7 @@ class IndexedSequence:
             self.coming = None
 
     def drop_side(self) -> None:
-        """Go from BUILDING to STALE."""
+        """Cancel the SideIndex, if there is one, and return to STALE."""
         if self.side is not None:
             self.side.drop()
             self.side = None
@@ -111,5 +125,5 @@ class IndexedSequence:
 
 
 def can_build_beside(index: Index) -> bool:
-    """Return whether a sequence of an index can be built apart and taken over."""
+    """Return whether sequences of an index can be built separately and then swapped in."""
     return index.traits.on_host and index.traits.snapshots

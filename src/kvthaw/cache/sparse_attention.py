@@ -23,10 +23,11 @@ from kvthaw.kernels.sparse_decode import sparse_decode
 
 
 class SparseAttention:
-    """Attends to sink, ring and the rows that a retriever chooses.
+    """Attention of a decode step to sink, ring and the rows that a retriever selects.
 
-    retriever, transfer: None for a method that retrieves nothing. selects: whether this layer's queries choose the rows, else those
-    of the anchor that it follows. everything: attends to all rows, without a retriever, where they lie.
+    retriever, transfer: None for a method that retrieves nothing.
+    selects: this layer's queries select the rows; else the anchor's selection is used.
+    everything: attend to all rows where they lie, without a retriever.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class SparseAttention:
     def attend(
         self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams
     ) -> tuple[Tensor, Choice | None]:
-        """Attend with query [B, Hq, D] of token t of a step of the first B sequences. Returns the output [B, Hq, D] and the choice.
+        """Attend with token t of a step of the first B sequences. Returns the output [B, Hq, D] and the choice.
 
-        newest: key and value [B, H, D] of the token, which enter the ring; again where another layer's queries come, which is no
-        step of its own: None."""
+        step: None for the queries of another layer, which are no step of their own.
+        query: [B, Hq, D].
+        newest: key and value [B, H, D] of the token, which the kernel writes to the ring.
+        """
         slab, choice, visible, selected, log_weight, partials = self.storage.slab, None, None, None, None, []
         seqs, on_device = len(query), self.sequences.on_device
         if self.everything:
@@ -98,7 +101,7 @@ class SparseAttention:
         return retriever.choose(query, longest, t, retaken=step is not None and step.retaken)
 
     def _fetch(self, retriever: Retriever, transfer: Transfer, choice: Choice) -> None:
-        """Bring the rows that have a slot and are not there."""
+        """Fetch the rows that have a slot but are not in it yet."""
         if choice.slots is None or choice.fetch is None:
             return
         slab = self.storage.slab
@@ -116,18 +119,21 @@ class SparseAttention:
         return Selected(rows, choice.slots, self._table()[: len(rows)], store.block_size, tally, store.format)
 
     def _all(self, seqs: int) -> Selected:
-        """Return all rows of the first sequences; how many at most is the same in all steps of a bucket (Sequences.bucket)."""
+        """Return all rows of the first `seqs` sequences. Their upper bound is equal in all steps of a bucket
+        (Sequences.bucket)."""
         table, store = self._table(), self.storage.store
         most = self.sequences.bucket(seqs) if table.is_cuda else self.sequences.longest
         return Selected(None, None, table[:seqs], store.block_size, None, store.format, most)
 
     def _table(self) -> Tensor:
-        """Return the addresses of the blocks, as they are now, on the device."""
+        """Return the current block table on the device."""
         return self.storage.store.table_on(self.storage.slab.data.device)
 
     def _by_place(self, log_weight: Tensor, slots: Tensor | None) -> Tensor:
-        """log_weight [B, Hq, M] moved to the places of the slab, [B, Hq, N], by the rows' slots, or behind sink and ring; 0
-        elsewhere."""
+        """Scatter log_weight [B, Hq, M] to the slab's slots, [B, Hq, N], by the rows' slots; 0 elsewhere.
+
+        slots: None: the rows follow sink and ring in order.
+        """
         batch, q_heads, _ = log_weight.shape
         slab = self.storage.slab
         if slots is None:
@@ -141,7 +147,7 @@ class SparseAttention:
     # Between steps
 
     def grow(self, settings: Settings, plan: Plan) -> Plan:
-        """Make room for the rows of longer sequences, if their capacity has grown. Returns the sizes in force."""
+        """Make room for the rows of longer sequences if their capacity has grown. Returns the sizes in force."""
         if self.sequences.capacity <= self._room:
             return plan
         longer = settings.longer(plan, self.sequences.longest)
@@ -170,20 +176,20 @@ class SparseAttention:
             self.storage.offloader.wait()
 
     def update_table(self) -> None:
-        """Bring the addresses of new blocks to the device, and have it wait for their rows."""
+        """Copy the addresses of new blocks to the device, which then waits for their rows."""
         if self.reads_table:
             self.wait_on_stream()
         self.follow_blocks()
 
     def follow_blocks(self) -> None:
-        """Bring the addresses of new blocks to the device, whose rows may be on their way."""
+        """Copy the addresses of new blocks to the device. Their rows may still be in transfer."""
         if self.reads_table:
             self._table()
             if self.storage.placement is not None:
                 self.storage.placement.device.memory.spills |= self.storage.store.on_device.some_on_host
 
     def reorder(self) -> None:
-        """Tables of addresses are of other sequences from now on."""
+        """Forget the room of the block tables, which belong to other sequences now."""
         self._room = 0
 
     def tensors(self) -> list[Tensor]:
@@ -197,7 +203,8 @@ class SparseAttention:
         return found
 
     def fixed_bytes(self) -> int:
-        """Bytes on the device wherever blocks lie: the slab and, in the layer that selects, the index, without rotary angles."""
+        """Return the bytes on the device apart from blocks: the slab and, in a layer that selects, the index without rotary
+        tables."""
         data = self.storage.slab.data
         own = [data]
         if self.selects and self.retriever is not None:
@@ -209,6 +216,6 @@ class SparseAttention:
 
     @property
     def reads_table(self) -> bool:
-        """Whether a kernel finds rows by the addresses of their blocks."""
+        """Whether a kernel finds rows through the block table."""
         in_blocks = self.everything or (self.retriever is not None and self.retriever.reads_blocks)
         return in_blocks or isinstance(self.transfer, UvaGather)

@@ -1,4 +1,4 @@
-"""What a cache holds and did, as numbers."""
+"""Statistics of a cache's content and work."""
 
 from __future__ import annotations
 
@@ -19,68 +19,72 @@ from kvthaw.regions import Regions
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a cache holds and did. Bytes are of K and V; counts of tokens are per KV head and step, over the layers that retrieve.
-    str() is one sentence."""
+    """Statistics of a cache. Bytes are of K and V. Token counts are per KV head and step, over the layers that retrieve.
+
+    str() gives one sentence.
+    """
 
     method: str
     """Name of the method in force."""
     budget: int | None
     """Most tokens attended per KV head and step; None before the first prompt, and for full attention."""
     regions: Regions | None
-    """Sink, window and update buffer, in tokens, as the budget leaves them; None as for budget."""
+    """Sink, window and update buffer in force, in tokens; None as for budget."""
     paper_regions: Regions | None
-    """The same as the method has them: of larger ones than half the budget holds, the budget leaves less."""
+    """The method's own regions. If they take more than half the budget, `regions` is smaller."""
     layers: int
     """Layers that kvthaw serves."""
     dense_layers: int
-    """Those of them that keep all KV on the device."""
+    """Layers that keep all KV on the device."""
     batch: int
-    """Rows."""
+    """Number of sequences."""
     tokens: int
-    """Tokens of a row, padding included."""
+    """Tokens of the longest sequence, padding included."""
     sparse_steps: int
     """Tokens decoded through the method, times the layers."""
     dense_tokens: int
     """Tokens after the first prompt that attended to everything, in continuations longer than `sparse_queries`."""
     attended_mean: float | None
-    """Tokens attended in a sparse step, on average; None before the first."""
+    """Mean tokens attended in a sparse step; None before the first."""
     attended_max: int | None
-    """The most that a KV head attended to. It is more than the budget only where the heads of a layer share rows, as
-    `Method.head_limit` lets them."""
+    """The most tokens that a KV head attended to. It exceeds the budget only if the heads of a layer share rows
+    (`Method.head_limit`)."""
     retrieved: float | None
-    """Rows that the index selected among them, on average."""
+    """Mean number of rows among them that the index selected."""
     hit_rate: float | None
-    """Share of the selected rows that were not copied: they were in the pool already, or attention read them in their blocks on the
-    device; None before any was selected."""
+    """Share of the selected rows that were not copied; None before any was selected.
+
+    Such rows were in the pool already, or attention read them in blocks on the device.
+    """
     device_rate: float | None
-    """Share of them that were read or copied in blocks on the device."""
+    """Share of the selected rows that were read or copied from blocks on the device."""
     fetched_bytes: int
     """Bytes of rows that crossed the bus from the host."""
     kv_device_bytes: int
     """Bytes of KV on the device, in layers whose KV is offloaded."""
     kv_dense_bytes: int
-    """Bytes of KV on the device, in layers that attend to everything, and in sliding-window layers that kvthaw serves (those of a
+    """Bytes of KV on the device in layers that attend to everything, and in sliding-window layers that kvthaw serves (in a
     `Batch`)."""
     kv_host_bytes: int
     """Bytes of KV on the host."""
     device_block_bytes: int = 0
-    """Bytes of KV in blocks that lie on the device (see device_memory); part of kv_device_bytes."""
+    """Bytes of KV in blocks on the device (see device_memory); part of kv_device_bytes."""
     moved_bytes: int = 0
     """Bytes of blocks moved between device and host so far."""
     cached_tokens: int = 0
-    """Tokens of prompts that a prefix cache held."""
+    """Prompt tokens that came from a prefix cache."""
     captures: int = 0
-    """How often a step was captured, in one CUDA graph or several."""
+    """Number of captures of a step, each as one CUDA graph or several."""
     capture_seconds: float = 0.0
     """Time that all captures took."""
     capture_bytes: int = 0
     """Device memory that the latest capture holds."""
     reason: str = ""
-    """Why it is in force, where it was chosen by the number of tokens."""
+    """Why full attention or the method is in force, if the number of tokens decided it."""
     kv_dtype: str | None = None
-    """How blocks hold rows; None: in the model's dtype, as the KV of dense layers, and of full attention, always is."""
+    """How blocks store rows; None: in the model's dtype. Dense layers and full attention always use the model's dtype."""
     no_effect: dict[str, str] = field(default_factory=dict)
-    """Settings that were given and change nothing here, and why."""
+    """Settings that were given and change nothing here, with the reason."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dict, for JSON."""
@@ -88,7 +92,7 @@ class Stats:
 
     @property
     def no_choice(self) -> str:
-        """Why no step had to choose among tokens; "" where one did."""
+        """Why no step had to select among tokens; "" if one did."""
         if not self.tokens:
             return "there are no tokens"
         if self.budget is None:
@@ -101,7 +105,7 @@ class Stats:
 
     @property
     def shrunk(self) -> str:
-        """Which regions have fewer tokens than the method's own, for lack of budget; "" where none has."""
+        """Which regions are smaller than the method's own for lack of budget; "" if none is."""
         left = [
             f"{name} {getattr(self.regions, name)} of {getattr(self.paper_regions, name)}"
             for name in ("sink", "window", "buffer")
@@ -126,7 +130,7 @@ class Stats:
 
 
 def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV], reason: str = "") -> Stats:
-    """Return what the layers of a cache hold and did so far. Waits for the device."""
+    """Return statistics of the layers of a cache. Waits for the device."""
     offloaded = [layer for layer in layers if isinstance(layer, OffloadedLayer) and not isinstance(layer, FullLayer)]
     plan, held = (offloaded[0].plan, sequences.held) if offloaded else (None, Held())
     meters = [(layer, layer.retriever.meter) for layer in offloaded if layer.retriever is not None]

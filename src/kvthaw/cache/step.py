@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Held:
-    """Tokens attended in sink and ring, over sequences and decoded tokens."""
+    """Tokens attended in sink and ring, summed for statistics.
+
+    tokens: decoded tokens.
+    steps: decoded tokens, counted per sequence.
+    total: tokens attended over all steps.
+    most: the most in one step.
+    """
 
     tokens: int = 0
     steps: int = 0
@@ -20,8 +26,10 @@ class Held:
 class Row:
     """One row of a prefill step.
 
-    row: its index in the step's tensors. seq: its sequence. pad: how many of the step's tokens are padding. past: tokens of the
-    sequence before them.
+    row: its index in the step's tensors.
+    seq: its sequence.
+    pad: how many of the step's tokens are padding.
+    past: tokens of the sequence before them.
     """
 
     row: int
@@ -32,11 +40,13 @@ class Row:
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """One forward that gives every sequence, or sequence `seq` alone, `tokens` new tokens.
+    """One forward that gives every sequence, or only sequence `seq`, `tokens` new tokens. `Sequences.commit` counts it.
 
-    start: tokens before it, padding included. left_pad: padding of each sequence. dense: every query attends to all tokens;
-    else tokens are decoded one by one. remaining: tokens of the announced prompt after this step. retaken: repeats the step
-    before it, which failed. The step counts once `Sequences.commit` has been called.
+    start: tokens before it, padding included.
+    left_pad: padding of each sequence.
+    dense: every query attends to all tokens; else tokens are decoded one by one.
+    remaining: tokens of the announced prompt after this step.
+    retaken: it repeats the step before it, which failed.
     """
 
     start: int
@@ -50,7 +60,7 @@ class Step:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence of the step once its prompt has come."""
+        """Tokens of the longest sequence of the step at the end of its prompt."""
         return self.start + self.tokens + self.remaining - (0 if self.seq is not None else min(self.left_pad, default=0))
 
     def rows(self) -> Iterator[Row]:

@@ -1,8 +1,8 @@
-"""Offloading, indexing and searching beside the device's work (IceCache, figure 5b).
+"""Streams and threads for offloading, indexing and searching concurrently with the device (IceCache, figure 5b).
 
-While the device computes the next layers, keys and values of a finished one leave it on a stream of their own, and a thread
-indexes them as soon as they have arrived, another those of the layer behind it. Another searches with predicted queries, two more
-build indexes of prompts, and of sequences that join others, and one pins memory for what is to come.
+While the device computes the next layers, a copy stream offloads a finished layer's keys and values. Two threads index them
+once they have arrived, one for even and one for odd layer groups. One thread searches with predicted queries. Two build
+indexes of prompts and of sequences that join. One pins memory for coming tokens.
 """
 
 from __future__ import annotations
@@ -30,19 +30,27 @@ from kvthaw.cache.segmented_graph import SegmentedGraph
 
 _Found = TypeVar("_Found")
 Observer = Callable[[Any, Tensor, Any], None]
-"""Called with an OffloadedLayer, the query [B, Hq, D] and the Choice, or None, of every sparse step that the layer has taken. Where
-it has an attribute `graph_safe` that is true, it neither waits for the device nor moves a tensor once it has seen a step."""
+"""Called after every sparse step of a layer, with the OffloadedLayer, the query [B, Hq, D], and the Choice or None.
+
+An observer with a true attribute `graph_safe` neither waits for the device nor moves a tensor after its first step.
+"""
 _WITH_THREADS: weakref.WeakSet[Streams] = weakref.WeakSet()
-"""Streams that have started a thread. A forked child inherits them, but none of their threads."""
+"""Streams that have started a thread. A forked child inherits these objects, but not their threads."""
 
 
 class Streams:
-    """One copy stream and threads that index, search and build, shared by the layers of a cache; prefetcher: the way back; aux
-    and deferred: for indexes that work on the device. memory, device: host and device memory of all layers. graph: the step that is
-    captured now. layers: of the model. groups: numbers for groups of layers.
-    observers: called after each sparse step of each layer; copies of a cache have none."""
+    """The copy stream and the threads that index, search and build, shared by the layers of a cache.
 
-    _IN_FLIGHT = 2  # layers whose keys and values may still be on their way out
+    prefetcher: copies KV back to the device for prompts in chunks.
+    aux, deferred: for indexes on the device.
+    memory, device: host and device memory of all layers.
+    graph: the step being captured.
+    layers: number of layers of the model.
+    groups: counter that numbers layer groups.
+    observers: called after each sparse step of each layer. Copies of a cache have none.
+    """
+
+    _IN_FLIGHT = 2  # layers whose keys and values may still be in transfer to the host
 
     def __init__(self, layers: int = 1, memory: HostMemory | None = None, device: DeviceMemory | None = None) -> None:
         self.layers, self.memory, self.device = layers, memory or HostMemory(), device or DeviceMemory()
@@ -57,7 +65,7 @@ class Streams:
         self._copies: deque[torch.cuda.Event] = deque()
 
     def copy_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream for copies beside the model."""
+        """Return the stream for copies that overlap the model."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
             self.device.streams.append(self._stream)
@@ -65,8 +73,10 @@ class Streams:
 
     @contextmanager
     def beside(self, device: torch.device) -> Iterator[None]:
-        """Within it the copy stream is the current one, where the device is a GPU, behind what the current one has been given: work
-        on memory that is freed, and about to be taken here, may not be done."""
+        """Context in which the copy stream is the current stream, after all work enqueued so far; nothing changes off a GPU.
+
+        It waits for earlier work, because memory allocated here may still be read by it.
+        """
         if device.type != "cuda":
             yield
             return
@@ -76,7 +86,7 @@ class Streams:
             yield
 
     def follow(self, device: torch.device) -> None:
-        """Remember the stream that the model runs on: whichever thread takes memory that was freed waits for what it may read."""
+        """Register the model's current stream. Memory that is freed and reused on any thread then waits for its reads."""
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             current = torch.cuda.current_stream(device)
             if current not in self.device.streams:
@@ -89,10 +99,12 @@ class Streams:
 
     @contextmanager
     def offloading(self, stores: Sequence[HostStore], *used: Tensor) -> Iterator[None]:
-        """Within it, rows of tensors are copied to stores, which know when they have arrived.
+        """Context for copies of tensors' rows to stores. The stores then know the event of their arrival.
 
-        On a GPU the copy goes beside later work; the device waits for the one before the last, so that what few layers gave is
-        ever held twice.
+        On a GPU the copies overlap later work. The device waits for the copy before the last one, so at most a few layers'
+        KV is held twice.
+
+        used: tensors that the copies read.
         """
         device = used[0].device
         if device.type != "cuda":
@@ -113,7 +125,7 @@ class Streams:
 
     @contextmanager
     def records(self, graph: SegmentedGraph) -> Iterator[None]:
-        """Within it, what layers do becomes part of this step's recording."""
+        """Context in which the layers' work is recorded in this step's graph."""
         self.graph = graph
         try:
             yield
@@ -121,20 +133,24 @@ class Streams:
             self.graph = None
 
     def submit(self, after: torch.cuda.Event | None, job: Callable[[], None], group: int = 0) -> Future[None]:
-        """Run a job on an indexing thread once an event has passed. Jobs of a group of layers run in the order given; those of even
-        and of odd groups side by side, since an append keeps no more cores busy than a layer has KV heads."""
+        """Run a job on an indexing thread once an event has passed.
+
+        Jobs of one layer group run in order. Even and odd groups run concurrently, since an append keeps at most one core
+        per KV head busy.
+        """
         return self._on(f"kvthaw-index-{group % 2}", after, job)
 
     def build(self, after: torch.cuda.Event | None, job: Callable[[], None], group: int = 0) -> Future[None]:
-        """As submit(), on two threads for jobs that no step waits for: between the levels of its trees a layer, too, keeps no more
-        cores busy than it has KV heads."""
+        """Run a job as submit() does, but on one of two build threads, for which no step waits."""
         return self._on(f"kvthaw-build-{group % 2}", after, job)
 
     def search(
         self, after: torch.cuda.Event | None, changes: Sequence[Future[None]], search: Callable[[], _Found]
     ) -> Future[_Found]:
-        """Run a search on the searching thread once an event has passed and the changes that its index was given are done; those of
-        other layers, which take as long as a layer's whole step, go on beside it. Searches run in the order given."""
+        """Run a search on the search thread once an event has passed and `changes` of its index are done.
+
+        Changes of other layers, which take a whole step of a layer, run concurrently. Searches run in order.
+        """
 
         def run() -> _Found:
             for change in changes:
@@ -156,28 +172,28 @@ class Streams:
         return self._threads[name].submit(run)
 
     def run_beside(self, job: Callable[[], None]) -> None:
-        """Run a job that nobody waits for on a thread of its own."""
+        """Run a job that nobody waits for on a background thread."""
         self._on("kvthaw-memory", None, job)
 
     def drain(self) -> None:
-        """Wait until the threads have run every job that they were given."""
+        """Wait until the threads have run all their jobs."""
         for thread in list(self._threads.values()):
             thread.submit(lambda: None).result()
 
     def forget_threads(self) -> None:
-        """Start new threads for the next jobs: this process is a forked child, which has none of its parent's."""
+        """Start new threads for the next jobs, in a forked child, which has none of its parent's threads."""
         self._threads.clear()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Streams:
         twin = Streams(self.layers, copy.deepcopy(self.memory, memo), copy.deepcopy(self.device, memo))
-        twin.deferred = copy.deepcopy(self.deferred, memo)  # that of the copied indexes
+        twin.deferred = copy.deepcopy(self.deferred, memo)  # the DeferredBatch of the copied indexes
         memo[id(self.aux)] = twin.aux
         return twin
 
 
 def _before_fork() -> None:
     for streams in list(_WITH_THREADS):
-        streams.drain()  # the child must not inherit an index that a thread has changed half
+        streams.drain()  # the child must not inherit a half-changed index
 
 
 def _after_fork_in_child() -> None:

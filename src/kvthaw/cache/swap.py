@@ -1,4 +1,4 @@
-"""Sequences of a running batch that leave for host memory while others have their places, and go on in any place."""
+"""Swap sequences of a running batch to host memory while others use their slots, and back into any slot."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from kvthaw.errors import CacheError
 @torch.inference_mode(False)  # what is made here outlives the caller's mode
 @torch.no_grad()
 def swap_out(kv: KVCache, seq: int) -> Swapped:
-    """Move a sequence that is decoded to host memory; its place is empty then. Waits for the device. Raises HostMemoryError, or
-    CacheError where the method's index cannot, with nothing changed."""
+    """Move a decoding sequence to host memory, which empties its slot. Waits for the device.
+
+    Raises HostMemoryError, or CacheError if the method's index cannot be swapped out, with nothing changed.
+    """
     kv.rollback_failed_step(ahead=True)
     kv.finish_clear()
     layers: list[SwappedLayer] = []
@@ -37,7 +39,8 @@ def swap_out(kv: KVCache, seq: int) -> Swapped:
 def swap_in(kv: KVCache, seq: int, swapped: Swapped) -> None:
     """Restore a swapped-out sequence into an empty slot and free its host copy.
 
-    Raises CacheError where the cache was reset or other layers are in force, and torch.OutOfMemoryError; the slot is empty then.
+    Raises CacheError if the cache was reset or other layers are in force, or torch.OutOfMemoryError. The slot is then
+    empty.
     """
     try:
         if any(

@@ -1,4 +1,4 @@
-"""What waits in host memory of a sequence of a running batch while others have its place."""
+"""The state of a swapped-out sequence in host memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from kvthaw.cache.host_memory import Block, HostMemory
 
 @dataclass(frozen=True, slots=True)
 class SwappedLayer:
-    """What a layer held of a sequence, in host memory. home: what held it. blocks: its rows in token order, `stored` of them. held:
-    its ring; queries: its prompt's last; index, indexed, stale: see IndexUpdater."""
+    """State of one sequence in one layer, in host memory.
+
+    home: the layer's allocation, to which it must return; see LayerKV.home.
+    blocks: its rows in token order, `stored` of them.
+    held: its sink and ring.
+    queries: the last queries of its prompt.
+    index, indexed, stale: see IndexUpdater.swap_out.
+    """
 
     home: weakref.ref[Any]
     blocks: Sequence[Block] = ()
@@ -27,14 +33,17 @@ class SwappedLayer:
     stale: bool = False
 
     def release(self) -> None:
-        """Share the blocks no longer."""
+        """Release the blocks."""
         for block in self.blocks:
             block.release()
 
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """A sequence in host memory: its length, where its ring begins, and what each layer held of it. states: of other layers."""
+    """A swapped-out sequence: its length, where its ring begins, and its state in each layer.
+
+    states: state of layers that kvthaw does not serve.
+    """
 
     length: int
     ring_start: int
@@ -42,18 +51,20 @@ class Swapped:
     states: dict[Any, Tensor] = field(default_factory=dict)
 
     def host_bytes(self) -> int:
-        """Bytes of its KV in host memory, those shared with a prefix cache included."""
+        """Return the bytes of its KV in host memory, including blocks shared with a prefix cache."""
         return sum(block.data.nbytes for layer in self.layers for block in layer.blocks)
 
     def release(self) -> None:
-        """Forget it."""
+        """Release all blocks."""
         for layer in self.layers:
             layer.release()
 
 
 def to_blocks(rows: Tensor, size: int, memory: HostMemory) -> list[Block]:
-    """Copy rows [H, T, ...] to host memory, in blocks of so many tokens; from a GPU they are only enqueued. Raises
-    HostMemoryError."""
+    """Copy rows [H, T, ...] to host memory, in blocks of `size` tokens. Copies from a GPU are only enqueued.
+
+    Raises HostMemoryError.
+    """
     blocks = []
     for part in rows.split(size, dim=1):
         blocks.append(Block(memory.allocate(part.shape, part.dtype, pinned=part.is_cuda)).share())

@@ -1,4 +1,4 @@
-"""Ways to bring rows from the host to the device."""
+"""Transfers that fetch rows from the host to the device."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ from kvthaw.kernels.uva_gather import crossing, uva_gather
 
 
 class Rows(Protocol):
-    """Rows on the host, by sequence, head and position or place."""
+    """Rows on the host, by sequence, head, and position or place."""
 
     format: RowFormat
 
     @property
     def pinned(self) -> bool:
-        """Whether they are pinned."""
+        """Whether the rows are pinned."""
 
     def gather(self, rows: Tensor, out: Tensor) -> tuple[int, Tensor]:
-        """As `kvthaw.native.gather_rows`."""
+        """Gather rows, as `kvthaw.native.gather_rows` does."""
 
     def piece(self, seq: int, head: int, row: int, most: int) -> Tensor:
         """Return at most `most` contiguous rows of a head, from `row` on, [n, *tail]."""
 
 
 def scatter(slab: Slab, rows: Tensor, which: Tensor, slots: Tensor) -> None:
-    """Write rows [n, 2, D], on the slab's device, in pool slots: the flat indices `which` into slots [B, H, M], on the CPU."""
+    """Write rows [n, 2, D], on the slab's device, to pool slots.
+
+    which: [n] on the CPU, flat indices into slots [B, H, M].
+    """
     seqs, heads, n = slab.data.shape[:3]
     place = which // slots.shape[2] * n + slab.pool_start + slots.reshape(-1)[which]
     if slab.data.device.type == "cuda":
@@ -53,15 +56,20 @@ class BulkCopy:
         self._sent: torch.cuda.Event | None = None
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """Write row fetch[b, h, m] of sequence b, head h into pool slot slots[b, h, m]. Both [B, H, M] int32; -1 skips. On a GPU
-        the host waits for them."""
+        """Write row fetch[b, h, m] of sequence b, head h into pool slot slots[b, h, m]. For tensors on a GPU the host waits.
+
+        fetch, slots: [B, H, M] int32; -1 in fetch skips.
+        """
         fetch = fetch.cpu()
         if host.allocator.device is not None:
             host.crossed[0] += crossing(host.on_host(), host.block_size, fetch).sum().to(host.crossed.device)
         self.copy(host, slab, fetch, slots.cpu())
 
     def copy(self, source: Rows, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """As fetch(), of rows in any order, fetch and slots on the CPU."""
+        """Copy rows as fetch() does, from rows in any order.
+
+        fetch, slots: on the CPU.
+        """
         if self._sent is not None:  # the last copy may still read the staging buffer
             self._sent.synchronize()
         staging = self._buffer(source, fetch.numel())
@@ -84,16 +92,16 @@ class BulkCopy:
 
 
 class PieceCopy:
-    """A copy for each piece of rows that lie side by side on the host, then a scatter (PRKV, figure 22, left)."""
+    """One copy for each run of rows that are adjacent on the host, then a scatter (PRKV, figure 22, left)."""
 
     graph_safe = False
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """As BulkCopy.fetch."""
+        """Fetch as BulkCopy.fetch does."""
         self.copy(host, slab, fetch.cpu(), slots.cpu())
 
     def copy(self, source: Rows, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """As BulkCopy.copy."""
+        """Copy as BulkCopy.copy does."""
         which = (fetch.reshape(-1) >= 0).nonzero()[:, 0]
         shape = len(which), *source.format.tail
         rows = torch.empty(shape, dtype=source.format.stored, device=slab.data.device)
@@ -109,7 +117,7 @@ class PieceCopy:
 
 
 def _runs(fetch: Tensor) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of ascending neighbours among rows [B, H, M], -1 left out: sequence, head, first row, how many."""
+    """Yield (sequence, head, first row, count) for runs of consecutive rows among rows [B, H, M]; -1 is skipped."""
     for seq, heads in enumerate(fetch.tolist()):
         for head, rows in enumerate(heads):
             known = enumerate(row for row in rows if row >= 0)
@@ -119,9 +127,10 @@ def _runs(fetch: Tensor) -> Iterator[tuple[int, int, int, int]]:
 
 
 class PagedCopy:
-    """Copy rows from the store's copy in page order where they stand in it, others from where they lie; see PageCopy.
+    """Fetch rows from the store's page-ordered copy if they are in it, else from their blocks; see PageCopy.
 
-    make: BulkCopy or PieceCopy."""
+    make: BulkCopy or PieceCopy.
+    """
 
     graph_safe = False
 
@@ -129,7 +138,7 @@ class PagedCopy:
         self._make, self._paged, self._others = make, make(), make()
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """As BulkCopy.fetch."""
+        """Fetch as BulkCopy.fetch does."""
         assert host.pages is not None
         fetch, slots, pages = fetch.cpu(), slots.cpu(), host.pages.now()
         places = pages.places(fetch)
@@ -146,7 +155,7 @@ class UvaGather:
     graph_safe = True
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """As BulkCopy.fetch, with fetch and slots on the device."""
+        """Fetch as BulkCopy.fetch does, with fetch and slots on the device."""
         table = host.table_on(slab.data.device)
         count = None if host.allocator.device is None else (host.on_device.on_host, host.crossed)
         uva_gather(table, host.block_size, slab.data, fetch, slots, slab.pool_start, count, host.format)
@@ -158,8 +167,12 @@ COPIES: dict[str, Callable[[], BulkCopy | PieceCopy] | None] = {"uva": None, "bu
 
 
 def transfer_of(transfer: Way, layout: Layout = "token") -> Callable[[], BulkCopy | PieceCopy | PagedCopy] | None:
-    """Return what makes the Transfer of a name in COPIES, None for a method's default. layout: "page" copies rows in page order
-    where the index keeps them so. Raises ConfigError for names that there are not, and for pages that nothing copies."""
+    """Return the class that makes the Transfer of a name in COPIES; None for a method's default.
+
+    Raises ConfigError for unknown names, and for pages with a transfer that cannot copy them.
+
+    layout: "page" copies rows in page order if the index keeps such a copy.
+    """
     one_of(COPIES, transfer=transfer)
     one_of(("token", "page"), layout=layout)
     copies = COPIES[transfer]

@@ -1,4 +1,4 @@
-"""A layer that attends to recent tokens alone, sliding-window or chunked attention: a ring on the device for each sequence."""
+"""A layer that attends only to recent tokens (sliding-window or chunked attention): a ring on the device for each sequence."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from kvthaw.regions import Regions
 
 
 class WindowLayer(DeviceLayer):
-    """KV of the last tokens of each sequence in a ring; see LayerKV.
+    """KV of the last tokens of each sequence in a ring; see LayerKV. Cannot be cropped.
 
-    leader: the first layer of the cache with this span, which computes where the spans of a decode step begin; None: this one.
-    Before a prefill overwrites a ring, the ring is kept until the next one: a prefill that fails is taken back, and layers that
-    share the keys attend to what was there. Cannot be cropped.
+    Before a prefill overwrites a ring, its content is saved until the next prefill. A failed prefill is rolled back from
+    it, and layers that share the keys attend to it.
+
+    leader: the first layer of the cache with this span, which computes the start of the spans in a decode step. None: this
+        one.
     """
 
     def __init__(self, number: int, sequences: Sequences, span: Span, leader: WindowLayer | None = None) -> None:
@@ -48,7 +50,7 @@ class WindowLayer(DeviceLayer):
     # Reading
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
-        """See LayerKV. Only positions that the next query attends to are here."""
+        """Read rows; see LayerKV. Only positions that the next query attends to are available."""
         return self.slab.read(seq, start, stop)
 
     def nonfinite(self) -> Tensor | None:
@@ -58,7 +60,7 @@ class WindowLayer(DeviceLayer):
         return self.slab.data.nbytes
 
     def host_bytes(self, seq: int | None = None) -> int:
-        """Nothing is on the host."""
+        """Return 0: nothing is on the host."""
         return 0
 
     def tensors(self) -> list[Tensor]:
@@ -74,7 +76,7 @@ class WindowLayer(DeviceLayer):
         return out, None
 
     def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
-        """See LayerKV. A kernel reads device counters alone."""
+        """Attend to the span; see LayerKV. The kernel reads only device counters."""
         self.sequences.place(step, t, self.slab.data.device)
         return self._attend_one(query, newest, attention)
 
@@ -103,7 +105,7 @@ class WindowLayer(DeviceLayer):
         return attend_rows(step, query, attend)
 
     def _past(self, seq: int, start: int, stop: int) -> Tensor:
-        """Rows [H, stop - start, 2, D] as they stood in the ring before the latest prefill."""
+        """Return rows [H, stop - start, 2, D] as they were in the ring before the latest prefill."""
         before = self._before[1][seq]
         return torch.cat([before[:, place:end] for place, end in self.slab.runs(start, stop)], dim=1)
 
@@ -136,21 +138,21 @@ class WindowLayer(DeviceLayer):
     # Between steps
 
     def before_step(self) -> None:
-        """Tokens leave the ring as others are written in their places."""
+        """Do nothing: new tokens overwrite tokens that leave the ring."""
 
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
-        """See LayerKV. The place that a decoded token took is that of one which no later query attends to."""
+        """Roll back a prefill; see LayerKV. A decoded token needs none: no later query attends to the token that it overwrote."""
         if failed is not None and not repeated and self._before[0] is failed:
             for seq, data in self._before[1].items():
                 self.slab.data[seq].copy_(data)
             self._before = None, {}
 
     def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
-        """Raise CacheError."""
+        """Raise CacheError: overwritten tokens cannot be restored."""
         raise CacheError(f"layer {self.number} keeps {self.span.size} tokens; it cannot be cropped")
 
     def clear(self, seq: int) -> None:
-        """See LayerKV. What stood there may not have been finite."""
+        """Zero the ring, since its content may not have been finite; see LayerKV."""
         if self._allocated:
             self.slab.data[seq].zero_()
             self._before[1].pop(seq, None)
@@ -173,7 +175,7 @@ class WindowLayer(DeviceLayer):
 
 
 def window_layers(spans: Mapping[int, Span], sequences: Sequences) -> dict[int, WindowLayer]:
-    """Make a layer of each span, by its number. Those of one span follow the first."""
+    """Make a layer for each span, by number. The first layer of each span leads the others."""
     leaders: dict[Span, WindowLayer] = {}
     layers: dict[int, WindowLayer] = {}
     for number, span in sorted(spans.items()):
