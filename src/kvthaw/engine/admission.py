@@ -1,4 +1,4 @@
-"""Whether the memory of a running batch has room for another request, until its last token."""
+"""Admission control: does a running batch have the memory for another request, until its last token?"""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from kvthaw.engine.request import Request
 
 
 class Admission:
-    """Counts what requests may take until their last tokens against host and device memory, in whole blocks as they are allocated.
+    """Compare the memory that requests may take until their last tokens with host and device memory, in whole blocks.
 
-    Only blocks of KV are counted, wherever they lie; all else is allocated for the whole batch when the first request joins. The
-    limit is host_bytes, or what the system has free, and what of device_memory is left to blocks. Under method="auto" requests
-    count while full attention is in force too, unless they cannot pass its end. What is not foreseen: a device that has less than
-    device_memory says, an index that outgrows its tables, entries that get a name meanwhile.
+    Only blocks of KV count, wherever they lie. Everything else is allocated for the whole batch when the first request
+    joins. The limits are host_bytes, or the system's free memory, and the part of device_memory that is left to blocks.
+    Under method="auto" requests also count while full attention is in force, unless they cannot outgrow it.
+
+    Three things are not predicted: a device with less memory than device_memory, an index that outgrows its tables, and
+    entries that are named meanwhile.
     """
 
     def __init__(self, cache: BatchCache, prefix_cache: PrefixCache | None) -> None:
@@ -24,18 +26,21 @@ class Admission:
         self._on_device, self._pinned = cache.blocks_stay is None, cache.model.device.type == "cuda"
 
     def need(self, request: Request) -> int:
-        """Return the most bytes of host memory that a request's KV may take; 0 where that is not known yet."""
+        """Return the most bytes of host memory that a request's KV may take; 0 if unknown yet."""
         return self._blocks(request) * sum(held for _, held, _ in self._layers())
 
     def lacks(self, *requests: Request) -> int:
-        """Return how many bytes requests may lack even where they are alone; 0 where there is no limit, or full attention may go on
-        without."""
+        """Return how many bytes requests lack even if they run alone; 0 without a limit, or if full attention needs no host
+        memory."""
         limit = self.kv.settings.host_bytes
         return 0 if limit is None or self.kv.chooser.full else max(0, self._on_host(requests) - limit)
 
     def fits(self, request: Request, placed: Sequence[Request], away: Sequence[Request] = ()) -> bool:
-        """Return whether a request finds all memory that it may need beside those that have places, and what others hold in host
-        memory until they have places again (away)."""
+        """Return whether a request has all memory that it may need, together with the requests that have slots.
+
+        placed: requests that have slots.
+        away: swapped-out requests, whose host memory counts until they return.
+        """
         every, kv = [request, *placed], self.kv
         if not placed or self._stays_full(every):
             return True
@@ -44,15 +49,15 @@ class Admission:
         if kv.settings.host_bytes is not None:
             held = sum(one.swapped.host_bytes() for one in away if one.swapped is not None and one is not request)
             return self._on_host(every) + held <= kv.settings.host_bytes
-        kv.finish_clear()  # what those that ended held is free
+        kv.finish_clear()  # free what ended requests held
         free, new = kv.streams.memory.free(), sum(max(0, self._blocks(one) - self._has(one)) for one in every)
         if free is None or kv.chooser.full:
             return free is None or self._on_host(every) <= free
         return sum(layer.storage.host_need(new) for layer in kv.offloaded if layer.plan) <= free
 
     def leaves_room(self) -> bool:
-        """Return whether entries with a name leave host memory for a request of all tokens that a sequence may have, or half of
-        it, so that they refuse nobody for good."""
+        """Return whether named entries leave host memory for a request of maximum length, or half of it. They then block
+        nobody for good."""
         kv, limit = self.kv, self.kv.settings.host_bytes
         longest = kv.settings.in_blocks(kv.sequences.room) // kv.settings.block_size
         return limit is None or self._blocks_on_host(longest) <= limit or 2 * self._blocks_on_host(0) <= limit
@@ -66,8 +71,11 @@ class Admission:
         return layers[0].reserved(request.seq) // self.kv.settings.block_size if layers and request.seq >= 0 else 0
 
     def _layers(self) -> list[tuple[int, int, int]]:
-        """Return of each layer under the method, in force or not: its number, the bytes of host memory that a block takes, and how
-        many blocks the device has room for in all, once full attention's KV is gone."""
+        """Return (number, host bytes per block, blocks that fit on the device) of each layer under the method, in force or
+        not.
+
+        The device has the memory that full attention frees.
+        """
         kv, device = self.kv, self.kv.streams.device
         if kv.chooser.full:
             coming = [(layer.number, kv.chooser.block_bytes(place)) for place, layer in kv.chooser.by_method.items()]
@@ -82,22 +90,23 @@ class Admission:
         return found
 
     def _on_host(self, requests: Sequence[Request]) -> int:
-        """Return the bytes of host memory that requests may take beside what a prefix cache has to keep."""
+        """Return the bytes of host memory that requests may take, together with the pinned entries of the prefix cache."""
         return self._blocks_on_host(sum(map(self._blocks, requests)))
 
     def _blocks_on_host(self, blocks: int) -> int:
-        """Return the bytes of host memory that so many blocks of each layer may take beside what a prefix cache has to keep."""
+        """Return the bytes of host memory for `blocks` blocks of each layer, together with the pinned entries of the prefix
+        cache."""
         layers = self._layers()
         kept, sizes, copied = 0, dict[int, int](), 0
         if self.prefix_cache is not None:
             kept, sizes = self.prefix_cache.pinned_blocks()
-            copied = max((held for _, held, _ in layers), default=0)  # a shared block while a sequence begins to write into it
+            copied = max((held for _, held, _ in layers), default=0)  # of a shared block that a sequence starts to write into
         others = sizes.keys() - {number for number, _, _ in layers}
         held = sum(kept * held_bytes(sizes[number], pinned=self._pinned) for number in others)
         return held + copied + sum(max(0, blocks + kept - near) * held for _, held, near in layers)
 
     def _stays_full(self, requests: Sequence[Request]) -> bool:
-        """Return whether full attention is in force, and stays so until these requests have all their tokens."""
+        """Return whether full attention is in force, and stays in force until these requests have all their tokens."""
         crossing = self.kv.settings.full_below
         if crossing is None or not self.kv.chooser.full:
             return False

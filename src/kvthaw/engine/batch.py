@@ -1,4 +1,4 @@
-"""A running batch that requests join and leave between steps: what a serving loop stands on."""
+"""A running batch that requests join and leave between steps. Serving loops build on it."""
 
 from __future__ import annotations
 
@@ -32,25 +32,27 @@ from kvthaw.method_names import AUTO
 from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
-POLL = 0.05  # seconds that a step waits for an index where it has nothing else to do
-_SCORED = 4096  # tokens of a prompt that go through the model at once where the logits of all of them are wanted
+POLL = 0.05  # seconds that a step waits for an index if it has no other work
+_SCORED = 4096  # prompt tokens per forward if all their logits are needed
 
 
 class Batch:
-    """Up to `max_seqs` requests decoded together, each of its own length; they join and leave between steps.
+    """Decode up to `max_seqs` requests together, each with its own length. They join and leave between steps.
 
-    Everything that a step reads is allocated for `capacity` tokens a sequence when the first joins and stays where it is, so that
-    on a GPU captured steps (see kvthaw.engine.graph_runner) serve any requests. A step computes the first 1, 2, 4, 8, ...
-    sequences, as few as hold all that decode; there is a capture for each of these numbers and each bucket of lengths (2,048,
-    8,192, ... tokens). Each request's tokens are those that it would get alone. One that finishes leaves by itself.
+    Everything that a step reads is allocated for `capacity` tokens per sequence when the first request joins, at fixed
+    addresses. On a GPU, captured steps (see kvthaw.engine.graph_runner) therefore serve any requests. A step computes the
+    first 1, 2, 4, 8, ... sequences, the fewest that hold all decoding ones. Each of these numbers has a capture for each
+    bucket of lengths (2,048, 8,192, ... tokens). A request gets the tokens that it would get alone. A finished request
+    leaves by itself.
 
-    model: as for `Cache`. method, and the settings budget, retrieved, dense_layers, seed, block_size, host_bytes, device_memory,
-    full_below and kv_dtype: as for `Cache`; a budget is a number of tokens, for a fraction would differ from one to the next.
-    prefill_chunk, capture, compile: as for `attach`. prefix_cache: keeps the prompts of all requests, for those that begin like
-    them.
+    model: as for `Cache`.
+    method, and the settings budget, retrieved, dense_layers, seed, block_size, host_bytes, device_memory, full_below,
+        kv_dtype: as for `Cache`. A budget is a number of tokens, because a fraction would differ between requests.
+    prefill_chunk, capture, compile: as for `attach`.
+    prefix_cache: caches the prompts of all requests for later requests with a common prefix.
 
-    Raises ConfigError for a setting out of range, UnsupportedModelError for a model that cannot work and CacheError for one that
-    is attached.
+    Raises ConfigError for a setting out of range, UnsupportedModelError for a model that cannot work, and CacheError for an
+    attached model.
 
     Example::
 
@@ -62,8 +64,9 @@ class Batch:
             for request in batch.step():
                 print(request.seq, request.tokens[-1], request.finished)
 
-    A step gives the requests whose prompts are whole a token, and one other request the next chunk of its prompt. What
-    `kvthaw.Scheduler` calls, which decides better and keeps the requests that wait for a place, are launch() and prefill().
+    step() gives each request with a complete prompt one token, and prefills the next chunk of one other prompt.
+    `kvthaw.Scheduler` calls launch() and prefill() instead. It decides better, and queues the requests that wait for a
+    slot.
     """
 
     def __init__(
@@ -91,15 +94,15 @@ class Batch:
         self.capacity, self.prefill_chunk = capacity, prefill_chunk
         self.cache = BatchCache(model, method, max_seqs=max_seqs, capacity=capacity, **settings)
         self.model, self.prefix_cache, self.admission = model, prefix_cache, Admission(self.cache, prefix_cache)
-        self._seqs: list[Request | None] = [None] * max_seqs  # those with a place
-        self._decoding = list(self._seqs)  # those of them whose prompt is whole
-        self._indexing: dict[Request, Tensor] = {}  # the logits after prompts whose indexes are being built
-        self._joined: list[Request] = []  # those with a place, in the order in which they joined
+        self._seqs: list[Request | None] = [None] * max_seqs  # requests that have a slot
+        self._decoding = list(self._seqs)  # of these, requests whose prompts are prefilled and indexed
+        self._indexing: dict[Request, Tensor] = {}  # the last logits of prompts whose indexes are being built
+        self._joined: list[Request] = []  # requests that have a slot, in order of arrival
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._sampler = Sampler(max_seqs, self.vocabulary, model.device)
         self._forward = compiled_step(model.forward) if compile else fusing(model, model.forward)
         self._compile, self._capture = compile, capture and model.device.type == "cuda"
-        if not compile and not self.cache.states:  # whose steps are always of all sequences
+        if not compile and not self.cache.states:  # their steps always compute all sequences
             self.cache.kv.chooser.seq_bytes = functools.cache(
                 functools.partial(
                     sequence_bytes, model, self.cache.settings.method if method == AUTO else method, capacity, **settings
@@ -109,57 +112,60 @@ class Batch:
 
     @property
     def requests(self) -> list[Request]:
-        """Those that have a sequence, by sequence."""
+        """Requests that have a slot, by slot."""
         return [request for request in self._seqs if request is not None]
 
     @property
     def decoding(self) -> list[Request]:
-        """Those whose prompts are whole, by sequence: the next step goes on with each."""
+        r"""Requests that the next step decodes, by slot: their prompts are prefilled and indexed."""
         return [request for request in self._decoding if request is not None]
 
     @property
     def prefilling(self) -> list[Request]:
-        """Those that do not decode yet, in the order in which they joined: their prompts or indexes are not whole."""
+        r"""Requests that do not decode yet, in order of arrival: their prompt or index is incomplete."""
         return [request for request in self._joined if self._decoding[request.seq] is not request]
 
     @property
     def indexing(self) -> list[Request]:
-        """Those whose prompts are whole and whose indexes are being built."""
+        r"""Requests whose prompts are prefilled and whose indexes are still being built."""
         return list(self._indexing)
 
     @property
     def max_seqs(self) -> int:
-        """How many requests there is room for: fewer than were asked for after give_way()."""
+        r"""Number of slots. It is below the requested number after give_way()."""
         return self.cache.kv.sequences.count
 
     @property
     def free(self) -> int:
-        """How many more can join."""
+        r"""Number of free slots."""
         return self._seqs[: self.max_seqs].count(None)
 
     def streams_back(self, request: Request) -> bool:
-        """Return whether the next chunk of a prompt may bring some of what came before it back over the bus."""
+        """Return whether the next chunk of a prompt may read earlier KV over the bus."""
         kv, split = self.cache.kv, self.cache.kv.settings.ranks.size > 1  # where blocks lie may differ between processes
         stores = [layer.store for layer in kv.offloaded if layer.plan and self.model.device.type == "cuda"]
         return any(split or not block.on_device for store in stores for block in store.blocks(request.seq))
 
     def stats(self) -> Stats:
-        """Stats of the batch's cache, over all requests so far."""
+        """Return statistics of the batch's cache, over all requests so far."""
         return self.cache.stats()
 
     def join(self, prompt: Tensor | Sequence[int] | Request, **how: Unpack[RequestOptions]) -> Request:
-        """Give a prompt a free sequence. Returns its request at once; the next steps bring the prompt there, then its tokens.
+        """Put a prompt into a free slot and return its request at once. Later steps prefill it and decode its tokens.
 
-        prompt, how: as for request(), or a request that has none of them. For several outputs join with each of
-        `sampling.split(n)`. Raises CacheError where no sequence is free, otherwise as request(); then the batch is as it was."""
+        Raises CacheError if no slot is free, else as request(). The batch is then unchanged.
+
+        prompt, how: as for request(), or a request that is in no slot. For several outputs, join one request for each of
+            `sampling.split(n)`.
+        """
         if not self.free:
             raise CacheError(f"all {self.max_seqs} sequences are taken; one must leave first")
         request = self.request(prompt, **how)
         if request.finished or request in self._joined:
             raise CacheError(f"the request {'has finished' if request.finished else 'is in the batch'}")
         seq = self._seqs.index(None)
-        wait_indexed(self.cache.kv.offloaded)  # and not for the step under way, beside which the host gets to the prompt
-        self.cache.kv.clear(seq)  # steps that it took part in as an empty sequence leave traces too
+        wait_indexed(self.cache.kv.offloaded)  # not for the step under way: the host proceeds to the prompt meanwhile
+        self.cache.kv.clear(seq)  # steps also wrote to it while it was empty
         request.place(seq, self.model)
         self._seqs[seq] = request
         self._joined.append(request)
@@ -168,26 +174,31 @@ class Batch:
         return request
 
     def request(self, prompt: Tensor | Sequence[int] | Request, **how: Unpack[RequestOptions]) -> Request:
-        """Return a request that is not in the batch yet; one that is given comes back as it is. Leaves the batch and the device
-        untouched, so any thread may call it while another one takes a step.
+        """Make a request without joining it; a Request is returned as it is.
 
-        prompt: token ids, at least one, [T] or [1, T]. how: see RequestOptions. Raises ConfigError for a prompt that does not fit
-        or has ids that are no tokens of the model's, and for settings that cannot be met."""
+        Touches neither batch nor device, so any thread may call it during a step. Raises ConfigError for a prompt that does
+        not fit or has invalid token ids, and for settings that cannot be met.
+
+        prompt: token ids, at least one, [T] or [1, T].
+        how: see RequestOptions.
+        """
         if isinstance(prompt, Request):
             if how:
-                raise ConfigError(f"{next(iter(how))} is given beside a request, which has its own")
+                raise ConfigError(f"{next(iter(how))} is given together with a request, which has its own")
             return prompt
         request = new_request(prompt, self.model, self.capacity, self.vocabulary, **how)
         self._sampler.check(request.sampling, request.stop)
         return request
 
     def prefill(self, request: Request, tokens: int | None = None) -> bool:
-        """Bring the next `tokens` tokens of a request's prompt into its sequence, in chunks of at most `prefill_chunk`; None: one
-        chunk. With the last of them choose the request's first token, and return True if it is a new one; where indexes are still
-        being built start() chooses it, and further calls do nothing.
+        """Prefill the next tokens of a request's prompt. Returns whether the request got its first token.
 
-        In models with linear attention the whole prompt is one chunk. Where the prefill fails, the
-        request has no place any longer and may join again; the batch is as it was."""
+        The first token is sampled with the last chunk. If indexes are still being built, start() samples it later, and
+        further calls do nothing. In models with linear attention the whole prompt is one chunk. If the prefill fails, the
+        request loses its slot and may join again; the batch is unchanged.
+
+        tokens: how many, in chunks of at most `prefill_chunk`; None: one chunk.
+        """
         sequences, first = self.cache.kv.sequences, request.prefilled == 0
         if request in self._indexing:
             return False
@@ -210,18 +221,21 @@ class Batch:
             self.cache.kv.finite.prompt(request.seq, self.cache.kv.offloaded)
             if stop == request.prompt:
                 self._indexing[request] = logits
-                if self.cache.kv.built(request.seq, build=False):  # else start() builds, once the others have their next tokens
+                if self.cache.kv.built(request.seq, build=False):  # else start() builds them after the others' next tokens
                     return self._start(request)
         except BaseException:
-            self.preempt(request)  # to begin again: its prompt is not whole
+            self.preempt(request)  # to be prefilled again, since its prompt is incomplete
             raise
         return False
 
     def start(self, timeout: float | None = 0.0) -> list[Request]:
-        """Let those decode whose indexes are built by now, and choose their first tokens. Returns those that got a new one, and
-        those whose indexes could not be built, with finished="error" and the exception in `error`.
+        """Start decoding requests whose indexes are complete, and sample their first tokens.
 
-        timeout: seconds to wait for the indexes where they are not built; None: as long as it takes."""
+        Returns the requests that got a token, and those whose index failed, with finished="error" and the exception in
+        `error`.
+
+        timeout: seconds to wait for indexes; None: without limit.
+        """
         told = []
         for request in list(self._indexing):
             try:
@@ -234,19 +248,22 @@ class Batch:
         return told
 
     def decode(self) -> list[Request]:
-        """Give every request whose prompt is whole its next token; see launch()."""
+        """Decode one token of every request that can; see launch()."""
         return self.launch()()
 
     def launch(self) -> Callable[[], list[Request]]:
-        """Send the next token of every request whose prompt is whole through the model. Returns what waits for the tokens that
-        come of it, to be called once, before the next step: it returns the requests that got one, the last of their tokens; those
-        that finished have left. Prompts may go on before that call, so that a GPU does not wait for the host.
-        What launch() raises comes up, and the next call repeats it. Requests that have lost what a repetition needs (the states of
-        linear attention) begin again with their prompts, and keep their tokens."""
+        """Launch a decode step for every request that can. Returns a function that waits for the tokens.
+
+        Call that function once, before the next step. It returns the requests that got a token; finished ones have left the
+        batch. Prefills may run before that call, so that a GPU does not wait for the host.
+
+        If launch() raises, the next call repeats the step. Requests whose state a repetition needs but has lost (linear
+        attention) restart with their prompts and keep their tokens.
+        """
         live, sequences = self.decoding, self.cache.kv.sequences
         if not live:
             return list
-        every = self._compile or self.cache.states  # compiled for one number; transformers' states are of all sequences
+        every = self._compile or self.cache.states  # compiled for one number of rows; transformers' states hold all sequences
         rows = self.max_seqs if every else min(self.max_seqs, 1 << live[-1].seq.bit_length())
         seqs, commits = slice(0, rows), sequences.commits
         at = [(one.tokens[one.fed], one.prompt + one.fed) if one else (0, 0) for one in self._decoding[seqs]]
@@ -255,7 +272,7 @@ class Batch:
             with torch.no_grad():
                 logits = self._replay(ids, positions, ahead=False)[:, -1]
                 read = self._sampler(logits, positions[:, 0] + 1, seqs).fetch()
-            self._replay.run_ahead()  # no token waits for it
+            self._replay.run_ahead()  # while the device runs the step
         except BaseException:
             if self.cache.states or sequences.commits != commits:
                 for request in live:
@@ -268,8 +285,11 @@ class Batch:
         return lambda: self._give(to, *read())
 
     def step(self) -> list[Request]:
-        """Give the requests whose prompts are whole a token each, and the first other one the next chunk of its prompt. Returns
-        those that got a token or ended, failed prefills with `error` set. Where a decode step raises the next call repeats it."""
+        """Decode one token of every request that can, and prefill the next chunk of the first other one.
+
+        Returns the requests that got a token or ended, failed prefills with `error` set. If the decode step raises, the
+        next call repeats it.
+        """
         told = self.decode()
         coming = [request for request in self.prefilling if request not in self._indexing]
         told += self.start(0.0 if told or coming else POLL)
@@ -282,7 +302,7 @@ class Batch:
         return told
 
     def leave(self, request: Request) -> None:
-        """Take a request out before it has finished. Raises CacheError for one that is not in the batch."""
+        """Remove a request before it has finished. Raises CacheError if it is not in the batch."""
         if request not in self._joined:
             raise CacheError(f"the request of sequence {request.seq} is not in the batch")
         request.finished = "left"
@@ -291,10 +311,13 @@ class Batch:
         self._release(request)
 
     def preempt(self, request: Request, *, keep: bool = True) -> bool:
-        """Take away a request's sequence. It may join again, and its next tokens are those that would have come.
+        """Take a request's slot away. It may join again, and its tokens will be the same.
 
-        keep: of a request that decodes, move what the sequence holds to host memory, whence it comes back. Where this is False or
-        cannot be (the index cannot, host memory is short), prompt and tokens go through the model once more. Returns which."""
+        Returns whether its state was moved to host memory. Else prompt and tokens are prefilled again.
+
+        keep: swap the state of a decoding request to host memory. This fails if the index cannot be swapped out or host
+            memory is short.
+        """
         swapped = None
         if keep and self._decoding[request.seq] is request:
             try:
@@ -311,9 +334,11 @@ class Batch:
         return swapped is not None
 
     def give_way(self, coming: Request | None = None) -> list[Request]:
-        """Where the method follows full attention with the next decode step, or with the next tokens of a request's prompt, and
-        device_memory holds fewer sequences of it than there are, have it follow now, with as many. Returns the requests that have
-        lost their places by that and may join again, their next tokens as after preempt()."""
+        """Switch from full attention to the method now, if device_memory then holds fewer sequences than there are slots.
+
+        Does nothing unless the method would apply from the next decode step on, or from the next tokens of `coming`'s
+        prompt. Returns the requests that lost their slots. They may join again, as after preempt().
+        """
         kv = self.cache.kv
         found = kv.chooser.narrows(None if coming is None else (coming.seq, coming.prompt - coming.prefilled))
         if found is None:
@@ -331,7 +356,7 @@ class Batch:
         return lost
 
     def _swap_in(self, request: Request, swapped: Swapped) -> None:
-        """Let a request that was preempted decode on, or begin again where what it held cannot come back."""
+        """Swap in a preempted request, or restart it if its state cannot return."""
         request.swapped = None
         try:
             self.cache.swap_in(request.seq, swapped)
@@ -344,32 +369,32 @@ class Batch:
         self._decoding[request.seq] = request
 
     def _give(self, requests: Sequence[Request | None], tokens: list[int], scores: list[TokenLogprobs] | None) -> list[Request]:
-        """Hand their tokens to those that lack them, and return these."""
+        """Append their tokens to the requests that lack them, and return these requests."""
         rows = enumerate(zip(requests, tokens, strict=True))
         told = [one for i, (one, token) in rows if one is not None and one.take(token, scores[i] if scores else None)]
         for request in told:
             if request.finished:
                 self._release(request, later=True)
-        if not self.decoding:  # no step is to come
+        if not self.decoding:  # no step will follow
             self.cache.kv.finish_clear()
         return told
 
     def _start(self, request: Request) -> bool:
-        """Choose the first token of a request whose prompt is whole and indexed. Returns whether it is a new one."""
+        """Sample the first token of a request whose prompt is prefilled and indexed. Returns whether it is a new one."""
         self.cache.kv.resume(request.seq)
         self.cache.states.place(request.seq)
         self._sampler.join(request.seq, request.sampling, request.ids, request.stop, request.matcher)
         at, place = upload([request.prompt], torch.int64, self._sampler.device), slice(request.seq, request.seq + 1)
         read = self._sampler(self._indexing.pop(request), at, place).fetch()
-        self._replay.prepare()  # while the device is at the prompt
+        self._replay.prepare()  # while the device runs the prompt
         self.cache.kv.finite.end(request.seq)
         self.cache.wait()
-        self._keep(request, request.prompt % self.cache.settings.block_size)  # the last block is written into
+        self._keep(request, request.prompt % self.cache.settings.block_size)  # decoding writes into the last block
         self._decoding[request.seq] = request
         return bool(self._give([request], *read()))
 
     def _begin_again(self, request: Request) -> None:
-        """Let a request keep its sequence, which is empty from here on."""
+        """Restart a request in its slot, which is emptied."""
         self._decoding[request.seq] = None
         self._empty(request.seq)
         request.rewind()
@@ -380,7 +405,7 @@ class Batch:
         self.cache.states.clear(seq)
 
     def _prefill(self, request: Request, start: int, stop: int) -> Tensor:
-        """Return the logits [1, V] after tokens start .. stop of a request's prompt."""
+        """Prefill tokens start .. stop of a request's prompt. Returns the logits [1, V] after the last."""
         cache, seq = self.cache, request.seq
         n = None if request.tokens else request.sampling.prompt_logprobs
         some = {"logits_to_keep": 1} if n is None and self.model._supports_logits_to_keep() else {}
@@ -414,36 +439,40 @@ class Batch:
         return cache.replay
 
     def _reuse(self, request: Request, tokens: int | None) -> bool:
-        """Begin a prompt with what the prefix cache has of it, once that is in memory: so many tokens of it come from disk now.
-        Returns whether that was all. prompt_logprobs are to be had from the model only."""
+        """Start a prompt with its cached prefix, once the prefix is in memory. Returns whether this is done.
+
+        prompt_logprobs need the model, so such prompts reuse nothing.
+
+        tokens: how many to read from the file in this call.
+        """
         prefixes, kv = self.prefix_cache, self.cache.kv
         if prefixes is None or request.sampling.prompt_logprobs is not None or request.embeddings is not None:
             return True
-        request.fetched += tokens or request.prompt  # which ends it, however short memory is
+        request.fetched += tokens or request.prompt  # so that this ends even if memory is short
         if request.fetched < request.prompt and prefixes.fetch(kv, request.ids, tokens or 0, salt=request.salt):
             return False
         request.cached_tokens = request.prefilled = prefixes.fill(kv, request.ids, seq=request.seq, salt=request.salt)
         return True
 
     def _keep(self, request: Request, but: int) -> None:
-        """Keep a prompt that is whole: all of it where its name is still to be given, else all but its last tokens."""
+        """Cache a complete prompt: all of it if it still needs its name, else without the last `but` tokens."""
         if self.prefix_cache is not None and request.embeddings is None:
             how = self._naming(request)
             tokens = request.prompt - (0 if how else but)
             try:
                 self.prefix_cache.keep(self.cache.kv, request.ids[:tokens], seq=request.seq, salt=request.salt, **how)
-            except CacheError as error:  # there is no room for an entry with a name
+            except CacheError as error:  # no room for a named entry
                 request.error = error
 
     def _naming(self, request: Request) -> dict[str, Any]:
-        """Return how the prefix cache is to name a prompt that is whole, once; nothing where it has no name."""
+        """Return the arguments that name a complete prompt in the prefix cache, once; empty if it has no name."""
         if request.name is None or request.named:
             return {}
         request.named = True
         return {"name": request.name, "about": request.about, "leaves_room": self.admission.leaves_room}
 
     def _keep_part(self, request: Request) -> None:
-        """Keep the whole blocks of a prompt that is given up, for the next try; all of one whose index alone is not whole."""
+        """Cache the full blocks of an abandoned prompt for the next try, or all of it if only its index is incomplete."""
         kv, size, whole = self.cache.kv, self.cache.settings.block_size, request.prefilled == request.prompt
         tokens = request.prefilled - (0 if whole else request.prefilled % size)
         if self.prefix_cache is None or request.embeddings is not None or tokens <= (0 if whole else request.cached_tokens):
@@ -453,7 +482,7 @@ class Batch:
             self.cache.wait()
             how = self._naming(request) if whole else {}
             self.prefix_cache.keep_part(kv, request.ids[:tokens], seq=request.seq, salt=request.salt, **how)
-        except Exception as error:  # of an index that could not be built, for one: nobody waits for the prompt any longer
+        except Exception as error:  # for example, an index that could not be built; nobody waits for the prompt any more
             _log.info("a prompt that is given up is not kept: %s", error)
 
     def _release(self, request: Request, *, later: bool = False) -> None:

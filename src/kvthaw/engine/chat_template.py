@@ -1,4 +1,4 @@
-"""Messages through a tokenizer's chat template."""
+"""Render messages with a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from jinja2 import TemplateError
 
 from kvthaw.errors import ConfigError
 
-_CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.+?)(?P=quote)\s*\)""")  # as templates ask for the date
+_CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.+?)(?P=quote)\s*\)""")  # how templates ask for the date
 
-_MARKS = 0xE000  # the first of the letters that stand for dates
+_MARKS = 0xE000  # the first of the characters that stand in for dates
 Draw = Callable[[str, Mapping[str, str]], str]
-"""Renders a conversation whose first user says something, with dates by format; see `render`."""
+"""Renders a conversation with this first user message, and dates by format; see `render`."""
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Return whether a tokenizer has a chat template that is taken where none is named."""
+    """Return whether a tokenizer has a default chat template."""
     found = getattr(tokenizer, "chat_template", None)
     return "default" in found if isinstance(found, dict) else bool(found)
 
 
 def dates_of(tokenizer: Any, now: datetime, template: str | None = None) -> dict[str, str]:
-    """Return what a template, or else the tokenizer's, says of the date and time, by format."""
+    """Return the dates and times that a template, or else the tokenizer's, would print now, by format."""
     return {call["format"]: now.strftime(call["format"]) for call in _CLOCK.finditer(_taken(tokenizer, template))}
 
 
 def dates_in(text: str, head: str, dates: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the dates that a text says, None where it does not begin with a head. dates: what stands for them in the head."""
+    """Return the dates in a text that begins with `head`, by format; None if it does not.
+
+    dates: the characters that stand in for dates in the head, by format.
+    """
     pattern = re.escape(head)
     for i, mark in enumerate(dates.values()):
         before, at, behind = pattern.partition(re.escape(mark))
@@ -42,13 +45,16 @@ def dates_in(text: str, head: str, dates: Mapping[str, str]) -> dict[str, str] |
 
 
 def opening(draw: Draw, dates: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return what all conversations begin with, up to the first user's words."""
+    """Return the text that all conversations begin with, up to the first user message."""
     one, other = draw("a", dates), draw("b", dates)
     return one[: next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))]
 
 
 def dates_said(text: str, draw: Draw, today: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the dates that a conversation says, None for a text that begins otherwise. today: as dates_of() returns them."""
+    """Return the dates in a conversation's text, by format; None if it begins differently.
+
+    today: as dates_of() returns them.
+    """
     marks = {each: chr(_MARKS + i) for i, each in enumerate(today)}
     found = dates_in(text, opening(draw, marks), marks)
     return None if found is None else {each: said if said != marks[each] else today[each] for each, said in found.items()}
@@ -64,9 +70,11 @@ def render(
 ) -> str:
     """Return the text of messages.
 
-    template: instead of the tokenizer's, of several the one named "default". dates: what it says of the date, by format,
-    instead of today's. how: what `apply_chat_template` takes beside. Raises ConfigError where there is no template, and
-    where the template refuses the messages or fails.
+    Raises ConfigError if there is no template, or if the template refuses the messages or fails.
+
+    template: replaces the tokenizer's; of several templates the one named "default".
+    dates: dates to print instead of today's, by format.
+    how: further arguments of `apply_chat_template`.
     """
     if template is None and not has_template(tokenizer):
         raise ConfigError(f"the tokenizer has {templates(tokenizer)}; --chat-template FILE gives one")
@@ -85,13 +93,13 @@ def render(
 
 
 def templates(tokenizer: Any) -> str:
-    """Return what chat templates a tokenizer has, of which none is taken where none is named."""
+    """Describe, for an error, the chat templates of a tokenizer that has no default one."""
     names = getattr(tokenizer, "chat_template", None) or {}
     return f"the chat templates {', '.join(map(repr, names))}, but none named 'default'" if names else "no chat template"
 
 
 def _taken(tokenizer: Any, template: str | None) -> str:
-    """Return the template that is taken, an empty one where there is none."""
+    """Return the template in use, "" if there is none."""
     own = tokenizer.chat_template if has_template(tokenizer) else ""
     found: str = template or (own["default"] if isinstance(own, dict) else own)
     return found

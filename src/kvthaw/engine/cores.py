@@ -1,4 +1,4 @@
-"""The CPU cores next to a GPU, for a process to run on: its threads and its host memory are there too."""
+"""Bind a process to the CPU cores near its GPU, so that its threads and host memory are there too."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ import torch
 
 
 def cores_near(gpu: int, system: Path = Path("/sys")) -> list[int]:
-    """Return the cores that this process may use and that are on the NUMA node of a GPU; all that it may use where there is no GPU
-    or the system does not tell, none where it does not bind processes to cores. system: where Linux describes the machine."""
+    """Return the cores on a GPU's NUMA node that this process may use.
+
+    Returns all cores that it may use if there is no GPU or the system does not tell. Returns none if the system cannot bind
+    processes to cores.
+
+    system: the sysfs folder.
+    """
     if sys.platform != "linux":
         return []
     allowed = sorted(os.sched_getaffinity(0))
@@ -29,8 +34,13 @@ def cores_near(gpu: int, system: Path = Path("/sys")) -> list[int]:
 
 
 def divide(cores: Sequence[list[int]], system: Path = Path("/sys")) -> list[list[int]]:
-    """Divide cores among the processes that may use the same ones, hyperthreads of one core to one process if there are enough; a
-    process gets none where there are fewer than processes. system: as for cores_near."""
+    """Divide cores among processes that may use the same ones. Each entry of `cores` is a process.
+
+    Hyperthreads of one core go to one process if there are enough cores. If there are fewer cores than processes, a process
+    gets none.
+
+    system: as for cores_near.
+    """
     shares = []
     for i, own in enumerate(cores):
         at, count = cores[:i].count(own), cores.count(own)
@@ -43,7 +53,7 @@ def divide(cores: Sequence[list[int]], system: Path = Path("/sys")) -> list[list
 
 
 def _siblings(cores: Sequence[int], system: Path) -> list[list[int]]:
-    """Return cores by the physical core that they are hyperthreads of; alone where the system does not tell."""
+    """Group cores by physical core; each alone if the system does not tell."""
     groups = dict[int, list[int]]()
     for core in cores:
         first = core
@@ -54,7 +64,7 @@ def _siblings(cores: Sequence[int], system: Path) -> list[list[int]]:
 
 
 def _listed(path: Path) -> list[int]:
-    """Read numbers such as "0-27,56-83"."""
+    """Read a list of numbers such as "0-27,56-83"."""
     found = list[int]()
     for part in path.read_text().split(","):
         first, _, last = part.partition("-")
@@ -64,8 +74,10 @@ def _listed(path: Path) -> list[int]:
 
 @contextmanager
 def bound(cores: Sequence[int]) -> Iterator[None]:
-    """Have this thread, and those that it starts, run on some cores within it, and torch use as many threads; none: as before.
-    Memory that they page-lock or write first lies beside the cores, as long as there is room."""
+    """Context in which this thread, and threads that it starts, run on `cores`, and torch uses at most one thread per core.
+
+    Memory that they pin or write first lies near the cores, as long as there is room. Does nothing without cores.
+    """
     if not cores or sys.platform != "linux":
         yield
         return

@@ -29,12 +29,15 @@ def decode(
     *,
     capture: bool = True,
 ) -> Iterator[Tokens]:
-    """Yield the tokens that `choose` picks from the logits [B, V] before them, then send them through the model, and so on.
+    """Sample tokens with `choose` from the logits [B, V], yield them, run the model on them, and repeat.
 
-    Ends when `choose` returns None. A token enters the cache only when the next one is asked for, so a caller that stops iterating
-    takes no step for nothing. On a GPU the steps are replayed from CUDA graphs where the method allows it and all observers
-    are graph_safe (capture=False: never; a cache.replay that is there is used); elsewhere they run eagerly. The logits given to
-    `choose` are valid until the next step.
+    Ends when `choose` returns None. A token enters the cache only when the next one is requested, so a caller that stops
+    iterating wastes no step. The logits given to `choose` are valid until the next step.
+
+    On a GPU steps are replayed from CUDA graphs, if the method allows it and all observers are graph_safe. Elsewhere they
+    run eagerly.
+
+    capture: False: capture nothing; an existing cache.replay is still used.
     """
     while (tokens := choose(logits)) is not None:
         yield tokens
@@ -43,8 +46,10 @@ def decode(
 
 @torch.no_grad()
 def feed(model: PreTrainedModel, cache: Cache | DynamicCache, tokens: Sequence[int] | Tensor) -> Iterator[Tensor]:
-    """Send given tokens through a cache one by one, [B, n], or [n] of one row. Yields the logits [B, V] after each, which are valid
-    until the next."""
+    """Feed given tokens to a cache one by one. Yields the logits [B, V] after each, valid until the next.
+
+    tokens: [B, n], or [n] for one row.
+    """
     ids = torch.as_tensor(tokens, dtype=torch.int64, device=model.device)
     for column in torch.atleast_2d(ids).unbind(1):
         yield _step(model, cache, column[:, None], True)
@@ -61,8 +66,11 @@ def generate(
     prompt: Sequence[int] = (),
     capture: bool = True,
 ) -> Iterator[int]:
-    """Yield the tokens of a cache of one row, from the logits [V] before the first: until `limit`, a stop token (not yielded) or
-    the model's last position. prompt: the tokens before, for penalties."""
+    """Yield the tokens of a cache of one row until `limit` tokens, a stop token (not yielded) or the model's last position.
+
+    logits: [V], before the first token.
+    prompt: the tokens before, for penalties.
+    """
     most, sampler = positions(model), Sampler(1, logits.shape[-1], logits.device)
     sampler.join(0, sampling, prompt, stops)
 
@@ -78,7 +86,7 @@ def generate(
 
 @torch.no_grad()
 def forward(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Sequence[Sequence[int]] | Tensor) -> Tensor:
-    """Send as many tokens [B, T] of each row through the model eagerly. Returns the logits [B, V] after the last."""
+    """Run the model eagerly on ids [B, T], equally many tokens per row. Returns the logits [B, V] after the last."""
     tokens = torch.as_tensor(ids, device=model.device)
     where: dict[str, Any] = {}
     if isinstance(cache, Cache) and any(cache.kv.sequences.left_pad):

@@ -1,4 +1,4 @@
-"""How a model's makers sample from it, by its generation config."""
+"""Sampling settings that a model's generation config recommends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 def recommended(model: Any) -> dict[str, float]:
-    """Return the settings of `Sampling` that a model's generation config has, by name; those out of range are logged."""
+    """Return the `Sampling` settings in a model's generation config, by name. Values out of range are logged and left out."""
     config, found = getattr(model, "generation_config", None), dict[str, float]()
     said = {} if config is None else config.to_diff_dict()
     for name in _NAMES:
@@ -23,14 +23,14 @@ def recommended(model: Any) -> dict[str, float]:
         try:
             Sampling(**{name: value})
         except ConfigError as error:
-            _log.warning("the model's generation config is left alone where %s", error)
+            _log.warning("a value in the model's generation config is ignored: %s", error)
         else:
             found[name] = value
     return found
 
 
 def as_generate_does(model: Any) -> dict[str, float]:
-    """Return the settings with which transformers' `generate()` samples from a model; it is greedy where do_sample is not set."""
+    """Return the settings with which transformers' `generate()` samples from a model. It is greedy unless do_sample is set."""
     found = recommended(model)
     if getattr(getattr(model, "generation_config", None), "do_sample", None):
         return {"temperature": 1.0} | found

@@ -1,4 +1,4 @@
-"""Output that follows a grammar: which tokens may come next, kept as bits on the device. JSON by xgrammar."""
+"""Constrained output: bit masks on the device of the tokens that a grammar allows next. xgrammar provides JSON."""
 
 from __future__ import annotations
 
@@ -18,45 +18,48 @@ from kvthaw.engine.json_schema import check_schema
 from kvthaw.errors import ConfigError
 
 Source = tuple[str, bool]
-"""A JSON schema as text, and whether objects have no members that it does not name."""
+"""A JSON schema as text, and whether objects may only have members that it names."""
 OBJECT: Source = (json.dumps({"type": "object"}), False)
 """Any JSON object."""
 _THREADS = 3
-_CACHED_BYTES = 64 << 20  # of compiled grammars
+_CACHED_BYTES = 64 << 20  # limit for compiled grammars
 MOST_TRIES = 150_000_000
-"""How often compiling a schema may try a token, which is most of its time: less than a minute of a core."""
-_LEAST_VOCABULARY = 4096  # a state costs as much as so many tokens
+"""Limit on how often compiling a schema may try a token, which is most of its time: less than a minute on one core."""
+_LEAST_VOCABULARY = 4096  # compiling a state costs as much as trying this many tokens
 
 
 class Matcher:
-    """Follows one output through a grammar."""
+    """Follow one output through a grammar."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher, self.vocabulary = matcher, vocabulary
 
     def accept(self, token: int) -> bool:
-        """Go on by a token. Returns whether the grammar allows it."""
+        """Advance by a token. Returns whether the grammar allows it."""
         return bool(self._matcher.accept_token(token))
 
     def reset(self) -> None:
-        """Go back to the beginning."""
+        """Return to the beginning."""
         self._matcher.reset()
 
     def fill(self, bits: np.ndarray[Any, Any]) -> None:
-        """Write which tokens may come next into bits [1, ceil(V / 32)] int32, on the host: token t is bit t % 32 of t // 32."""
+        """Write which tokens may come next into bits [1, ceil(V / 32)] int32, on the host: token t is bit t % 32 of word t //
+        32."""
         self._matcher.fill_next_token_bitmask(bits)
 
 
 class Grammar:
-    """A compiled grammar of one tokenizer, which any number of outputs may follow. source: of which `Grammars.compile` makes it in
-    another process."""
+    """A compiled grammar for one tokenizer. Any number of outputs may follow it.
+
+    source: from which `Grammars.compile` can compile it in another process.
+    """
 
     def __init__(self, compiled: Any, vocabulary: int, source: Source) -> None:
         self._compiled, self.vocabulary, self.source = compiled, vocabulary, source
         self.bytes = int(compiled.memory_size_bytes)
 
     def matcher(self, stops: Collection[int]) -> Matcher:
-        """Return what follows an output that ends with one of the tokens `stops`; raises ConfigError where there are none."""
+        """Return a matcher for an output that ends with one of the tokens `stops`. Raises ConfigError if there are none."""
         import xgrammar
 
         if not stops:
@@ -67,9 +70,9 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles grammars for a tokenizer of transformers and a model of so many tokens, and keeps the latest.
+    """Compile grammars for a transformers tokenizer and a model of `vocabulary` tokens, and cache the latest.
 
-    JSON is laid out as json.dumps lays it out, so no token is spent on white space. Raises ConfigError where xgrammar is missing.
+    JSON has the layout of json.dumps, so no token is spent on white space. Raises ConfigError if xgrammar is missing.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
@@ -78,30 +81,35 @@ class Grammars:
         except ImportError:
             raise ConfigError("JSON output needs xgrammar, which is not installed: pip install 'kvthaw[serve]'") from None
         known = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary, stop_token_ids=[0])
-        special = set(tokenizer.all_special_ids)  # they are left out where the output is decoded
+        special = set(tokenizer.all_special_ids)  # decoding the output leaves them out
         texts = [
-            b"" if token in special or any(byte < 32 for byte in text) else text  # JSON has control characters escaped alone
+            b"" if token in special or any(byte < 32 for byte in text) else text  # JSON allows control characters only escaped
             for token, text in enumerate(known.decoded_vocab)
         ]
         info = xgrammar.TokenizerInfo(texts, vocab_size=vocabulary, stop_token_ids=[0])
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHED_BYTES)
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Source, Grammar] = OrderedDict()  # the latest used last
+        self._kept: OrderedDict[Source, Grammar] = OrderedDict()  # the most recently used last
 
     def json(self) -> Grammar:
         """Return the grammar of a JSON object."""
         return self.compile(OBJECT)
 
     def json_schema(self, schema: Any, *, strict: bool = False) -> Grammar:
-        """Return the grammar of JSON that a schema describes; strict: objects have no members that it does not name.
+        """Return the grammar of the JSON that a schema describes.
 
-        Raises ConfigError for a schema whose keywords would not all be met or which takes too long to compile, see `read`."""
+        strict: objects may only have members that the schema names.
+
+        Raises ConfigError if some keyword could not be enforced, or if the schema takes too long to compile; see `read`.
+        """
         return self.compile(self.read(schema, strict=strict)[0])
 
     def read(self, schema: Any, *, strict: bool = False) -> tuple[Source, int]:
-        """Return the source of a schema's grammar, and how often compiling it tries a token. Raises
-        ConfigError for a schema that is not served, see `check_schema`, and for one that takes too long."""
+        """Return the source of a schema's grammar, and how often compiling it tries a token.
+
+        Raises ConfigError for an unsupported schema, see `check_schema`, and for one that takes too long to compile.
+        """
         passes = check_schema(schema)
         tokens = max(self._vocabulary, _LEAST_VOCABULARY)
         most = MOST_TRIES // tokens
@@ -113,14 +121,14 @@ class Grammars:
         return (json.dumps(schema), strict), round(passes * tokens)
 
     def known(self, source: Source) -> Grammar | None:
-        """Return a grammar that was compiled lately."""
+        """Return a grammar from the cache, if it is there."""
         with self._lock:
             if source in self._kept:
                 self._kept.move_to_end(source)
             return self._kept.get(source)
 
     def compile(self, source: Source) -> Grammar:
-        """Return the grammar of a schema that was checked; raises ConfigError where nothing can meet it."""
+        """Return the grammar of a checked schema. Raises ConfigError if nothing can satisfy it."""
         if (known := self.known(source)) is not None:
             return known
         schema, strict = source
@@ -137,9 +145,9 @@ class Grammars:
 
 
 class ComingGrammars:
-    """Compiles grammars in threads, beginning before they are needed.
+    """Compile grammars on background threads, before they are needed.
 
-    make: makes what compiles them, when it is first needed.
+    make: makes the compiler when it is first needed.
     """
 
     def __init__(self, make: Callable[[], Grammars]) -> None:
@@ -148,13 +156,14 @@ class ComingGrammars:
         self._coming: dict[Source, Future[Grammar]] = {}
 
     def begin(self, source: Source) -> None:
-        """Begin to compile a grammar that will be needed."""
-        self._coming = {known: coming for known, coming in self._coming.items() if not coming.done()}  # others are kept
+        """Start to compile a grammar that will be needed."""
+        # the rest is in the cache of Grammars
+        self._coming = {known: coming for known, coming in self._coming.items() if not coming.done()}
         if source not in self._coming:
             self._coming[source] = self._threads.submit(self._compile, source)
 
     def get(self, source: Source) -> Grammar:
-        """Return a grammar. Waits only where it has not been compiled, or not been kept."""
+        """Return a grammar. Waits only if it is still being compiled, or has left the cache."""
         self.begin(source)
         return self._coming[source].result()
 
@@ -166,16 +175,18 @@ class ComingGrammars:
 
 
 def _why(error: Exception) -> str:
-    """Return what xgrammar says of a schema, without the place in its own code."""
+    """Return xgrammar's error message for a schema, without the location in its own code."""
     said = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()
     return "xgrammar makes no grammar of it" if not said or "Check failed" in said else said
 
 
 class TokenMasks:
-    """Which tokens may come next in each sequence of a running batch; all, where no matcher was given.
+    """Bit masks of the tokens that may come next in each sequence of a running batch; all tokens for a sequence without a
+    matcher.
 
-    The bits are made on the host while the device computes the logits that they are for, and copied there from pinned memory, so
-    a step does not wait for the device."""
+    The host computes the bits while the device computes the logits, and copies them from pinned memory. A step therefore
+    does not wait for the device.
+    """
 
     def __init__(self, seqs: int, vocabulary: int, device: torch.device) -> None:
         self._matchers: list[Matcher | None] = [None] * seqs
@@ -188,12 +199,12 @@ class TokenMasks:
         self._rows = self._host.numpy()
 
     def join(self, seq: int, matcher: Matcher | None) -> None:
-        """Let a sequence follow a matcher; None: any token."""
+        """Set the matcher of a sequence; None allows any token."""
         self._matchers[seq] = matcher
         self._rows[seq] = -1
 
     def __call__(self, x: Tensor, seqs: slice) -> Tensor:
-        """Return logits [B, V] of these sequences with -inf for tokens that may not come."""
+        """Return logits [B, V] of these sequences, with -inf for tokens that may not come."""
         matchers = self._matchers[seqs]
         if not any(matchers):
             return x

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub answers, asked before anything slow is imported or tried."""
+"""Check whether the Hugging Face hub is reachable, before anything slow is imported or tried."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from threading import Thread
 from kvthaw.errors import ConfigError
 
 SHIPPED = "shipped"
-"""The name of the model that comes with the package."""
+"""The name of the model that ships with the package."""
 _SECONDS = 3.0
-"""How long the hub has to answer, name resolution included; transformers itself tries for the better part of a minute."""
+"""Seconds that the hub has to answer, name resolution included. transformers itself tries for nearly a minute."""
 
 
 def offline(name: str) -> bool:
-    """Return whether a model must come from the hub's local cache, since the hub does not answer: never the one that ships, nor a
-    folder or a file. Raises ConfigError where the local cache does not hold it."""
+    """Return whether a model must come from the hub's local cache, because the hub does not answer.
+
+    False for the shipped model, folders and files. Raises ConfigError if the local cache does not hold the model.
+    """
     if name == SHIPPED or is_path(name):
         return False
     from huggingface_hub import constants
@@ -31,8 +33,10 @@ def offline(name: str) -> bool:
 
 
 def check_path(name: str) -> Path | None:
-    """Return the folder or .gguf file that a model's name is of, None for "shipped" and ids on the hub. Raises ConfigError for a
-    path at which no model lies."""
+    """Return the folder or .gguf file of a model's name; None for "shipped" and ids on the hub.
+
+    Raises ConfigError for a path without a model.
+    """
     if name == SHIPPED or not is_path(name):
         return None
     path = Path(name).expanduser()
@@ -52,7 +56,7 @@ def check_path(name: str) -> Path | None:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a model's name is that of a folder or a .gguf file, which need not exist, and no id on the hub."""
+    """Return whether a model's name is a path (a folder or a .gguf file, existing or not) rather than an id on the hub."""
     return (
         not name
         or name.lower().endswith(".gguf")
@@ -63,13 +67,13 @@ def is_path(name: str) -> bool:
 
 
 def display_name(name: str) -> str:
-    """Return what results call a model: no folders of this machine."""
+    """Return a model's name for results, without this machine's folders."""
     return Path(name).expanduser().resolve().name if name.startswith((".", "/", "~")) else name
 
 
 @cache
 def answers(endpoint: str) -> bool:
-    """Return whether a server answers in time."""
+    """Return whether a server answers within _SECONDS."""
     found: list[bool] = []
     ask = Thread(target=lambda: found.append(_asked(endpoint)), daemon=True)
     ask.start()
@@ -81,7 +85,7 @@ def _asked(endpoint: str) -> bool:
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_SECONDS).close()
     except urllib.error.HTTPError as error:
-        return error.code < 500 and error.code not in (403, 407)  # which a proxy answers for it
+        return error.code < 500 and error.code not in (403, 407)  # 403 and 407 come from a proxy
     except (OSError, ValueError):
         return False
     return True

@@ -1,5 +1,7 @@
-"""The part of JSON Schema that a grammar can meet, to the letter but for the formats, of which it meets the shape: a date may be
-February 31st. The rest is refused, for a grammar would pass over it."""
+"""The part of JSON Schema that a grammar can enforce. Other keywords are refused, because a grammar would ignore them.
+
+All served keywords are enforced exactly, except that formats are enforced only by shape: a date may be February 31st.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,27 @@ from kvthaw.engine.pattern import anchored, cost
 from kvthaw.errors import ConfigError
 
 MOST_BYTES = 16 << 10
-"""Of a schema."""
+"""Most bytes of a schema."""
 MOST_MEMBERS = 128
-"""Properties of an object."""
+"""Most properties of an object."""
 MOST_COUNT = 4096
-"""The largest number of items or characters that may be asked for."""
+"""The largest count of items or characters."""
 MOST_COUNTED = 4 * MOST_COUNT
-"""The sum of these numbers in a schema."""
+"""Most of the sum of these counts in a schema."""
 MOST_CHARACTERS = 256
-"""Of a pattern whose counts are written out."""
+"""Most characters of a pattern, with its counts written out."""
 MOST_PATTERN = 4096
-"""Characters of a pattern as it is written."""
+"""Most characters of a pattern as written."""
 MOST_MULTIPLE = 1024
-"""Of multipleOf; the compiler passes over larger ones."""
+"""The largest multipleOf. The compiler ignores larger ones."""
 MOST_PASSES = 1024
-"""Of a pattern over the vocabulary, to compile it."""
+"""Most passes over the vocabulary to compile a pattern."""
 MOST_PASSES_BEYOND_ASCII = 64
-"""Of one with characters of several bytes, of which xgrammar makes no automaton of states: a token takes it as long as there are
-ways through."""
+"""The same for a pattern with multi-byte characters. xgrammar makes no state machine of it, so a token takes time for each
+path."""
 _COUNTED = 128
-"""The largest number of characters whose states all counted texts of a schema share once they are compiled."""
-_COUNTED_APART = 192  # passes of a larger one
+"""The largest count of characters whose states xgrammar shares among all counted strings of a schema."""
+_COUNTED_APART = 192  # passes of a larger count
 _DEEPEST = 16
 _SAYS_NOTHING = {
     "$schema",
@@ -59,7 +61,7 @@ _KEYWORDS = {
         "minLength", "maxLength", "pattern", "format", "multipleOf", *_RANGE,
     },
 }  # fmt: skip
-"""By the keyword that decides what a schema is, the first of these that it has: those that may stand beside it."""
+"""Keywords that may accompany each keyword. The first of these keywords that a schema has decides its kind."""
 _ALONE = {"pattern": {"minLength", "maxLength", "format"}, "format": {"minLength", "maxLength"}, "multipleOf": _RANGE}
 _COMBINE = {"oneOf", "allOf", "not", "if"}
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
@@ -70,9 +72,11 @@ _FORMATS = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4"
 
 
 def check_schema(schema: Any) -> float:
-    """Raise ConfigError unless a grammar meets all that a schema says, and something can meet it.
+    """Raise ConfigError unless a grammar can enforce the whole schema and some value satisfies it.
 
-    Returns how many passes over a vocabulary compiling it takes, one for each state and way on of a text of any characters."""
+    Returns the passes over the vocabulary that compiling takes: one for each state and transition of a string of any
+    characters.
+    """
     if not isinstance(schema, dict):
         raise ConfigError("json_schema is no object; its schema must be one")
     try:
@@ -114,13 +118,14 @@ def _check(schema: Any, where: str, depth: int) -> None:
         raise ConfigError(f"json_schema: schemas are nested more than {_DEEPEST} deep")
     kind = next((keyword for keyword in _KEYWORDS if keyword in schema), None)
     served = {kind, *(_KEYWORDS[kind] if kind else ())} | _SAYS_NOTHING
-    for keyword in sorted(schema, key=lambda keyword: keyword not in _COMBINE):  # others may stand beside these alone
+    # other keywords may only be wrong together with these
+    for keyword in sorted(schema, key=lambda keyword: keyword not in _COMBINE):
         if keyword not in served:
-            says = f" beside {kind}" if kind else "" if keyword in _COMBINE else " without a type"
+            says = f" together with {kind}" if kind else "" if keyword in _COMBINE else " without a type"
             says += "; anyOf is" if keyword == "oneOf" else ""
             raise ConfigError(f"json_schema: {where}.{keyword} is not served{says}")
         if other := _ALONE.get(keyword, set()) & schema.keys():
-            raise ConfigError(f"json_schema: {where}.{keyword} is not served beside {sorted(other)[0]}")
+            raise ConfigError(f"json_schema: {where}.{keyword} is not served together with {sorted(other)[0]}")
     for problem in _problems(schema):
         raise ConfigError(f"json_schema: {where}.{problem}")
     for name, inner in _inner(schema):
@@ -128,7 +133,7 @@ def _check(schema: Any, where: str, depth: int) -> None:
 
 
 def _problems(schema: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the values of keywords."""
+    """Yield problems with the values of keywords."""
     properties, pattern = schema.get("properties", {}), schema.get("pattern", "")
     required, kinds = schema.get("required", []), schema.get("type", [])
     kinds = kinds if isinstance(kinds, list) else [kinds]
@@ -150,7 +155,7 @@ def _problems(schema: dict[str, Any]) -> Iterator[str]:
         yield f"pattern has more than {MOST_CHARACTERS} characters, once its counts are written out"
     elif found.count > MOST_PATTERN_COUNT:
         yield f"pattern has a count of {found.count}; counts are served up to {MOST_PATTERN_COUNT}"
-    elif found.loops:  # masks of such take xgrammar any time
+    elif found.loops:  # xgrammar may take unlimited time for masks of such patterns
         yield "pattern repeats a group that may be empty; repeat one that has a character"
     elif found.passes > (MOST_PASSES if pattern.isascii() else MOST_PASSES_BEYOND_ASCII):
         yield "pattern lets a text go on in too many ways, such as `.*` behind `.*`"
@@ -185,7 +190,7 @@ def _is_of(value: Any, kind: str) -> bool:
 
 
 def _whole_numbers(value: Any) -> Iterator[int]:
-    """Yield the whole numbers within a value."""
+    """Yield the integers within a value."""
     left = [value]
     while left:
         value = left.pop()
@@ -195,7 +200,7 @@ def _whole_numbers(value: Any) -> Iterator[int]:
 
 
 def _all(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a schema and all within it that are not just true or false."""
+    """Yield a schema and all schemas within it that are objects."""
     if isinstance(schema, dict):
         yield schema
         for _, inner in _inner(schema):
@@ -203,7 +208,10 @@ def _all(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _can_end(schema: dict[str, Any], schemas: Sequence[dict[str, Any]]) -> bool:
-    """Return whether a finite value meets a schema, given all within it."""
+    """Return whether a finite value satisfies a schema.
+
+    schemas: all schemas within it.
+    """
     refs = {one["$ref"]: _resolved(schema, one["$ref"]) for one in schemas if isinstance(one.get("$ref"), str)}
     ending = set[str]()
     while more := {ref for ref, found in refs.items() if ref not in ending and _ends(found, ending)}:
@@ -214,13 +222,13 @@ def _can_end(schema: dict[str, Any], schemas: Sequence[dict[str, Any]]) -> bool:
 def _resolved(schema: Any, ref: str) -> Any:
     for name in ref.split("/")[1:]:
         if not isinstance(schema, dict) or name not in schema:
-            return True  # the compiler says what is wrong with it
+            return True  # the compiler reports the problem
         schema = schema[name]
     return schema
 
 
 def _ends(schema: Any, ending: AbstractSet[str]) -> bool:
-    """Return whether a finite value meets a schema, where one meets the references `ending`."""
+    """Return whether a finite value satisfies a schema, if finite values satisfy the references in `ending`."""
     if not isinstance(schema, dict):
         return schema is not False
     if "$ref" in schema:
@@ -238,7 +246,7 @@ def _ends(schema: Any, ending: AbstractSet[str]) -> bool:
 
 
 def _inner(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas within a schema, by name."""
+    """Yield the schemas directly within a schema, by name."""
     for keyword in ("properties", "$defs", "definitions"):
         members = schema.get(keyword, {})
         yield from ((f"{keyword}.{name}", inner) for name, inner in members.items()) if isinstance(members, dict) else ()

@@ -1,4 +1,4 @@
-"""Prompts that a prefix cache keeps under names, in a folder, for the next process."""
+"""Save named prompts of a prefix cache in a folder, for the next process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _log = logging.getLogger(__name__)
 
 
 def as_it_is(about: Any) -> Any:
-    """Return what was saved about an entry."""
+    """Return `about` unchanged."""
     return about
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What is written of an entry, all of one moment."""
+    """A consistent copy of an entry, to be written."""
 
     key: Key
     entry: Entry
@@ -38,7 +38,10 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class _Stamp:
-    """What is another for every folder that is saved in the place of an entry; parent: the device and the inode of what has it."""
+    """Identity of an entry's folder, which changes with every save.
+
+    parent: device and inode of the parent folder.
+    """
 
     inode: int
     time: int
@@ -46,21 +49,22 @@ class _Stamp:
 
 
 class Library:
-    """A folder with a saved cache for each entry of a prefix cache, which `Cache.load` reads too. Several processes may share it.
+    """A folder with a saved cache for each entry of a prefix cache, which `Cache.load` can read. Processes may share it.
 
-    An entry of no salt has its name's folder, others NAME@SALT. A caller makes one call at a time for a name: those that change
-    memory on the thread that owns the prefix cache, write() and delete() on any.
+    An entry without salt has a folder of its name, others NAME@SALT. Make one call at a time per name. Calls that change
+    memory belong on the thread that owns the prefix cache; write() and delete() may run on any thread.
 
-    cache: of the model and the settings under which entries are taken up again. leaves_room: as for `PrefixCache.name`.
+    cache: model and settings for restored entries.
+    leaves_room: as for `PrefixCache.name`.
     """
 
     def __init__(self, cache: Cache, prefix: PrefixCache, folder: Path, leaves_room: Callable[[], bool] = always) -> None:
         self.cache, self.prefix, self.folder, self._leaves_room = cache, prefix, folder, leaves_room
-        self._stamps: dict[Key, _Stamp | None] = {}  # of each entry's folder when it was last read or saved
-        self._saved: dict[Key, Entry] = {}  # those that are in the folder
+        self._stamps: dict[Key, _Stamp | None] = {}  # each entry's folder when it was last read or saved
+        self._saved: dict[Key, Entry] = {}  # entries that are in the folder
 
     def restore(self, read: Callable[[Any], Any] = as_it_is) -> None:
-        """Take up all entries of the folder, as refresh() does, and delete what a process left there that was killed in a save."""
+        """Load all entries of the folder, as refresh() does, and delete leftovers of a process that was killed during a save."""
         clean(self.folder)
         try:
             found = sorted(path.name for path in self.folder.iterdir() if not path.name.startswith("."))
@@ -77,12 +81,16 @@ class Library:
                 _log.warning("%s is left out: its name must be %s; rename the folder", self.folder / each, ALLOWED)
 
     def changed(self, key: Key) -> bool:
-        """Return whether another process saved or deleted an entry since it was last read or saved here."""
+        """Return whether another process has saved or deleted an entry since it was last read or saved here."""
         return self._stamp(key) != self._stamps.get(key)
 
     def refresh(self, key: Key, read: Callable[[Any], Any] = as_it_is) -> None:
-        """Take up an entry that is new to this process; forget one that the folder has no more. read: makes an entry's `about` of
-        what was saved about it. What cannot be taken up is left out with a warning that says why, and tried again the next time."""
+        """Load an entry that is new to this process, or forget one that has left the folder.
+
+        An entry that cannot be loaded is skipped with a warning, and tried again the next time.
+
+        read: makes an entry's `about` from the saved one.
+        """
         salt, name = key
         stamp = self._stamp(key)
         if stamp is None:
@@ -93,16 +101,18 @@ class Library:
             return
         try:
             self._take_up(key, read)
-        except Exception as error:  # whatever is in a folder, a server starts
+        except Exception as error:  # a server must start whatever the folder contains
             known = isinstance(error, CacheError | MemoryError | OSError)
-            says = str(error) if known else f"{self._path(key)} cannot be taken up ({type(error).__name__})"
-            _log.warning("%s; it has to be prefilled again", says)  # the error itself holds what was read
+            says = str(error) if known else f"{self._path(key)} cannot be loaded ({type(error).__name__})"
+            _log.warning("%s; it has to be prefilled again", says)  # not the error itself, which holds the data read
         else:
             self._stamps[key], self._saved[key] = stamp, self.prefix.entry(name, salt)
 
     def collect(self, key: Key) -> Collected | None:
-        """Return what write() takes of an entry, None where there is none or the folder has it. On the thread that owns the prefix
-        cache."""
+        """Return a copy of an entry for write(); None if there is no such entry or the folder has it.
+
+        Call this on the thread that owns the prefix cache.
+        """
         entry, kv = self.prefix.entries.get(key), self.cache.kv
         if entry is None or self._saved.get(key) is entry:
             return None
@@ -117,12 +127,12 @@ class Library:
         return Collected(key, entry, index_kind(kv) | said, parts)
 
     def write(self, what: Collected) -> None:
-        """Write an entry, in the place of what is there; on any thread. Raises OSError, with what was there as it was."""
+        """Write an entry and replace its folder; on any thread. Raises OSError, with the old folder unchanged."""
         write_folder(self.cache.model, self._path(what.key), what.header, what.parts)
         self._stamps[what.key], self._saved[what.key] = self._stamp(what.key), what.entry
 
     def save(self, name: str, salt: str = "") -> None:
-        """Write an entry, where the folder does not have it. A folder that cannot be written is logged."""
+        """Write an entry if the folder lacks it. Logs a folder that cannot be written."""
         if (what := self.collect((salt, name))) is not None:
             try:
                 self.write(what)
@@ -130,11 +140,11 @@ class Library:
                 _log.warning("%s; it will have to be prefilled again after a restart", error)
 
     def holds(self, key: Key) -> bool:
-        """Return whether there is a folder of a name, be it damaged."""
+        """Return whether a folder for a name exists, even a damaged one."""
         return self._path(key).is_dir()
 
     def delete(self, key: Key) -> None:
-        """Delete what the folder has of an entry, where it has anything; on any thread. Raises OSError where files remain."""
+        """Delete an entry's folder, if there is one; on any thread. Raises OSError if files remain."""
         delete_folder(self._path(key))
         self._stamps.pop(key, None)
         self._saved.pop(key, None)
@@ -164,8 +174,11 @@ class Library:
         return self.folder / (f"{name}@{salt}" if salt else name)
 
     def _stamp(self, key: Key) -> _Stamp | None:
-        """Return an entry's stamp, None where there is no folder. What cannot be looked at, or is not the folder that had it, such
-        as a place where nothing is mounted, has changed nothing."""
+        """Return an entry's stamp; None if it has no folder.
+
+        If the folder cannot be read, or its parent is another one (for example, nothing is mounted), returns the known
+        stamp.
+        """
         known = self._stamps.get(key)
         try:
             parent = self.folder.stat()

@@ -1,4 +1,4 @@
-"""The processes of a split model serve the same requests in the same steps: the first decides, the others follow."""
+"""Lockstep of a split model's processes: rank 0 decides, and all ranks serve the same requests in the same steps."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ from kvthaw.errors import CacheError, ConfigError, KvthawError
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request is submitted, without its tokenizer and grammar; number: how later changes name it; decodes: it has text and stop
-    strings; grammar: the source of its grammar; priority: as for `Scheduler.submit`."""
+    """A request is submitted, without its tokenizer and grammar.
+
+    number: identifies it in later changes.
+    decodes: it needs text and stop strings.
+    grammar: the source of its grammar.
+    priority: as for `Scheduler.submit`.
+    """
 
     number: int
     request: Request
@@ -32,7 +37,7 @@ class Submit:
 
     @classmethod
     def of(cls, number: int, request: Request, priority: int) -> Submit:
-        """Describe a request that has not been submitted. Raises ConfigError for one with embeddings."""
+        """Describe a request that has not been submitted. Raises ConfigError if it has embeddings."""
         if request.embeddings is not None:
             raise ConfigError("embeddings are given; the processes of a split model tell each other token ids alone")
         how, grammar = replace(request.sampling, grammar=None), request.sampling.grammar
@@ -40,10 +45,10 @@ class Submit:
         return cls(number, plain, request.decoded is not None, None if grammar is None else grammar.source, priority)
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return a form that JSON can represent."""
         request = self.request
         how = {field.name: getattr(request.sampling, field.name) for field in fields(Sampling) if field.name != "grammar"}
-        how["logit_bias"] = list(request.sampling.logit_bias.items())  # JSON's names are no numbers
+        how["logit_bias"] = list(request.sampling.logit_bias.items())  # JSON's keys are no numbers
         given = {name: getattr(request, name) for name in ("limit", "salt", "name", "about", "text_after")}
         given |= {"ids": request.ids.tolist(), "stop": sorted(request.stop), "sampling": how}
         said = {"number": self.number, "decodes": self.decodes, "grammar": self.grammar, "priority": self.priority}
@@ -51,7 +56,7 @@ class Submit:
 
     @classmethod
     def read(cls, plain: dict[str, Any]) -> Submit:
-        """Return what plain() described."""
+        r"""Return the change that plain() described."""
         given = dict(plain["request"]) | {"text_after": tuple(plain["request"]["text_after"])}
         how = dict(given.pop("sampling"))
         sampling = Sampling(**how | {"logit_bias": dict(how["logit_bias"])})
@@ -69,45 +74,46 @@ class Cancel:
     number: int
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return a form that JSON can represent."""
         return {"number": self.number}
 
     @classmethod
     def read(cls, plain: dict[str, Any]) -> Cancel:
-        """Return what plain() described."""
+        """Return the change that plain() described."""
         return cls(**plain)
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The prompt that is kept under a name of a salt is forgotten, if there is one."""
+    """A named prompt of a salt is forgotten, if there is one."""
 
     salt: str
     name: str
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return a form that JSON can represent."""
         return {"salt": self.salt, "name": self.name}
 
     @classmethod
     def read(cls, plain: dict[str, Any]) -> Forget:
-        """Return what plain() described."""
+        """Return the change that plain() described."""
         return cls(**plain)
 
 
 @dataclass(frozen=True, slots=True)
 class Compile:
-    """Rank 0 begins to compile a grammar. Other ranks do so at the same time, in threads, so that no step waits for it later."""
+    """Rank 0 starts to compile a grammar. Other ranks compile it at the same time, on threads, so that no step waits for it
+    later."""
 
     source: Source
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return a form that JSON can represent."""
         return {"source": list(self.source)}
 
     @classmethod
     def read(cls, plain: dict[str, Any]) -> Compile:
-        """Return what plain() described."""
+        """Return the change that plain() described."""
         schema, strict = plain["source"]
         return cls((schema, strict))
 
@@ -117,23 +123,23 @@ _KINDS: tuple[type[Change], ...] = Submit, Cancel, Forget, Compile
 
 
 def write(changes: Sequence[Change] | None) -> bytes:
-    """Return changes as JSON, by which nobody who reads them runs code."""
+    """Return changes as JSON, so that reading them runs no code."""
     return json.dumps(changes if changes is None else [[type(each).__name__, each.plain()] for each in changes]).encode()
 
 
 def read(data: bytes) -> list[Change] | None:
-    """Return what write() wrote."""
+    """Return the changes that write() wrote."""
     kinds = {kind.__name__: kind for kind in _KINDS}
     found = json.loads(data)
     return None if found is None else [kinds[kind].read(plain) for kind, plain in found]
 
 
 class Lockstep:
-    """Connects the schedulers of all processes that a model is split over.
+    """Synchronize the schedulers of all processes of a split model.
 
-    Before each step rank 0 sends what changes, and every process makes these changes and takes the step. With the next changes all
-    processes compare what their steps gave, and raise CacheError where they differ. All of them make a Lockstep at the same time.
-    A model that is not split has one too, which does nothing.
+    Before each step rank 0 sends the changes, and every process applies them and takes the step. With the next changes, all
+    processes compare the results of their steps, and raise CacheError if they differ. All processes must create their
+    Lockstep together. For a model that is not split, it does nothing.
     """
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
@@ -142,26 +148,26 @@ class Lockstep:
         self._digest = 0
 
     def submits(self, numbers: Sequence[int], requests: Sequence[Request], priorities: Sequence[int]) -> list[Change]:
-        """Return what rank 0 sends of requests that it submits. Raises ConfigError where it has to send embeddings."""
+        """Return the changes that rank 0 sends for submitted requests. Raises ConfigError if a request has embeddings."""
         return [Submit.of(*each) for each in zip(numbers, requests, priorities, strict=True)] if self.size > 1 else []
 
     def note(self, told: Sequence[Request]) -> None:
-        """Note the requests that the latest step told."""
+        """Record the requests that the latest step returned."""
         if self.size > 1:
             self._digest = zlib.crc32(repr([(one.tokens[-1:], one.finished) for one in told]).encode(), self._digest)
 
     def send(self, changes: Sequence[Change] | None) -> None:
-        """Rank 0: tell the other processes what changes before the next step; None: there is none."""
+        """On rank 0: send the changes before the next step to the other processes. None: there is no next step."""
         if self.size > 1:
             self._exchange(b"" if changes == [] else write(changes))
 
     def receive(self) -> Sequence[Change] | None:
-        """Other ranks: wait for what rank 0 sends."""
+        """On other ranks: wait for rank 0's changes."""
         data = self._exchange(b"")
         return read(data) if data else []
 
     def follow(self, scheduler: Scheduler, tokenizer: Any) -> None:
-        """Other ranks: do what rank 0 does until it ends."""
+        """On other ranks: repeat rank 0's steps until it ends."""
         requests = dict[int, Request]()
         grammars = ComingGrammars(lambda: Grammars(tokenizer, scheduler.batch.vocabulary))
         prefix = scheduler.batch.prefix_cache
@@ -176,10 +182,10 @@ class Lockstep:
                             request.decode(tokenizer)
                         try:
                             requests[number] = scheduler.submit(request, priority=priority)
-                        except KvthawError:  # rank 0 tells the client
+                        except KvthawError:  # rank 0 reports it to the client
                             requests.pop(number, None)
                     case Cancel(number):
-                        if number in requests:  # those that end are dropped with the step
+                        if number in requests:  # ended requests are dropped with the step
                             scheduler.cancel(requests.pop(number))
                     case Compile(source):
                         grammars.begin(source)
@@ -191,7 +197,7 @@ class Lockstep:
             requests = {number: request for number, request in requests.items() if request.finished is None}
 
     def _exchange(self, data: bytes) -> bytes:
-        """Return what rank 0 gave, in every process. One small collective, two where rank 0 gave something."""
+        """Return rank 0's data in every process. Takes one small collective, and a second one if there is data."""
         head = torch.tensor([len(data), self._digest])
         heads = [torch.empty_like(head) for _ in range(self.size)]
         dist.all_gather(heads, head, group=self._group)

@@ -1,4 +1,4 @@
-"""The tokens that a step chose, and the log-probabilities of tokens."""
+"""Sampled tokens of a step, and log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from torch import Tensor
 from kvthaw.cache.device_lengths import Download
 
 TOPK = 1024
-"""The most of a row's largest numbers that torch.topk finds; beyond it the row is sorted."""
+"""The largest k for which torch.topk is used; beyond it the row is sorted."""
 
-_ROWS = 64  # rows of logits whose log-probabilities are computed at once, in float64
+_ROWS = 64  # rows of logits per computation, in float64
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The natural logarithm of the model's probability of a token, and of the likeliest ones: (token, logprob), likeliest first."""
+    """The natural log-probability of a token, and of the likeliest tokens.
+
+    top: (token, logprob) of the likeliest tokens, likeliest first.
+    """
 
     token: int
     logprob: float
@@ -27,7 +30,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens chosen in one step, on the device. tokens [B] int64; scores [B, 2 + 2n] of `score`, None where none were asked for."""
+    """Tokens sampled in one step, on the device.
+
+    tokens: [B] int64.
+    scores: [B, 2 + 2n] from `score`; None if no log-probabilities are needed.
+    """
 
     tokens: Tensor
     scores: Tensor | None = None
@@ -37,7 +44,7 @@ class Drawn:
         return self.fetch()()
 
     def fetch(self) -> Callable[[], tuple[list[int], list[TokenLogprobs] | None]]:
-        """Begin that transfer. Returns what waits for it, but for nothing that the device is given later, and returns both."""
+        """Start the transfer. Returns a function that waits for it, but not for later work of the device, and returns both."""
         numbers = Download(self.tokens if self.scores is None else self.scores)
         if self.scores is None:
             return lambda: (numbers().tolist(), None)
@@ -50,9 +57,13 @@ class Drawn:
 
 
 def score(logits: Tensor, tokens: Tensor, n: int = 0) -> Tensor:
-    """Return [B, 2 + 2n] float64: tokens [B], their log-probabilities, those of the n likeliest of logits [B, V], their ids.
+    """Return [B, 2 + 2n] float64: tokens, their log-probabilities, log-probabilities of the n likeliest tokens, and their ids.
 
-    n is cut to V. Takes no more float64 memory than some rows of the logits need.
+    The float64 memory is bounded by _ROWS rows of logits.
+
+    logits: [B, V].
+    tokens: [B].
+    n: cut to V.
     """
     parts = []
     for x, chosen in zip(logits.split(_ROWS), tokens.split(_ROWS), strict=True):
@@ -64,7 +75,7 @@ def score(logits: Tensor, tokens: Tensor, n: int = 0) -> Tensor:
 
 
 def logprobs(scores: Tensor) -> list[TokenLogprobs]:
-    """Read what `score` found, in one transfer to the host."""
+    """Convert the result of `score`, in one transfer to the host."""
     found = []
     for token, chosen, *rest in scores.tolist():
         n = len(rest) // 2
@@ -73,13 +84,13 @@ def logprobs(scores: Tensor) -> list[TokenLogprobs]:
 
 
 def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest of each row of x [B, V] and their places, [B, k] each. Equal ones stay in order."""
+    """Return the k largest values of each row of x [B, V] and their positions, [B, k] each. Equal values stay in order."""
     vocabulary = x.shape[1]
     if k > TOPK or k == vocabulary or x.dtype == torch.float64:
         ranked, tokens = x.sort(dim=-1, descending=True, stable=True)
         return ranked[:, :k], tokens[:, :k]
     x = x.float()
-    # Which of several equals topk returns is not said, so it gets none: int64 keys of a value's order and its place behind it.
+    # topk does not specify the order of equal values, so its keys are distinct: int64 of a value's rank, then its position.
     bits = torch.where(x == 0, 0.0, x).view(torch.int32)  # -0 is 0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     places = torch.arange(vocabulary - 1, -1, -1, device=x.device)

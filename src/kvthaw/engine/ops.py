@@ -1,6 +1,7 @@
-"""kvthaw's attention as an operator that torch.compile sees through: the model around it becomes one graph.
+"""kvthaw's attention as an operator that torch.compile understands, so that the model around it becomes one graph.
 
-A compiled forward knows a layer by its number only, so that it serves every cache; `serving` says which cache it serves now.
+A compiled forward knows a layer only by its number, so that it serves every cache. `serving` sets the cache that it serves
+now.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SERVED: ContextVar[KVCache | None] = ContextVar("kvthaw_served", default=None)
 
 @contextmanager
 def serving(cache: KVCache) -> Iterator[None]:
-    """Have compiled forwards within the context attend to this cache."""
+    """Context in which compiled forwards attend to this cache."""
     token = _SERVED.set(cache)
     try:
         yield
@@ -30,12 +31,12 @@ def serving(cache: KVCache) -> Iterator[None]:
 
 
 def serves(cache: KVCache) -> bool:
-    """Return whether a step of this cache's graph runner is under way, which gives no mask: the layers know their padding."""
+    """Return whether a step of this cache's graph runner is running. It passes no mask, because the layers know their padding."""
     return _SERVED.get() is cache
 
 
 def register() -> None:
-    """Define torch.ops.kvthaw.attend and all_reduce, once a process and not before they are needed."""
+    """Register torch.ops.kvthaw.attend and all_reduce, once per process and not before they are needed."""
     if not hasattr(torch.ops.kvthaw, "attend"):
         torch.library.custom_op("kvthaw::attend", _attend, mutates_args=()).register_fake(_shape)
         torch.library.custom_op("kvthaw::all_reduce", _all_reduce, mutates_args=()).register_fake(_like)
@@ -44,8 +45,10 @@ def register() -> None:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Store new tokens of a layer in the cache that is served, and attend from them. Returns [B, Hq, T, D]; key, value: [B, H,
-    T, D]."""
+    """Store new tokens of a layer in the served cache, and attend with them. Returns [B, Hq, T, D].
+
+    key, value: [B, H, T, D].
+    """
     cache = _SERVED.get()
     if cache is None:
         raise CacheError(
@@ -62,7 +65,7 @@ def _shape(
 
 
 def _all_reduce(x: Tensor, buffer: Tensor, group: str) -> Tensor:
-    """Return the sum of all processes' x, which lies in a buffer that GPUs read of each other for the time of the call."""
+    """Return the sum of all processes' x, through a buffer that the GPUs read from each other during the call."""
     total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer[: x.numel()].view_as(x), x, "sum", group)
     return total
 

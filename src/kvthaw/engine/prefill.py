@@ -14,7 +14,7 @@ from kvthaw.engine.hf.fused import fused
 from kvthaw.engine.hf.prefill_progress import PrefillProgress, Tell
 
 DENSE_CHUNK = 2048
-"""CHUNK where all KV stays on the device."""
+"""CHUNK if all KV stays on the device."""
 
 
 @torch.no_grad()
@@ -26,11 +26,13 @@ def prefill(
     chunk: int | None = None,
     progress: Tell = lambda done, total: None,
 ) -> Tensor:
-    """Bring a prompt into a cache of one row, chunk by chunk. Returns the logits [V] after its last token.
+    """Prefill a cache of one row with a prompt, chunk by chunk. Returns the logits [V] after its last token.
 
-    chunk: tokens at once; None is CHUNK, DENSE_CHUNK where all KV stays on the device, or the whole prompt where later chunks would
-    not find what they need. progress(done, total), in tokens, is called at the start and after every layer of every chunk. Does
-    not wait for offloading and indexing.
+    Does not wait for offloading and indexing.
+
+    chunk: tokens per chunk. None: CHUNK, or DENSE_CHUNK if all KV stays on the device. Models whose later chunks would lack
+        state take the whole prompt at once.
+    progress: progress(done, total), in tokens, is called at the start and after every layer of every chunk.
     """
     total, told = len(ids), PrefillProgress(model, progress)
     told.begin(total)

@@ -1,4 +1,4 @@
-"""The processes that a model is split over: those that torchrun started, or those that one starts itself."""
+"""Processes of a split model: started by torchrun, or spawned by the first of them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from kvthaw.engine.cores import bound, cores_near, divide
 from kvthaw.errors import ConfigError, KvthawError
 
 _log = logging.getLogger(__name__)
-_PATIENCE = 10.0  # seconds that the others have to end, and that this process has where one of them has failed
+_PATIENCE = 10.0  # seconds that the others have to end, and that this process has after one of them failed
 
 
 @contextmanager
 def processes(size: int) -> Iterator[int]:
-    """Be one of the `size` processes that torchrun started, each with a GPU of its own where there are some; yields which one.
-    Raises ConfigError where torchrun started none, or another number."""
+    """Join the `size` processes that torchrun started, each with its own GPU if there are GPUs. Yields this process's rank.
+
+    Raises ConfigError unless torchrun started this number of processes.
+    """
     if size == 1:
         yield 0
         return
     if not dist.is_torchelastic_launched():
-        raise ConfigError(f"tp is {size}; start as many processes: torchrun --nproc-per-node {size} -m kvthaw ...")
+        raise ConfigError(f"tp is {size}; start {size} processes: torchrun --nproc-per-node {size} -m kvthaw ...")
     with _member(dist.get_node_local_rank()):
         if dist.get_world_size() != size:
             raise ConfigError(f"tp is {size}; torchrun started {dist.get_world_size()} processes")
@@ -42,10 +44,11 @@ def processes(size: int) -> Iterator[int]:
 
 @contextmanager
 def spawned(size: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
-    """Be the first of `size` processes of one group, each with its share of the cores next to its GPU; the others run work(*args),
-    which returns once this process ends. They ignore SIGINT and SIGTERM.
+    """Start `size` - 1 other processes and join their group as rank 0, each with its share of the cores near its GPU.
 
-    Where one of them fails, this process ends with exit code 1: it may be waiting in a collective, which nothing else ends."""
+    The others run work(*args), which returns once this process ends. They ignore SIGINT and SIGTERM. If one of them fails,
+    this process exits with code 1: it may be waiting in a collective, which nothing else ends.
+    """
     if size == 1:
         yield
         return
@@ -75,36 +78,42 @@ def spawned(size: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
 
 
 def meeting() -> dist.TCPStore:
-    """Return the store at which the processes meet. It listens on the loopback interface alone: by itself it would on all."""
+    """Return the store at which the processes meet. It listens only on the loopback interface; by default it would on all."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    how = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listening.detach()}  # the store closes it
+    how = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listening.detach()}  # the store closes the socket
     return dist.TCPStore("127.0.0.1", port, **how)
 
 
 @contextmanager
 def _member(number: int, **how: Any) -> Iterator[None]:
-    """Be a process of a group, on the GPU of a number. how: as for init_process_group; by default torchrun's environment."""
+    """Join a process group, with a GPU.
+
+    number: of the GPU.
+    how: as for init_process_group; by default torchrun's environment.
+    """
     device = None
     if torch.cuda.is_available():
         device = torch.device("cuda", number)
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device is None else "nccl", device_id=device, **how)
-    with _variables(LOCAL_RANK=str(number)):  # torchrun's, which transformers asks for where there are GPUs
+    with _variables(LOCAL_RANK=str(number)):  # set by torchrun; transformers reads it if there are GPUs
         yield
     dist.destroy_process_group()  # not after an error: the other processes may wait for this one
 
 
 def _loopback() -> dict[str, str]:
-    """Return the variables that make gloo and NCCL listen on the loopback interface. By default gloo listens at the address of the
-    host's name, and NCCL on another interface."""
+    """Return variables that make gloo and NCCL listen on the loopback interface.
+
+    By default gloo listens at the address of the host's name, and NCCL on another interface.
+    """
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     return {"GLOO_SOCKET_IFNAME": names[0], "NCCL_SOCKET_IFNAME": f"={names[0]}"} if names else {}
 
 
 @contextmanager
 def _variables(**values: str) -> Iterator[None]:
-    """Set environment variables, which torch and transformers offer no argument for, and set them back."""
+    """Set environment variables for which torch and transformers have no argument, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -115,8 +124,8 @@ def _variables(**values: str) -> Iterator[None]:
 
 
 def _run(rank: int, size: int, port: int, cores: Sequence[int], work: Callable[..., None], args: Sequence[Any]) -> None:
-    """Be one of the others."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a service manager: the first process decides
+    """Run one of the other processes."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: rank 0 decides
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_outlive, daemon=True).start()
     try:
@@ -136,7 +145,7 @@ def _outlive() -> None:
 
 
 def _watch(others: Sequence[SpawnProcess], ending: threading.Event) -> None:
-    """End this process if one of the others fails, unless it ends by itself."""
+    """Exit this process if one of the others fails, unless it ends by itself."""
     left = list(others)
     while left:
         wait([other.sentinel for other in left])

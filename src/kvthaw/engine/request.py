@@ -1,4 +1,4 @@
-"""What is asked of a running batch: a prompt, how to go on from it, and what came of it so far."""
+"""A request of a running batch: its prompt, its options, and its output so far."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ if TYPE_CHECKING:
 
 
 class RequestOptions(TypedDict, total=False):
-    """How to go on from a prompt.
+    """How to continue a prompt.
 
-    max_new_tokens: None for sampling.max_tokens, or as many as the capacity holds. stop: tokens that end it beside
-    sampling.stop_token_ids, None for those of the model's generation config. tokenizer: transformers', which decodes
-    `Request.text`; stop strings need one. text_after: tokens whose text that one goes on, such as the prompt; without any the text
-    begins for itself. cache_salt: the prefix cache shares prompts of one salt alone. name: it keeps this
-    prompt under a name, about: with what its entry says, as JSON. embeddings: [T, hidden], of the prompt's tokens in place of
-    the model's own, such as of an image that some of them stand for; each token attends to those before it. Such a prompt
-    shares no prefix, since token ids do not tell it apart.
+    max_new_tokens: None: sampling.max_tokens, or all that the capacity allows.
+    stop: token ids that end the output, besides sampling.stop_token_ids. None: the ones of the model's generation config.
+    tokenizer: a transformers tokenizer, which decodes `Request.text`. Stop strings need one.
+    text_after: tokens whose text the output continues, such as the prompt; without them the text begins anew.
+    cache_salt: the prefix cache shares prompts only within a salt.
+    name: the prefix cache keeps this prompt under a name.
+    about: any JSON value, kept with the name.
+    embeddings: [T, hidden], replace the model's embeddings of the prompt's tokens, such as for an image; each token attends
+        to earlier tokens. Such a prompt shares no prefix, because token ids do not identify it.
     """
 
     max_new_tokens: int | None
@@ -49,19 +51,22 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt and what is generated after it.
+    """A prompt and its output.
 
-    seq: its place in the batch while it is there, else -1. prompt: its tokens, of which `prefilled` have come into the batch, the
-    first `cached_tokens` of them from the prefix cache; tokens: those generated so far, of which `fed` have come too. finished:
-    None while more will come; "stop" after a stop token (which is the last of tokens) or a stop string, "length" at its limit,
-    "left" where it was taken out, "error" where its prefill failed, with `error`, which also says why its prompt could not get
-    its name. stopped_by: the token or the string.
-
-    text: the text so far where a tokenizer was given, without a stop token or string unless include_stop is set; piece: what the
-    latest token added to it. Text that may become a stop string or is part of a character is held back until more is known. Tokens
-    are decoded when one of the two is read, or as they come where stop strings are looked for.
-
-    logprobs: of each of tokens; prompt_logprobs: of each of the prompt, None for its first; where sampling asks for them.
+    seq: its slot in the batch; -1 without one.
+    prompt: number of its tokens.
+    prefilled, cached_tokens: prompt tokens that are in the batch, and how many of them came from the prefix cache.
+    tokens: output tokens so far.
+    fed: output tokens that are in the batch.
+    finished: None while more will come. "stop" after a stop token (the last of tokens) or a stop string. "length" at its
+        limit, "left" if it was removed, "error" if its prefill failed.
+    error: the exception of "error", or the reason why its prompt was not named.
+    stopped_by: the stop token or stop string.
+    text: the text so far, if a tokenizer was given. It excludes a stop token or string unless include_stop is set.
+    piece: the text that the latest token added. Text that may become a stop string, and incomplete characters, are held
+        back. Tokens are decoded when text or piece is read, or as they come if there are stop strings.
+    logprobs: of each output token, if requested.
+    prompt_logprobs: of each prompt token, if requested; None for its first.
     """
 
     ids: Tensor = field(repr=False)
@@ -86,10 +91,10 @@ class Request:
     decoded: Detokenizer | None = field(default=None, repr=False)
     scored: list[Tensor] = field(default_factory=list, repr=False)
     matcher: Matcher | None = field(init=False, repr=False)
-    fetched: int = field(default=0, init=False, repr=False)  # tokens asked of the prefix cache's file
-    swapped: Swapped | None = field(default=None, init=False, repr=False)  # its sequence, where it waits in host memory
-    named: bool = field(default=False, init=False, repr=False)  # whether its prompt was whole and got its name, or could not
-    _read: int = field(default=0, init=False, repr=False)  # tokens that were decoded
+    fetched: int = field(default=0, init=False, repr=False)  # prompt tokens requested from the prefix cache's file
+    swapped: Swapped | None = field(default=None, init=False, repr=False)  # its state while it is swapped out
+    named: bool = field(default=False, init=False, repr=False)  # whether naming its complete prompt was tried
+    _read: int = field(default=0, init=False, repr=False)  # number of decoded tokens
     _piece: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -98,16 +103,16 @@ class Request:
 
     @property
     def prompt(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return self.ids.shape[0]
 
     def place(self, seq: int, model: PreTrainedModel) -> None:
-        """Give it a sequence of a model's batch."""
+        """Put the request into a slot of a model's batch."""
         embeddings = None if self.embeddings is None else self.embeddings.to(model.device, model.dtype)
         self.ids, self.embeddings, self.seq = sent(self.ids, model.device), embeddings, seq
 
     def inputs(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return what a model takes for tokens start .. stop of the prompt."""
+        """Return the model's inputs for tokens start .. stop of the prompt."""
         if self.embeddings is not None:
             return {"inputs_embeds": self.embeddings[None, start:stop]}
         return {"input_ids": self.ids[None, start:stop]}
@@ -120,41 +125,41 @@ class Request:
 
     @property
     def piece(self) -> str:
-        """What the latest token added to the text."""
+        """The text that the latest token added."""
         self._decode()
         return self._piece
 
     def decode(self, tokenizer: Any) -> None:
-        """Decode its text with a tokenizer of transformers."""
+        """Decode the output with a transformers tokenizer."""
         how = self.sampling
         self.decoded = Detokenizer(
             tokenizer, how.stop, include_stop=how.include_stop, min_tokens=how.min_tokens, after=self.text_after
         )
 
     def fail(self, error: Exception) -> None:
-        """End it with an error."""
+        """End the request with an error."""
         self.finished, self.error = "error", error
         self.drop_swapped()
 
     def drop_swapped(self) -> None:
-        """Free the host memory that its sequence takes while it waits."""
+        """Free the host memory of its swapped-out state."""
         if self.swapped is not None:
             self.swapped.release()
             self.swapped = None
 
     def rewind(self) -> None:
-        """Let its prompt, and its tokens, go through the model again; it keeps them."""
+        """Reset its progress: prompt and output tokens go through the model again. Keeps the tokens."""
         self.drop_swapped()
         self.prefilled, self.cached_tokens, self.fetched, self.fed, self.scored = 0, 0, 0, 0, []
         if self.matcher is not None:
             self.matcher.reset()
 
     def take(self, token: int, scores: TokenLogprobs | None) -> bool:
-        """Add a token, which may be the last one. Returns whether it is a new one: those that it has may come again."""
+        """Append a token, which may be the last. Returns whether it is new: a restarted request gets its tokens again."""
         new = self.fed == len(self.tokens)
         token = token if new else self.tokens[self.fed]
         if self.matcher is not None and not self.matcher.accept(token):
-            self.fail(ConfigError("the model has no token with which its output could follow the grammar any further"))
+            self.fail(ConfigError("no token of the model can continue the output as the grammar requires"))
             return True
         if new:
             self._add(token, scores)
@@ -173,7 +178,7 @@ class Request:
             self._decode()
 
     def _decode(self) -> None:
-        """Decode the tokens that have come since it was called last."""
+        """Decode the tokens that came since the last call."""
         decoded = self.decoded
         while decoded is not None and self._read < len(self.tokens):
             token = self.tokens[self._read]
@@ -188,7 +193,7 @@ class Request:
 
 
 def check_embeddings(embeddings: Tensor, tokens: int, model: PreTrainedModel, name: str | None) -> None:
-    """Raise ConfigError where embeddings cannot stand for so many tokens of a prompt that a model is given."""
+    """Raise ConfigError if embeddings cannot replace `tokens` tokens of a model's prompt."""
     check_type(Tensor, embeddings=embeddings)
     text = model.config.get_text_config(decoder=True)
     if tuple(embeddings.shape) != (tokens, text.hidden_size):
@@ -211,14 +216,14 @@ def check_embeddings(embeddings: Tensor, tokens: int, model: PreTrainedModel, na
 
 
 def hidden_salt(cache_salt: str) -> str:
-    """Return what stands for a tenant's salt in the prefix cache and in files: "" for none, else a digest."""
+    """Return a digest of a tenant's salt for the prefix cache and files; "" for none."""
     return hashlib.sha256(f"cache_salt {cache_salt}".encode("utf-8", "surrogatepass")).hexdigest() if cache_salt else ""
 
 
 def new_request(
     prompt: Tensor | Sequence[int], model: PreTrainedModel, capacity: int, vocabulary: int, **how: Unpack[RequestOptions]
 ) -> Request:
-    """Make a request of a model's batch with room for `capacity` tokens a sequence; see `Batch.request`."""
+    """Make a request for a model's batch with room for `capacity` tokens per sequence; see `Batch.request`."""
     max_new_tokens, sampling, tokenizer = how.get("max_new_tokens"), how.get("sampling", GREEDY), how.get("tokenizer")
     if isinstance(prompt, str):
         raise ConfigError(f"the prompt is text, {prompt[:20]!r}; it must be token ids, as a tokenizer makes them")
@@ -241,7 +246,7 @@ def new_request(
     if sampling.stop and tokenizer is None:
         raise ConfigError(f"stop is {sampling.stop!r}; stop strings need a tokenizer")
     least, most = int(ids.min()), int(ids.max())
-    if least < 0 or most >= vocabulary:  # on a GPU the whole batch would be lost
+    if least < 0 or most >= vocabulary:  # on a GPU an invalid id would destroy the whole batch
         raise ConfigError(f"the prompt has token ids from {least} to {most}; the model's are 0 to {vocabulary - 1}")
     stop, salt = how.get("stop"), hidden_salt(how.get("cache_salt", ""))
     if stop is None and not sampling.ignore_eos:

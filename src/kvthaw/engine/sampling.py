@@ -1,4 +1,4 @@
-"""Choose the next token of each sequence on the device: penalties, temperature, top-k, top-p, min-p, seeds, log-probabilities."""
+"""Sample the next token of each sequence on the device: penalties, temperature, top-k, top-p, min-p, seeds, log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvthaw.errors import ConfigError, at_least, within
 from kvthaw.typecheck import check_type
 
 _MOST = (1 << 63) - 1
-"""The largest number that a tensor of integers holds."""
-_COLDEST = 1e-6  # temperatures between 0 and this one count as this one
+"""The largest value of an int64 tensor."""
+_COLDEST = 1e-6  # smaller positive temperatures count as this one
 
 
 def _whole(least: int, most: int | None = None, **values: int | None) -> None:
-    """Raise ConfigError for the first field that is no whole number from least to most. Fields that are None pass."""
+    """Raise ConfigError for the first field that is no integer from least to most. Fields that are None pass."""
     check_type(int, **{name: value for name, value in values.items() if value is not None})
     if most is None:
         at_least(least, **values)
@@ -38,24 +38,33 @@ def _within(least: float, most: float, **values: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tokens of one request are chosen, when it ends, and what is reported of them.
+    """How the tokens of a request are sampled, when it ends, and which log-probabilities it reports.
 
-    temperature: 0 is greedy. top_k, top_p, min_p: a token may be drawn if it is among the k likeliest, if the likelier ones have
-    less than top_p of the probability, and if it has at least min_p times the probability of the likeliest; each is judged over
-    the whole distribution, tokens of equal logits are ranked by the lowest id. seed: the same seed draws the same tokens, whatever
-    other requests are in the batch.
+    Penalties and biases apply before the temperature, in the order listed here. Raises ConfigError for a value out of
+    range.
 
-    logit_bias: added to the logits of these tokens. repetition_penalty: divides positive logits of tokens of the prompt and the
-    output, multiplies negative ones (CTRL; Keskar et al., 2019). frequency_penalty, presence_penalty: subtracted from a token's
-    logit for each time that it is in the output, or once. All of these apply before the temperature, in this order.
+    temperature: 0 is greedy.
+    top_k: only the k likeliest tokens may be drawn.
+    top_p: a token may be drawn if the likelier tokens have less than top_p of the probability.
+    min_p: a token may be drawn if it has at least min_p times the probability of the likeliest. Each of these three is
+        judged over the whole distribution; equal logits rank by the lowest id.
+    seed: the same seed draws the same tokens, whatever other requests are in the batch.
 
-    max_tokens: None for as many as fit. min_tokens: no stop token and no stop string ends the output before so many tokens.
-    stop_token_ids: end it, beside the model's own end-of-sequence tokens, which ignore_eos turns off. stop: strings that end it;
-    the text ends before the stop string, or after it with include_stop. logprobs: report the log-probability of each chosen token
-    and of so many of the likeliest, by the model's logits before any of the settings above; None: do not. prompt_logprobs: as much
-    for the tokens of the prompt. grammar: the output follows it, and ends where it does.
+    logit_bias: added to the logits of these tokens.
+    repetition_penalty: divides positive logits of tokens in prompt and output, and multiplies negative ones (CTRL; Keskar
+        et al., 2019).
+    frequency_penalty, presence_penalty: subtracted from a token's logit for each occurrence in the output, or once.
 
-    Raises ConfigError for a value out of range.
+    max_tokens: None: all that fit.
+    min_tokens: no stop token or stop string ends the output before this number of tokens.
+    stop_token_ids: end the output, besides the model's end-of-sequence tokens.
+    ignore_eos: ignore the model's end-of-sequence tokens.
+    stop: strings that end the output. The text ends before the stop string.
+    include_stop: the text ends after the stop string.
+    logprobs: report the log-probability of each sampled token and of this many likeliest tokens. They are the model's,
+        before any setting above. None: report none.
+    prompt_logprobs: the same for the tokens of the prompt.
+    grammar: the output follows it, and ends where it does.
     """
 
     temperature: float = 0.0
@@ -112,7 +121,7 @@ class Sampling:
 
     @property
     def penalized(self) -> bool:
-        """Whether the tokens so far change the logits."""
+        """Whether earlier tokens change the logits."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
 
@@ -120,10 +129,12 @@ GREEDY = Sampling()
 
 
 def sample(logits: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tensor:
-    """Return the next token of each row, [B] int64 on the device of logits [B, V]; positions [B] int64: where it will stand.
+    """Return the next token of each row, [B] int64 on the device of logits [B, V].
 
-    For settings that need no state: raises ConfigError for penalties, a bias, a grammar or min_tokens, which `Sampler` knows, and
-    ValueError where rows are not as many as the logits'.
+    Only for settings without state. Raises ConfigError for penalties, a bias, a grammar or min_tokens, which `Sampler`
+    supports. Raises ValueError if the numbers of rows differ.
+
+    positions: [B] int64, the positions of the new tokens.
     """
     if len(rows) != len(logits):
         raise ValueError(f"{len(logits)} rows of logits and settings for {len(rows)}")
@@ -136,32 +147,35 @@ def sample(logits: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tenso
 
 
 class Sampler:
-    """Chooses the tokens of a running batch of sequences, each with settings of its own.
+    """Sample the tokens of a running batch, each sequence with its own settings.
 
-    Settings and state of the sequences (their counts of tokens, the tokens of their prompts, biases) are tensors on the device,
-    written when a request joins; those of V numbers a sequence are allocated when a first request needs them. Between joins a
-    step reads the same tensors, launches the same kernels and never waits for the device, so it can be captured.
+    Settings and state (token counts, prompt tokens, biases) are tensors on the device, written when a request joins.
+    Tensors of V numbers per sequence are allocated when a request first needs them. Between joins a step reads the same
+    tensors, launches the same kernels and never waits for the device, so it can be captured.
 
-    A draw is the largest of the allowed logits / temperature plus Gumbel noise, which a hash of (seed, position, token) gives: no
-    state, so a sequence draws the same tokens in any company. Its cost for B sequences of V tokens, beside an argmax: none where
-    all are greedy; without top_k and top_p about 30 elementwise passes over [B, V]; with top_k up to TOPK one torch.topk over
-    int64 keys [B, V] and a sum of exponentials, all else is [B, top_k]; top_p without such a top_k sorts [B, V].
-    Only sequences that ask for these pay for them. Penalties, biases and log-probabilities add about 10 passes over all B each.
+    A draw is the argmax of the allowed logits / temperature plus Gumbel noise. The noise is a hash of (seed, position,
+    token), so it needs no state, and a sequence draws the same tokens in any batch.
+
+    Cost for B sequences of V tokens, besides an argmax: none if all are greedy. Without top_k and top_p, about 30
+    elementwise passes over [B, V]. With top_k up to TOPK, one torch.topk over int64 keys [B, V] and a sum of exponentials;
+    everything else is [B, top_k]. top_p without such a top_k sorts [B, V]. Only sequences that need these pay for them.
+    Penalties, biases and log-probabilities add about 10 passes over all B each.
     """
 
     def __init__(self, seqs: int, vocabulary: int, device: torch.device | str = "cpu") -> None:
         self.seqs, self.vocabulary, self.device = seqs, vocabulary, torch.device(device)
         self._samplings = [GREEDY] * seqs
-        with torch.inference_mode(False):  # what is written in place later are plain tensors
+        with torch.inference_mode(False):  # tensors that are written in place later must be plain tensors
             self._numbers, self._seeds = _table(self._samplings, self.device)
-            # The first position of each sequence where a stop may stand.
+            # The first position of each sequence at which a stop token may come.
             self._free_from = torch.zeros(seqs, dtype=torch.int64, device=self.device)
-        self._counts: Tensor | None = None  # [S, V] int32, of the output
+        self._counts: Tensor | None = None  # [S, V] int32, counts in the output
         self._prompt: Tensor | None = None  # [S, V] bool
         self._bias: Tensor | None = None  # [S, V] float32
         self._stops: Tensor | None = None  # [S, V] bool
         self._masks: TokenMasks | None = None
-        self._groups: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}  # by range of sequences, since settings changed
+        # by range of sequences, since the last change of settings
+        self._groups: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
 
     def join(
         self,
@@ -172,10 +186,15 @@ class Sampler:
         matcher: Matcher | None = None,
         output: Sequence[int] = (),
     ) -> None:
-        """Give a sequence its settings and forget what was there. prompt: token ids; stops: tokens that min_tokens keeps back;
-        matcher: of its grammar; output: the tokens that it has already.
+        """Set the settings of a sequence and drop its former state.
 
-        Raises ConfigError, before anything has changed, for tokens that are not the model's and for more logprobs than it has."""
+        Raises ConfigError, before anything has changed, for invalid tokens and for more logprobs than the model has tokens.
+
+        prompt: token ids.
+        stops: tokens that min_tokens holds back.
+        matcher: of its grammar.
+        output: tokens that it has already.
+        """
         stops = sorted(stops)
         self.check(sampling, stops)
         self._samplings[seq] = sampling
@@ -205,11 +224,11 @@ class Sampler:
         self._groups.clear()
 
     def leave(self, seq: int) -> None:
-        """Let a sequence go: it costs no more than a greedy one."""
+        """Reset a sequence to greedy settings, so that it costs nothing."""
         self.join(seq, GREEDY)
 
     def check(self, sampling: Sampling, stops: Iterable[int] = ()) -> None:
-        """Raise ConfigError for tokens that are not the model's and for more logprobs than it has tokens."""
+        """Raise ConfigError for invalid token ids and for more logprobs than the model has tokens."""
         for name, tokens in (
             ("logit_bias", sampling.logit_bias),
             ("stop_token_ids", sampling.stop_token_ids),
@@ -222,9 +241,10 @@ class Sampler:
             raise ConfigError(f"grammar is of {sampling.grammar.vocabulary} tokens; the model has {self.vocabulary}")
 
     def __call__(self, logits: Tensor, positions: Tensor, seqs: slice = slice(None)) -> Drawn:
-        """Choose the next tokens of these sequences and count them.
+        """Sample the next tokens of these sequences and count them.
 
-        logits [B, V]: the model's; positions [B] int64: where the tokens will stand, a prompt of T tokens having stood at 0 to T-1.
+        logits: [B, V], the model's.
+        positions: [B] int64, the positions of the new tokens. A prompt of T tokens has positions 0 to T - 1.
         """
         samplings, (first, stop, _) = self._samplings[seqs], seqs.indices(self.seqs)
         groups = self._groups.get((first, stop))
@@ -241,7 +261,7 @@ class Sampler:
         return Drawn(tokens, score(logits, tokens, max(asked)) if asked else None)
 
     def _processed(self, logits: Tensor, positions: Tensor, seqs: slice, samplings: Sequence[Sampling]) -> Tensor:
-        """Return logits after bias, penalties and the stop tokens that may not come yet; as they are without these."""
+        """Return logits after bias, penalties and held-back stop tokens; unchanged if there are none."""
         penalized, biased = any(one.penalized for one in samplings), any(one.logit_bias for one in samplings)
         waiting = any(one.min_tokens for one in samplings)
         if not (penalized or biased or waiting):
@@ -272,12 +292,12 @@ class Sampler:
 
 
 def _table(samplings: Sequence[Sampling], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the settings of sequences as tensors: [S, 7] float64 and seeds [S] int64."""
+    """Return the settings of sequences as tensors: [S, 7] float64, and seeds [S] int64."""
     numbers = [
         (
             max(one.temperature, _COLDEST),
             math.inf if one.top_k is None else one.top_k,
-            math.inf if one.top_p == 1 else one.top_p,  # sums of rounded shares may pass 1 before the last token
+            math.inf if one.top_p == 1 else one.top_p,  # rounded sums may exceed 1 before the last token
             math.log(one.min_p) if one.min_p else -math.inf,
             one.repetition_penalty,
             one.frequency_penalty,
@@ -290,7 +310,7 @@ def _table(samplings: Sequence[Sampling], device: torch.device) -> tuple[Tensor,
 
 
 def _groups(samplings: Sequence[Sampling], vocabulary: int, device: torch.device) -> list[tuple[int, Tensor]]:
-    """Return the sequences that draw, as pairs: how many of the likeliest tokens must be ranked (0: none), and who needs that."""
+    """Group the sequences that draw, as pairs (width, sequences): rank this many of the likeliest tokens, 0 for none."""
     plain: list[int] = []
     short: list[int] = []
     long: list[int] = []
@@ -306,13 +326,13 @@ def _groups(samplings: Sequence[Sampling], vocabulary: int, device: torch.device
             widest = max(widest, k)
         else:
             long.append(seq)
-    widths = (0, min(1 << (widest - 1).bit_length(), vocabulary), vocabulary)  # few widths, so that few steps are captured
+    widths = (0, min(1 << (widest - 1).bit_length(), vocabulary), vocabulary)  # few widths, so that there are few captures
     rows = zip(widths, (plain, short, long), strict=True)
     return [(width, torch.tensor(seqs, device=device)) for width, seqs in rows if seqs]
 
 
 def _choose(x: Tensor, positions: Tensor, numbers: Tensor, seeds: Tensor, groups: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """Return the likeliest token of each row [B, V], or one drawn."""
+    """Return the likeliest token of each row [B, V], or a drawn one."""
     tokens = x.argmax(dim=-1)
     for width, rows in groups:
         drawn = _draw(x[rows], positions[rows], numbers[rows], seeds[rows], width)
@@ -321,7 +341,10 @@ def _choose(x: Tensor, positions: Tensor, numbers: Tensor, seeds: Tensor, groups
 
 
 def _draw(x: Tensor, positions: Tensor, numbers: Tensor, seeds: Tensor, width: int) -> Tensor:
-    """Return a token of each row [R, V]. width: how many of the likeliest are ranked, 0 where top_k and top_p allow all."""
+    """Draw a token for each row [R, V].
+
+    width: how many of the likeliest tokens are ranked; 0 if top_k and top_p allow all.
+    """
     temperature, top_k, top_p, log_min_p = numbers[:, :4, None].unbind(1)
     ranked, tokens = top(x, width) if width else (x, torch.arange(x.shape[1], device=x.device)[None])
     best = x.amax(dim=-1, keepdim=True).double()

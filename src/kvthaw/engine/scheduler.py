@@ -1,4 +1,4 @@
-"""Decide what each step of a running batch does: whom it decodes, whose prompt goes on, who waits."""
+"""Schedule the steps of a running batch: which requests decode, which prompt is prefilled, and which requests wait."""
 
 from __future__ import annotations
 
@@ -21,52 +21,63 @@ MEMORY_ERRORS = (HostMemoryError, torch.OutOfMemoryError)
 STEP_TOKENS = 4096
 """Tokens that one step processes on a GPU while other requests decode."""
 CPU_WORK = 1 << 38
-"""Multiplications that a CPU does in about a second: cores of a server do more, a laptop's fewer."""
+"""Multiplications that a CPU does in about a second. A server does more, a laptop fewer."""
 CPU_SHARE, CPU_LEAST = 4, 32
-"""How many times fewer tokens a chunk has on a CPU while other requests decode, and the fewest tokens of one. In chunks of 32 a
-token takes no longer than in chunks of 512."""
+"""How many times smaller chunks are on a CPU while other requests decode, and the smallest chunk.
+
+A token takes no longer in chunks of 32 than in chunks of 512.
+"""
 DEPTH = 32768
-"""Earlier tokens to which attention takes about as long as all else that a token takes, for an 8B model on an H200: 0.89 ns for
-each of them, and 29 us."""
+"""Earlier tokens whose attention takes about the time of a token's other work, for an 8B model on an H200: 0.89 ns each, and
+29 us."""
 STREAMED = 2048
-"""The fewest tokens of a chunk for which the KV before it comes over the bus."""
+"""The smallest chunk if the KV before it comes over the bus."""
 BUS = 2800
-"""Tokens whose attention to an earlier one takes as long as the bus that brings its KV, of an 8B model on an H200: .79 ns each, and
-131 kB in all layers at 52.6 GB/s, which are 3,150; less a tenth, since a step has more to do."""
+"""Chunk length at which attention to an earlier token hides the transfer of that token's KV, for an 8B model on an H200.
+
+Attention takes 0.79 ns per token of the chunk. 131 kB in all layers at 52.6 GB/s take as long as 3,150 tokens. A tenth less
+is used, because a step has other work too.
+"""
 _FEW = 512
-"""Longer chunks are multiples of this, powers of two or 3/2 of one, for attention has plans for few lengths, see
-kvthaw.kernels.dense. Others would take as long as the next multiple: the tiles of this many queries of 32 heads, 128 of each, are
-as many as a GPU of 132 multiprocessors computes at once."""
+"""Longer chunks are multiples of this: powers of two or 3/2 of one, because attention has plans for few lengths, see
+kvthaw.kernels.dense.
+
+Other lengths would take as long as the next multiple. The tiles of this many queries of 32 heads, 128 queries each, fill a
+GPU of 132 multiprocessors once.
+"""
 
 
 class Scheduler:
-    """Serves more requests than a batch has places for, and lets no long prompt silence the others.
+    """Serve more requests than a batch has slots, without letting a long prompt block the others.
 
-    Each step gives every request whose prompt is whole one token, and one waiting prompt a chunk of what the budget of tokens
-    leaves (chunked prefill; Sarathi-Serve, vLLM). Prompts that fit whole into the rest of the budget come in the same step. The
-    deeper in the prompt a chunk is the fewer tokens it has, so that steps take about as long each; where earlier KV does not
-    lie on the GPU, it has as many at least as hide the bus. While nobody decodes it has the batch's `prefill_chunk` tokens on a
-    GPU. A CPU takes seconds for these, in which a short request that comes would wait; there it has 128 to 512, for a model of
-    many weights few, and a quarter of that while others decode.
+    Each step decodes one token of every request with a complete prompt. The rest of its token budget prefills a chunk of
+    one prompt (chunked prefill; Sarathi-Serve, vLLM). Further prompts that fit whole into the budget are prefilled in the
+    same step.
 
-    - Requests get places by priority, the lowest number first, then in the order in which they came, once host and device
-      memory suffice for all that they may need beside those that have places.
-    - Where no place is free, a request takes that of the last one of a higher number that decodes, which goes on later.
-    - Where host or device memory is short all the same, the request that comes last in this order gives its place back, and goes on
-      once another has ended.
-    - What a request that gives its place back (preemption) holds moves to host memory and back, without the model. Where host
-      memory is what is short, and where its prompt is not whole, its prompt and its tokens go through the model again.
-    - Where full attention ends (method="auto") and device_memory has no room for the index of as many sequences as there are
-      places, there are fewer until all have ended; requests that lose theirs go through the model again.
-    - Of the prompts that have places the one that came first and the one that is shortest take turns.
-    - Where a model is split over processes every process makes the same calls (see `kvthaw.engine.lockstep`). Only what all of
-      them notice alike, a lack of host memory, is helped there; other errors come up, since the others may be in mid-step.
+    The deeper in the prompt a chunk is, the shorter it is, so that steps take similar time. If earlier KV is not on the
+    GPU, a chunk is long enough to hide the bus. If no request decodes, a chunk has the batch's `prefill_chunk` tokens on a
+    GPU. On a CPU that would take seconds, and a short request that arrives would wait. A CPU therefore takes 128 to 512
+    tokens, fewer for larger models, and a quarter of that while others decode.
 
-    batch: has no requests of its own. step_tokens: about the tokens of a step, at the beginning of a prompt; None: 4,096 on a GPU,
-    on a CPU 64 to 128. max_waiting: how many requests may wait for a place; None: any number.
+    - Requests get slots by priority, the lowest number first, then by arrival, once host and device memory suffice for them
+      and the running requests.
+    - If no slot is free, a request preempts the last decoding request of a higher number, which continues later.
+    - If memory still runs short, the last request in this order is preempted, and continues once another has ended.
+    - The state of a preempted request is swapped to host memory and back. If host memory is short or its prompt is
+      incomplete, its prompt and tokens are prefilled again.
+    - When full attention ends (method="auto"), device_memory may not hold the index of all slots. There are then fewer
+      slots until all requests have ended. Requests that lose theirs are prefilled again.
+    - Of the prompts in slots, the earliest and the shortest take turns.
+    - If a model is split over processes, every process makes the same calls (see `kvthaw.engine.lockstep`). Only a lack of
+      host memory, which all notice alike, is handled there. Other errors are raised, since other processes may be inside a
+      step.
 
-    preemptions: how often a request gave its place back; resumed: how often one went on with what it had held; recomputed: how
-    often one that had been preempted began again.
+    batch: without requests of its own.
+    step_tokens: about the tokens of a step, at the start of a prompt; None: 4,096 on a GPU, 64 to 128 on a CPU.
+    max_waiting: how many requests may wait for a slot; None: unlimited.
+    preemptions: number of preemptions so far.
+    resumed: how many requests were swapped in again.
+    recomputed: how many preempted requests were prefilled again.
 
     Example::
 
@@ -88,24 +99,23 @@ class Scheduler:
         self._alone = cpu_tokens(batch.model.num_parameters()) if batch.model.device.type == "cpu" else None
         self.step_tokens = step_tokens or (STEP_TOKENS if self._alone is None else max(64, self._alone // CPU_SHARE))
         self.split = batch.cache.kv.settings.ranks.size > 1
-        own = self._alone is not None and step_tokens is None and not self.split  # parts may differ in their weights
-        self._depth = attention_depth(batch.model) if own else None  # of this model, by which its chunks are made
+        own = self._alone is not None and step_tokens is None and not self.split  # ranks may hold different numbers of weights
+        self._depth = attention_depth(batch.model) if own else None  # this model's own depth, which sets its chunk lengths
         self.preemptions = self.resumed = self.recomputed = 0
-        self._rank: dict[Request, tuple[int, int]] = {}  # of those that have not ended: priority, number of arrival
+        self._rank: dict[Request, tuple[int, int]] = {}  # of unfinished requests: priority, number of arrival
         self._waiting: list[Request] = []
         self._arrived = 0
-        self._short = batch.max_seqs  # no more places are given while so many are taken
-        self._shortest = False  # whether the shortest prompt has the next turn
+        self._short = batch.max_seqs  # no more slots are given while this number is taken
+        self._shortest = False  # whether the shortest prompt is next
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests without a place, in the order in which they will get one."""
+        """Requests without a slot, in the order in which they will get one."""
         return list(self._waiting)
 
     @property
     def prefilling(self) -> list[Request]:
-        """Requests that have a place and do not decode yet, in the order of their places: their prompts have not come wholly, or
-        indexes are still being built."""
+        """Requests that have a slot but do not decode yet, in scheduling order: their prompt or index is incomplete."""
         return sorted(self.batch.prefilling, key=self._rank.__getitem__)
 
     @property
@@ -119,10 +129,14 @@ class Scheduler:
         return bool(self._waiting or self.batch.requests)
 
     def submit(self, prompt: Tensor | Sequence[int] | Request, *, priority: int = 0, **how: Unpack[RequestOptions]) -> Request:
-        """Let a request wait for a place, and return it at once. prompt, how: as for `Batch.join`; priority: lower comes first.
+        """Queue a request for a slot, and return it at once.
 
-        Raises ConfigError for a request that cannot be served, HostMemoryError for one that host_bytes can never hold and
-        QueueFullError where max_waiting requests wait already."""
+        Raises ConfigError for a request that cannot be served, HostMemoryError for one that host_bytes can never hold, and
+        QueueFullError if max_waiting requests wait already.
+
+        prompt, how: as for `Batch.join`.
+        priority: lower comes first.
+        """
         check_type(int, priority=priority)
         if (
             self.max_waiting is not None
@@ -142,8 +156,7 @@ class Scheduler:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Take a request out, wherever it is; its place is free at once. Raises CacheError for one that has finished or is not of
-        this scheduler."""
+        """Remove a request, queued or running. Its slot is free at once. Raises CacheError if it has finished or is unknown."""
         if request in self._waiting:
             self._waiting.remove(request)
             request.finished = "left"
@@ -153,14 +166,15 @@ class Scheduler:
         del self._rank[request]
 
     def step(self) -> list[Request]:
-        """Take one step. Returns the requests that got a token or ended, those whose prefill failed with finished="error" and the
-        exception in `error`.
+        """Take one step. Returns the requests that got a token or ended.
 
-        What a decode step raises comes up, but for a lack of memory, and the next call takes it again."""
+        Requests whose prefill failed have finished="error" and the exception in `error`. Raises the error of a failed
+        decode step, except a lack of memory; the next call repeats the step.
+        """
         self._make_way()
         give, told = self._launch(), list[Request]()
         try:
-            self._place()  # what the host does from here on it does while the device decodes
+            self._place()  # the host's work from here on overlaps the device's decode step
             request = self._next_prompt()
             told += self.batch.start(POLL if request is None and not self.batch.decoding else 0.0)
             left, decoded = float(self.step_tokens), len(self.batch.decoding)
@@ -177,7 +191,10 @@ class Scheduler:
         return told
 
     def _chunk(self, request: Request, decoded: int) -> int | None:
-        """Return how many tokens of a prompt go through the model beside so many that were decoded; None: the batch's chunk."""
+        """Return the length of the next chunk of a prompt; None: the batch's chunk.
+
+        decoded: number of tokens that the step decodes.
+        """
         if self._alone is not None and self._depth is not None:
             tokens = self.step_tokens if decoded else self._alone
             return max(CPU_LEAST, int(tokens / (1 + request.prefilled / self._depth)))
@@ -190,7 +207,10 @@ class Scheduler:
         return 1 << (left.bit_length() - 1) if deep else tokens
 
     def _prefill(self, request: Request, decoded: int) -> list[Request]:
-        """Bring a prompt on, beside so many tokens that are decoded. Returns the request if it got a token or failed."""
+        """Prefill the next chunk of a prompt. Returns the request if it got a token or failed.
+
+        decoded: number of tokens that the step decodes.
+        """
         self._give_way(request)
         if request.seq < 0:
             return []
@@ -198,7 +218,7 @@ class Scheduler:
             return [request] if self.batch.prefill(request, self._chunk(request, decoded)) else []
         except Exception as error:
             if self.split and not isinstance(error, HostMemoryError):
-                del self._rank[request]  # it has no place any longer, and nobody is told
+                del self._rank[request]  # it has lost its slot, and nobody is told
                 raise
             if isinstance(error, MEMORY_ERRORS) and (self.batch.requests or self._drop_swapped(error)):
                 self._wait_again(request)
@@ -207,7 +227,7 @@ class Scheduler:
             return [request]
 
     def _give_way(self, coming: Request | None = None) -> None:
-        """Let those wait that lose their places where the method follows full attention; see Batch.give_way."""
+        """Queue the requests that lose their slots when the method follows full attention; see Batch.give_way."""
         for request in self.batch.give_way(coming):
             self._preempted(request)
 
@@ -229,7 +249,7 @@ class Scheduler:
             return lambda: [last]
 
     def _place(self) -> None:
-        """Give places to those that wait, in their order, as long as there are places and memory."""
+        """Give slots to waiting requests in their order, while there are slots and memory."""
         if len(self.batch.requests) >= self._short:
             return
         self._short = self.batch.max_seqs
@@ -245,14 +265,14 @@ class Scheduler:
                     raise
                 _log.warning("a request waits until another has ended: %s", error)
                 self._short = len(self.batch.requests)
-                return  # the others are told of the step's tokens
+                return  # the others' tokens must still be reported
             del self._waiting[0]
             self.resumed += preempted and request in self.batch.decoding
             self.recomputed += preempted and request not in self.batch.decoding
 
     def _make_way(self) -> None:
-        """Have the last of those that decode give its place back if one of a lower number waits for it."""
-        repeats = self.batch.cache.kv.sequences.step is not None  # a step that failed, with all who took part
+        """Preempt the last decoding request if a waiting one has a lower priority number."""
+        repeats = self.batch.cache.kv.sequences.step is not None  # a failed step, which all of its requests must repeat
         if not self._waiting or self.batch.free or self.split or repeats or not self.batch.decoding:
             return
         first, last = self._waiting[0], max(self.batch.decoding, key=self._rank.__getitem__)
@@ -264,8 +284,8 @@ class Scheduler:
             self._preempted(last)
 
     def _drop_swapped(self, error: Exception) -> bool:
-        """Where host memory is short, let the last of those begin again that wait with what they hold there. Returns whether there
-        was one."""
+        """Drop the swapped-out state of the last such request in the queue, if host memory is short. Returns whether there was
+        one."""
         away = [one for one in self.waiting if one.swapped is not None]
         if not away or not isinstance(error, HostMemoryError):
             return False
@@ -274,7 +294,7 @@ class Scheduler:
         return True
 
     def _next_prompt(self) -> Request | None:
-        """The prompt that goes on: the one that came first and the one with the fewest tokens left, by turns."""
+        """Return the next prompt to prefill: alternately the earliest and the one with the fewest tokens left."""
         prompts = [one for one in self.prefilling if one.prefilled < one.prompt]
         if not prompts:
             return None
@@ -282,7 +302,7 @@ class Scheduler:
         return min(prompts, key=lambda one: one.prompt - one.prefilled) if shortest else prompts[0]
 
     def _fitting(self, tokens: float) -> Request | None:
-        """Return the first prompt whose rest takes no longer than this many tokens at the beginning of a prompt."""
+        """Return the first prompt whose rest takes no longer than `tokens` tokens at the start of a prompt."""
         for one in self.prefilling:
             if 0 < (one.prompt - one.prefilled) * (1 + one.prefilled / DEPTH) <= tokens:
                 return one
@@ -297,20 +317,27 @@ class Scheduler:
         self._wait(request)
 
     def _wait_again(self, request: Request) -> None:
-        """Let a request that lost its place to a lack of memory wait until another one has ended."""
+        """Queue a request that lost its slot to a lack of memory, until another one has ended."""
         self._preempted(request)
         self._short = max(1, len(self.batch.requests))
 
 
 def cpu_tokens(weights: int) -> int:
-    """Return how many tokens a CPU takes through so many weights in about a second, a power of two; more where reading the weights
-    would take longer than the products, fewer where that saves little."""
+    """Return how many tokens a CPU processes in about a second, as a power of two from 128 to 512.
+
+    With fewer tokens, reading the weights would take longer than the products. More would save little.
+
+    weights: number of weights.
+    """
     return min(512, max(128, 1 << (max(1, CPU_WORK // weights).bit_length() - 1)))
 
 
 def chunk_tokens(step_tokens: int, depth: int, decoded: int = 0) -> int:
-    """Return how many tokens behind `depth` earlier ones take about as long as `step_tokens` at the beginning of a prompt, or less;
-    where they are few, without so many that are decoded."""
+    """Return the chunk length, after `depth` earlier tokens, that takes at most the time of `step_tokens` at the start of a
+    prompt.
+
+    decoded: tokens that the step decodes, subtracted if step_tokens is small.
+    """
     if step_tokens <= _FEW:
         return max(1, round((step_tokens - decoded) / (1 + depth / DEPTH)))
     left = max(_FEW, int(step_tokens / (1 + depth / DEPTH)))
@@ -318,5 +345,5 @@ def chunk_tokens(step_tokens: int, depth: int, decoded: int = 0) -> int:
 
 
 def streamed_tokens(depth: int) -> int:
-    """Return how many tokens behind `depth` earlier ones take about as long as the bus that brings the KV of these."""
+    """Return the chunk length, after `depth` earlier tokens, whose attention takes as long as the transfer of their KV."""
     return max(STREAMED, round(BUS * depth / (depth + DEPTH) / _FEW) * _FEW)

@@ -1,4 +1,4 @@
-"""Turn a sequence's tokens into text as they come: whole characters only, up to a stop string."""
+"""Decode a sequence's tokens into text as they come: whole characters only, up to a stop string."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from tokenizers.decoders import DecodeStream
 
 from kvthaw.errors import ConfigError
 
-_HALF = "�"  # what tokenizers decode bytes to that are no character, or not yet
-_LONGEST = 64  # tokens that can be waited for; a character takes at most four
-_MARK = 0xD800  # the first of the code points that no text has; some stand for special tokens
+_HALF = "�"  # how tokenizers decode bytes that are no character, or not yet
+_LONGEST = 64  # limit on tokens to hold back; a character takes at most four
+_MARK = 0xD800  # the first of the code points that occur in no text; some stand in for special tokens
 _NONE: Mapping[Any, str] = MappingProxyType({})
 
 
 def is_special(tokenizer: Any, token: int) -> bool:
-    """Return whether a token is left out of the text of an answer."""
+    """Return whether a token is left out of an answer's text."""
     return not tokenizer.decode([token], skip_special_tokens=True) and bool(tokenizer.decode([token]))
 
 
 def special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[int, str]:
-    """Return the special tokens that texts spell, and how."""
+    """Return the special tokens that occur in texts, with their names."""
     found = {token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]}
     named = {token: tokenizer.convert_ids_to_tokens(token) for token in found if is_special(tokenizer, token)}
     return {token: name for token, name in sorted(named.items()) if any(name in text for text in texts)}
 
 
 def tokens_after(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text that goes on another one: without the space that some tokenizers put before all texts."""
+    """Return the tokens of a text that continues another one, without the space that some tokenizers add in front."""
 
     def read(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -43,11 +43,14 @@ def tokens_after(tokenizer: Any, text: str) -> list[int]:
 
 
 class TextStream:
-    """Decode tokens one by one into pieces of text, of which none ends within a character.
+    """Decode tokens one by one into pieces of text. No piece ends within a character.
 
-    The pieces together are what the tokenizer decodes all tokens to. Wherever more than 64 tokens in a row end in bytes that are no
-    character, they are given as they are. marks: special tokens that are given as a text; others are left out. after: tokens whose
-    text the pieces go on; some tokenizers drop the space before the first word of a text, which then is none.
+    The concatenated pieces equal the tokenizer's text of all tokens. If more than 64 tokens in a row end in bytes that are
+    no character, they are returned as they are.
+
+    marks: special tokens to return as this text; others are left out.
+    after: tokens whose text the pieces continue. Some tokenizers drop the space before the first word of a text, which is
+        then kept.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class TextStream:
         self._tokenizer, self._skip, self._marks = tokenizer, skip_special_tokens, marks
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._given = self._end_of(after)  # the tokens of the last piece
-        self._held: list[int] = []  # those after it
+        self._held: list[int] = []  # tokens after it
         self._stream = self._new_stream()
 
     def push(self, token: int) -> str:
@@ -78,18 +81,18 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the text of the tokens that were held back. What comes then goes on the last whole piece."""
+        """Return the text of the held-back tokens. Later tokens continue the last whole piece."""
         piece = self._rest()
         self._held = []
         self._stream = self._new_stream()
         return piece
 
     def _step(self, token: int) -> str | None:
-        if self._backend is None:  # a tokenizer that is written in Python
+        if self._backend is None:  # a tokenizer written in Python
             return self._rest()
         try:
             piece: str | None = self._stream.step(self._backend, token)
-        except Exception:  # bytes after a character have made it none, and tokenizers' stream can take nothing back
+        except Exception:  # later bytes invalidated a character, and tokenizers' stream cannot undo it
             self._stream = DecodeStream(ids=[token], skip_special_tokens=self._skip)
             return self._rest()
         return piece
@@ -98,7 +101,7 @@ class TextStream:
         return DecodeStream(ids=self._given, skip_special_tokens=self._skip)
 
     def _end_of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last tokens of a text, as few as say something and begin and end with a character; none where none do."""
+        """Return the fewest last tokens that decode to visible text of whole characters; none if there are none."""
         for n in range(1, min(len(tokens), _LONGEST) + 1):
             text = self._decode(tokens[-n:])
             if text.strip() and _HALF not in text:
@@ -116,10 +119,13 @@ class TextStream:
 class StopStrings:
     """Watch text that comes in pieces for strings that end it.
 
-    The text ends where the first of the strings is complete, wherever pieces begin and end; of several that are complete with
-    the same character the longest counts. What may become a stop string is held back. include: the text ends behind the stop
-    string, not before it. special: special tokens that the strings may spell, which no text shows; `marks` are what stands for
-    these tokens in the pieces. found: the string that ended the text, None before that.
+    The text ends where the first of the strings is complete, wherever pieces begin and end. If several end at the same
+    character, the longest counts. Text that may become a stop string is held back.
+
+    include: the text ends after the stop string instead of before it.
+    special: special tokens that the strings may spell, and that the text does not show.
+    marks: the characters that stand in for these tokens in the pieces.
+    found: the string that ended the text; None before.
     """
 
     def __init__(self, strings: Sequence[str], *, include: bool = False, special: Mapping[int, str] = _NONE) -> None:
@@ -129,7 +135,7 @@ class StopStrings:
         self.found: str | None = None
         self.marks = {token: chr(_MARK + i) for i, token in enumerate(special)}
         by_length = sorted(special, key=lambda token: len(special[token]), reverse=True)
-        self._watched: dict[str, str] = {}  # what ends the text, and the string that it is
+        self._watched: dict[str, str] = {}  # strings that end the text, and the stop string of each
         for stop in self.strings:
             marked = stop
             for token in by_length:
@@ -139,7 +145,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Return the text that is certain to come before a stop string; nothing when one was found."""
+        """Return the text that certainly comes before a stop string; "" once one was found."""
         if self.found is not None:
             return ""
         text = self._held + piece
@@ -153,7 +159,7 @@ class StopStrings:
         return self.shown(text[: len(text) - held])
 
     def finish(self) -> str:
-        """Return the text that was held back."""
+        """Return the held-back text."""
         held, self._held = self._held, ""
         return self.shown(held)
 
@@ -168,12 +174,15 @@ class StopStrings:
 
 
 class Detokenizer:
-    """The text of one output, of whole characters and up to a stop string.
+    """The text of one output, in whole characters and up to a stop string.
 
-    tokenizer: transformers'. stop, include_stop: strings that end the text, and whether it ends behind them; see StopStrings. They
-    may spell special tokens, which the text itself leaves out.
-    min_tokens: text of so many tokens is not searched. after: tokens whose text this one goes on, such as a prompt's; see
-    TextStream. text: all the text so far; stopped_by: the stop string that ended it.
+    tokenizer: a transformers tokenizer.
+    stop: strings that end the text; see StopStrings. They may spell special tokens, which the text itself leaves out.
+    include_stop: the text ends after the stop string.
+    min_tokens: the text of the first `min_tokens` tokens is not searched.
+    after: tokens whose text this one continues, such as a prompt; see TextStream.
+    text: all text so far.
+    stopped_by: the stop string that ended it.
 
     Example::
 
@@ -201,7 +210,7 @@ class Detokenizer:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the text, None before that."""
+        """The stop string that ended the text; None before."""
         return self._stops.found
 
     def push(self, token: int) -> str:
@@ -213,7 +222,7 @@ class Detokenizer:
         return self._add(self._stops.push(piece))
 
     def finish(self) -> str:
-        """Return the text that was held back, a character of which only a part has come included."""
+        """Return the held-back text, including an incomplete character."""
         return self._add(self._stops.push(self._stream.finish()) + self._stops.finish())
 
     def _add(self, piece: str) -> str:

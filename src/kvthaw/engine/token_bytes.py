@@ -1,4 +1,4 @@
-"""The bytes that single tokens stand for, and where in a text they begin."""
+"""Bytes of single tokens, and their offsets in a text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from kvthaw.engine.text import TextStream, is_special
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token of SentencePiece's for a byte without a token of its own
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token for a byte without its own token
 
 
 class TokenBytes:
-    """The bytes of each token as it stands within a text: half a character of it, or a space before a word, included.
+    """The bytes of each token within a text, including a part of a character, or a space before a word.
 
-    tokenizer: transformers'.
+    tokenizer: a transformers tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -28,17 +28,17 @@ class TokenBytes:
         self._alphabet = _alphabet() if "ByteLevel" in kinds else None
         self._has_bytes = "ByteFallback" in kinds
         self._known: dict[int, bytes] = {}
-        self._before: list[int] | None = None  # a token of text, which others are decoded behind
+        self._before: list[int] | None = None  # a token of text, after which others are decoded
 
     def of(self, token: int) -> bytes:
-        """Return a token's bytes, none for an id that the tokenizer does not have."""
+        """Return a token's bytes; none for an id that the tokenizer does not have."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._find(token)
         return found
 
     def text(self, token: int) -> str:
-        r"""Return a token's bytes as text, and "bytes:\xe6\x97" for bytes that are no text, as OpenAI does."""
+        r"""Return a token's bytes as text, or as "bytes:\xe6\x97" if they are no text, as OpenAI does."""
         own = self.of(token)
         try:
             return own.decode()
@@ -48,11 +48,11 @@ class TokenBytes:
     def _find(self, token: int) -> bytes:
         try:
             name = self._tokenizer.convert_ids_to_tokens(token)
-        except (IndexError, KeyError):  # tokenizers that are written in Python look ids up
+        except (IndexError, KeyError):  # tokenizers written in Python look ids up
             name = None
         if name is None:
             return b""
-        if isinstance(name, bytes):  # some that are written in Python name tokens by their bytes
+        if isinstance(name, bytes):  # some tokenizers written in Python name tokens by their bytes
             return name
         if self._alphabet is not None:
             numbers = [self._alphabet.get(letter) for letter in name]
@@ -74,19 +74,19 @@ class TokenBytes:
 
 
 class Offsets:
-    """Where the tokens of a text begin in it, in characters; a token that begins within a character begins where that does.
+    """Offsets of tokens in a text, in characters. A token that begins within a character has that character's offset.
 
-    after: tokens whose text this one goes on.
+    after: tokens whose text this one continues.
     """
 
     def __init__(self, tokenizer: Any, token_bytes: TokenBytes, after: Sequence[int] = ()) -> None:
         self._tokenizer, self._stream, self._bytes = tokenizer, TextStream(tokenizer, after=after), token_bytes
-        self._length = 0  # characters of what the stream has given
+        self._length = 0  # characters that the stream has returned
         self._held = codecs.getincrementaldecoder("utf-8")("replace")
-        self._characters = 0  # that are whole among the bytes that it holds back
+        self._characters = 0  # whole characters among the bytes that it holds back
 
     def push(self, token: int) -> int:
-        """Return where the next token begins."""
+        """Return the offset of the next token."""
         at = self._length + self._characters
         piece = self._stream.push(token)
         if piece:
@@ -96,7 +96,7 @@ class Offsets:
         return at
 
     def begin(self) -> None:
-        """End a text, behind which another one follows."""
+        """End a text, after which another one follows."""
         self._commit(self._stream.finish())
 
     def _commit(self, piece: str) -> None:
@@ -115,7 +115,7 @@ def _decoders(decoder: Any) -> set[str]:
 
 
 def _alphabet() -> dict[str, int]:
-    """Return the bytes that letters of byte-level tokens stand for: a printable one for itself, the rest in order from U+0100."""
+    """Return the bytes of byte-level letters: a printable letter is its own byte, the others follow in order from U+0100."""
     letters = set(ByteLevel.alphabet())
     own = {chr(byte) for byte in range(256)} & letters
     others = iter(sorted(letters - own))

@@ -1,4 +1,4 @@
-"""Take all kinds of steps of a running batch before requests come."""
+"""Warm up a running batch: run all kinds of steps before requests come."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ from kvthaw.engine.scheduler import STEP_TOKENS, chunk_tokens, streamed_tokens
 from kvthaw.kernels.dense import BLOCK, LONG, continued, plan, runs
 from kvthaw.kernels.merge import PARTS
 
-_STEPS = 4  # of which two are eager, and one is captured
+_STEPS = 4  # two eager steps, one capture and one replay
 
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Within it collections leave out what is loaded by now: one that looks through all of it stops every thread for a quarter of a
-    second."""
+    """Context in which garbage collections skip all objects that exist now. A full collection stops every thread for 0.25 s."""
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()  # else extension modules report at the end of the process, as leaks, what was never collected
+        gc.unfreeze()  # else extension modules report uncollected objects as leaks at exit
 
 
 def warm(batch: Batch) -> None:
-    """Allocate all that a step of a batch without requests needs, capture steps of every number of sequences and every bucket of
-    lengths, compile kernels for prompts in chunks and plan their attention, so that no request waits for that."""
+    """Warm up an empty batch, so that no request waits for allocation, compilation or planning.
+
+    Allocates what steps need. Captures steps for every number of sequences and every bucket of lengths. Compiles kernels
+    for prompts in chunks, and plans their attention.
+    """
     seqs, on_gpu = 1, batch.cache.model.device.type == "cuda"
-    if on_gpu and batch.cache.kv.chooser.full:  # requests among which the method follows are to find its kernels compiled
+    if on_gpu and batch.cache.kv.chooser.full:  # when requests switch to the method, its kernels must be compiled
         _step(batch, 1, by_method=True)
         _serve(batch, 1, by_method=True)
     while True:
@@ -52,8 +54,10 @@ def warm(batch: Batch) -> None:
 
 
 def _step(batch: Batch, seqs: int, *, by_method: bool = False) -> None:
-    """Take steps of so many sequences, as if they had the lengths of each bucket in turn. by_method: instead of by the full
-    attention in force."""
+    """Run steps of `seqs` sequences as if they had the lengths of each bucket in turn.
+
+    by_method: under the method instead of full attention.
+    """
     kv, sizes = batch.cache.kv, buckets(batch.capacity)
     requests = [batch.join([0], max_new_tokens=1 + _STEPS * len(sizes), stop=()) for _ in range(seqs)]
     if by_method:
@@ -72,9 +76,11 @@ def _step(batch: Batch, seqs: int, *, by_method: bool = False) -> None:
 
 
 def plan_attention(batch: Batch) -> None:
-    """Have cuDNN plan the attention of a long prompt's chunks, some 50 ms for each pair of lengths, as KV lies in layers of each
-    kind. A plan is the thread's that made it: call this on the one that takes the steps. Does nothing on a CPU, and for layers
-    without tensors."""
+    """Make cuDNN's plans for attention of a long prompt's chunks, for KV as each kind of layer holds it.
+
+    A plan takes about 50 ms per pair of lengths, and belongs to its thread: call this on the thread that takes the steps.
+    Does nothing on a CPU, and for layers without tensors.
+    """
     device, config = batch.cache.model.device, batch.model.config.get_text_config(decoder=True)
     if device.type != "cuda":
         return
@@ -102,9 +108,9 @@ def plan_attention(batch: Batch) -> None:
             if run:
                 rows = query.new_empty(1, heads, run, 2, dim) if held is None else held[:, :, :run]
                 plan(query.contiguous(), *rows.unbind(3), causal=False)
-            else:  # the chunk's own keys, which came from the model as they are
+            else:  # the chunk's own keys, as the model makes them
                 plan(query, query[:, :heads], query[:, :heads], causal=True)
-        if kind not in known:  # kernels that merge parts, of all numbers of them
+        if kind not in known:  # kernels that merge parts, for each number of parts
             few = torch.zeros(1, 16, group * heads, dim, dtype=batch.model.dtype, device=device).transpose(1, 2)
             own = few[:, :heads], few[:, :heads]
             for parts in range(1, 2 * PARTS):
@@ -113,8 +119,12 @@ def plan_attention(batch: Batch) -> None:
 
 
 def _lengths(capacity: int, most: int, *, streams: bool) -> set[tuple[int, int]]:
-    """Return the lengths of a prompt's chunks with those of the runs before them, at most so long, and with 0. streams: the runs
-    come over the bus."""
+    """Return pairs (chunk, run) of a prompt's chunk lengths and the lengths of runs of earlier rows; run 0 is the chunk
+    itself.
+
+    most: the longest run.
+    streams: the runs come over the bus.
+    """
     met, depth = set[tuple[int, int]](), 0
     while depth < capacity:
         chunk = max(chunk_tokens(STEP_TOKENS, depth), streamed_tokens(depth) if streams else 1)
@@ -127,9 +137,13 @@ def _lengths(capacity: int, most: int, *, streams: bool) -> set[tuple[int, int]]
 
 
 def _serve(batch: Batch, seqs: int, *, by_method: bool = False) -> None:
-    """Serve so many prompts at once of each length that layers store in a way of their own: for all layers together, layer by
-    layer, and in chunks of which the last is small; until tokens have left their rings, which compiles what indexes do then. No
-    length is a multiple of a block's. by_method: see _step()."""
+    """Serve `seqs` prompts at once, of each length that layers store in its own way.
+
+    These are: for all layers together, layer by layer, and in chunks with a short last one. Each serves until tokens have
+    left their rings, which compiles index updates. No length is a multiple of a block.
+
+    by_method: see _step().
+    """
     kv = batch.cache.kv
     for tokens in (1000, STEP_TOKENS // 2 + 173, STEP_TOKENS + chunk_tokens(STEP_TOKENS, STEP_TOKENS) + 11):
         new = 2 + (0 if kv.sequences.regions is None else kv.sequences.regions.buffer)

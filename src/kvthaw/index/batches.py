@@ -23,9 +23,10 @@ host longer than the model's own."""
 class BatchedIndex(FormingIndex):
     """An index whose tokens are made into units batch by batch: `per_batch` units of a batch, as many as count of a prompt.
 
-    A batch waits for those of other layers, which have theirs at the same step, and all are formed at once; so does a short prompt.
-    Where the last tokens of a batch are known before they leave the ring, its units are formed beside the steps until then, and
-    enter the tables when they would have been formed. begun: those of them that will.
+    A batch waits for those of other layers, which have theirs at the same step, and all are formed at once; so does a short
+    prompt. Where the last tokens of a batch are known before they leave the ring, its units are formed beside the steps
+    until then, and enter the tables when they would have been formed.
+    begun: those of them that will.
     """
 
     mapped = True
@@ -41,7 +42,7 @@ class BatchedIndex(FormingIndex):
             self._deferred.once((self.kind(), "load"), self._load)
 
     def _load(self) -> None:
-        """Have CUDA load what forming a batch takes, some 40 ms, before there are tokens: the step that fills the first one should
+        """Have CUDA load what forming a batch takes, about 40 ms, before there are tokens: the step that fills the first one should
         not wait for that."""
         none = Batches(self, [Full(seq, 0, 0) for seq in range(len(self.seqs))])
         form([none, none], self.per_batch)
@@ -76,7 +77,10 @@ class BatchedIndex(FormingIndex):
 
     def build_beside(self, seq: int, first: int, tokens: int, count: int, job: Callable[[], None], *used: Tensor) -> None:
         """Begin a sequence with a prompt of so many tokens, of which a job makes `count` units, a batch of its own, beside the
-        current stream. used: tensors of others that it reads."""
+        current stream.
+
+        used: tensors of others that it reads.
+        """
         self.clear(seq, first)
         if tokens:
             self.reserve(0, count + 1, tokens)

@@ -56,26 +56,33 @@ def once(rows: Tensor) -> Tensor:
 class CodesIndex(Index):
     """Collisions choose candidates, 4-bit codes rank them.
 
-    policy: how the G query heads of a KV head agree. max, mean: votes and softmax weights are computed for each head and the
-    largest or the sum counts; mean_query: the mean of the queries stands for all. On the shipped model (32k tokens, 100
-    rows) they select .828, .792 and .566 of the exact rows and cover .676, .677 and .667 of the softmax, so max is the default.
-    each: a head selects budget // G rows alone, with its own candidates, and attends to no others; G times the launches.
-    ratios: see Ratios. rotate, centroids, normalise: for ablations; centroids="learned" learns them on the prompt, of keys
-    normalised or not (sign patterns do not depend on length). graded: a key's votes are how similar its centroids are to the
-    query, up to 127, instead of tiers by rank; ratios' rho has no part then. centre: the mean of a sequence's first keys is taken
-    off all of its keys before they are summarised. That moves all scores of a query by one number, so that no rank changes, and
-    leaves shorter vectors whose signs say more. dense_below: a sequence whose region is shorter is attended to whole, from its
-    first keys and values, which the index then keeps on the device, [L, H, dense_below, D] each; its rows are none and its
-    attention is the selection's partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
+    policy: how the G query heads of a KV head agree. max, mean: votes and softmax weights are computed for each head and
+        the largest or the sum counts; mean_query: the mean of the queries stands for all. On the shipped model (32k tokens,
+        100 rows) they select 0.828, 0.792 and 0.566 of the exact rows and cover 0.676, 0.677 and 0.667 of the softmax, so
+        max is the default. each: a head selects budget // G rows alone, with its own candidates, and attends to no others;
+        G times the launches.
+    ratios: see Ratios.
+    rotate, centroids, normalise: for ablations; centroids="learned" learns them on the prompt, of keys normalised or not
+        (sign patterns do not depend on length).
+    graded: a key's votes are how similar its centroids are to the query, up to 127, instead of tiers by rank; ratios' rho
+        has no part then.
+    centre: the mean of a sequence's first keys is taken off all of its keys before they are summarised. That moves all
+        scores of a query by one number, so that no rank changes, and leaves shorter vectors whose signs say more.
+    dense_below: a sequence whose region is shorter is attended to whole, from its first keys and values, which the index
+        then keeps on the device, [L, H, dense_below, D] each; its rows are none and its attention is the selection's
+        partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
     head_limit: a KV head may select up to head_limit x budget rows. The KV heads of a layer together select the heaviest
-    budget x heads. A row's weight is its share of the attention to candidates, sink and ring. 1: an equal number each.
+        budget x heads. A row's weight is its share of the attention to candidates, sink and ring. 1: an equal number each.
 
-    tables: all tensors of the sequences, by name; summaries: those of them that kernels read; counts: tokens of each sequence;
+    tables: all tensors of the sequences, by name.
+    summaries: those of them that kernels read.
+    counts: tokens of each sequence;
     learned: centroids, where there are any.
 
     Summaries are allocated at a capacity that doubles; within one, all tensors stay where they are. Lengths and limits are
     int32 on the device; how many candidates a sequence has follows from its own length alone. select() launches five kernels of
-    fixed shape on a GPU, six with policy="mean"; on a CPU the same steps run in torch."""
+    fixed shape on a GPU, six with policy="mean"; on a CPU the same steps run in torch.
+    """
 
     def __init__(
         self,
@@ -273,13 +280,16 @@ class CodesIndex(Index):
         return held_mass(query, keys, now.lengths[:batch], now.starts[:batch], centre, **how)
 
     def candidates(self, query: Tensor, budget: int) -> Tensor:
-        """The rows among which select(query, budget) chooses: what the collisions leave for the codes to rank, and so the ceiling
-        of what can be selected. [B, H, width] int32, token positions in ascending order, -1 padded; query: [B, Hq, D].
+        """The rows among which select(query, budget) chooses: what the collisions leave for the codes to rank, and so the
+        ceiling of what can be selected. [B, H, width] int32, token positions in ascending order, -1 padded.
+
+        query: [B, Hq, D].
 
         ceil(beta n) rows of a region of n tokens, or the fixed number, at least budget, all of them where there are fewer; none
         of a sequence that is attended to whole (dense_below). With policy "each" those of all heads, in descending order. Raises
         ConfigError as select. For measurements: it changes nothing, but leaves the number wanted on the device as a select of the
-        same budget does."""
+        same budget does.
+        """
         self.join()
         self._enough(budget)
         found = []

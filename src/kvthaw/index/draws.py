@@ -10,7 +10,10 @@ from kvthaw.counter_rng import GOLDEN, SPREAD, mix
 
 
 def stream(context: IndexContext, each: int = 1) -> int:
-    """The number of a layer's first head in this process among all heads that draw. each: how many numbers a head has."""
+    """The number of a layer's first head in this process among all heads that draw.
+
+    each: how many numbers a head has.
+    """
     return ((context.seed * 1_000_003 + context.layer) * 65_537 & ((1 << 63) - 1)) + context.heads.start * each
 
 

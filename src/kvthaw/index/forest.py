@@ -29,8 +29,8 @@ class TreeIndex(Index):
     Keys are read from the layer's host store, by position, and never copied: rows must be in the store, and readable, before
     build() or append() is told of them. Sequences that reorder() made of one share their trees until one of them changes.
 
-    threads: how many threads a call may use, the caller's included; 0: one for each core. isa: the instruction set, None for
-    the best; for tests.
+    threads: how many threads a call may use, the caller's included; 0: one for each core.
+    isa: the instruction set, None for the best; for tests.
     """
 
     traits = Traits(grows=False, on_host=True, snapshots=True)

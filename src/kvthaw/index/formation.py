@@ -39,9 +39,11 @@ class FormingIndex(UnitIndex):
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Of sequences of an index, batches of tokens that become units among themselves, and where the first is. given: their keys
-    [R, H, n, T, D], n batches of each sequence; None: one each, whose keys the index has, but for the last ones, `coming`
-    [R, H, m, D]."""
+    """Of sequences of an index, batches of tokens that become units among themselves, and where the first is.
+
+    given: their keys [R, H, n, T, D], n batches of each sequence; None: one each, whose keys the index has, but for the
+        last ones, `coming` [R, H, m, D].
+    """
 
     index: FormingIndex
     first: Sequence[Full]
@@ -145,8 +147,11 @@ def groups(every: Sequence[Batches]) -> Iterator[Sequence[Batches]]:
 
 
 def formed(every: Sequence[Batches], count: int, group: BatchGroup | None = None) -> Generator[None, None, Units]:
-    """Make `count` units of each batch, a piece at a time. All have as many tokens and batches, and their indexes differ in nothing
-    but the layer. group: of these, if it is made already."""
+    """Make `count` units of each batch, a piece at a time. All have as many tokens and batches, and their indexes differ in
+    nothing but the layer.
+
+    group: of these, if it is made already.
+    """
     group = group or BatchGroup(every)
     made = yield from every[0].index.form(group, count)
     return group.units(*made)

@@ -39,9 +39,11 @@ class Static:
 
 
 def overlap_share(queries: Tensor, keys: Tensor, rows: int, page: int, ranks: Ranks = ALONE) -> float:
-    """PRKV's appendix G: S = page floor(E_h[C_h] / page) / rows, C_h the overlap of the top `rows` keys of two queries of
-    head h. queries [Hq, 2, D]: the first and the last of the observation window; keys [H, T, D]; ranks: the processes that have the
-    other heads. Syncs the host."""
+    """PRKV's appendix G: S = page floor(E_h[C_h] / page) / rows, C_h the overlap of the top `rows` keys of two queries of head
+    h. queries [Hq, 2, D]: the first and the last of the observation window; keys [H, T, D].
+
+    ranks: the processes that have the other heads. Syncs the host.
+    """
     heads, tokens = keys.shape[:2]
     k = min(rows, tokens)
     scores = queries.unflatten(0, (heads, -1)).flatten(1, 2).float() @ keys.float().transpose(1, 2)

@@ -16,9 +16,13 @@ short contexts, and rho >= beta."""
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """rho: share of the keys that collide in a subspace; beta: share that become candidates; None: by region length, as in
-    TABLE. candidates: a fixed number of candidates instead of beta. tiered: six tiers of votes, or one. least: candidates for each
-    selected row, at least. Raises ConfigError."""
+    """rho: share of the keys that collide in a subspace.
+
+    beta: share that become candidates; None: by region length, as in TABLE.
+    candidates: a fixed number of candidates instead of beta.
+    tiered: six tiers of votes, or one.
+    least: candidates for each selected row, at least. Raises ConfigError.
+    """
 
     rho: float | None = None
     beta: float | None = None

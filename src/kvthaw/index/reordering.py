@@ -19,9 +19,10 @@ _OBSERVED = 1 << 27
 class Reordering:
     """A new order of a sequence's tokens, ready to be put in place whole.
 
-    order [H, T] int32: positions, first the static ones, best first, then the others as in the text. static: how many.
-    digests of the others' pages [H, P, 2 D]; stops [H, P + 1] int32: where these begin in the order. tail: the keys of a last page
-    that more tokens may enter. done: passes when these are there.
+    order [H, T] int32: positions, first the static ones, best first, then the others as in the text.
+    static: how many. digests of the others' pages [H, P, 2 D]; stops [H, P + 1] int32: where these begin in the order.
+    tail: the keys of a last page that more tokens may enter.
+    done: passes when these are there.
     """
 
     order: Tensor
@@ -51,8 +52,10 @@ class Reordering:
 
 @dataclass(frozen=True, slots=True)
 class PendingReordering:
-    """A reordering that the next append puts in place. made: those of all sequences that are planned at once, by the numbers that
-    they had then, once the work is done."""
+    """A reordering that the next append puts in place.
+
+    made: those of all sequences that are planned at once, by the numbers that they had then, once the work is done.
+    """
 
     seq: int
     made: dict[int, Reordering]
@@ -89,8 +92,10 @@ def choose_static(mass: Tensor, count: int, first: int) -> Tensor:
 class StaticChoice:
     """The choice of the static tokens of R sequences, and the pages of their other tokens, in pieces that take about as long.
 
-    keys [R H, T, D]; queries [R H, W, D] and their weights [R H, W]; count: how many tokens are static; first: the position of the
-    first one. made, once all jobs are done in order: of each sequence its Reordering. A job that failed may be done again.
+    keys [R H, T, D]; queries [R H, W, D] and their weights [R H, W].
+    count: how many tokens are static.
+    first: the position of the first one. made, once all jobs are done in order: of each sequence its Reordering. A job that
+        failed may be done again.
     """
 
     keys: Tensor

@@ -29,13 +29,14 @@ _FIELD = 1024  # rows whose keys a refresh reads, at least
 class StaticPageIndex(ObservedIndex):
     """Static tokens first, then the pages of the text without them, each ranked by the bounds of all of its keys.
 
-    share: of the rows that select() may bring, how many are static. observe: how many of the last queries choose them; at most the
-    window's tokens, and as many as make 64 queries a KV head. A prompt's static tokens are chosen from all of its keys. Every
-    `interval` tokens they are chosen again, in an append and by two looks: the queries rank the pages by their bounds, the mean of
-    the softmax weights deciding; of the best pages' rows and the present static ones, as many as the field of view, the keys are
-    read on the host, and those of most mass among them become static. The field is four times as many as become static, and at
-    least 1,024, so that a refresh reads 2 D bytes of some thousand rows a head however long the sequence. Pages and bounds stay
-    what they are, and only the order of the tokens is written again, which an undo brings back.
+    share: of the rows that select() may bring, how many are static.
+    observe: how many of the last queries choose them; at most the window's tokens, and as many as make 64 queries a KV
+        head. A prompt's static tokens are chosen from all of its keys. Every `interval` tokens they are chosen again, in an
+        append and by two looks: the queries rank the pages by their bounds, the mean of the softmax weights deciding; of
+        the best pages' rows and the present static ones, as many as the field of view, the keys are read on the host, and
+        those of most mass among them become static. The field is four times as many as become static, and at least 1,024,
+        so that a refresh reads 2 D bytes of some thousand rows a head however long the sequence. Pages and bounds stay what
+        they are, and only the order of the tokens is written again, which an undo brings back.
 
     No token of the last page is static, so that it stays where it is and can be filled or cut.
     """

@@ -31,8 +31,9 @@ def log_shares(logits: Tensor) -> Tensor:
 class TokenIndex(Index):
     """Tables with a place for every token, and selection by a score for each.
 
-    columns: what is kept of a token, name -> (shape, dtype); a table is [B, H, capacity, *shape]. learned: what is kept of a
-    sequence, [B, H, *shape]. All on the device, at a capacity that doubles, written in place."""
+    columns: what is kept of a token, name -> (shape, dtype); a table is [B, H, capacity, *shape].
+    learned: what is kept of a sequence, [B, H, *shape]. All on the device, at a capacity that doubles, written in place.
+    """
 
     traits = Traits(graph_safe=True, reversible=True)
 

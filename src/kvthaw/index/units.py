@@ -223,7 +223,10 @@ class UnitIndex(Index):
     # Work beside the current stream, and work of several layers
 
     def beside(self, job: Callable[[], object], *used: Tensor) -> None:
-        """Run a job that writes tables on the side stream, where there is one. used: tensors of others that it reads."""
+        """Run a job that writes tables on the side stream, where there is one.
+
+        used: tensors of others that it reads.
+        """
         self._done = self._side.run(self.context.device, job, *used)
 
     def defer(self, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any, seqs: Iterable[int]) -> None:

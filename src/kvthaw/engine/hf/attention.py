@@ -1,4 +1,4 @@
-"""Which models kvthaw can serve, and setting their attention and mask functions to kvthaw's."""
+"""Which models kvthaw can serve, and how to install and remove kvthaw's attention and mask functions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from kvthaw.engine.hf.tensor_parallel import check_split, restore_forwards, use_
 from kvthaw.errors import UnsupportedModelError
 
 _BEFORE = "_kvthaw_before"
-"""The attribute of a model that keeps the attention which it had before kvthaw's; a copy of the model has it too."""
+"""The model attribute that keeps the attention from before kvthaw's. A copy of the model has it too."""
 _SERVED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 """Models that attend through kvthaw."""
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """Return the transformers model inside a wrapper: a PEFT model, DistributedDataParallel, a compiled module, or any other that
-    delegates to it. Raises UnsupportedModelError if there is none."""
+    """Return the transformers model inside a wrapper that delegates to it: PEFT, DistributedDataParallel, a compiled module or
+    another.
+
+    Raises UnsupportedModelError if there is none.
+    """
     inner = model
     while not hasattr(inner, "set_attn_implementation") and isinstance(inner, torch.nn.Module) and hasattr(inner, "module"):
         inner = inner.module
-    # a delegated method is its owner's
+    # a delegated method belongs to the wrapped model
     found: PreTrainedModel | None = getattr(getattr(inner, "set_attn_implementation", None), "__self__", None)
     if found is None:
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
@@ -35,12 +38,12 @@ def unwrap(model: Any) -> PreTrainedModel:
 
 
 def use_kvthaw_attention(model: PreTrainedModel) -> None:
-    """Set the model's attention function to kvthaw's. Raises UnsupportedModelError, with the reason, where that cannot work."""
+    """Set the model's attention function to kvthaw's. Raises UnsupportedModelError, with the reason, if that cannot work."""
     model = unwrap(model)
     name, config = type(model).__name__, model.config
     text = config.get_text_config(decoder=True)
     if text._attn_implementation == NAME:
-        if not hasattr(model, _BEFORE):  # its config is shared with a model that is served
+        if not hasattr(model, _BEFORE):  # it shares its config with a served model
             sharing = [getattr(other, _BEFORE) for other in _SERVED if _shares_config(model, other)]
             setattr(model, _BEFORE, sharing[0] if sharing else {"": model.get_correct_attn_implementation(None)})
         use_local_forwards(model)
@@ -90,7 +93,7 @@ def attends(model: PreTrainedModel) -> bool:
 
 
 def give_back_attention(model: PreTrainedModel) -> None:
-    """Set the model's attention function to what it was before kvthaw's, unless another model with the same config is served."""
+    """Restore the attention function from before kvthaw's, unless another model with the same config is served."""
     restore_forwards(model)
     before = vars(model).pop(_BEFORE, None)
     _SERVED.discard(model)

@@ -1,4 +1,4 @@
-"""The cache of a running batch, whose layers of every kind hold each sequence apart from the others."""
+"""The cache of a running batch. Its layers of every kind keep sequences apart."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from kvthaw.kernels.local import Span
 
 
 class BatchCache(Cache):
-    """A `Cache` of `max_seqs` sequences with room for `capacity` tokens each, which are filled one at a time and decoded together.
+    """A `Cache` of `max_seqs` sequences with room for `capacity` tokens each, which are prefilled one at a time and decoded
+    together.
 
-    Sliding-window and chunked layers keep a ring for each sequence. Layers of linear attention keep transformers' own states.
-    Raises UnsupportedModelError for a model with layers of another kind or on no device; otherwise as `Cache`.
+    Sliding-window and chunked layers keep a ring for each sequence. Layers of linear attention keep transformers' own
+    states. Raises UnsupportedModelError for a model with other kinds of layers or without a device; else as `Cache`.
     """
 
     def __init__(self, model: PreTrainedModel, method: str | Method, *, max_seqs: int, capacity: int, **settings: Any) -> None:
@@ -46,12 +47,12 @@ class BatchCache(Cache):
         self.kv.open(max_seqs, capacity)
 
     def swap_out(self, seq: int) -> Swapped:
-        """Move a sequence that is decoded to host memory; see kvthaw.cache.swap."""
+        """Move a decoding sequence to host memory; see kvthaw.cache.swap."""
         states = self.states.swapped_out(seq)
         return replace(swap_out(self.kv, seq), states=states)
 
     def swap_in(self, seq: int, swapped: Swapped) -> None:
-        """Have an empty sequence go on where one ended that was swapped out; see kvthaw.cache.swap."""
+        """Restore a swapped-out sequence into an empty slot; see kvthaw.cache.swap."""
         swap_in(self.kv, seq, swapped)
         self.states.swap_in(seq, swapped.states)
 
@@ -66,10 +67,10 @@ class BatchCache(Cache):
 
 
 class States:
-    """Convolution and recurrent states, of all sequences in one tensor each.
+    """Convolution and recurrent states of linear-attention layers, each in one tensor for all sequences.
 
-    While a prompt comes its sequence has layers of its own in the cache, so steps of the others leave them as they are; place()
-    copies what they hold to the sequence's rows. A decode step changes all rows in place: one that failed cannot be repeated.
+    During its prefill a sequence has layers of its own in the cache, so steps of the others do not change them. place()
+    copies their state to the sequence's rows. A decode step changes all rows in place, so a failed one cannot be repeated.
     """
 
     def __init__(self, layers: Layers, max_seqs: int) -> None:
@@ -79,12 +80,12 @@ class States:
         self._empty = copy.deepcopy(self._whole)
 
     def __bool__(self) -> bool:
-        """Whether the model has such layers."""
+        """Return whether the model has such layers."""
         return bool(self._whole)
 
     @contextmanager
     def filling(self, seq: int) -> Iterator[None]:
-        """Within it the model's forward goes on with the prompt of a sequence."""
+        """Context in which the model's forward continues the prompt of a sequence."""
         for i, layer in self._filling.setdefault(seq, copy.deepcopy(self._empty)).items():
             self._layers[i] = layer
         try:
@@ -95,7 +96,7 @@ class States:
 
     @torch.inference_mode(False)
     def place(self, seq: int) -> None:
-        """Let the next decode steps go on where the prompt of a sequence ended."""
+        """Copy a sequence's state after its prompt to the rows that decode steps use."""
         for i, layer in self._filling.pop(seq, {}).items():
             own = _tensors(layer)
             if not _tensors(self._whole[i]):
@@ -110,17 +111,17 @@ class States:
                 rows[seq].copy_(own[at][0])
 
     def swapped_out(self, seq: int) -> dict[Any, Tensor]:
-        """Return the states of a sequence that is decoded, in host memory."""
+        """Return the states of a decoding sequence, in host memory."""
         layers = self._whole.items()
         return {(i, at): rows[seq].to("cpu", copy=True) for i, layer in layers for at, rows in _tensors(layer).items()}
 
     def swap_in(self, seq: int, states: dict[Any, Tensor]) -> None:
-        """Have a sequence go on from such states."""
+        """Load such states into a sequence."""
         for (i, at), state in states.items():
             _tensors(self._whole[i])[at][seq].copy_(state)
 
     def clear(self, seq: int) -> None:
-        """Forget a sequence."""
+        """Drop a sequence."""
         self._filling.pop(seq, None)
         for layer in self._whole.values():
             for rows in _tensors(layer).values():
@@ -128,7 +129,7 @@ class States:
 
 
 def check_positions(model: PreTrainedModel, capacity: int) -> None:
-    """Refuse models whose positions end before the capacity, or depend on the rest of the batch."""
+    """Raise an error for models whose positions end before the capacity, or depend on the rest of the batch."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and capacity > limit:
         raise ConfigError(f"capacity is {capacity}; the model's positions end at {limit}")

@@ -42,10 +42,12 @@ def in_chunks(
 ) -> Callable[..., Any]:
     """Wrap a model's forward so that more than `chunk` new tokens go through it chunk by chunk. It returns the logits asked for.
 
-    The wrapper takes arguments by name. cache_of: returns the kvthaw cache behind a past_key_values, or None. names: of forward's
-    arguments. short: forward for at most one chunk; by default the model's. Some prompts go through in one pass, and the log says
-    why: if layers cannot continue after a chunk (linear attention), or if there are arguments other than tokens, positions, a 2-D
-    mask and a number of logits to keep.
+    The wrapper takes arguments by name.
+    cache_of: returns the kvthaw cache behind a past_key_values, or None.
+    names: of forward's arguments.
+    short: forward for at most one chunk; by default the model's. Some prompts go through in one pass, and the log says why:
+        if layers cannot continue after a chunk (linear attention), or if there are arguments other than tokens, positions,
+        a 2-D mask and a number of logits to keep.
     """
 
     def take(**given: Any) -> Any:

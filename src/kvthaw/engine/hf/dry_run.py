@@ -34,7 +34,10 @@ def dry_run(
     model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], batch: int, prompt: int, new_tokens: int, *, pinned: bool
 ) -> Needs:
     """Return what an empty `Cache` of a model takes for `batch` prompts of so many tokens and answers of at most `new_tokens`.
-    kv, layers: the cache's. pinned: rows on the host are page-locked."""
+
+    kv, layers: the cache's.
+    pinned: rows on the host are page-locked.
+    """
     tensors = partial(_tensors, model, batch, prompt)
     needs = cache_dry_run.dry_run(kv, tensors, batch, prompt, new_tokens, pinned=pinned)
     windows = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
@@ -57,7 +60,10 @@ def _tensors(model: PreTrainedModel, batch: int, tokens: int, layer: int) -> tup
 
 
 def weight_bytes(model: PreTrainedModel, tokens: int = 0) -> int:
-    """Return the bytes of a model's weights; tokens: of those that a step of so many tokens reads, which use few of the experts."""
+    """Return the bytes of a model's weights.
+
+    tokens: of those that a step of so many tokens reads, which use few of the experts.
+    """
     config = model.config.get_text_config(decoder=True)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((n for name in names if (n := getattr(config, name, None))), 0)

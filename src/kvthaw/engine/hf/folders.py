@@ -29,8 +29,11 @@ def working_folder(path: Path) -> Iterator[Path]:
 
 
 def clean(parent: Path, name: str | None = None) -> None:
-    """Delete what processes left behind in a folder that were killed while they saved there. name: of one cache, None: all. Where
-    one was killed between moving the old cache away and putting the new one there, put the new one there first."""
+    """Delete what processes left behind in a folder that were killed while they saved there.
+
+    name: of one cache, None: all. Where one was killed between moving the old cache away and putting the new one there, put
+        the new one there first.
+    """
     try:
         hidden = [path for path in parent.iterdir() if _LEFT.fullmatch(path.name)]
     except OSError:  # there is no folder, or it cannot be read now

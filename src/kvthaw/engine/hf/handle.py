@@ -166,8 +166,10 @@ class Forward:
         return self.make(None if tokens is None else (tokens.shape[0], tokens.shape[1] + _ANSWER))
 
     def _supplied(self, given: Any, call: Mapping[str, Any]) -> Any:
-        """Return the past_key_values that the model gets for one that was given: a kvthaw cache, or one with its layers. call: the
-        other arguments."""
+        """Return the past_key_values that the model gets for one that was given: a kvthaw cache, or one with its layers.
+
+        call: the other arguments.
+        """
         if given is None:
             config = self.model.config.get_text_config(decoder=True)
             use_cache = call.get("use_cache")
@@ -311,15 +313,17 @@ def attach(
 ) -> Handle:
     """Attend to an offloaded context: generate(), pipeline() and forward() of this model fetch only what each step needs.
 
-    Arguments as for `Cache`. A wrapper (PEFT, DistributedDataParallel, a compiled module) is attached through the model inside.
-    prefill_chunk: the most prompt tokens that go through the model at once; the KV before them is streamed back from the host, so
-    device memory does not grow with the prompt (but for dense_layers and what an index keeps there). capture: on a GPU, replay
-    decode steps as one CUDA graph, or as several with host searches between them; steps that cannot be captured, and all on a CPU,
-    run eagerly, and the logger kvthaw.engine.hf.replay says why. compile: compile the step with torch.compile first (a minute or
-    more, once), with a warning where that cannot be done. prefix_cache: prompts of one sequence begin with what it has of them, and
-    are kept in it, so that a conversation that is generated turn by turn prefills what is new; `Stats.cached_tokens` counts it.
-    progress: called as progress(done, total), in tokens, when a prompt begins and after every layer of every chunk of it; an error
-    that it raises ends the call of the model.
+    Arguments as for `Cache`. A wrapper (PEFT, DistributedDataParallel, a compiled module) is attached through the model
+    inside.
+    prefill_chunk: the most prompt tokens that go through the model at once; the KV before them is streamed back from the
+        host, so device memory does not grow with the prompt (but for dense_layers and what an index keeps there).
+    capture: on a GPU, replay decode steps as one CUDA graph, or as several with host searches between them; steps that
+        cannot be captured, and all on a CPU, run eagerly, and the logger kvthaw.engine.hf.replay says why.
+    compile: compile the step with torch.compile first (a minute or more, once), with a warning where that cannot be done.
+    prefix_cache: prompts of one sequence begin with what it has of them, and are kept in it, so that a conversation that is
+        generated turn by turn prefills what is new; `Stats.cached_tokens` counts it.
+    progress: called as progress(done, total), in tokens, when a prompt begins and after every layer of every chunk of it;
+        an error that it raises ends the call of the model.
 
     Continuations of up to sparse_queries tokens are decoded one by one through the index; longer ones, such as the next question of
     a chat, attend to all of the KV, streamed back from the host, and `Stats.dense_tokens` counts them.

@@ -21,7 +21,9 @@ _log = logging.getLogger(__name__)
 class KvDir:
     """Keeps the KV of prompts of one model in a folder, one saved cache each, so that a document is prefilled once.
 
-    A prompt is kept where less than half of it could be taken from what is there. warn: told of what cannot be used."""
+    A prompt is kept where less than half of it could be taken from what is there.
+    warn: told of what cannot be used.
+    """
 
     def __init__(self, folder: Path, warn: Callable[[str], None] = _log.warning) -> None:
         self.folder, self._warn = folder, warn
@@ -71,7 +73,10 @@ def fill(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], Non
 def keep(
     cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], None] = _log.warning, *, about: Any = None
 ) -> bool:
-    """Save a prompt that a cache holds. about: see `saving.save`. Returns whether it could be; why not is told."""
+    """Save a prompt that a cache holds.
+
+    about: see `saving.save`. Returns whether it could be; why not is told.
+    """
     try:
         save(cache.model, cache.kv, cache.layers, path, torch.tensor(ids), about)
     except OSError as error:

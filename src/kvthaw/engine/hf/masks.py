@@ -49,8 +49,10 @@ class LocalMask:
     """The mask of queries that attend to few tokens each, in the place of a tensor [B, 1, T, n] on its way through the model: it is
     made for a block of queries and the tokens that they may attend to, so time and memory are linear in the prompt.
 
-    make: transformers' function that makes masks, with what all blocks share; queries: their positions; start: the position of the
-    first key; size: how far back the first token of a query may lie, itself counted.
+    make: transformers' function that makes masks, with what all blocks share.
+    queries: their positions.
+    start: the position of the first key.
+    size: how far back the first token of a query may lie, itself counted.
     """
 
     make: Callable[..., Tensor]

@@ -50,11 +50,13 @@ def load(
 ) -> tuple[PreTrainedModel, Any]:
     """Return a causal language model, ready to decode, and its tokenizer.
 
-    name: "shipped", a local folder, a .gguf file, or an id on the Hugging Face hub. The weights of a .gguf file are stored as
-    numbers of dtype; its tokenizer and chat template come from the file. dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
-    device: as torch names it; None takes the GPU where there is one. tp: load this process's part of a model that so many
-    processes load, each on its own GPU. prepare: is called with the tokenizer before weights are read, and may refuse it. Raises
-    ConfigError, naming what was not found.
+    name: "shipped", a local folder, a .gguf file, or an id on the Hugging Face hub. The weights of a .gguf file are stored
+        as numbers of dtype; its tokenizer and chat template come from the file.
+    dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
+    device: as torch names it; None takes the GPU where there is one.
+    tp: load this process's part of a model that so many processes load, each on its own GPU.
+    prepare: is called with the tokenizer before weights are read, and may refuse it. Raises ConfigError, naming what was
+        not found.
     """
     where = find_device(device)
     kind = read_dtype(dtype, cuda=where.type == "cuda")

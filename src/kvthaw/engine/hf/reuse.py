@@ -17,8 +17,10 @@ def reusing(
 ) -> Callable[..., Any]:
     """Wrap a forward that takes arguments by name, so that a prompt goes through it from where the prefix cache ends, and is kept.
 
-    That is the first prompt of a cache, of one sequence without padding, at the positions from 0 on, of which the last token's
-    logits are asked for, and which could go through in chunks. cache_of, names: as for in_chunks()."""
+    That is the first prompt of a cache, of one sequence without padding, at the positions from 0 on, of which the last
+    token's logits are asked for, and which could go through in chunks.
+    cache_of, names: as for in_chunks().
+    """
 
     def take(**given: Any) -> Any:
         cache, ids, mask = cache_of(given.get("past_key_values")), given.get("input_ids"), given.get("attention_mask")

@@ -52,7 +52,11 @@ _AT_ONCE = 8  # files written at a time, or read where there are no more cores
 
 
 def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path, token_ids: Tensor, about: Any = None) -> None:
-    """See `Cache.save`. layers: transformers' own of the cache, by number. about: what the header says of it beside, as JSON."""
+    """See `Cache.save`.
+
+    layers: transformers' own of the cache, by number.
+    about: what the header says of it beside, as JSON.
+    """
     tokens = torch.as_tensor(token_ids).reshape(-1, torch.as_tensor(token_ids).shape[-1]).cpu()
     held = [kv.sequences.count, kv.sequences.padded_length]
     if list(tokens.shape) != held:
@@ -87,7 +91,10 @@ def write_folder(model: PreTrainedModel, path: Path, about: Mapping[str, Any], p
 
 
 def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path) -> None:
-    """See `Cache.load`; the cache is empty, and of no use where this raises. layers: transformers' own of the cache, by number."""
+    """See `Cache.load`; the cache is empty, and of no use where this raises.
+
+    layers: transformers' own of the cache, by number.
+    """
     header = check_header(model, path)
     left_pad, tokens = header["left_pad"], len(header["token_ids"][0])
     held, rebuilt = read_layers(path, header, kv, model.device), dict[int, bool]()
@@ -140,8 +147,10 @@ class SavedLayer:
     def read(
         cls, path: Path, header: Mapping[str, Any], number: int, kv: KVCache, device: torch.device, taking: threading.Lock
     ) -> SavedLayer:
-        """Read a layer into blocks on the host. taking: held while they are allocated. Raises CacheError for a file that is not
-        what was saved."""
+        """Read a layer into blocks on the host.
+
+        taking: held while they are allocated. Raises CacheError for a file that is not what was saved.
+        """
         file, scale = _file(path, header, number), header["files"][_name(number)]["scale"]
         tensors = file.tensors
         seqs = range(len(header["left_pad"]))
