@@ -342,8 +342,8 @@ def test_masks_of_a_step(name: str, attached: bool, method: str) -> None:
     less[1, 19] = 1
     cases = {
         "on the left only": hole,
-        "hides 21 tokens of row 1, of which the cache knows 20": more,
-        "hides 19 tokens of row 1, of which the cache knows 20": less,
+        "hides 21 tokens of row 1; the cache knows 20": more,
+        "hides 19 tokens of row 1; the cache knows 20": less,
         "covers 7 tokens; it must cover the 60 in the cache and 1 new": good[:, :7],
         "covers 62 tokens": torch.cat((good, good[:, -1:]), dim=1),
     }
@@ -373,7 +373,7 @@ def test_padding_that_changes(llama: PreTrainedModel) -> None:
     mask = torch.cat((batch["attention_mask"], torch.ones_like(more)), dim=1)
     wrong = mask.clone()
     wrong[1, 20] = 0
-    with pytest.raises(CacheError, match=r"hides 21 tokens of row 1, of which the cache knows 20"):
+    with pytest.raises(CacheError, match=r"hides 21 tokens of row 1; the cache knows 20"):
         forward(llama, cache, more, wrong)
     twin = kvthaw.Cache(llama, "oracle", budget=64)
     forward(llama, twin, batch["input_ids"], batch["attention_mask"])

@@ -1,7 +1,8 @@
-"""The adapter to Hugging Face transformers: the only package that imports it.
+"""The adapter to Hugging Face transformers, and the only package that imports it.
 
-`layer.py` and `cache.py` are the model's cache and attention function, which `attention.py` sets; `handle.py` attaches a model,
-`chunks.py` and `replay.py` are its forward then; `hooks.py` serves methods that need more than q, k and v; `model.py` loads models.
+`layer.py` and `cache.py` are the model's cache and attention function, which `attention.py` installs. `handle.py` attaches
+a model, whose forward `chunks.py` and `replay.py` then are. `hooks.py` serves methods that need more than q, k and v.
+`model.py` loads models.
 """
 
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel

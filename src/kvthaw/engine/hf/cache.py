@@ -1,4 +1,4 @@
-"""A cache that transformers takes for its own."""
+"""A KV cache that transformers accepts as past_key_values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from kvthaw.methods.auto import Limits, candidates, fastest, find
 from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
-_LONGEST = 131072  # tokens for which a method is chosen where the model has positions for more, or does not say
+_LONGEST = 131072  # tokens to choose a method for, if the model has more positions or does not say
 
 
 class Cache(DynamicCache):
@@ -64,12 +64,14 @@ class Cache(DynamicCache):
     No gradients flow through it.
 
     model: a decoder whose attention goes through transformers' AttentionInterface.
-    method: a name in METHODS or a Method. Further keyword arguments are the method's options. "auto" takes full attention while
-        all KV lies on the device and measurements say that it is faster (`kvthaw.methods.auto`). Then "auto" takes the best index:
-        thaw on a GPU, icecache-digest on a CPU. It takes the next of pariskv-plus, clusterkv-plus and icecache-digest where an
-        index does not fit a GPU beside the weights. It sets device_memory to "auto" unless the caller gives one.
-    sized_for: how many rows must fit, and how many tokens each has. None: one row of all positions of the model, at most 131,072.
-    budget to kv_dtype: see `kvthaw.config.CacheConfig`; full_below None is where kvthaw measured it, under "auto".
+    method: a name in METHODS or a Method. Further keyword arguments are the method's options. "auto" takes full attention
+        while all KV lies on the device and measurements say that it is faster (`kvthaw.methods.auto`). Then "auto" takes
+        the best index: thaw on a GPU, icecache-digest on a CPU. It takes the next of pariskv-plus, clusterkv-plus and
+        icecache-digest if an index does not fit a GPU together with the weights. It sets device_memory to "auto" unless the
+        caller gives one.
+    sized_for: how many rows must fit, and how many tokens each has. None: one row of all positions of the model, at most
+        131,072. budget to kv_dtype: see `kvthaw.config.CacheConfig`; full_below None is where kvthaw measured it, under
+        "auto".
 
     `Stats.method` and `Stats.reason` tell what is in force and why. The log tells when that changes.
 
@@ -138,7 +140,7 @@ class Cache(DynamicCache):
         for dim in {head_dim(of_layer(config, layer.number)) for layer in self.kv.chooser.by_method.values()}:
             index = try_index(chosen, dim, model.dtype, softcap)
         self.blocks_stay = stays_on_host(chosen, index, model.device)
-        """Why blocks stay on the host whatever room the device has; None where they need not."""
+        """Why blocks stay on the host even if the device has room; None if they need not."""
         self._no_effect = no_effect(given, self.settings, self.blocks_stay, full, model.device)
         for name, why in self._no_effect.items():
             _log.info("%s has no effect: %s", name, why)
@@ -158,12 +160,12 @@ class Cache(DynamicCache):
                 layer.rotary = turns.setdefault(kind, rotary(model, kind))
 
     def _windows(self, config: Any) -> dict[int, Span]:
-        """Return which sliding-window layers kvthaw serves, and to what each attends: none, transformers does that."""
+        """Return the sliding-window layers that kvthaw serves, with their spans: none here, transformers serves them."""
         return {}
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model that the cache is of. Raises CacheError where it is gone."""
+        """The model of this cache. Raises CacheError if it is gone."""
         model = self._shared.model()
         if model is None:
             raise CacheError("the model of this cache is gone")
@@ -176,20 +178,26 @@ class Cache(DynamicCache):
 
     @property
     def foreign(self) -> list[str]:
-        """Types of layers that are neither kvthaw's nor plain attention, whose state a later chunk may not take up. Layers that
-        share another's KV hold none."""
+        """Types of layers that are neither kvthaw's nor plain attention. A later chunk may not be able to continue their
+        state.
+
+        Layers that share another layer's KV hold none, so they do not count.
+        """
         plain = (CacheLayer, DynamicLayer, DynamicSlidingWindowLayer)
         held = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)]
         return [type(layer).__name__ for layer in held if type(layer) not in plain]
 
     @property
     def prefills_whole(self) -> bool:
-        """Whether a prompt goes through the model at once: linear attention may not continue where a chunk ended."""
+        """Whether a prompt must go through the model at once: linear attention may not continue after a chunk."""
         return bool(self.foreign)
 
     def prompt(self, tokens: int) -> AbstractContextManager[None]:
-        """Within it the next `tokens` tokens of each row (padding included) are one prompt, in chunks of any size: what does not
-        fit is refused with the first, all are attended to densely, and what is better indexed whole is, with the last."""
+        """Context in which the next `tokens` tokens of each row, padding included, are one prompt in chunks of any size.
+
+        A prompt that does not fit is refused with its first chunk. All its tokens attend densely. Indexes that are better
+        built at once are built with the last chunk.
+        """
         return self.kv.sequences.prompt(tokens)
 
     def activate_past_recording(self) -> None:
@@ -199,18 +207,22 @@ class Cache(DynamicCache):
 
     @torch.inference_mode(False)  # blocks outlive the caller's mode
     def reserve(self, tokens: int) -> None:
-        """Allocate the host memory that the next tokens take, if they are decoded through the index. Raises HostMemoryError before
-        anything has changed."""
+        """Allocate the host memory of the next tokens, if they are decoded through the index. Raises HostMemoryError before
+        anything changes."""
         reserve(self.kv.offloaded, self.kv.sequences, tokens)
 
     def check_finite(self) -> None:
-        """Raise CacheError, with the layer, if the model gave keys or values that are not finite while decoding: on a CPU at the
-        next call, on a GPU some steps later, since the host waits for nothing. Cleared by crop() and reset()."""
+        """Raise CacheError, with the layer, if the model gave keys or values that are not finite while decoding.
+
+        On a CPU this call reports the latest step. On a GPU it reports some steps later, since the host does not wait.
+        crop() and reset() clear the error.
+        """
         self.kv.finite.look(self.kv.layers)
 
     @contextmanager
     def verification(self) -> Iterator[None]:
-        """Within it, new tokens are candidates of assisted decoding: however many they are, each is decoded through the index."""
+        """Context in which new tokens are candidates of assisted decoding: each is decoded through the index, however many
+        there are."""
         self.kv.sequences.verifying = True
         try:
             yield
@@ -224,24 +236,28 @@ class Cache(DynamicCache):
         self._shared.read_mask(own, sequences.count, sequences.padded_length, 1)
 
     def reset(self) -> None:
-        """Forget everything, and the captured step, which holds what it reads."""
+        """Drop all tokens, and the captured step with the tensors that it reads."""
         self._shared.empty_others()
         super().reset()
         self.replay = None
 
     def wait(self) -> None:
-        """Until every token is offloaded and indexed; raises what went wrong on the way."""
+        """Wait until every token is offloaded and indexed. Raises the error of any job that failed."""
         self.kv.wait()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens; a positive number is taken as the installed transformers takes it. Raises
-        CacheError, with every layer as it was, where one cannot."""
+        """Drop the last -tokens_to_remove tokens. A positive number means what it means in the installed transformers.
+
+        Raises CacheError, with every layer unchanged, if a layer cannot.
+        """
         self._shared.check_crop(max(0, -int(tokens_to_remove)))  # before any layer, also one of transformers' own
         super().crop(tokens_to_remove)
 
     def keep(self, length: int) -> None:
-        """Keep the first `length` tokens of every row, padding included, and forget those behind, if there are any. Raises
-        CacheError, with every layer as it was, where one cannot."""
+        """Keep the first `length` tokens of every row, padding included, and drop the rest.
+
+        Raises CacheError, with every layer unchanged, if a layer cannot.
+        """
         check_type(int, length=length)
         at_least(0, length=length)
         if length < self.get_seq_length():  # a sliding window of transformers' own cannot even crop(0)
@@ -256,10 +272,14 @@ class Cache(DynamicCache):
 
     @torch.inference_mode(False)
     def fork(self, method: str | Method, **settings: Any) -> Cache:
-        """Return a cache of the same tokens under another method or budget (one prefill serves many). Settings as in the
-        constructor; those not given are this cache's, the budget included, but for dense_layers, which are the method's if this
-        cache was made without. The two are independent afterwards; what is offloaded for the forks of a dense cache is offloaded
-        once and stays on the host with that cache."""
+        """Return a cache with the same tokens under another method or budget, so that one prefill serves many.
+
+        The two caches are independent afterwards. Rows of a dense cache are offloaded once for all its forks, and stay on
+        the host with that cache.
+
+        settings: as for the constructor. Settings not given are inherited, the budget included. dense_layers is the
+            method's unless this cache was given it.
+        """
         model, mine = self.model, self.settings
         kv_dtype = None if find(method, model.device)[0].dense else mine.kv_dtype
         inherited = replace(
@@ -277,12 +297,15 @@ class Cache(DynamicCache):
         return twin
 
     def save(self, path: str | Path, token_ids: Tensor | Sequence[int]) -> None:
-        """Save the keys and values of all tokens in a folder, in the place of what is there.
+        """Save the keys and values of all tokens in a folder, and replace the folder if it exists.
 
-        token_ids: those that the cache holds, [T] or [B, T] with the padding; its loader compares a prompt with them.
-        IceCache's trees, which are slow to build, are saved too, for loading under the same method and options; other indexes are
-        rebuilt, under any method, and the log says so. Raises CacheError for other token ids, and where tokens have been evicted
-        or layers have a state of another kind. A crash at any time leaves the old folder, none, or the new one."""
+        IceCache's trees, which are slow to build, are saved for loading under the same method and options. Other indexes
+        are rebuilt under any method, and the log says so. A crash at any time leaves the old folder, none, or the new one.
+
+        Raises CacheError for other token ids, if tokens have been evicted, or if layers have another kind of state.
+
+        token_ids: the tokens in the cache, [T], or [B, T] with padding. load() compares a prompt with them.
+        """
         if self.foreign:
             raise CacheError(f"the model has a {self.foreign[0]}, whose state cannot be saved")
         saving.save(self.model, self.kv, self.layers, Path(path), torch.as_tensor(token_ids))
@@ -290,10 +313,11 @@ class Cache(DynamicCache):
     @classmethod
     @torch.inference_mode(False)
     def load(cls, path: str | Path, model: PreTrainedModel, method: str | Method = AUTO, **settings: Any) -> Cache:
-        """Return a cache of the tokens that a folder holds. Arguments as for the constructor.
+        """Return a cache with the tokens of a saved folder. Arguments as for the constructor.
 
-        Raises CacheError, and reads nothing into a cache, for a folder that is damaged in any way and for another model: class,
-        config, dtype or weights."""
+        Raises CacheError for a folder that is damaged in any way, and for another model: class, config, dtype or weights.
+        Nothing is loaded then.
+        """
         cache = cls(model, method, **settings)
         saving.load(cache.model, cache.kv, cache.layers, Path(path))
         return cache
@@ -310,15 +334,16 @@ class Cache(DynamicCache):
                 mine.remember_module(module)
 
     def needs(self, batch: int, prompt: int, new_tokens: int, *, pinned: bool) -> Needs:
-        """Return what an empty cache would take for `batch` prompts of `prompt` tokens and answers of at most `new_tokens`.
+        """Return the memory of an empty cache for `batch` prompts of `prompt` tokens and answers of at most `new_tokens`.
 
-        The cache is of no use afterwards.
+        The cache is unusable afterwards.
 
-        pinned: whether the cache pins its host memory."""
+        pinned: whether the cache pins its host memory.
+        """
         return dry_run(self.model, self.kv, self.layers, batch, prompt, new_tokens, pinned=pinned)
 
     def stats(self) -> Stats:
-        """Return what the cache holds and did so far. Waits for the device."""
+        """Return statistics of the cache's content and work. Waits for the device."""
         stats, replay = replace(self.kv.stats(), no_effect=dict(self._no_effect)), self.replay
         if self._passed_over and stats.method == self.settings.method.name:
             stats = replace(stats, reason="; ".join(filter(None, (stats.reason, self._passed_over))))
@@ -330,9 +355,10 @@ class Cache(DynamicCache):
 
 
 def sequence_bytes(model: PreTrainedModel, method: str | Method, capacity: int, **settings: Any) -> int:
-    """Return how many bytes of the device a sequence of a running batch takes under the method, its rows on the host.
+    """Return the device bytes that a sequence of a running batch takes under the method, with its rows on the host.
 
-    settings: as for `Batch`."""
+    settings: as for `Batch`.
+    """
     cache = Cache(model, method, **settings | {"full_below": 0, "device_memory": 0})
     cache.kv.sequences.room = capacity
     return cache.needs(1, capacity, 0, pinned=False).device
@@ -345,9 +371,10 @@ def _that_fits(
     sized_for: tuple[int, int] | None,
     config: CacheConfig,
 ) -> tuple[Method, str]:
-    """Return the fastest of some methods that fits, and why it is not the first.
+    """Return the fastest of `methods` that fits, and why it is not the first.
 
-    layers: how many keep KV of all tokens."""
+    layers: number of layers that keep KV of all tokens.
+    """
     processes, own = ranks(model), model.config.get_text_config(decoder=True)
     memory = DeviceMemory(config.device_memory or "auto", (), processes)
     memory.resolve(model.device)

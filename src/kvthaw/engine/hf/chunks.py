@@ -1,7 +1,7 @@
 """Send long prompts through the model in chunks.
 
-Each chunk attends to itself and to the KV before it, streamed back from the host (`kvthaw.cache.kv_prefetcher`), so the device
-holds one chunk's activations and a few runs of KV for a prompt of any length. The result is that of one pass.
+Each chunk attends to itself and to the KV before it, streamed back from the host (`kvthaw.cache.kv_prefetcher`). For a
+prompt of any length the device holds only one chunk's activations and a few runs of KV. The result is that of one pass.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from kvthaw.engine.hf.cache import Cache
 
 CHUNK = 16384
-"""Tokens of a prompt per forward pass. For an 8B model, attention takes longer than the transfer of earlier KV from 3,000 on,
-matrix products run at full speed, and activations take 2 GB."""
+"""Tokens of a prompt per forward. For an 8B model, attention takes longer than the transfer of earlier KV from 3,000 tokens
+on. At this size matrix products run at full speed, and activations take 2 GB."""
 
 _log = logging.getLogger(__name__)
 _WITH_TOKENS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "cache_position": 0}
@@ -27,8 +27,10 @@ _AS_THEY_ARE = {"past_key_values", "use_cache", "return_dict"}
 
 
 def spans(tokens: int, chunk: int) -> list[tuple[int, int]]:
-    """Split a prompt into chunks of one size, so that few shapes occur, but for the first, which may be shorter: indexes on the
-    host are built beside the last one, and a short one would hide little of that."""
+    """Split a prompt into chunks of one size, except for the first, which may be shorter.
+
+    Equal chunks mean few shapes. The short chunk comes first, because indexes on the host are built during the last one.
+    """
     return [(max(0, stop - chunk), stop) for stop in reversed(range(tokens, 0, -chunk))]
 
 
@@ -40,14 +42,16 @@ def in_chunks(
     names: Collection[str],
     short: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Wrap a model's forward so that more than `chunk` new tokens go through it chunk by chunk. It returns the logits asked for.
+    """Wrap a model's forward so that more than `chunk` new tokens go through it chunk by chunk. It returns the requested
+    logits.
 
-    The wrapper takes arguments by name.
+    The wrapper takes arguments by name. Some prompts go through in one pass, and the log says why. Layers that cannot
+    continue after a chunk (linear attention) require it. So do arguments other than tokens, positions, a 2-D mask and a
+    number of logits to keep.
+
     cache_of: returns the kvthaw cache behind a past_key_values, or None.
-    names: of forward's arguments.
-    short: forward for at most one chunk; by default the model's. Some prompts go through in one pass, and the log says why:
-        if layers cannot continue after a chunk (linear attention), or if there are arguments other than tokens, positions,
-        a 2-D mask and a number of logits to keep.
+    names: names of forward's arguments.
+    short: forward for at most one chunk; by default the model's.
     """
 
     def take(**given: Any) -> Any:
@@ -57,7 +61,7 @@ def in_chunks(
         candidates = 0 if cache is None or tokens == 1 else drafted(given, cache)
         if cache is None or (tokens <= chunk and not candidates):
             if cache is not None:
-                cache.reserve(tokens)  # before a layer that is not kvthaw's has taken them
+                cache.reserve(tokens)  # before a layer that is not kvthaw's appends them
             out = (short or forward)(**given)
             if cache is not None:
                 cache.check_finite()
@@ -71,7 +75,7 @@ def in_chunks(
         # A tensor or a number, as transformers takes it.
         wanted = torch.arange(tokens)[keep.cpu() if isinstance(keep, Tensor) else slice(-keep, None)]
         logits: list[Tensor] = []
-        places: list[Tensor] = []  # of those logits among the wanted
+        places: list[Tensor] = []  # their places among the wanted logits
 
         def run(parts: list[tuple[int, int]]) -> Any:
             for start, stop in parts:
@@ -87,7 +91,7 @@ def in_chunks(
             return out
 
         prompt = tokens - candidates
-        if prompt == 1 and before:  # a token that was generated: a decode step, like the candidates behind it
+        if prompt == 1 and before:  # a generated token: a decode step, like the candidates after it
             prompt = 0
         if prompt:
             with cache.prompt(prompt) if prompt > chunk else nullcontext():
@@ -109,8 +113,8 @@ def in_chunks(
 
 
 def drafted(given: dict[str, Any], cache: Cache) -> int:
-    """Count the candidates of assisted decoding among the new tokens, at their end: it asks for the logits of each and of the token
-    before them."""
+    """Count the candidates of assisted decoding at the end of the new tokens. It requests the logits of each, and of the token
+    before."""
     keep = given.get("logits_to_keep")
     return keep - 1 if cache.rolls_back and isinstance(keep, int) and keep > 1 else 0
 
@@ -121,7 +125,7 @@ def columns_of(given: dict[str, Any]) -> dict[str, int]:
 
 
 def reason_for_one_pass(given: dict[str, Any], cache: Cache, names: Collection[str]) -> str | None:
-    """Return why a prompt must go through in one pass, None if it need not."""
+    """Return why a prompt must go through in one pass; None if it need not."""
     if "logits_to_keep" not in names:
         return "the model does not take a number of logits_to_keep"
     if cache.foreign:

@@ -1,4 +1,4 @@
-"""What a model's cache will hold, of the config alone: model and cache are made on torch's meta device."""
+"""Memory of a model's cache from the config alone: model and cache are created on torch's meta device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def of_layer(config: Any, layer: int) -> Any:
 
 
 def head_dim(config: Any) -> int:
-    """Return the dimensions of a layer's keys, by its config."""
+    """Return the dimension of a layer's keys, from its config."""
     dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return dim
 
@@ -33,10 +33,10 @@ def head_dim(config: Any) -> int:
 def dry_run(
     model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], batch: int, prompt: int, new_tokens: int, *, pinned: bool
 ) -> Needs:
-    """Return what an empty `Cache` of a model takes for `batch` prompts of so many tokens and answers of at most `new_tokens`.
+    """Return the memory of an empty `Cache` for `batch` prompts of `prompt` tokens and answers of at most `new_tokens`.
 
     kv, layers: the cache's.
-    pinned: rows on the host are page-locked.
+    pinned: whether rows on the host are pinned.
     """
     tensors = partial(_tensors, model, batch, prompt)
     needs = cache_dry_run.dry_run(kv, tensors, batch, prompt, new_tokens, pinned=pinned)
@@ -62,7 +62,7 @@ def _tensors(model: PreTrainedModel, batch: int, tokens: int, layer: int) -> tup
 def weight_bytes(model: PreTrainedModel, tokens: int = 0) -> int:
     """Return the bytes of a model's weights.
 
-    tokens: of those that a step of so many tokens reads, which use few of the experts.
+    tokens: only count what a step of this number of tokens reads, which uses few of the experts; 0: all weights.
     """
     config = model.config.get_text_config(decoder=True)
     names = ("num_experts", "num_local_experts", "n_routed_experts")

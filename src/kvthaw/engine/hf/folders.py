@@ -1,4 +1,4 @@
-"""Folders that stand in their places whole or not at all, and are their owner's alone."""
+"""Folders that are replaced atomically and that only their owner may read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 OWN = 0o700
-"""Mode of a folder that its owner alone may read."""
+"""Mode of a folder that only its owner may read."""
 _LEFT = re.compile(r"\.(.+)\.[a-z0-9_]{8}")  # the name of a working folder, by tempfile
 
 
 @contextmanager
 def working_folder(path: Path) -> Iterator[Path]:
-    """Make a folder beside a place and lock it until it is deleted. Delete those whose process is gone, and its lock with it."""
+    """Create a temporary folder next to `path`, locked until it is deleted. Folders of dead processes for this path are
+    cleaned up first."""
     clean(path.parent, path.name)
     folder, lock = _new_folder(path)
     try:
@@ -29,14 +30,15 @@ def working_folder(path: Path) -> Iterator[Path]:
 
 
 def clean(parent: Path, name: str | None = None) -> None:
-    """Delete what processes left behind in a folder that were killed while they saved there.
+    """Delete what processes left in a folder when they were killed during a save.
 
-    name: of one cache, None: all. Where one was killed between moving the old cache away and putting the new one there, put
-        the new one there first.
+    If a process was killed between moving the old cache away and the new one in, moves the new one in first.
+
+    name: of one cache; None: all.
     """
     try:
         hidden = [path for path in parent.iterdir() if _LEFT.fullmatch(path.name)]
-    except OSError:  # there is no folder, or it cannot be read now
+    except OSError:  # the folder does not exist or cannot be read now
         return
     for left in hidden:
         own = _LEFT.fullmatch(left.name)[1]  # type: ignore[index]  # it matched
@@ -48,8 +50,10 @@ def clean(parent: Path, name: str | None = None) -> None:
 
 
 def delete_folder(path: Path) -> None:
-    """Delete a saved cache, where there is one, and what saves of it left behind. Raises OSError where files remain; a cache that
-    could not be moved or deleted is in its place again, as far as it is whole."""
+    """Delete a saved cache, if there is one, and leftovers of saves of it.
+
+    Raises OSError if files remain. A cache that could not be deleted is moved back, as far as it is complete.
+    """
     if not os.path.lexists(path):
         clean(path.parent, path.name)
         return
@@ -65,7 +69,7 @@ def delete_folder(path: Path) -> None:
 
 
 def _new_folder(path: Path) -> tuple[Path, int]:
-    """Return a new folder beside a place and its lock. Make another where clean() of another process took it before its lock."""
+    """Create a new folder next to `path` and lock it. Repeats if another process's clean() deleted it before the lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         with suppress(FileNotFoundError, BlockingIOError):
@@ -77,7 +81,7 @@ def _new_folder(path: Path) -> tuple[Path, int]:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock. Raises BlockingIOError where another holds it."""
+    """Hold a folder's lock. Raises BlockingIOError if another process holds it."""
     handle = _locked(folder)
     try:
         yield
@@ -86,7 +90,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def _locked(folder: Path) -> int:
-    """Return what holds a folder's lock until it is closed. Raises BlockingIOError where another holds it."""
+    """Return a handle that holds a folder's lock until it is closed. Raises BlockingIOError if another process holds it."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +101,8 @@ def _locked(folder: Path) -> int:
 
 
 def put(new: Path, path: Path, old: Path) -> None:
-    """Rename a folder to its place. What is there is moved aside first, so that there is the old one, none, or the new one."""
+    """Rename a folder to its final path. An existing one is moved aside first, so readers find the old one, none, or the new
+    one."""
     try:
         if path.exists():
             os.rename(path, old)
@@ -110,7 +115,7 @@ def put(new: Path, path: Path, old: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have what is in a file or a folder be on the disk."""
+    """Flush a file or a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,8 +1,8 @@
-"""Run what stands between a model's matrix products in one launch each: norms, rotary positions, gates.
+"""Run the operations between a model's matrix products in one launch each: norms, rotary positions, gates.
 
-transformers computes these with about 35 launches a layer. They move 480 GB for a prompt of 36k tokens of an 8B model, and stand
-between the products of a captured step. Within `fused` the modules that compute exactly what a kernel computes have that kernel.
-A module qualifies by its code: it is compared with that of transformers' Llama, which most decoders share.
+transformers launches about 35 kernels per layer for them. They move 480 GB for a prompt of 36k tokens of an 8B model, and
+lie between the products of a captured step. Inside `fused`, modules whose code computes what a kernel computes use that
+kernel. A module qualifies by its code, which is compared with transformers' Llama, which most decoders share.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROTATES = "apply_rotary_pos_emb"
 _Forward = Callable[..., Any]
 _KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, list[tuple[weakref.ref[Module], _Forward]]] = weakref.WeakKeyDictionary()
-"""The modules of a model that have kernels, and their forwards with them: looking for them takes a millisecond."""
+"""Modules of a model that have kernels, with their new forwards. Finding them takes a millisecond."""
 
 
 @contextmanager
 def fused(model: PreTrainedModel) -> Iterator[None]:
-    """Within it the modules of a model on a GPU compute by kernels. Modules that have a forward of their own keep it."""
+    """Context in which modules of a model on a GPU use the kernels. A module that has an instance forward keeps it."""
     if not _on_gpu(model):
         yield
         return
@@ -61,7 +61,7 @@ def fusing(model: PreTrainedModel, forward: _Forward) -> _Forward:
 
 @contextmanager
 def swapped(forwards: list[tuple[Module, _Forward]]) -> Iterator[None]:
-    """Within it modules have these forwards. A module that has a forward of its own keeps it."""
+    """Context in which modules have these forwards. A module that has an instance forward keeps it."""
     mine = [(vars(module), module, forward) for module, forward in forwards if "forward" not in vars(module)]
     for own, module, forward in mine:
         own["forward"] = types.MethodType(forward, module)
@@ -73,7 +73,7 @@ def swapped(forwards: list[tuple[Module, _Forward]]) -> Iterator[None]:
 
 
 def find(model: PreTrainedModel) -> list[tuple[weakref.ref[Module], _Forward]]:
-    """Return the modules of a model whose forward has a kernel, and that forward."""
+    """Return the modules of a model whose forward has a kernel, with that forward."""
     rotating: dict[type[Module], _Forward | None] = {}
     found = list[tuple[weakref.ref[Module], _Forward]]()
     for module in model.modules():
@@ -98,7 +98,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _computes(function: Any) -> tuple[Any, ...] | None:
-    """Return what a function of Python computes: its code without names of variables and its docstring."""
+    """Return the code of a Python function without names of variables and its docstring."""
     code = getattr(function, "__code__", None)
     if code is None:
         return None
@@ -106,7 +106,7 @@ def _computes(function: Any) -> tuple[Any, ...] | None:
 
 
 def _rotating(forward: Any) -> _Forward | None:
-    """Return an attention's forward whose rotary positions are the kernel's, None if it has others or none."""
+    """Return an attention's forward with the kernel's rotary positions; None if it has other rotary positions or none."""
     code, known = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     turn: Any = known.get(_ROTATES)
     if code is None or _ROTATES not in code.co_names or not _same(turn, llama.apply_rotary_pos_emb):
@@ -121,7 +121,7 @@ def _rotating(forward: Any) -> _Forward | None:
 
 
 def _turned(plain: _Forward) -> _Forward:
-    """Return a function that rotates queries and keys by the kernel, and by `plain` what the kernel does not take."""
+    """Return a function that rotates queries and keys with the kernel, or with `plain` where the kernel does not apply."""
 
     def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         if unsqueeze_dim == 1 and _inference(q) and q.ndim == 4 and serves(q, k, cos, sin):
@@ -133,7 +133,7 @@ def _turned(plain: _Forward) -> _Forward:
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
-    """Normalise by the kernel where it takes such rows."""
+    """Normalise with the kernel if it supports these rows."""
     x = hidden_states
     weight = self.weight
     here = type(weight) is Parameter and weight.device == x.device
@@ -144,7 +144,7 @@ def _norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
-    """Multiply gate and up projections by the kernel where it takes them."""
+    """Multiply gate and up projections with the kernel if it supports them."""
     gate, up = self.gate_proj(x), self.up_proj(x)
     like = gate.shape == up.shape and gate.dtype == up.dtype
     if _inference(gate) and like and gate.is_contiguous() and up.is_contiguous():
@@ -153,5 +153,5 @@ def _mlp(self: Any, x: Tensor) -> Tensor:
 
 
 def _inference(x: Tensor) -> bool:
-    """Return whether a tensor is a plain one of a dtype of the kernels, and no gradient is recorded for it."""
+    """Return whether a tensor is a plain one, of a dtype that the kernels support, without a gradient."""
     return type(x) is Tensor and x.dtype in _DTYPES and not (torch.is_grad_enabled() and x.requires_grad)

@@ -1,4 +1,4 @@
-"""Models in one .gguf file: what is asked of the file before transformers reads it, and what it is to do with the weights."""
+"""Models in one .gguf file: checks of the file before transformers reads it, and options for reading its weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from transformers.utils.quantization_config import GgufConfig
 from kvthaw.errors import ConfigError
 
 BROKEN = (struct.error, IndexError, KeyError, NotImplementedError, OverflowError, RuntimeError)
-"""What transformers raises, beside OSError and ValueError, for a file that was cut or holds what it does not know."""
+"""Errors, besides OSError and ValueError, that transformers raises for a truncated file or one with unknown content."""
 _NEEDED = ("gguf", "accelerate")
 _SPLIT = b"split.count"
 
 
 def check(path: Path, name: str) -> None:
-    """Raise ConfigError for a file that cannot be read as a whole model, and where a package that reads it is missing."""
+    """Raise ConfigError for a file that is no complete model, and if a package that reads it is missing."""
     with path.open("rb") as file:
         head = file.read(1 << 16)
     if head[:4] != b"GGUF":
@@ -34,19 +34,19 @@ def check(path: Path, name: str) -> None:
 
 
 def weights() -> dict[str, Any]:
-    """Return what from_pretrained is told: to store weights as numbers, in which all of a model's code can compute."""
+    """Return arguments of from_pretrained that dequantize the weights, so that all of a model's code can compute with them."""
     return {"quantization_config": GgufConfig(dequantize=True), "output_loading_info": True}
 
 
 def check_loaded(info: dict[str, Any], name: str) -> None:
-    """Raise ConfigError for a file that lacked weights, which transformers draws at random."""
+    """Raise ConfigError if the file lacked weights, which transformers initialises at random."""
     lacking = sorted(info["missing_keys"])
     if lacking:
         raise ConfigError(f"model is {name!r}; it lacks {len(lacking):,} weights of that kind of model, such as {lacking[0]}")
 
 
 def _parts(head: bytes) -> int:
-    """Return into how many files a model was split, from the key and its 16-bit value."""
+    """Return the number of files that a model was split into, from the key and its 16-bit value."""
     at = head.find(_SPLIT)
     if at < 0 or len(head) < at + len(_SPLIT) + 6:
         return 1

@@ -37,9 +37,9 @@ from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
 _BEHIND = "_kvthaw_cache"
-"""The attribute of a DynamicCache that keeps the kvthaw cache whose layers it has; a copy of the DynamicCache has its own."""
+"""The attribute of a DynamicCache that holds the kvthaw cache whose layers it has. A copy of the DynamicCache has its own."""
 _ANSWER = 256
-"""New tokens for which auto chooses its method, beside those of the prompt."""
+"""New tokens, besides the prompt's, for which auto chooses its method."""
 _WITHOUT = "kvthaw was off: the latest call had no cache (use_cache=False), and its attention was dense"
 _UNUSED = (
     "kvthaw was off: the model left its cache empty in the latest call, as gradient checkpointing in train mode does; "
@@ -48,10 +48,10 @@ _UNUSED = (
 
 
 class Forward:
-    """The forward of an attached model: gives it a kvthaw cache, takes long prompts in chunks and replays decode steps.
+    """The forward of an attached model: it supplies a kvthaw cache, splits long prompts into chunks and replays decode steps.
 
-    It stands in the model's __dict__ and calls what stood there before, or the forward of the model's class. A copy of the model is
-    not attached. Threads may call it at once: each call goes by its own cache, and one call runs at a time, since calls share the
+    It is set in the model's __dict__ and calls the former instance forward, or the class's. A copy of the model is not
+    attached. Threads may call it concurrently. Each call uses its own cache. One call runs at a time, since calls share the
     model's hooks, the prefix cache and the device's captures.
     """
 
@@ -67,9 +67,9 @@ class Forward:
         progress: Tell | None,
     ) -> None:
         self.model, self.make, self.settings = model, make, settings
-        self.cache: Cache | None = None  # of the latest call that had one
+        self.cache: Cache | None = None  # the latest call's, if it had one
         self.off: str | None = None  # why the latest call had none
-        self._caches: weakref.WeakSet[Cache] = weakref.WeakSet()  # that calls had
+        self._caches: weakref.WeakSet[Cache] = weakref.WeakSet()  # caches that calls used
         self._turn = threading.RLock()
         self._warned = False
         self.handle: Callable[[], Handle | None] = lambda: None
@@ -100,13 +100,13 @@ class Forward:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled module breaks its graph here
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.attached:  # called by a wrapper that was put around it since
+        if not self.attached:  # called by a wrapper that was added later
             return self._plain(*args, **kwargs)
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if not given.get("mm_encoder_outputs", True):  # generate() gives {} with text alone
+        if not given.get("mm_encoder_outputs", True):  # generate() passes {} with text alone
             del given["mm_encoder_outputs"]
         kinds = given.get("token_type_ids")
-        if kinds is not None and self._multimodal and not kinds.any():  # all text: of no other effect than to ask for a mask
+        if kinds is not None and self._multimodal and not kinds.any():  # all text: it would only request a mask
             del given["token_type_ids"]
         cache = self._supplied(given.pop("past_key_values", None), given)
         behind = _behind(cache)
@@ -122,7 +122,7 @@ class Forward:
             return out
 
     def _warn(self, given: dict[str, Any]) -> None:
-        """Log once that attention weights, where they are asked for, do not come."""
+        """Log once that attention weights were requested and are not returned."""
         asked = given.get("output_attentions")
         if not self._warned and (getattr(self.model.config, "output_attentions", False) if asked is None else asked):
             _log.warning(
@@ -131,14 +131,14 @@ class Forward:
             self._warned = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """What a copy of the model has instead: the copied forward that stood here before, or that of the copy's class."""
+        """Return what a copy of the model has instead: a copy of the former instance forward, or the class's."""
         if self.own is not None:
             return copy.deepcopy(self.own, memo)
         twin = copy.deepcopy(self.model, memo)
         return types.MethodType(type(twin).forward, twin)
 
     def detach(self) -> None:
-        """Give the model its own forward and attention back."""
+        """Restore the model's own forward and attention."""
         self.attached = False
         model = self.model
         if vars(model).get("forward") is self:
@@ -150,23 +150,24 @@ class Forward:
         give_back_attention(model)
         with self._turn:
             for cache in self._caches:
-                cache.replay = None  # graphs hold the collectives of a model that is split
+                cache.replay = None  # graphs hold the collectives of a split model
         self.cache = None
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's forward, of which a kvthaw cache counts no token if it raises."""
+        """Run the model's forward. If it raises, a kvthaw cache counts none of its tokens."""
         cache = _behind(kwargs.get("past_key_values"))
         with nullcontext() if cache is None else cache.kv.counted_forward():
             return self._plain(*args, **kwargs)
 
     def _made(self, call: Mapping[str, Any]) -> Cache:
-        """Return a cache for the prompt of a call. The latest call's, unless somebody else has it, gives its memory back first."""
+        """Return a new cache for the prompt of a call. The latest call's cache frees its memory first, unless somebody else
+        holds it."""
         tokens = next((call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None), None)
         self.cache = None
         return self.make(None if tokens is None else (tokens.shape[0], tokens.shape[1] + _ANSWER))
 
     def _supplied(self, given: Any, call: Mapping[str, Any]) -> Any:
-        """Return the past_key_values that the model gets for one that was given: a kvthaw cache, or one with its layers.
+        """Return the past_key_values for the model in place of `given`: a kvthaw cache, or a DynamicCache with its layers.
 
         call: the other arguments.
         """
@@ -195,16 +196,16 @@ class Forward:
                 )
             cache = self._made(call)
             cache.rolls_back = True  # it may: a DynamicCache does not say that it records
-            for i, layer in enumerate(given.layers):  # those that are not kvthaw's may have been prepared already
+            for i, layer in enumerate(given.layers):  # layers that are not kvthaw's may have been prepared already
                 if not isinstance(cache.layers[i], CacheLayer):
                     cache.layers[i] = layer
-            given.layers = cache.layers  # generate() keeps its own object; from here on the two are one
+            given.layers = cache.layers  # generate() keeps its own object; both share the layers from here on
             setattr(given, _BEHIND, cache)
         return given
 
 
 def _behind(given: Any) -> Cache | None:
-    """Return the cache whose layers a past_key_values has."""
+    """Return the kvthaw cache whose layers a past_key_values has, or None."""
     cache: Cache | None = given if isinstance(given, Cache) else getattr(given, _BEHIND, None)
     return cache if cache is not None and given.layers is cache.layers else None
 
@@ -218,12 +219,12 @@ def _attachment(model: PreTrainedModel) -> Forward | None:
 
 
 def is_attached(model: PreTrainedModel) -> bool:
-    """Return whether a model, or the one that it wraps, has an open handle."""
+    """Return whether a model, or the one inside a wrapper, has an open handle."""
     return _attachment(unwrap(model)) is not None
 
 
 class Handle:
-    """An attached model. Every generate() or forward() that would make a plain cache gets a kvthaw cache instead."""
+    """An attached model. Every generate() or forward() that would create a plain cache gets a kvthaw cache instead."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -240,8 +241,10 @@ class Handle:
         return self._forward.cache
 
     def stats(self) -> Stats:
-        """Stats of the latest generate()'s cache; after detach, as they were then. Where it had none, or left it empty, they are of
-        an empty cache, and their `reason` says that kvthaw was off."""
+        """Return statistics of the latest generate()'s cache; after detach, the statistics from before.
+
+        If that call had no cache or left it empty, they are of an empty cache, and their `reason` says that kvthaw was off.
+        """
         forward = self._forward
         if self._last is not None:
             return self._last
@@ -252,7 +255,7 @@ class Handle:
         return forward.cache.stats()
 
     def detach(self) -> None:
-        """Give the model its own forward, attention and caches back; the stats stay. Does nothing the second time."""
+        """Restore the model's own forward, attention and caches. The statistics stay. Does nothing the second time."""
         if not self._forward.attached:
             return
         forward = self._forward
@@ -280,8 +283,7 @@ class Handle:
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Give a model its own forward, attention and caches back, whether a handle or an explicit `Cache` took them. Does nothing to
-    a model that has them."""
+    """Restore a model's own forward, attention and caches, if a handle or an explicit `Cache` replaced them."""
     model = unwrap(model)
     attachment = _attachment(model)
     if attachment is not None:
@@ -315,25 +317,27 @@ def attach(
 
     Arguments as for `Cache`. A wrapper (PEFT, DistributedDataParallel, a compiled module) is attached through the model
     inside.
-    prefill_chunk: the most prompt tokens that go through the model at once; the KV before them is streamed back from the
-        host, so device memory does not grow with the prompt (but for dense_layers and what an index keeps there).
-    capture: on a GPU, replay decode steps as one CUDA graph, or as several with host searches between them; steps that
-        cannot be captured, and all on a CPU, run eagerly, and the logger kvthaw.engine.hf.replay says why.
-    compile: compile the step with torch.compile first (a minute or more, once), with a warning where that cannot be done.
-    prefix_cache: prompts of one sequence begin with what it has of them, and are kept in it, so that a conversation that is
-        generated turn by turn prefills what is new; `Stats.cached_tokens` counts it.
-    progress: called as progress(done, total), in tokens, when a prompt begins and after every layer of every chunk of it;
-        an error that it raises ends the call of the model.
 
-    Continuations of up to sparse_queries tokens are decoded one by one through the index; longer ones, such as the next question of
-    a chat, attend to all of the KV, streamed back from the host, and `Stats.dense_tokens` counts them.
-    Candidates of assisted decoding always go through the index; those that are rejected leave nothing behind, so its output is the
-    method's own (but for models whose layers share KV).
+    prefill_chunk: the most prompt tokens per forward. Earlier KV is streamed back from the host, so device memory does not
+        grow with the prompt. Exceptions are dense_layers and an index on the device.
+    capture: on a GPU, replay decode steps as one CUDA graph, or as several with host searches between them. Steps that
+        cannot be captured, and all steps on a CPU, run eagerly; the logger kvthaw.engine.hf.replay says why.
+    compile: compile the step with torch.compile first (a minute or more, once). Warns if that is impossible.
+    prefix_cache: prompts of one sequence start with their cached prefix, and are cached in it. A conversation that is
+        generated turn by turn then prefills only new tokens; `Stats.cached_tokens` counts the others.
+    progress: called as progress(done, total), in tokens, when a prompt begins and after every layer of every chunk. An
+        error that it raises ends the call of the model.
 
-    Returns a handle, also a context manager; handle.detach() gives the model back what it had. If the handle is dropped the model
-    stays attached: `kvthaw.detach(model)` detaches it, and the next attach() takes its place. A copy of the model is not attached.
+    Continuations of up to sparse_queries tokens are decoded one by one through the index. Longer ones, such as the next
+    question of a chat, attend to all of the KV, streamed back from the host; `Stats.dense_tokens` counts them. Candidates
+    of assisted decoding always go through the index, and rejected ones leave no trace. The output is therefore the method's
+    own, except for models whose layers share KV.
 
-    Raises CacheError if a handle of the model is open, otherwise as `Cache`.
+    Returns a handle, also a context manager; handle.detach() restores the model. If the handle is dropped the model stays
+    attached. `kvthaw.detach(model)` then detaches it, and the next attach() replaces it. A copy of the model is not
+    attached.
+
+    Raises CacheError if a handle of the model is open, else as `Cache`.
 
     Example: ``with kvthaw.attach(model, "icecache-digest", budget=256): model.generate(**inputs)``
     """
@@ -354,7 +358,7 @@ def attach(
         return Cache(model, method, sized_for=sized_for, **config.keywords(), **options)
 
     try:
-        settings = make(None).settings  # refuse bad ones now, not at the first token
+        settings = make(None).settings  # refuse bad settings now, not at the first token
     except Exception:
         if not served:
             give_back_attention(model)

@@ -1,4 +1,5 @@
-"""What some methods need of a model besides q, k and v: its rotary embedding, and a prediction of the next layer's query."""
+"""Hooks into a model for methods that need more than q, k and v: its rotary embedding, and a prediction of the next layer's
+query."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from kvthaw.errors import UnsupportedModelError
 
 
 def rotary(model: PreTrainedModel, kind: str) -> Rotary | None:
-    """Return the rotary embedding of a model's layers of a kind (of its config's layer_types), None if it has none."""
+    """Return the rotary embedding of a model's layers of one kind (from its config's layer_types); None if it has none."""
     found = [m for name, m in model.get_decoder().named_modules() if name.rpartition(".")[2] == "rotary_emb"]
     if not found:
         return None
@@ -51,7 +52,7 @@ def prefetch(module: torch.nn.Module) -> None:
 
 
 def drop_prefetch(model: PreTrainedModel) -> None:
-    """Take the hooks of a model's modules away."""
+    """Remove the hooks of a model's modules."""
     for module in model.modules():
         for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _prefetch]:
             del module._forward_pre_hooks[number]
@@ -59,10 +60,11 @@ def drop_prefetch(model: PreTrainedModel) -> None:
 
 
 def _prefetch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a layer's attention: give its input to the next layer's, and ask the index there with the query that comes of it.
+    """Predict, before a layer's attention runs, the next layer's query from this layer's input, and search the next layer's
+    index with it.
 
-    The model's first layer predicts nothing, as in InfiniGen's code: what it attends with is the token's embedding alone. Layers
-    that keep a window are passed over: they may turn queries by other angles, which are among their inputs.
+    The model's first layer predicts nothing, as in InfiniGen's code: its attention sees only the token's embedding. Layers
+    that keep a window are skipped, because their inputs include other rotary angles.
     """
     for name, given in kwargs.items():
         every = [layer for layer in getattr(given, "layers", []) if isinstance(layer, CacheLayer)]

@@ -1,4 +1,4 @@
-"""What the keys and values of a model depend on: its weights, its active adapters, its config, and how it computes."""
+"""The identity of a model's keys and values: its weights, active adapters and config, and how it computes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.hf.model import plain_weights
 
-_SAMPLED = 64  # values of each weight that tell models apart
-_WRAPPED = ("base_layer", "original_module")  # what PEFT calls the module that an adapter stands in the place of
+_SAMPLED = 64  # values of each weight that are compared
+_WRAPPED = ("base_layer", "original_module")  # PEFT's names for the module that an adapter replaces
 _TELLS = "active_adapters", "active_adapter", "_active_adapter"  # where a module with adapters says which are active
 _ADAPTS = {*_TELLS, "disable_adapters", "_disable_adapters", "lora_A", "lora_embedding_A"}
 _NO_EFFECT = {
@@ -26,13 +26,16 @@ _NO_EFFECT = {
     "tie_word_embeddings", "tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "use_cache",
     "use_return_dict",
 }  # fmt: skip
-"""Settings of a config that change no key and no value; weights, which are compared, say what is tied."""
+"""Config settings that change no key and no value. Tied weights are compared as weights."""
 _NO_EFFECT_PARTS = ("_token_id", "_token_ids", "dropout", "pdrop", "initializer_", "output_", "aux_loss", "jitter", "z_loss")
 
 
 def identity(model: PreTrainedModel) -> dict[str, str]:
-    """Return what must be alike for keys and values of one model to be another's, by name: its class, its dtype, every setting of
-    its config that they depend on, its active adapters and its weights (by some values of each)."""
+    """Return what must be equal for two models to have interchangeable keys and values, by name.
+
+    These are its class, its dtype, the settings of its config that matter, its active adapters and its weights (some values
+    of each).
+    """
     weights, active = hashlib.sha256(), adapters(model)
     for name, weight in kv_weights(model):
         flat = weight.flatten()
@@ -54,7 +57,7 @@ def settings(model: PreTrainedModel) -> dict[str, str]:
     ropes = config.get("rope_parameters") or {}
     kinds = {each.get("rope_type", "default") for each in (ropes, *ropes.values()) if isinstance(each, dict)}
     if kinds == {"default"}:
-        config.pop("max_position_embeddings", None)  # which bounds positions, and turns none
+        config.pop("max_position_embeddings", None)  # it limits positions, but rotates none
     return {
         name: json.dumps(value, sort_keys=True, default=str)
         for name, value in sorted(config.items())
@@ -63,8 +66,11 @@ def settings(model: PreTrainedModel) -> dict[str, str]:
 
 
 def adapters(model: PreTrainedModel) -> dict[str, list[list[Any]]]:
-    """Return the adapters that change what each module gives, by its name: their names and scales, and what PEFT tells the module
-    of the rows of this call. Modules whose adapters are switched off are left out."""
+    """Return the adapters that change each module's output, by module name: their names and scales, and PEFT's data on this
+    call's rows.
+
+    Modules whose adapters are disabled are left out.
+    """
     found = {}
     for name, module in model.named_modules():
         if _adapts(module) and (active := _active(module)):
@@ -76,8 +82,10 @@ def adapters(model: PreTrainedModel) -> dict[str, list[list[Any]]]:
 
 
 def kv_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that keys and values are computed with, and their names: all but those of adapters that are not active.
-    Names are those of the model without adapters."""
+    """Yield the names and tensors that keys and values are computed with: all but inactive adapters.
+
+    Names are the ones of the model without adapters.
+    """
     idle = {name: _held(module) - {*_active(module)} for name, module in model.named_modules() if _adapts(module)}
     for name, weight in plain_weights(model):
         if not any(name.startswith(f"{place}.") and _of(name[len(place) + 1 :], idle[place]) for place in idle):
@@ -85,8 +93,11 @@ def kv_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 class Origin:
-    """The model that KV is of: equal where it is the same one, of one dtype. Called, it tells how the model computes now, as far as
-    that changes from call to call: by which adapters, which rotary angles and which autocast."""
+    """The model that KV belongs to. Two are equal for the same model and dtype.
+
+    A call returns how the model computes now: by which adapters, rotary angles and autocast, which may change between
+    calls.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._dtype = weakref.ref(model), model.dtype
@@ -105,7 +116,7 @@ class Origin:
 
 
 def _adapts(module: nn.Module) -> bool:
-    """Return whether a module has adapters, as PEFT's have, which stand in the place of another."""
+    """Return whether a module has adapters and replaces another module, as in PEFT."""
     own = vars(module)
     return not _ADAPTS.isdisjoint(own) or not _ADAPTS.isdisjoint(own["_modules"])
 
@@ -118,7 +129,7 @@ def _held(module: nn.Module) -> set[str]:
 
 
 def _active(module: nn.Module) -> list[str]:
-    """Return the names of the adapters of a module that change what it gives."""
+    """Return the names of a module's adapters that change its output."""
     if getattr(module, "disable_adapters", getattr(module, "_disable_adapters", False)) is True:
         return []
     held = _held(module)
@@ -128,7 +139,7 @@ def _active(module: nn.Module) -> list[str]:
 
 
 def _of(path: str, adapters: set[str]) -> bool:
-    """Return whether a weight, by its path within a module that has adapters, is one of theirs."""
+    """Return whether a weight, by its path within a module with adapters, belongs to these adapters."""
     first, *rest = path.split(".")
     return first not in _WRAPPED and not adapters.isdisjoint(rest)
 
@@ -138,14 +149,14 @@ def _plain(name: str) -> str:
 
 
 def _named(active: dict[str, list[list[Any]]]) -> str:
-    """Name adapters and their scales in few words, with a digest that tells in which modules they are."""
+    """Describe adapters and their scales in a few words, with a digest of the modules that have them."""
     scaled = [(str(one), scale) for each in active.values() for one, scale in each]
     kinds = sorted({one if scale is None else f"{one} x {scale}" for one, scale in scaled})
     return f"{', '.join(kinds)} ({_digest(active)[:8]})" if active else "none"
 
 
 def _places(model: PreTrainedModel) -> list[tuple[int, int]]:
-    """Return where the weights of active adapters lie and how often they were written to: others may take their names."""
+    """Return the addresses and versions of active adapters' weights, since other adapters may reuse their names."""
     active = [(module, {*_active(module)}) for module in model.modules() if _adapts(module)]
     weights = [weight for module, names in active for name, weight in module.named_parameters() if _of(name, names)]
     return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
@@ -161,7 +172,7 @@ def _autocast(device: torch.device) -> str:
 
 
 def _angles(model: PreTrainedModel) -> list[Any]:
-    """Return the rotary frequencies in force, those of short prompts where they follow the length of a prompt."""
+    """Return the rotary frequencies in force. If they depend on a prompt's length, the ones of short prompts."""
     changes, found = turns_by_length(model) is not None, list[Any]()
     for module in model.modules():
         for name, value in module._buffers.items():

@@ -1,4 +1,4 @@
-"""A folder of saved caches, from which a prompt takes the one that begins most like it."""
+"""A folder of saved caches, from which a prompt loads the one with the longest common prefix."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _log = logging.getLogger(__name__)
 
 
 class KvDir:
-    """Keeps the KV of prompts of one model in a folder, one saved cache each, so that a document is prefilled once.
+    """Keep the KV of one model's prompts in a folder, one saved cache each, so that a document is prefilled once.
 
-    A prompt is kept where less than half of it could be taken from what is there.
-    warn: told of what cannot be used.
+    A prompt is saved if less than half of it could be loaded.
+
+    warn: called with a message about folders that cannot be used.
     """
 
     def __init__(self, folder: Path, warn: Callable[[str], None] = _log.warning) -> None:
@@ -30,22 +31,27 @@ class KvDir:
         self._ids: dict[Path, list[int]] = {}
 
     def fill(self, cache: Cache, ids: Sequence[int]) -> int:
-        """Fill an empty cache with the KV of as many of a prompt's first tokens as are kept, its last token not included. Returns
-        how many. What is damaged or of another model is left alone, and told."""
+        """Fill an empty cache with the longest saved prefix of a prompt, without its last token. Returns its length.
+
+        A folder that is damaged or of another model is ignored with a warning.
+        """
         _check(cache)
         self.prompts(cache.model)
         best = max(self._ids, key=lambda path: common(self._ids[path], ids), default=None)
         return 0 if best is None or not common(self._ids[best], ids) else fill(cache, best, ids, self._warn)
 
     def prompts(self, model: PreTrainedModel) -> list[list[int]]:
-        """Return the tokens of the prompts of a model that are kept."""
+        """Return the tokens of the saved prompts of a model."""
         for path in sorted(self.folder.glob("*")):
             if path not in self._ids and not path.name.startswith("."):
                 self._ids[path] = saved_tokens(model, path, self._warn)
         return [ids for ids in self._ids.values() if ids]
 
     def keep(self, cache: Cache, ids: Sequence[int], taken: int) -> None:
-        """Keep a prompt that a cache holds, `taken` tokens of which fill() has brought. A folder that cannot be written is told."""
+        """Save a prompt that a cache holds. Warns if the folder cannot be written.
+
+        taken: tokens of the prompt that fill() loaded.
+        """
         if 2 * taken < len(ids):
             name = hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:32]
             if keep(cache, self.folder / name, ids, self._warn):
@@ -53,8 +59,8 @@ class KvDir:
 
 
 def fill(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], None] = _log.warning) -> int:
-    """Fill an empty cache with what a saved cache has of a prompt; see KvDir.fill. One of which less than half could be used is not
-    read."""
+    """Fill an empty cache with a saved cache's prefix of a prompt; see KvDir.fill. Skips a saved cache if less than half of it
+    is useful."""
     _check(cache)
     held = saved_tokens(cache.model, path, warn)
     kept = min(common(held, ids), len(ids) - 1)  # the last token gives the logits
@@ -62,7 +68,7 @@ def fill(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], Non
         return 0
     try:
         load(cache.model, cache.kv, cache.layers, path)
-        cache.keep(kept)  # which layers whose window has moved past it refuse
+        cache.keep(kept)  # layers whose window has moved past it refuse
     except (CacheError, HostMemoryError) as error:
         warn(f"{error}; the prompt is prefilled again")
         cache.reset()
@@ -73,9 +79,9 @@ def fill(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], Non
 def keep(
     cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], None] = _log.warning, *, about: Any = None
 ) -> bool:
-    """Save a prompt that a cache holds.
+    """Save a prompt that a cache holds. Returns whether this succeeded; warns if not.
 
-    about: see `saving.save`. Returns whether it could be; why not is told.
+    about: see `saving.save`.
     """
     try:
         save(cache.model, cache.kv, cache.layers, path, torch.tensor(ids), about)
@@ -86,12 +92,12 @@ def keep(
 
 
 def common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return how many tokens, or characters, two prompts begin with alike."""
+    """Return the length of the common prefix of two prompts, in tokens or characters."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def saved_tokens(model: PreTrainedModel, path: Path, warn: Callable[[str], None] = _log.warning) -> list[int]:
-    """Return the tokens of a saved cache of one row, none of one that is not there or cannot be used."""
+    """Return the tokens of a saved cache of one row; none if it is missing or unusable."""
     if not path.exists():
         return []
     try:

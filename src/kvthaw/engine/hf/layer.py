@@ -1,7 +1,7 @@
 """A layer of kvthaw's cache as transformers sees it, and the attention function that transformers calls.
 
-That function receives q, k, v after RoPE, but neither the cache nor the layer: `CacheLayer.update` tags the keys and values that it
-returns with itself.
+The function receives q, k, v after RoPE, but neither the cache nor the layer. `CacheLayer.update` therefore tags the keys
+and values that it returns with itself.
 """
 
 from __future__ import annotations
@@ -31,37 +31,39 @@ TAG = "_kvthaw_layer"
 
 
 class Layers(list[Any]):
-    """The layers of a cache, in a list that its layers can refer to without keeping it."""
+    """The layers of a cache, in a list that its layers can reference weakly."""
 
 
 class Shared:
-    """What the layers of one cache share: the KV cache, the layer that waits for its query, the padding, the modules."""
+    """State that the layers of one cache share: the KV cache, the layer that waits for its query, the padding, the modules."""
 
     def __init__(self, model: PreTrainedModel, kv: KVCache, meet: Callable[[torch.nn.Module], None] | None) -> None:
         self.model, self.kv = weakref.ref(model), kv
         self.modules = {id(module) for module in model.modules()}
         self.positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self.meet = meet  # called with each attention module when it is first seen
-        self.of = weakref.ref(Layers())  # the cache's own list of its layers, which holds this
+        self.of = weakref.ref(Layers())  # the cache's own list of its layers, whose elements hold this object
         self.pending: CacheLayer | None = None
         self.reordered = False  # sequences changed places between steps (beam search)
-        self._mask: weakref.ref[Tensor] | None = None  # the one that was read last
+        self._mask: weakref.ref[Tensor] | None = None  # the mask that was read last
         self._read: tuple[list[int], bool] = [], False
         self._read_step = False  # a single token's mask was read since the last prompt
 
     @property
     def length(self) -> int:
-        """Tokens of the cache with padding, or of the one sequence that is prefilled, as transformers counts them. Tokens of a
-        step count once all layers have attended."""
+        """Tokens of the cache with padding, or of the sequence being prefilled, as transformers counts them.
+
+        Tokens of a step count once all layers have attended.
+        """
         sequences = self.kv.sequences
         return sequences.padded_length if sequences.filling is None else sequences.length(sequences.filling)
 
     def read_mask(self, mask: Tensor | None, batch: int, before: int, steps: int) -> tuple[list[int], bool]:
-        """Check the mask that the model made for `steps` tokens after `before`. Returns the left padding of each row, and whether
-        the mask lets tokens attend otherwise than causally.
+        """Check the model's mask for `steps` tokens after `before` tokens.
 
-        On a GPU, where reading waits for the device, a single token's mask is read at the first step after a prompt only; its size
-        is always checked. Raises CacheError for a mask of other rows or tokens, or one that hides more than left padding.
+        Returns the left padding of each row, and whether the mask differs from causal attention. On a GPU reading a mask
+        waits for the device, so a single token's mask is read only at the first step after a prompt. Its size is always
+        checked. Raises CacheError for a mask of other rows or tokens, or one that hides more than left padding.
         """
         filling = self.kv.sequences.filling is not None
         known = [0] if filling else list(self.kv.sequences.left_pad) or [0] * batch
@@ -86,7 +88,7 @@ class Shared:
         pads, own = self._read
         for row, (had, now) in enumerate(zip(known, pads, strict=True)):
             if now != had and had < before:
-                raise CacheError(f"attention_mask hides {now} tokens of row {row}, of which the cache knows {had} as padding")
+                raise CacheError(f"attention_mask hides {now} tokens of row {row}; the cache knows {had} as padding")
         return list(pads), own
 
     @property
@@ -95,8 +97,11 @@ class Shared:
         return self.of() or Layers()
 
     def check_others(self, tokens: int) -> None:
-        """Refuse a cache whose layers that are not kvthaw's took a step which failed, when the first of kvthaw's gets new tokens:
-        transformers counts a layer's tokens when the layer gets them."""
+        """Raise CacheError if layers that are not kvthaw's counted the tokens of a failed step. Called when kvthaw's first
+        layer gets tokens.
+
+        transformers counts a layer's tokens when the layer receives them.
+        """
         layers, failed = self.layers, self.kv.sequences.step is not None
         first = next(i for i, layer in enumerate(layers) if isinstance(layer, CacheLayer))
         for i, layer in enumerate(layers):
@@ -111,7 +116,7 @@ class Shared:
                 )
 
     def check_crop(self, drop: int) -> None:
-        """Raise CacheError where a layer cannot forget its last `drop` tokens, before any of them has."""
+        """Raise CacheError if some layer cannot drop its last `drop` tokens, before any layer changes."""
         self.kv.check_crop(drop)
         for i, layer in enumerate(self.layers):
             if drop and not isinstance(layer, CacheLayer) and not getattr(layer, "record_past", True):
@@ -122,13 +127,13 @@ class Shared:
                     )
 
     def empty_others(self) -> None:
-        """Have transformers' own attention layers begin empty after reset(); until 5.23 that leaves zeros in place of keys."""
+        """Mark transformers' own attention layers as empty after reset(). Until 5.23, reset() leaves zeros in place of keys."""
         for layer in self.layers:
             if isinstance(layer, DynamicLayer):
                 layer.is_initialized = False
 
     def forget(self) -> None:
-        """Forget what was noted of the tokens, which are gone."""
+        """Forget notes about tokens that are gone."""
         self.pending, self.reordered, self._mask, self._read_step = None, False, None, False
 
     def attached(self) -> bool:
@@ -146,7 +151,7 @@ class Shared:
 
 
 def _said(mask: Tensor, before: int, steps: int) -> tuple[list[int], bool]:
-    """Left padding of each row by a mask [B, 1, 1 or T, n], and whether it is not causal."""
+    """Return each row's left padding by a mask [B, 1, 1 or T, n], and whether the mask is not causal."""
     seen = mask[:, 0, -1]  # by the last query
     padding = is_padding(mask)
     if bool((seen[:, :-1] & ~seen[:, 1:]).any()) or not (padding or bool((mask[:, 0] <= seen[:, -steps:, None]).all())):
@@ -163,7 +168,7 @@ def _said(mask: Tensor, before: int, steps: int) -> tuple[list[int], bool]:
 
 
 def _kept(held: int, tokens_to_remove: int) -> int:
-    """Of so many tokens, how many a cache layer of transformers keeps when it is cropped."""
+    """Return how many of `held` tokens a cache layer of transformers keeps after crop(tokens_to_remove)."""
     layer, empty = DynamicLayer(), torch.empty(1, 1, held, 1)
     layer.update(empty, empty)
     try:
@@ -171,14 +176,15 @@ def _kept(held: int, tokens_to_remove: int) -> int:
     except ValueError as error:
         raise ConfigError(
             f"crop({tokens_to_remove}): a positive number is refused by the installed transformers; crop({-tokens_to_remove}) "
-            f"removes so many tokens, keep({tokens_to_remove}) keeps so many"
+            f"removes {tokens_to_remove} tokens, keep({tokens_to_remove}) keeps the first {tokens_to_remove}"
         ) from error
     kept: int = layer.get_seq_length()
     return kept
 
 
 class CacheLayer(CacheLayerMixin):
-    """A layer as transformers sees it. transformers calls every layer for what concerns the whole cache; the first one does it."""
+    """A layer as transformers sees it. transformers calls every layer for operations on the whole cache; only the first one
+    acts."""
 
     is_sliding = False
     is_croppable = True
@@ -187,7 +193,7 @@ class CacheLayer(CacheLayerMixin):
     def __init__(self, kv: LayerKV, shared: Shared) -> None:
         super().__init__()
         self.number, self.shared = kv.number, shared
-        self.module: weakref.ref[torch.nn.Module] | None = None  # whose attention it is, known from the first prompt on
+        self.module: weakref.ref[torch.nn.Module] | None = None  # the layer's attention module, known from the first prompt on
         self.is_initialized = True  # nothing to initialise early
         self.first = kv.number == shared.kv.layers[0].number
         """Whether this is the first of kvthaw's layers."""
@@ -198,11 +204,11 @@ class CacheLayer(CacheLayerMixin):
         return self.shared.kv.layer(self.number)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: sizes follow from the first tokens."""
+        """Do nothing: sizes follow from the first tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Tag new keys and values [B, H, T, D]; they enter the cache when the attention function is called with the queries."""
-        if torch.compiler.is_compiling():  # the operator takes them in
+        """Tag new keys and values [B, H, T, D]. They enter the cache when the attention function is called with the queries."""
+        if torch.compiler.is_compiling():  # the operator stores them
             return key_states, value_states
         shared, layer = self.shared, self.shared.pending
         shared.pending = None
@@ -231,7 +237,7 @@ class CacheLayer(CacheLayerMixin):
         mask: Tensor | None,
         attention: AttentionParams,
     ) -> Tensor:
-        """Return [B, Hq, T, D] for queries [B, Hq, T, D] of the tokens whose keys are given."""
+        """Return the attention output [B, Hq, T, D] for queries [B, Hq, T, D] of the tokens whose keys are given."""
         shared, cache = self.shared, self.shared.kv
         new = shared.pending is self
         shared.pending = None
@@ -251,7 +257,9 @@ class CacheLayer(CacheLayerMixin):
             whole = batch == count or (cache.sequences.room and cache.sequences.filling is None and batch < count)
             if held and not whole:  # a running batch may leave out its last sequences
                 raise CacheError(f"the cache holds {count} rows and was given {batch}; use one cache for each batch")
-            if serves(cache) or cache.sequences.room:  # nothing is padded; some models make a mask of ones (OPT, until 5.23)
+            if (
+                serves(cache) or cache.sequences.room
+            ):  # nothing is padded; some models still make a mask of ones (OPT, until 5.23)
                 mask = None
             mask = None if mask is None else as_bool(mask)
             pads, own = shared.read_mask(mask, batch, before, steps)
@@ -280,14 +288,14 @@ class CacheLayer(CacheLayerMixin):
                 self.shared.meet(module)
 
     def undo(self) -> None:
-        """Reset the cache if its first prompt was refused: layers before this one that are not kvthaw's hold it already."""
+        """Reset the cache if its first prompt was refused, because earlier layers that are not kvthaw's hold it already."""
         if self.shared.length == 0 and self.shared.kv.sequences.filling is None:
             self.shared.empty_others()
             for layer in self.shared.layers:
                 layer.reset()
 
     def _check_room(self, key: Tensor, pads: list[int]) -> None:
-        """Refuse a prompt that is too long, before the first layer stores it."""
+        """Raise an error for a prompt that is too long, before the first layer stores it."""
         shared, cache = self.shared, self.shared.kv
         held, new = shared.length, max(key.shape[2], cache.sequences.prefill_remaining)
         if shared.positions is not None and held + new > shared.positions:
@@ -323,7 +331,7 @@ class CacheLayer(CacheLayerMixin):
 
     @torch.inference_mode(False)  # tensors made here outlive the caller's mode
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens; a positive number is taken as the installed transformers takes it."""
+        """Drop the last -tokens_to_remove tokens. A positive number means what it means in the installed transformers."""
         if not self.first:
             return
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding of transformers 5.17 gives a tensor
@@ -362,7 +370,7 @@ class CacheLayer(CacheLayerMixin):
 
 
 class WindowCacheLayer(CacheLayer):
-    """A layer that attends to recent tokens alone, in a running batch. It knows which, so the model makes no mask."""
+    """A layer that attends only to recent tokens, in a running batch. It knows which, so the model makes no mask."""
 
     is_sliding = True
 
@@ -380,7 +388,11 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function. query [B, Hq, T, D], key and value [B, H, n, D]; returns ([B, T, Hq, D], None)."""
+    """Attend as transformers' AttentionInterface requires. Returns ([B, T, Hq, D], None).
+
+    query: [B, Hq, T, D].
+    key, value: [B, H, n, D].
+    """
     asked: list[Tensor] | None = kwargs.get("kvthaw_asked")
     if asked is not None:
         asked.append(query)

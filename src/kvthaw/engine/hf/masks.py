@@ -1,4 +1,4 @@
-"""Masks as transformers makes them, and attention by any of them."""
+"""Masks in transformers' forms, and attention with any of them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.errors import CacheError, UnsupportedModelError
 from kvthaw.kernels.dense import QUERIES, masked_attention
 
-_HIDES = -10000.0  # added to a score, leaves no weight
+_HIDES = -10000.0  # a mask value this low leaves no weight
 
 
 def is_padding(mask: Tensor) -> bool:
-    """Return whether a mask is one for all queries, as _mask() makes it."""
+    """Return whether a mask is the same for all queries, as padding_mask() makes it."""
     return mask.ndim == 4 and mask.shape[2] == 1 and mask.dtype == torch.bool
 
 
 def as_bool(mask: Tensor) -> Tensor:
-    """Return a 4-D mask of 0 and -inf, or of other numbers that hide as surely, as one of bools; any other mask as it is."""
+    """Return a 4-D mask of 0 and -inf, or of numbers that hide as surely, as bools; any other mask unchanged."""
     if mask.ndim != 4 or not mask.is_floating_point():
         return mask
     shown = mask == 0
@@ -46,13 +46,15 @@ def attention_by_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, p
 
 @dataclass(frozen=True)
 class LocalMask:
-    """The mask of queries that attend to few tokens each, in the place of a tensor [B, 1, T, n] on its way through the model: it is
-    made for a block of queries and the tokens that they may attend to, so time and memory are linear in the prompt.
+    """The mask of queries that attend to few tokens each. It passes through the model instead of a tensor [B, 1, T, n].
 
-    make: transformers' function that makes masks, with what all blocks share.
-    queries: their positions.
-    start: the position of the first key.
-    size: how far back the first token of a query may lie, itself counted.
+    It is evaluated per block of queries and the tokens that they may attend to, so time and memory are linear in the
+    prompt.
+
+    make: transformers' function that makes masks, with the arguments that all blocks share.
+    queries: positions of the queries.
+    start: position of the first key.
+    size: tokens that a query may attend to, itself included.
     """
 
     make: Callable[..., Tensor]
@@ -62,21 +64,21 @@ class LocalMask:
 
     @cached_property
     def blocks(self) -> list[tuple[int, Tensor]]:
-        """For each block of queries where its keys begin and its mask; the layers of a forward share them."""
+        """The first key and the mask of each block of queries. The layers of a forward share them."""
         ends = [(a, min(a + QUERIES, self.queries.stop)) for a in self.queries[::QUERIES]]
         return [self.between(max(self.start, a - self.size + 1), a, b) for a, b in ends]
 
     def between(self, first: int, a: int, b: int) -> tuple[int, Tensor]:
-        """Return the mask, of keys from position `first` on, of the queries from position a to b, and where these keys begin."""
+        """Return the offset of the first key, and the mask of queries a .. b for the keys from position `first` on."""
         mask = self.make(q_length=b - a, q_offset=a, kv_length=b - first, kv_offset=first, allow_is_causal_skip=False)
         return first - self.start, mask
 
     def __getitem__(self, at: tuple[slice, ...]) -> LocalMask:
-        """Return the mask of some queries: Gemma 4 drops those whose logits nobody asks for."""
+        """Return the mask of some queries: Gemma 4 drops queries whose logits are not needed."""
         return replace(self, queries=self.queries[at[2]])
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
-        """Return [B, Hq, T, D], 0 where a query sees nothing."""
+        """Return the attention output [B, Hq, T, D], 0 where a query sees nothing."""
         if (have := keys.shape[2]) != (told := self.queries.stop - self.start):
             raise UnsupportedModelError(
                 f"a layer attends to {have} tokens by a mask of {told}: the model changes keys after caching"
@@ -89,8 +91,11 @@ class LocalMask:
 
 
 def padding_mask(*, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | LocalMask | None:
-    """Plain causal layers get the padding mask as [B, 1, 1, n]: no sync, no [q, n] tensor. Layers that attend to recent tokens
-    alone get a LocalMask where they leave any out, others sdpa's [B, 1, q, n]."""
+    """Make the mask of a layer, as transformers' AttentionMaskInterface requires.
+
+    Plain causal layers get the padding mask [B, 1, 1, n]: no sync, no [q, n] tensor. Layers that attend only to recent
+    tokens get a LocalMask if they leave tokens out. Others get sdpa's [B, 1, q, n].
+    """
     if mask_function is causal_mask_function:
         mask: Tensor | None = kwargs.get("attention_mask")
         return None if mask is None else mask[:, None, None]

@@ -1,4 +1,4 @@
-"""Load a model: the one that ships, a local folder or .gguf file, one from the hub, or one of random weights."""
+"""Load a model: the shipped one, a local folder or .gguf file, one from the hub, or one of random weights."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from kvthaw.engine.hub import SHIPPED, check_path, offline
 from kvthaw.errors import ConfigError, UnsupportedModelError, one_of
 
 _SLICE, _CUT = 1 << 17, 64
-"""Characters that are tokenized at once to count tokens, and by how many tokens a cut may change their number."""
+"""Characters that are tokenized at once to count tokens, and how many tokens a cut may add."""
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def shipped_path() -> Path:
-    """Return the folder of the model that comes with the package."""
+    """Return the folder of the model that ships with the package."""
     return Path(__file__).parents[2] / "assets" / "model"
 
 
 def load_shipped(*, dtype: Dtype = "auto", device: str | None = None) -> tuple[PreTrainedModel, Any]:
-    """Return the model that comes with the package and its tokenizer; see `load`."""
+    """Return the model that ships with the package and its tokenizer; see `load`."""
     return load(SHIPPED, dtype=dtype, device=device)
 
 
@@ -50,20 +50,21 @@ def load(
 ) -> tuple[PreTrainedModel, Any]:
     """Return a causal language model, ready to decode, and its tokenizer.
 
-    name: "shipped", a local folder, a .gguf file, or an id on the Hugging Face hub. The weights of a .gguf file are stored
-        as numbers of dtype; its tokenizer and chat template come from the file.
+    Raises ConfigError, naming what was not found.
+
+    name: "shipped", a local folder, a .gguf file, or an id on the Hugging Face hub. A .gguf file's weights are dequantized
+        to dtype; its tokenizer and chat template come from the file.
     dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
-    device: as torch names it; None takes the GPU where there is one.
-    tp: load this process's part of a model that so many processes load, each on its own GPU.
-    prepare: is called with the tokenizer before weights are read, and may refuse it. Raises ConfigError, naming what was
-        not found.
+    device: torch's name; None: the GPU if there is one.
+    tp: load this process's part of a model that `tp` processes load, each on its own GPU.
+    prepare: called with the tokenizer before weights are read; may raise to refuse it.
     """
     where = find_device(device)
     kind = read_dtype(dtype, cuda=where.type == "cuda")
     with _found(name) as (source, how):
         tokenizer = AutoTokenizer.from_pretrained(source, **how)
-        if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without tokenizer files
-            raise ConfigError(f"model is {name!r}; it has no tokenizer, such as a tokenizer.json beside its config.json")
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers' result for a folder without tokenizer files
+            raise ConfigError(f"model is {name!r}; it has no tokenizer, such as a tokenizer.json next to its config.json")
         prepare(tokenizer)
         model = _with_weights(name, source, kind, how, tp)
     return (model.to(where) if tp == 1 else model).eval(), tokenizer
@@ -91,7 +92,7 @@ def read_dtype(name: str, *, cuda: bool) -> torch.dtype:
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """Return the configuration of a model, named as for `load`; no weights are read or fetched. Raises ConfigError."""
+    """Return the configuration of a model, named as for `load`, without reading or fetching weights. Raises ConfigError."""
     with _found(name) as (source, how):
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, **how)
     return config
@@ -99,8 +100,10 @@ def load_config(name: str) -> PreTrainedConfig:
 
 @contextmanager
 def _found(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where to load a model from, and what from_pretrained is told of it: from the hub's local cache alone, or from a file.
-    Errors of loading become ConfigError."""
+    """Yield the source of a model and further arguments for from_pretrained, such as local_files_only.
+
+    Errors of loading become ConfigError.
+    """
     path, cached = _path(name), offline(name)
     is_file = path is not None and path.is_file()
     source = name if path is None else str(path.parent if is_file else path)
@@ -124,17 +127,19 @@ def check_prompt(model: PreTrainedModel, tokens: int) -> None:
 
 
 def check_text(tokenizer: Any, text: str, limit: int | None) -> None:
-    """Raise ConfigError for a text that has more tokens than a model has positions, before all of it is tokenized: tokenizers take
-    a hundred times a text's size."""
+    """Raise ConfigError for a text with more tokens than the model has positions, before all of it is tokenized.
+
+    Tokenizers take a hundred times a text's size.
+    """
     if limit is None:
         return
     tokens, most = 0, limit + limit // 50
     for start in range(0, len(text), _SLICE):
         tokens += len(tokenizer(text[start : start + _SLICE], add_special_tokens=False, verbose=False)["input_ids"])
-        most += _CUT  # a word that is cut may have more tokens than it has whole
+        most += _CUT  # a word that is cut may have more tokens
         if tokens > most and start + _SLICE < len(text):
             about = round(tokens * len(text) / (start + _SLICE) / 1000) * 1000
-            raise ConfigError(f"the text has some {about:,} tokens, {len(text):,} characters; {_ends_at(limit)}")
+            raise ConfigError(f"the text has about {about:,} tokens, {len(text):,} characters; {_ends_at(limit)}")
 
 
 def _ends_at(limit: int) -> str:
@@ -142,13 +147,13 @@ def _ends_at(limit: int) -> str:
 
 
 def positions(model: PreTrainedModel) -> int | None:
-    """Return how many positions a model has, None where its config does not say."""
+    """Return how many positions a model has; None if its config does not say."""
     value = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return None if value is None else int(value)
 
 
 def make_config(kind: str, **fields: Any) -> PreTrainedConfig:
-    """Return the configuration of a kind of model, transformers' model_type."""
+    """Return the configuration of a kind of model, by transformers' model_type."""
     config: PreTrainedConfig = AutoConfig.for_model(kind, **fields)
     return config
 
@@ -164,8 +169,10 @@ def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) ->
 
 
 def plain_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that weights are made of, and their names: of a quantised one often several, which may be buffers. Angles
-    of rotary positions, which modules compute anew, are left out."""
+    """Yield the names and tensors of weights. A quantized weight often has several tensors, which may be buffers.
+
+    Rotary frequencies, which modules recompute, are left out.
+    """
 
     def parts(name: str, weight: Any) -> Iterator[tuple[str, Tensor]]:
         if is_traceable_wrapper_subclass(weight):
@@ -185,14 +192,14 @@ def plain_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def silence() -> None:
-    """Have transformers log errors only, and show no progress bars."""
+    """Make transformers log errors only, and show no progress bars."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # its own bar obeys nobody
+    modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # its own bar ignores the setting above
 
 
 def find_device(name: str | None) -> torch.device:
-    """Return a device by torch's name, None the GPU where there is one. Raises ConfigError for one that torch cannot use."""
+    """Return a device by torch's name; None: the GPU if there is one. Raises ConfigError for one that torch cannot use."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -205,7 +212,7 @@ def find_device(name: str | None) -> torch.device:
 
 
 def _path(name: str) -> Path | None:
-    """Return the folder or .gguf file that holds a model, None for one on the hub. Raises ConfigError for what holds none."""
+    """Return the folder or .gguf file of a model; None for one on the hub. Raises ConfigError for a path without a model."""
     if name == SHIPPED:
         if not (shipped_path() / "config.json").exists():
             raise ConfigError(f"model is {SHIPPED!r}, but this installation holds no model; name a folder or a hub id")
@@ -221,7 +228,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def attention_depth(model: PreTrainedModel) -> float:
-    """Return to how many earlier tokens attention multiplies as often as all weights do: about 32,000 for an 8B model."""
+    """Return the number of earlier tokens whose attention takes the multiplications of all weights: about 32,000 for an 8B
+    model."""
     config = model.config.get_text_config(decoder=True)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return float(model.num_parameters() / (2 * config.num_hidden_layers * config.num_attention_heads * width))

@@ -1,4 +1,4 @@
-"""Tell how far a prompt is through the model."""
+"""Report how far a prompt is through the model."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.chunks import columns_of, drafted
 
 Tell = Callable[[int, int], None]
-"""Is told how many tokens of a prompt, of how many, are through the model."""
+"""Called with the tokens of a prompt that are through the model, and the tokens of the prompt."""
 
 
 class PrefillProgress:
-    """Calls tell(done, total), in tokens, when a prompt begins and after every layer of every forward pass over a part of it."""
+    """Call tell(done, total), in tokens, when a prompt begins and after every layer of every forward over a part of it."""
 
     def __init__(self, model: PreTrainedModel, tell: Tell) -> None:
         self._tell, self.done, self.total = tell, 0, 0
         self._layers = list(getattr(model.get_decoder(), "layers", []))  # if the model has them in the usual place
 
     def begin(self, total: int) -> None:
-        """A prompt of so many tokens begins."""
+        """Begin a prompt of `total` tokens."""
         self.done, self.total = 0, total
         self._tell(0, total)
 
     @contextmanager
     def part(self, tokens: int) -> Iterator[None]:
-        """The next tokens go through the model within."""
+        """Context in which the next `tokens` tokens go through the model."""
 
         def hook(at: int) -> Callable[..., None]:
             return lambda *_: self._tell(self.done + tokens * at // len(self._layers), self.total)
@@ -44,7 +44,7 @@ class PrefillProgress:
         self._tell(self.done, self.total)
 
     def prompts(self, take: Callable[..., Any], cache_of: Callable[[Any], Cache | None]) -> Callable[..., Any]:
-        """Wrap a forward that takes prompts, whole, by name; candidates of assisted decoding are no part of a prompt."""
+        """Wrap a forward that takes whole prompts by name. Candidates of assisted decoding do not count as prompt."""
 
         def begun(**given: Any) -> Any:
             cache, tokens = cache_of(given.get("past_key_values")), _tokens(given)

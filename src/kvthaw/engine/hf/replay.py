@@ -26,10 +26,12 @@ def replaying(
 ) -> Callable[..., Any]:
     """Wrap a model's forward so that it replays steps of a single token where possible.
 
-    cache_of: returns the kvthaw cache behind a past_key_values, or None. Everything else (prompts, several tokens at once,
-        hidden states or attentions asked for, embeddings given) goes to `eager`.
-    compiled: see compiled_step; steps that cannot be captured are compiled where that is possible. The log says once why
-        steps are not replayed, as a warning if compiled steps were requested and they run eagerly.
+    Everything else goes to `eager`: prompts, several tokens at once, requests for hidden states or attentions, given
+    embeddings. The log says once why steps are not replayed, as a warning if compiled steps were requested and they run
+    eagerly.
+
+    cache_of: returns the kvthaw cache behind a past_key_values, or None.
+    compiled: see compiled_step. Steps that cannot be captured are compiled if that is possible.
     """
     single = compiled_step(forward) if compiled else forward
     told: set[str] = set()

@@ -1,4 +1,4 @@
-"""Begin the prompts of an attached model with what a prefix cache has of them."""
+"""Start the prompts of an attached model with their cached prefix."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from kvthaw.engine.hf.chunks import columns_of, reason_for_one_pass
 def reusing(
     forward: Callable[..., Any], cache_of: Callable[[Any], Cache | None], prefix: PrefixCache, *, names: Collection[str]
 ) -> Callable[..., Any]:
-    """Wrap a forward that takes arguments by name, so that a prompt goes through it from where the prefix cache ends, and is kept.
+    """Wrap a forward that takes arguments by name, so that a prompt starts after its cached prefix, and is cached.
 
-    That is the first prompt of a cache, of one sequence without padding, at the positions from 0 on, of which the last
-    token's logits are asked for, and which could go through in chunks.
+    This applies to the first prompt of a cache: one sequence without padding, at positions from 0 on, with only the last
+    token's logits requested. It must also be a prompt that could go through in chunks.
+
     cache_of, names: as for in_chunks().
     """
 

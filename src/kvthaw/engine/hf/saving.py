@@ -1,8 +1,8 @@
-"""Save the tokens of a cache in a folder, and take them up again: in another process, under any method.
+"""Save the tokens of a cache in a folder, and load them again: in another process, under any method.
 
-A folder has a file of safetensors for each layer, with its rows and, of a method whose index is slow to build, the index; and
-header.json, with the token ids, what the model was, whose index it is, and the SHA-256 of every file and of the header itself. It
-is written beside its place, synced, and renamed: readers find all of it or none. Its owner alone may read it.
+A folder has a safetensors file for each layer with its rows, and the index if it is slow to build. header.json has the
+token ids, the model's identity, the index's kind, and the SHA-256 of every file and of the header itself. The folder is
+written next to its final path, synced, and renamed, so readers find all of it or none. Only its owner may read it.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from kvthaw.methods.options import digest
 from kvthaw.version import __version__
 
 Part = tuple[str, float, dict[str, Tensor]]
-"""The name of a layer's file, its softmax scale, and what goes into the file."""
+"""The name of a layer's file, its softmax scale, and the tensors of the file."""
 Item = TypeVar("Item")
 Done = TypeVar("Done")
 FORMAT = 3
 _log = logging.getLogger(__name__)
 _HEADER = "header.json"
-_AT_ONCE = 8  # files written at a time, or read where there are no more cores
+_AT_ONCE = 8  # files written at a time, or read if there are fewer cores
 
 
 def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path, token_ids: Tensor, about: Any = None) -> None:
-    """See `Cache.save`.
+    """Save a cache; see `Cache.save`.
 
-    layers: transformers' own of the cache, by number.
-    about: what the header says of it beside, as JSON.
+    layers: transformers' layers of the cache, by number.
+    about: any JSON value for the header.
     """
     tokens = torch.as_tensor(token_ids).reshape(-1, torch.as_tensor(token_ids).shape[-1]).cpu()
     held = [kv.sequences.count, kv.sequences.padded_length]
@@ -68,8 +68,12 @@ def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path,
 
 
 def write_folder(model: PreTrainedModel, path: Path, about: Mapping[str, Any], parts: Iterable[Part]) -> None:
-    """Write a file for each part and a header with what is said about them, in the place of what is there. Raises OSError, with
-    what is there as it was. What a process left behind that was killed while it saved here is deleted."""
+    """Write a file for each part and a header, and replace the folder if it exists. Deletes leftovers of killed processes.
+
+    Raises OSError, with the existing folder unchanged.
+
+    about: further fields of the header.
+    """
     known = _known(model)  # refuses a split model before anything is made
     try:
         path.parent.mkdir(OWN, parents=True, exist_ok=True)
@@ -91,9 +95,9 @@ def write_folder(model: PreTrainedModel, path: Path, about: Mapping[str, Any], p
 
 
 def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path) -> None:
-    """See `Cache.load`; the cache is empty, and of no use where this raises.
+    """Load an empty cache; see `Cache.load`. The cache is unusable if this raises.
 
-    layers: transformers' own of the cache, by number.
+    layers: transformers' layers of the cache, by number.
     """
     header = check_header(model, path)
     left_pad, tokens = header["left_pad"], len(header["token_ids"][0])
@@ -119,9 +123,9 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
 
 
 def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torch.device) -> Generator[tuple[int, SavedLayer]]:
-    """Yield the layers of a cache, by number, as a folder has them. Raises CacheError where one is not what was saved."""
+    """Yield the layers of a cache, by number, from a folder. Raises CacheError if one has changed since it was saved."""
 
-    taking = threading.Lock()  # one layer's blocks are page-locked on all cores, while others are read
+    taking = threading.Lock()  # one layer's blocks are pinned on all cores while others are read
 
     def read(number: int) -> SavedLayer:
         try:
@@ -136,7 +140,7 @@ def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torc
 
 @dataclass(frozen=True, slots=True)
 class SavedLayer:
-    """Rows of one layer from a file, in blocks by sequence, the last queries of each, and its index if the cache's is the same."""
+    """Rows of one layer from a file: blocks and last queries by sequence, and its index if it is of the cache's kind."""
 
     shape: LayerShape
     blocks: Mapping[int, Sequence[Block]]
@@ -147,9 +151,9 @@ class SavedLayer:
     def read(
         cls, path: Path, header: Mapping[str, Any], number: int, kv: KVCache, device: torch.device, taking: threading.Lock
     ) -> SavedLayer:
-        """Read a layer into blocks on the host.
+        """Read a layer into blocks on the host. Raises CacheError if its file has changed since it was saved.
 
-        taking: held while they are allocated. Raises CacheError for a file that is not what was saved.
+        taking: a lock held while blocks are allocated.
         """
         file, scale = _file(path, header, number), header["files"][_name(number)]["scale"]
         tensors = file.tensors
@@ -195,7 +199,7 @@ def _checked(path: Path, header: Mapping[str, Any], number: int) -> tensor_file.
 
 
 def check_header(model: PreTrainedModel, path: Path) -> dict[str, Any]:
-    """Return the header of a saved cache of a model. Raises CacheError as read_header(), and where it is of another model."""
+    """Return the header of a model's saved cache. Raises CacheError as read_header() does, and for another model."""
     header = read_header(path)
     saved, now = header["model"], _known(model)
     for name in (*now, *saved):
@@ -205,7 +209,7 @@ def check_header(model: PreTrainedModel, path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the header of a saved cache. Raises CacheError where there is none, or a damaged one, or of another format."""
+    """Return the header of a saved cache. Raises CacheError if it is missing, damaged or of another format."""
     try:
         tensor_file.regular_size(path / _HEADER)
         header: dict[str, Any] = json.loads((path / _HEADER).read_text(encoding="utf-8"))
@@ -226,7 +230,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def _whole(header: Mapping[str, Any]) -> bool:
-    """Return whether a header has all that is read of it, of the right kinds."""
+    """Return whether a header has all fields that are read, with the right types."""
     kinds = {"model": dict, "index": dict, "files": dict, "token_ids": list, "left_pad": list}
     if not all(isinstance(header.get(name), kind) for name, kind in kinds.items()):
         return False
@@ -244,8 +248,10 @@ def _is_token(each: object) -> bool:
 
 
 def _known(model: PreTrainedModel) -> dict[str, str]:
-    """Return what must be alike for keys and values of one model to be another's. Raises CacheError for a model that is split, of
-    which a process has a part of the keys and values."""
+    """Return what must be equal for two models to have interchangeable keys and values.
+
+    Raises CacheError for a split model, because each of its processes has only a part of the keys and values.
+    """
     model = unwrap(model)
     if (size := ranks(model).size) > 1:
         raise CacheError(f"the model is split over {size} processes; its caches can be neither saved nor loaded")
@@ -253,7 +259,7 @@ def _known(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _tensors(kv: KVCache, layers: Sequence[Any]) -> Iterator[Part]:
-    """Yield the name of each layer's file, its softmax scale and what goes into it."""
+    """Yield the name of each layer's file, its softmax scale and its tensors."""
     sequences, ours = kv.sequences, {layer.number: layer for layer in kv.layers}
     for number, other in enumerate(layers):
         layer = ours.get(number)
@@ -272,18 +278,18 @@ def _tensors(kv: KVCache, layers: Sequence[Any]) -> Iterator[Part]:
 
 
 def index_kind(kv: KVCache) -> dict[str, Any]:
-    """Return what the indexes of a cache depend on besides keys and positions, for a header."""
+    """Return what a cache's indexes depend on besides keys and positions, for a header."""
     method = kv.settings.method
     try:
         options: str | None = digest(method)
-    except TypeError:  # an option of which nothing can be said
+    except TypeError:  # an option without a digest
         options = None
     known = {"method": method.name, "options": options, "seed": kv.settings.seed, "kv_dtype": kv.settings.kv_dtype}
     return {"index": known}
 
 
 def index_tensors(updater: IndexUpdater | None, snapshots: Mapping[int, Snapshot | None]) -> dict[str, Tensor]:
-    """Return the snapshots of an index, by sequence, as they stand in a layer's file."""
+    """Return the snapshots of an index, by sequence, as tensors for a layer's file."""
     held = {}
     for seq, snapshot in snapshots.items():
         if updater is not None and snapshot is not None:
@@ -293,18 +299,18 @@ def index_tensors(updater: IndexUpdater | None, snapshots: Mapping[int, Snapshot
 
 
 def _snapshots(tensors: Mapping[str, Tensor]) -> dict[int, Snapshot]:
-    """Return what index_tensors() made."""
+    """Return the snapshots that index_tensors() wrote."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
         seq, _, rest = rest.partition(".")
         if kind == "index":
-            found.setdefault(int(seq), {})[rest] = tensor.clone()  # for it outlives the file
+            found.setdefault(int(seq), {})[rest] = tensor.clone()  # it outlives the file
     return {seq: Snapshot(state, *state.pop("span").tolist()) for seq, state in found.items()}
 
 
 def _some_at_once(items: Iterable[Item], work: Callable[[Item], Done], most: int = _AT_ONCE) -> Generator[tuple[Item, Done]]:
-    """Yield each item with what is made of it on a thread, in order; few are under way at a time."""
+    """Yield each item with its result from a thread pool, in order, with at most `most` jobs queued."""
     with ThreadPoolExecutor(most) as threads:
         pending: deque[tuple[Item, Future[Done]]] = deque()
         for item in items:

@@ -1,4 +1,4 @@
-"""Files of tensors in the format of safetensors, with the SHA-256 of what was written."""
+"""Files of tensors in the safetensors format, with the SHA-256 of the written bytes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _NAMES = {
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 PIECE = 64 << 20  # bytes hashed and written at once
 PRIVATE = 0o600
-"""Mode of a file with prompts: its owner's alone."""
+"""Mode of a file with prompts, which only its owner may read."""
 _HEADER = 100 << 20  # most bytes of a file's header
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write contiguous tensors of the CPU to a new file of their owner alone, and sync it. Returns the SHA-256 of its bytes."""
+    """Write contiguous CPU tensors to a new file that only its owner may read, and sync it. Returns the SHA-256 of its bytes."""
     header, end = {}, 0
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))  # so that each is aligned
     for name, tensor in tensors.items():
@@ -56,9 +56,10 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 class TensorFile:
-    """The tensors of a file, which lie in its pages in memory; whether it is the file that was written, check() says.
+    """The tensors of a memory-mapped file. check() verifies its content.
 
-    Raises CacheError for what is no such file."""
+    Raises CacheError for any other file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.tensors = path, dict[str, Tensor]()
@@ -86,7 +87,7 @@ class TensorFile:
 
 
 def regular_size(path: Path) -> int:
-    """Return the bytes of a file. Raises OSError for what is none, such as a pipe, which a reader would wait at."""
+    """Return the bytes of a regular file. Raises OSError for anything else, such as a pipe, on which a reader would hang."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))

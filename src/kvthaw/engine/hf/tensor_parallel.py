@@ -1,4 +1,4 @@
-"""Tensor parallelism as transformers does it: a process's part of a model, and the sums over processes inside its layers."""
+"""Tensor parallelism of transformers: a process's part of a model, and the sums over processes inside its layers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from kvthaw.errors import UnsupportedModelError
 
 _log = logging.getLogger(__name__)
 _BEFORE = "_kvthaw_forwards"
-"""The attribute of a model that keeps the forwards of its modules which were replaced."""
+"""The model attribute that keeps the forwards of replaced modules."""
 _SHARED_BYTES = 128 << 10
 """Largest tensor that GPUs add up by reading each other's memory: 16 rows of 4,096 numbers in bfloat16."""
 
 
 def split(size: int, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """Return this process's part of a model that all of `size` processes make, as from_pretrained(distributed_config=) loads it.
-    Tied embeddings become two."""
+    """Return this process's part of a model that all of `size` processes make, as from_pretrained(distributed_config=) would
+    load it.
+
+    Tied embeddings become two tensors.
+    """
     config, _, mesh = PreTrainedModel.prepare_distribute_model(DistributedConfig(tp_size=size))
     model = make()
     words, scores = model.get_input_embeddings(), model.get_output_embeddings()
@@ -42,7 +45,7 @@ def split(size: int, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
 def build_part(
     size: int, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, *, seed: int = 0
 ) -> PreTrainedModel:
-    """Build this process's part of a causal language model of random weights; no process ever holds the whole."""
+    """Build this process's part of a causal language model of random weights. No process ever holds the whole model."""
 
     def on_meta() -> PreTrainedModel:
         with torch.device("meta"):
@@ -73,7 +76,10 @@ def ranks(model: PreTrainedModel) -> Ranks:
 
 
 def check_split(model: PreTrainedModel, heads: int | None) -> None:
-    """Raise UnsupportedModelError for a model of so many KV heads that is split in a way which kvthaw does not serve."""
+    """Raise UnsupportedModelError for a model that is split in a way that kvthaw does not support.
+
+    heads: its number of KV heads.
+    """
     size, name, mesh = model.tp_size or 1, type(model).__name__, model._device_mesh
     if size > 1 and heads is not None and heads % size and _splits_heads(model):
         raise UnsupportedModelError(
@@ -85,8 +91,12 @@ def check_split(model: PreTrainedModel, heads: int | None) -> None:
 
 
 def use_local_forwards(model: PreTrainedModel) -> None:
-    """Have the linear layers of a split model compute on this process's own tensors, without DTensors and contexts around them, and
-    add up the small outputs of decode steps by reading the other GPUs' memory. All processes call it; again, it does nothing."""
+    """Replace the forwards of a split model's linear layers: they compute on this process's tensors, without DTensors and
+    contexts.
+
+    Small outputs of decode steps are added up by reading the other GPUs' memory. All processes must call this; a second
+    call does nothing.
+    """
     if (model.tp_size or 1) == 1 or hasattr(model, _BEFORE):
         return
     group = ranks(model)
@@ -116,7 +126,7 @@ def restore_forwards(model: PreTrainedModel) -> None:
 
 
 class AllReduce:
-    """Adds up a tensor of each process, in place or as a new tensor. All processes make one at the same time."""
+    """Add up a tensor of all processes, in place or as a new tensor. All processes must create one together."""
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype) -> None:
         self._group, self.buffer = ranks.group, _shared_memory(ranks, dtype)
@@ -132,12 +142,12 @@ class AllReduce:
 
 
 def _colwise(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return the forward of a linear layer of which each process has some rows."""
+    """Return the forward of a linear layer whose rows are split over processes."""
     return lambda x: linear(x, weight, bias)
 
 
 def _rowwise(weight: Tensor, bias: Tensor | None, reduce: AllReduce) -> Callable[[Tensor], Tensor]:
-    """Return the forward of a linear layer of which each process has some columns, and all have the bias."""
+    """Return the forward of a linear layer whose columns are split over processes; all have the bias."""
 
     def forward(x: Tensor) -> Tensor:
         total = reduce(linear(x, weight))
@@ -147,7 +157,7 @@ def _rowwise(weight: Tensor, bias: Tensor | None, reduce: AllReduce) -> Callable
 
 
 def _gathered(weight: Tensor, bias: Tensor | None, size: int, group: str) -> Callable[[Tensor], Tensor]:
-    """Return the forward of a linear layer of which each process of a group has some rows, and all get the whole output."""
+    """Return the forward of a linear layer whose rows are split over a group's processes, and whose whole output all receive."""
     collectives = torch.ops._c10d_functional
 
     def forward(x: Tensor) -> Tensor:
@@ -158,7 +168,7 @@ def _gathered(weight: Tensor, bias: Tensor | None, size: int, group: str) -> Cal
 
 
 def _shared_memory(ranks: Ranks, dtype: torch.dtype) -> Tensor | None:
-    """Return memory of this GPU that the other processes' GPUs address too; None where one of them cannot."""
+    """Return memory of this GPU that the other processes' GPUs can address; None if some cannot."""
     device = ranks.device
     if device is None or device.type != "cuda":
         return None
@@ -180,7 +190,7 @@ def _shared_memory(ranks: Ranks, dtype: torch.dtype) -> Tensor | None:
 
 
 def _own(weight: Tensor) -> Tensor:
-    """Return what this process holds of a weight."""
+    """Return this process's part of a weight."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
@@ -189,6 +199,6 @@ def _is_split(weight: Tensor) -> bool:
 
 
 def _splits_heads(model: PreTrainedModel) -> bool:
-    """Return whether a process has the queries and keys of its own heads; some models compute all of them everywhere."""
+    """Return whether a process has only the queries and keys of its own heads. Some models compute all heads everywhere."""
     of_attention = (style for name, style in (model.tp_plan or {}).items() if "attn" in name or "attention" in name)
     return "colwise" in of_attention
