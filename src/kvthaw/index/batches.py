@@ -16,17 +16,20 @@ from kvthaw.kernels.kmeans import whole
 from kvthaw.kernels.unit_select import Policy
 
 _SHORT = 1 << 23
-"""Bytes of a layer's keys up to which a prompt waits for those of other layers: few keys keep no GPU busy, and launches take the
-host longer than the model's own."""
+"""Bytes of a layer's keys up to which a prompt waits for the prompts of other layers, to be formed with them.
+
+Few keys do not keep a GPU busy, and their launches take the host longer than the model's own.
+"""
 
 
 class BatchedIndex(FormingIndex):
-    """An index whose tokens are made into units batch by batch: `per_batch` units of a batch, as many as count of a prompt.
+    """An index that forms units from batches of tokens: `per_batch` units of each batch, `count` units of a prompt.
 
-    A batch waits for those of other layers, which have theirs at the same step, and all are formed at once; so does a short
-    prompt. Where the last tokens of a batch are known before they leave the ring, its units are formed beside the steps
-    until then, and enter the tables when they would have been formed.
-    begun: those of them that will.
+    A batch waits for the batches of other layers at the same step, and all are formed at once. So are short prompts. If the
+    last tokens of a batch are known before they leave the ring, its units are formed during the steps until then. They
+    enter the tables when they would have been formed otherwise.
+
+    begun: batches whose units are being formed ahead.
     """
 
     mapped = True
@@ -42,8 +45,8 @@ class BatchedIndex(FormingIndex):
             self._deferred.once((self.kind(), "load"), self._load)
 
     def _load(self) -> None:
-        """Have CUDA load what forming a batch takes, about 40 ms, before there are tokens: the step that fills the first one should
-        not wait for that."""
+        """Load the CUDA kernels that form a batch before there are tokens, since loading takes about 40 ms of the first full
+        batch's step."""
         none = Batches(self, [Full(seq, 0, 0) for seq in range(len(self.seqs))])
         form([none, none], self.per_batch)
         self.beside(partial(whole, formed([none, none], self.per_batch)))  # which keeps memory
@@ -60,12 +63,18 @@ class BatchedIndex(FormingIndex):
         return type(self), context.kv_heads, context.head_dim, context.dtype, context.device, context.seed, self.settings
 
     def form_now(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
-        """Make `count` units of each of some batches of sequences, keys [R, H, n, T, D], of which the first is given."""
+        """Form `count` units of each batch at once.
+
+        first: the first batch of each sequence.
+        keys: [R, H, n, T, D], of n batches of R sequences.
+        """
         form([Batches(self, first, keys)], count)
 
     def build_prompt(self, seq: int, first: int, keys: Tensor, count: int) -> None:
-        """Begin a sequence with a prompt, keys [H, T, D], of which `count` units are made: with those of other layers where it is
-        short, else beside the current stream."""
+        """Start a sequence with a prompt, keys [H, T, D], and form `count` units of it.
+
+        A short prompt is formed with the prompts of other layers, a long one on the side stream.
+        """
         tokens, given = keys.shape[1], Batches(self, (Full(seq, 0, 0),), keys[None, :, None])
         if not 0 < keys.nbytes <= _SHORT:
             self.build_beside(seq, first, tokens, count, partial(form, [given], count), keys)
@@ -76,10 +85,9 @@ class BatchedIndex(FormingIndex):
         self._set(seq, Seq(tokens, count, 0, [(0, 0), (tokens, count)]))
 
     def build_beside(self, seq: int, first: int, tokens: int, count: int, job: Callable[[], None], *used: Tensor) -> None:
-        """Begin a sequence with a prompt of so many tokens, of which a job makes `count` units, a batch of its own, beside the
-        current stream.
+        """Start a sequence with a prompt of `tokens` tokens. `job` forms its `count` units on the side stream, as one batch.
 
-        used: tensors of others that it reads.
+        used: tensors that the job reads and others own.
         """
         self.clear(seq, first)
         if tokens:
@@ -137,7 +145,7 @@ class BatchedIndex(FormingIndex):
 
 
 def begin(every: Sequence[Batches], count: int, steps: int) -> None:
-    """Begin to form units of batches of which some tokens are still in the ring."""
+    """Start to form the units of batches whose last tokens are still in the ring."""
     formation = Formation(every, count, steps, every[0].index._side)
     for each in every:
         assert isinstance(each.index, BatchedIndex)

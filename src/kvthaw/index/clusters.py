@@ -18,17 +18,24 @@ from kvthaw.kernels.kmeans import Distance, kmeans_in_pieces
 from kvthaw.kernels.unit_select import Policy
 
 Start = Literal["covering", "random"]
-"""The keys that k-means begins with: half drawn at random and half those that the others cover worst, or all drawn, as in the
-paper."""
-_ROUNDS, _MOST, _AMONG = 4, 256, 4  # rounds at least; what a round adds at most, and among how many times as many
+"""The initial centres of k-means: half of them drawn at random and half the keys covered worst, or all drawn, as in the paper."""
+_ROUNDS, _MOST, _AMONG = (
+    4,
+    256,
+    4,
+)  # least number of rounds; most keys that a round adds, and how many times more it chooses among
 
 
 def covering(keys: Tensor, drawn: Tensor, count: int) -> Generator[None, None, Tensor]:
-    """The keys drawn and those that the others cover worst, a round at a time: `count` of the keys [N, T, D], as indices [N, count]
-    int64, ascending, none twice. drawn [N, C], C at least 1 and at most count; count <= T. No host sync.
+    """Choose `count` of the keys [N, T, D], one round at a time: the drawn ones and the keys that these cover worst.
 
-    In four rounds or more, each adding as many keys as the others: keys are ranked by their largest cosine with any key chosen so
-    far, the smallest first, and those are added that are like none before them in the ranking (`unlike`).
+    There are at least four rounds, which add equally many keys. A round ranks the keys by their largest cosine with any key
+    chosen so far, the smallest first. It adds the first keys of the ranking that are unlike all keys before them
+    (`unlike`).
+
+    drawn: [N, C], 1 <= C <= count <= T.
+
+    Returns indices [N, count] int64, ascending, without repeats. No host sync.
     """
     chosen = new = drawn
     covered = torch.full(keys.shape[:2], -torch.inf, device=keys.device)
@@ -45,15 +52,18 @@ def covering(keys: Tensor, drawn: Tensor, count: int) -> Generator[None, None, T
 
 
 def rounds_of(count: int) -> int:
-    """Return in how many rounds so many keys are added."""
+    """Return the number of rounds in which `count` keys are added."""
     return max(_ROUNDS, -(-count // _MOST))
 
 
 def unlike(keys: Tensor, covered: Tensor, count: int, *, among: int) -> Tensor:
-    """`count` of the `among` keys [N, T, D] that are covered least, as indices [N, count]; of equal ones the first.
+    """Choose `count` of the `among` keys [N, T, D] that are covered least. Returns indices [N, count]; the first of equal
+    keys.
 
-    covered [N, T]: cosines, float32. A key that is nearer to one before it in this ranking than the ranking's last is to those that
-    cover it is passed over: the one before may come to cover it. If too few are left, the first that were passed over.
+    A key is skipped if it is nearer to a key before it in the ranking than the ranking's last key is to its cover. That
+    earlier key may come to cover it. If too few keys are left, the first skipped ones are taken.
+
+    covered: [N, T] float32, cosines.
     """
     # positive floats rank as their bits do; with the position behind, no two are equal
     ranking = ((covered + 2.0).view(torch.int32).long() << 31) + torch.arange(keys.shape[1], device=keys.device)
@@ -74,14 +84,15 @@ def first_keys(keys: Tensor, positions: Tensor, count: int, *, start: Start, str
 
 
 class ClusterIndex(BatchedIndex):
-    """k-means clusters of the prompt's keys, and of every `batch` tokens that leave the window after it, among themselves.
+    """k-means clusters of the prompt's keys, and of every `batch` later tokens that leave the window.
 
-    A prompt of L tokens gets L / tokens_per_cluster clusters (or exactly `clusters`), a batch gets clusters_per_batch. Until
-    a batch is full, its tokens are as many temporary clusters in text order, each with the mean of its keys. Clusters are
-    ranked by q.mu and taken whole, the last one cut: its earliest tokens stay. start="covering" gives keys unlike all others, as
-    those of a needle are, clusters of their own, whose mean is near them; a random start may leave them among others. On a GPU
-    a long prompt is clustered on the cache's side stream, beside the layers that follow, and the first select() waits for it on
-    the device; short ones of all layers are clustered at once.
+    A prompt of L tokens gets L / tokens_per_cluster clusters (or exactly `clusters`), a batch gets clusters_per_batch.
+    Until a batch is full, its tokens form clusters_per_batch temporary clusters in text order, each with the mean of its
+    keys. Clusters are ranked by q.mu and taken whole; of the last one only the earliest tokens that fit.
+
+    start="covering" gives a key unlike all others, such as a needle's, a cluster of its own with a mean near it. A random
+    start may leave it in another cluster. On a GPU a long prompt is clustered on the cache's side stream during the
+    following layers. The first select() waits for it on the device. Short prompts of all layers are clustered at once.
     """
 
     def __init__(

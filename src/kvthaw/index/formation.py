@@ -1,4 +1,4 @@
-"""Units that batches of tokens become: formed at once, or in pieces beside the steps before they are needed."""
+"""Form units from batches of tokens: at once, or in pieces during the steps before they are needed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FormingIndex(UnitIndex):
         raise NotImplementedError
 
     def pieces(self, count: int) -> int:
-        """Return about how many pieces form() of so many units has."""
+        """Return about how many pieces form() splits `count` units into."""
         return 1
 
 
@@ -64,8 +64,12 @@ class Batches:
 
 
 class BatchGroup:
-    """Batches of indexes that differ in nothing but the layer, all of as many tokens and batches: keys [M, H, n, T, D], their
-    positions [M, 1, n, T], and the numbers of their heads [M, H, 1, 1], from which random choices derive."""
+    """Batches of indexes that differ only in the layer, with equal numbers of batches and tokens.
+
+    keys: [M, H, n, T, D].
+    positions: [M, 1, n, T].
+    heads: [M, H, 1, 1], the numbers of the KV heads, from which random choices derive.
+    """
 
     def __init__(self, every: Sequence[Batches]) -> None:
         self.every = every
@@ -104,7 +108,10 @@ class Units:
     places: Tensor
 
     def write(self, wanted: Mapping[FormingIndex, Sequence[Full]] | None = None) -> None:
-        """Write them into the tables, or those of some indexes' batches: by one call where an index has one, as of a prompt."""
+        """Write the units into the tables, in one call per index if it supports that, as for a prompt.
+
+        wanted: only these batches of these indexes; None: all.
+        """
         at: dict[tuple[Full, ...], tuple[tuple[Tensor, ...], ...]] = {}
         every, alone = (self.digests, self.ends, self.places), list[tuple[Tensor, Tensor]]()
         for index, full, rows in self._rows(wanted):
@@ -140,15 +147,16 @@ class Units:
 
 
 def groups(every: Sequence[Batches]) -> Iterator[Sequence[Batches]]:
-    """Yield as many batches at once as have AT_ONCE bytes of keys."""
+    """Yield groups of batches with at most AT_ONCE bytes of keys each."""
     some = max(1, AT_ONCE // every[0].nbytes())
     for at in range(0, len(every), some):
         yield every[at : at + some]
 
 
 def formed(every: Sequence[Batches], count: int, group: BatchGroup | None = None) -> Generator[None, None, Units]:
-    """Make `count` units of each batch, a piece at a time. All have as many tokens and batches, and their indexes differ in
-    nothing but the layer.
+    """Form `count` units of each batch, one piece at a time.
+
+    All batches have equal numbers of tokens, and their indexes differ only in the layer.
 
     group: of these, if it is made already.
     """
@@ -164,8 +172,10 @@ def form(every: Sequence[Batches], count: int) -> None:
 
 
 class Formation:
-    """Units that are formed in pieces, some with each of `steps` steps, of batches whose last tokens are still in the ring. They
-    enter the tables whole, once these have left. Where nobody holds it any longer, what is left of the work is not done."""
+    """Units that are formed in pieces, a few with each of `steps` steps, from batches whose last tokens are still in the ring.
+
+    Units are published atomically after the tokens leave the ring. Work is cancelled when the object is garbage-collected.
+    """
 
     def __init__(self, every: Sequence[Batches], count: int, steps: int, aux: AuxStream) -> None:
         self._count, self._aux, self.made = count, aux, list[Units]()

@@ -19,12 +19,12 @@ Score = Literal["sum", "mean"]
 
 
 class HeavyIndex(KeptIndex):
-    """H2O: of all tokens half are the most recent ones, half those that were attended to most, over all steps so far.
+    """H2O: half of the budget holds the most recent tokens, half the tokens that were attended to most over all steps so far.
 
-    Each step's softmax over sink, ring and kept tokens adds to their scores as soon as its own key is in the ring: with the next
-    step, or before tokens leave. A prompt's scores begin with the attention of its last `queries` queries, or of all that are
-    known. What a token paid before a crop dropped it stays paid.
-    Sink and ring count as recent; what half the budget leaves beside them goes to the latest of the kept tokens.
+    Each step's softmax over sink, ring and kept tokens adds to their scores as soon as its own key is in the ring: with the
+    next step, or before tokens leave. A prompt's scores begin with the attention of its last `queries` queries, or of all
+    that are known. What a token paid before a crop dropped it stays paid. Sink and ring count as recent. The rest of that
+    half of the budget goes to the latest of the kept tokens.
     """
 
     traits = replace(KeptIndex.traits, remembers=True)

@@ -56,15 +56,16 @@ def overlap_share(queries: Tensor, keys: Tensor, rows: int, page: int, ranks: Ra
 class HybridIndex(ObservedIndex):
     """Static tokens first, then pages of the rest, ranked by their bounds (PRKV, section 4).
 
-    share: of the rows that select() may bring, how many are static; "auto" chooses it at the prompt, or at the first refresh that
-    has more tokens than rows to choose among, with 0.25 until then. Every `interval` tokens the last queries that select() was
-    given choose the static set again and pages and digests are rebuilt around it: in the map of this index, no row moves. The work
-    starts in one append and takes effect, whole, before the next: behind the last step that comes before it. It reads all keys from
-    the host, 16 MB at a time, and the steps between do about as much of it each; on a GPU on the cache's side stream, beside the
-    model.
+    share: the static part of the rows that select() may return. "auto" chooses it at the prompt, or at the first refresh
+        with more tokens than rows; until then it is 0.25.
 
-    A sequence that was built before the number of rows was known begins as pages only; the first select() makes its static set,
-    from the keys in the store.
+    Every `interval` tokens the latest queries choose the static set again, and pages and digests are rebuilt around it.
+    Only the map of this index changes; no row moves. The work starts in one append and is published atomically before the
+    next, after the last step between them. It reads all keys from the host, 16 MB at a time, in equal parts with each step
+    between. On a GPU it runs on the cache's side stream, concurrently with the model.
+
+    A sequence that was built before the number of rows was known starts with pages only. The first select() then chooses
+    its static set, from the keys in the store.
     """
 
     shuffled = True
@@ -168,8 +169,10 @@ class HybridIndex(ObservedIndex):
     # The static set
 
     def window_queries(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Copies of what `plan` needs of some sequences' windows: queries, weights, and of the first sequence the first and the
-        last query [Hq, 2, D], where they are to choose its share and are not the same."""
+        """Return copies of what `plan` needs of the sequences' windows: queries, weights, and the first sequence's ends.
+
+        The ends are its first and last query, [Hq, 2, D]. They are None unless they choose its share and differ.
+        """
         ends, static = None, self.statics[seqs[0]]
         if self.auto and static.share is None and (recorded := int(self.seen[seqs[0]].sum())) > 1:
             back = torch.tensor([-recorded, -1], device=self.steps.device)
@@ -179,8 +182,7 @@ class HybridIndex(ObservedIndex):
     def plan(
         self, seqs: Sequence[int], keys: Tensor, queries: Tensor, weights: Tensor, ends: Tensor | None = None
     ) -> list[Reordering]:
-        """The static sets that windows' queries choose from keys [R, H, T, D] of sequences whose sets are of one size, and the
-        pages of the others."""
+        """Choose static sets of one size by the windows' queries, from keys [R, H, T, D], and the pages of the other tokens."""
         made: dict[int, Reordering] = {}
         for job in self._jobs(seqs, keys.shape[2], lambda: keys, (queries, weights, ends), made):
             job()
@@ -194,7 +196,8 @@ class HybridIndex(ObservedIndex):
         windows: tuple[Tensor, Tensor, Tensor | None],
         made: dict[int, Reordering],
     ) -> list[Callable[[], None]]:
-        """Return plan() of sequences of so many tokens in pieces, for when all of their keys are there; the last fills made."""
+        """Return plan() of sequences of `tokens` tokens as a list of jobs, to run once all their keys are there. The last job
+        fills `made`."""
         context, choices = self.context, list[StaticChoice]()
         spans = StaticChoice.spans(context.kv_heads, tokens, context.head_dim * context.dtype.itemsize)
 
@@ -215,8 +218,11 @@ class HybridIndex(ObservedIndex):
         return jobs if len(spans) > 1 else [partial(_all, jobs)]
 
     def _count(self, seq: int, keys: Tensor, ends: Tensor | None) -> int:
-        """Of how many tokens a sequence's static set is, keys [H, T, D]. The automatic share stays unknown where it would say
-        nothing: with a single query, or with no more keys than rows, all of which any two queries choose."""
+        """Return the size of a sequence's static set, keys [H, T, D].
+
+        The automatic share stays unknown with a single query, or with no more keys than rows: any two queries then choose
+        all of them.
+        """
         static = self.statics[seq]
         if static.share is None and not self.auto:
             static.share = self.share
@@ -242,7 +248,10 @@ class HybridIndex(ObservedIndex):
                 self._begin(*zip(*some[at : at + most], strict=True))
 
     def _begin(self, seqs: tuple[int, ...], new: tuple[Tensor, ...]) -> None:
-        """Begin the plans of sequences that have as many tokens; new [H, n, D] each, the last of them."""
+        """Start the plans of sequences with equal numbers of tokens.
+
+        new: the last tokens of each, [H, n, D].
+        """
         last, windows = torch.stack(new), self.window_queries(seqs)
         old, most = self.seqs[seqs[0]].tokens - last.shape[2], max(1, _PIECE // last[0, :, 0].nbytes)
         keys: list[Tensor] = []

@@ -37,11 +37,16 @@ def observed(queries: Tensor, keys: Tensor, *, scale: float, agree: Agree) -> Te
 
 
 class KeptIndex(Index):
-    """At most as many rows as select() may bring, each with a score; of those that come, the best stay.
+    """Keep at most the rows that select() may return, each with a score. Of new rows, the best are kept.
 
-    kept [B, H, M] int32: positions, -1 padded; scores [B, H, M] float32; keys [B, H, M, D] where with_keys. What is not kept is not
-    selected again, though the store has it, until a dense pass gives the sequence more tokens: that is a prompt, and chooses again
-    from all of them. Before the number of rows is known (by the layer's shape, or the first select()) everything is kept."""
+    A row that is not kept is never selected again, although the store has it. Exception: a dense pass that gives the
+    sequence more tokens is a prompt, and chooses again from all rows. Before the number of rows is known (from the layer's
+    shape, or the first select()) everything is kept.
+
+    kept: [B, H, M] int32, positions, -1 padded.
+    scores: [B, H, M] float32.
+    keys: [B, H, M, D] if with_keys.
+    """
 
     traits = Traits(graph_safe=True, grows=False, evicts=True)
 
@@ -61,8 +66,11 @@ class KeptIndex(Index):
     # What a method adds
 
     def observe(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
-        """The scores of a prompt's first `tokens` tokens after the sink, [H, tokens] float32. keys [H, T, D]: theirs, then those of
-        the tokens behind, in the window; queries [H, G, W, D]: of the last W of all T."""
+        """Return the scores of a prompt's first `tokens` tokens after the sink, [H, tokens] float32.
+
+        keys: [H, T, D], of these tokens and of the tokens after them in the window.
+        queries: [H, G, W, D], of the last W of the T tokens.
+        """
         raise NotImplementedError
 
     def arrive(self, seq: int, start: int, stop: int) -> Tensor:
@@ -132,7 +140,7 @@ class KeptIndex(Index):
     # Inside
 
     def reserve(self, seqs: int) -> None:
-        """Room for so many sequences."""
+        """Make room for `seqs` sequences."""
         have = self.tables["kept"].shape[0]
         if seqs > have:
             self.tables = {name: grown(table, seqs) for name, table in self.tables.items()}
@@ -140,7 +148,7 @@ class KeptIndex(Index):
             self.tokens += [0] * (seqs - len(self.tokens))
 
     def resize(self, rows: int) -> None:
-        """Keep so many from now on: of more, the best."""
+        """Keep the best `rows` rows from now on."""
         seqs = [self._own(seq) for seq in range(len(self.tokens))]
         self.rows = rows
         for name in ("kept", "scores", "keys"):
@@ -179,7 +187,7 @@ class KeptIndex(Index):
         return {name: self.tables[name][seq] for name in ("kept", "scores", "keys") if name in self.tables}
 
     def _fill(self, seq: int, some: dict[str, Tensor]) -> None:
-        """Keep the best of some rows: those that are none (-1) come last, of equal ones the earlier."""
+        """Keep the best of some rows. Missing rows (-1) rank last, and earlier rows rank before equal ones."""
         rows = some["kept"]
         if not self.rows and rows.shape[1] > self.tables["kept"].shape[2]:
             for name in self._own(seq):

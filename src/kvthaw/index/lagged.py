@@ -19,10 +19,14 @@ _KEPT = 64
 class LaggedIndex(BoundIndex):
     """Bounded pages, ranked for the previous token's query where this token's points the same way.
 
-    A KV head whose group has a mean cosine of at least tau between the two queries gets the pages of the previous one; the others
-    are corrected: they get those of their own query. A sequence's first step after a dense pass has no previous query and is
-    corrected whole. previous [B, 64, Hq, D]: the query asked at n tokens of the sequence stands at n modulo 64, so that tokens
-    which are dropped again (assisted decoding) leave the one before them; asked [B, 64] int64: those n + 1, 0 for none."""
+    A KV head whose group has a mean cosine of at least tau between the two queries gets the previous query's pages. The
+    others are corrected: they get the pages of their own query. A sequence's first step after a dense pass has no previous
+    query and is corrected whole.
+
+    previous: [B, 64, Hq, D], the query at n tokens of the sequence in place n modulo 64. Dropped tokens (assisted decoding)
+        therefore leave the query before them.
+    asked: [B, 64] int64, n + 1 of each place, 0 for none.
+    """
 
     tables: Mapping[str, str | None] = {**BoundIndex.tables, "previous": None, "asked": None}
 

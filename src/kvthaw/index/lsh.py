@@ -27,12 +27,13 @@ def drawn_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
 
 
 class HashIndex(TokenIndex):
-    """Draws the tokens whose code is the query's in two of L tables or more, each with the weight that makes up for its chance.
+    """Draw the tokens whose code equals the query's in at least two of L tables, each weighted by the inverse of its
+    probability.
 
-    A code is K signs of products with random directions, of the key less the mean of the prompt's keys. A token's log weight is
-    -log w, w the chance `drawn_probability` that this query head draws it; -inf for a head that did not. Where the query heads of a
-    group drew more together than the budget holds, it is thinned at random, all tokens with the same chance, which enters the
-    weight too. Where the budget holds the whole sequence nothing is drawn: all of it comes, with weight 1.
+    A code is K signs of products with random directions, of the key less the mean of the prompt's keys. A token's log
+    weight is -log w, w the chance `drawn_probability` that this query head draws it; -inf for a head that did not. If a
+    group's query heads draw more tokens than the budget, they are thinned at random. Every token has the same probability
+    to stay, which enters the weight too. If the budget holds the whole sequence, all tokens are selected with weight 1.
 
     codes [B, H, capacity, L] int16 and keys [B, H, capacity, D], for the angles; mean [B, H, D] float32.
     """

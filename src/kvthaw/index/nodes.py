@@ -32,11 +32,11 @@ from kvthaw.kernels.unit_select import choose, launch_choice
 class NodeConfig:
     """Settings of the tree on the device.
 
-    promote: the share of the keys that are promoted, of which each makes a node; 1 / promote is rounded to a whole number.
-    outliers, spread: as TreeConfig's; how many keys a digest names that its mean describes worst, and how many standard deviations
-        above the mean a key of a node is looked for.
-    field: a query group's field of view: of how many rows the keys are read. At least twice as many as are selected.
-    nodes_per_batch: so many nodes the tokens make that leave the window together, nodes_per_batch / promote at a time.
+    promote: share of the keys that are promoted; each promoted key makes a node. 1 / promote is rounded to a whole number.
+    outliers: number of keys in a digest that its mean describes worst, as in TreeConfig.
+    spread: the score assumes a node's best key this many standard deviations above the mean, as in TreeConfig.
+    field: a query group's field of view: number of rows whose keys are read. It is at least twice the number selected.
+    nodes_per_batch: tokens that leave the window form this many nodes at a time, from nodes_per_batch / promote tokens.
     policy: how the query heads of a group agree, on nodes and on rows: by the largest or the mean of their softmax weights.
     """
 
@@ -61,19 +61,20 @@ class NodeConfig:
 
 
 class NodeIndex(BatchedIndex):
-    """Nodes of keys alike, ranked by their digests; of the rows of the best nodes the keys are read, and the best rows selected.
+    """Nodes of similar keys, ranked by their digests. The keys of the best nodes' rows are read, and the best rows selected.
 
-    A prompt's keys are promoted with probability `promote`, so many of them exactly, and every key belongs to the nearest promoted
-    one: the lowest level of IceCache's tree. A device looks at all nodes faster than it could descend to them, so that there are no
-    levels above. The tokens that leave the window after it make nodes of their own among themselves, nodes_per_batch at a time;
-    until so many have come, they are nodes in text order.
+    Exactly the share `promote` of a prompt's keys is promoted, at random. Every key belongs to the nearest promoted one:
+    this is the lowest level of IceCache's tree. A device scores all nodes faster than it could descend to them, so there
+    are no levels above. Tokens that leave the window later form nodes among themselves, nodes_per_batch at a time. Until
+    there are enough of them, they form nodes in text order.
 
-    A step ranks the nodes, for a query head, by scale max(q.mean + spread |q| sd, q.outliers) less the log-sum-exp over all keys,
-    each taken at its node's; a node's best head (or their mean, see policy) decides. The rows of the best nodes, whole nodes and
-    the last one cut, as many as the field of view, get their true q.k, from keys that a kernel reads on the host; the rows of the
-    largest softmax weight among these are selected. A sequence that fits the field of view is searched exactly.
+    A step scores the nodes, for each query head, by scale max(q.mean + spread |q| sd, q.outliers). From this it subtracts
+    the log-sum-exp over all keys, each at its node's score. A node's best head (or their mean, see policy) decides. The
+    rows of the best nodes, up to the field of view, get their true q.k from keys that a kernel reads on the host. The last
+    node is cut. The rows with the largest softmax weight among these are selected. A sequence that fits the field of view
+    is searched exactly.
 
-    Device: digests and the map, (1 + outliers) D + 8 elements a node and 4 bytes a key.
+    Device memory: digests and the map, (1 + outliers) D + 8 elements per node and 4 bytes per key.
     """
 
     tables: Mapping[str, str | None] = {**BatchedIndex.tables, "wanted": None}

@@ -1,4 +1,4 @@
-"""Pages beside static tokens, which the last queries choose again and again (PRKV): what its two indexes have in common."""
+"""The common base of PRKV's two indexes: pages, and static tokens that the latest queries choose repeatedly."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Turn:
 
 
 class ObservedIndex(BoundIndex):
-    """Pages, and a window of the last queries that select() was given, [B, Hq, W, D], recorded within a captured step.
+    """Pages, and a window of the latest queries of select(), [B, Hq, W, D], which captured steps record too.
 
-    Every `interval` tokens these choose the static set again. Layers take turns: the first interval of each is shorter by `early`
-    tokens, a share that spreads their numbers evenly, so that in every append as few as can be have theirs.
+    Every `interval` tokens they choose the static set again. Layers take turns: the first interval of each layer is shorter
+    by `early` tokens. These are spread evenly, so that the fewest possible layers refresh in one append.
     """
 
     traits = replace(BoundIndex.traits, grows=False, remembers=True)

@@ -12,11 +12,12 @@ _ON_HOST = 256
 
 
 def principal(rows: Tensor) -> Tensor:
-    """V of rows = U S V^T, the largest singular value first: rows [..., n, D] -> [..., D, D] float64, columns orthonormal.
+    """Return V of rows = U S V^T, the largest singular value first: rows [..., n, D] -> [..., D, D] float64, columns
+    orthonormal.
 
-    From the eigenvectors of rows^T rows, in float64. Directions that the rows leave open, as fewer than D rows do, are those of a
-    fixed basis; so come out mixed those of singular values below 1e-4 of the root mean square. What is not finite counts as 0, for
-    the layer itself reports it later. The host waits.
+    Computed from the eigenvectors of rows^T rows, in float64. Undetermined directions, as with fewer than D rows, come from
+    a fixed basis. Directions of singular values below 1e-4 of the root mean square come out mixed. Values that are not
+    finite count as 0, since the layer reports them later. The host waits.
     """
     gram = torch.nan_to_num(rows.mT.double() @ rows.double(), nan=0.0, posinf=0.0, neginf=0.0)
     diagonal = gram.diagonal(dim1=-2, dim2=-1)

@@ -57,11 +57,12 @@ class QuantisedKeys(TokenIndex):
 
 
 class PrunedIndex(AroundIndex):
-    """Of the rows that another index proposes, the fewest that have at least p of their estimated softmax weight.
+    """Select the fewest rows with at least share p of the estimated softmax weight, among the rows that another index
+    proposes.
 
-    The other index proposes `spare` times the rows that may be selected. Every query head keeps its own top-p of them, by 4-bit
-    estimates of q.k; a KV head's rows are the union over its group, and of more than fit those of the largest weight of any head.
-    A sequence whose tokens all fit is not pruned. Estimates stand where the other index works.
+    The other index proposes `spare` times the rows that may be selected. Every query head keeps its own top-p of them, by
+    4-bit estimates of q.k; A KV head's rows are the union over its group. If too many, the rows with the largest weight of
+    any head stay. A sequence whose tokens all fit is not pruned. Estimates are kept where the other index works.
     """
 
     def __init__(self, context: IndexContext, *, index: Callable[[IndexContext], Index], p: float, spare: int) -> None:

@@ -1,4 +1,4 @@
-"""New orders of sequences' tokens, static ones first (PRKV): chosen in pieces beside the steps, put in place whole."""
+"""New token orders of sequences, static tokens first (PRKV): computed in pieces during the steps, and published atomically."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Reordering:
         return self.order, self.digests, self.stops, self.tail
 
     def wait(self) -> None:
-        """Have the current stream wait for the tensors; the host does not."""
+        """Make the current stream wait for the tensors. The host does not wait."""
         if self.done is not None:
             stream = torch.cuda.current_stream(self.order.device)
             stream.wait_event(self.done)
@@ -54,7 +54,7 @@ class Reordering:
 class PendingReordering:
     """A reordering that the next append puts in place.
 
-    made: those of all sequences that are planned at once, by the numbers that they had then, once the work is done.
+    made: once the work is done, the reorderings of all sequences that were planned together, by their numbers at that time.
     """
 
     seq: int
@@ -63,7 +63,7 @@ class PendingReordering:
     work: SpreadWork
 
     def take(self) -> Reordering:
-        """Return the reordering; run what is left of the work."""
+        """Run the remaining work and return the reordering."""
         self.aux.finish(self.work)
         made = self.made[self.seq]
         made.done = self.work.done
@@ -75,11 +75,15 @@ class PendingReordering:
 
 
 def choose_static(mass: Tensor, count: int, first: int) -> Tensor:
-    """Order of T tokens by PRKV's algorithm 1, lines 9-11: [H, T] int32 positions from `first` on. mass [H, T]: the `count`
-    tokens of most mass come first, by mass; the others follow in text order. No host sync.
+    """Return the order of T tokens by PRKV's algorithm 1, lines 9-11: [H, T] int32 positions from `first` on.
 
-    The j-th of the others stands j places behind as many static tokens as have at most j others before them. (A prefix sum along
-    T would tell, too, but a GPU computes a row of it in one block, one part after the other.)"""
+    The `count` tokens with the most mass come first, by mass. The others follow in text order. No host sync.
+
+    mass: [H, T].
+
+    The j-th of the others comes j places after the static tokens that have at most j others before them. (A prefix sum
+    along T would also work, but a GPU computes a row of it in a single block, part by part.)
+    """
     heads, tokens = mass.shape
     top = torch.topk(mass, count, dim=1).indices.int()
     before = top.sort(dim=1).values - torch.arange(count, dtype=torch.int32, device=mass.device)
@@ -124,13 +128,13 @@ class StaticChoice:
         self._sums[span.start] = log_sums(self.queries, self.keys[:, span], scale=self.scale)
 
     def weigh(self, span: slice) -> None:
-        """Compute the attention mass of some tokens, all of which have been observed."""
+        """Compute the attention mass of tokens that have all been observed."""
         sums = list(self._sums.values())
         total = sums[0] if len(sums) == 1 else torch.stack(sums).logsumexp(dim=0)
         self._mass[span.start] = mass(self.queries, self.keys[:, span], total, self.weights, scale=self.scale)
 
     def choose(self) -> None:
-        """Choose the static tokens, all of which have been weighed."""
+        """Choose the static tokens, once all tokens have been weighed."""
         weighed = list(self._mass.values())
         self._order = [choose_static(weighed[0] if len(weighed) == 1 else torch.cat(weighed, dim=1), self.count, self.first)]
 

@@ -1,4 +1,4 @@
-"""Chunks with a landmark each, and keys of low rank from which those of the chunks are made again (ShadowKV)."""
+"""Chunks with landmarks, and low-rank keys from which the chunks' keys are reconstructed (ShadowKV)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from kvthaw.kernels.unit_select import Policy
 
 
 class ShadowIndex(UnitIndex):
-    """Chunks of `chunk` tokens in text order, ranked by q times their mean key, behind `outliers` chunks that are always selected.
+    """Chunks of `chunk` tokens in text order, ranked by q times their mean key. `outliers` chunks are always selected first.
 
-    Outliers are the prompt's chunks whose worst key has the least cosine with its chunk's mean: at most a quarter of the rows that
-    select() may bring. The prompt's keys, before their rotary turn, of all KV heads side by side, are kept as their best
-    approximation of `rank`: factors [B, 1, T, rank] and basis [B, rank, H, D]. When rows of the prompt have been fetched, rebuild()
-    puts the key that this approximation gives in the place of the one that came; outliers and later tokens keep theirs, and so does
-    a sequence of which every row comes. Keys are turned back only where the approximation then keeps more of them, for some layers
-    of some models do not turn theirs.
+    Outliers are the prompt's chunks whose worst key has the least cosine with its chunk's mean. They take at most a quarter
+    of the rows that select() may return. The prompt's keys before RoPE, of all KV heads side by side, are approximated with
+    `rank`: factors [B, 1, T, rank] and basis [B, rank, H, D]. After rows of the prompt have been fetched, rebuild()
+    replaces their keys by this approximation. Outliers, later tokens, and sequences that are fetched whole keep their keys.
+    RoPE is undone only if the approximation is better then, since some layers of some models have none.
 
-    known, total [B] int32: tokens that have factors, and all; turned [B] bool: before the turn; exact [B, H, T] bool: outliers.
+    known, total: [B] int32, tokens that have factors, and all tokens.
+    turned: [B] bool, whether keys are approximated before RoPE.
+    exact: [B, H, T] bool, outliers.
     """
 
     traits = replace(UnitIndex.traits, rebuilds=True)
@@ -93,7 +94,7 @@ class ShadowIndex(UnitIndex):
         self.exact[seq, :, :tokens] = always.repeat_interleave(self.size, dim=1)[:, :tokens]
 
     def rebuild(self, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """See Index: keys of the prompt's tokens, but for outliers and for sequences of which all is fetched."""
+        """Replace fetched keys of the prompt's tokens, except outliers and sequences that are fetched whole; see Index."""
         batch = fetch.shape[0]
         if self.factors.shape[2] == 0:
             return
@@ -160,7 +161,7 @@ class ShadowIndex(UnitIndex):
         self.turned[seq].fill_(turned)
 
     def _reserve_factors(self, tokens: int) -> None:
-        """Room for the factors of so many tokens of a prompt."""
+        """Make room for the factors of a prompt's `tokens` tokens."""
         self.factors, self.exact = (grown(table, len(self.seqs), 0, tokens) for table in (self.factors, self.exact))
         if self.context.rotary is not None:
             self.context.rotary.reserve(self.first + tokens, self.context.device)

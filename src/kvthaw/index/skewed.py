@@ -18,14 +18,16 @@ from kvthaw.index.tokens import TokenIndex
 class SkewedIndex(TokenIndex):
     """Tokens whose estimated logit is within alpha of the best, by `ratio` of the channels of skewed queries and keys.
 
-    A KV head's skew is the orthogonal V of the singular value decomposition of its group's last queries of the prompt, so q.k is
-    the same before and after it; of the skewed channels those are kept whose mean absolute value over these queries plus that over
-    the prompt's keys is largest. A token counts for a KV head if it does for one of its query heads. As many tokens as count in a
-    KV head of the layer on average, rounded up, are taken in each, those nearest to some query head's best; never more than `most`
-    of the sequence nor than the budget. Where the budget holds the whole sequence, all of it comes.
+    A KV head's skew is the orthogonal V of the singular value decomposition of its group's last prompt queries. Skewing
+    both leaves q.k unchanged. The kept channels have the largest sum of mean absolute values over these queries and over
+    the prompt's keys. A token counts for a KV head if it counts for one of its query heads. Every KV head selects the
+    layer's mean number of counting tokens, rounded up, nearest first to some query head's best. The number is limited by
+    the share `most` of the sequence and by the budget. If the budget holds the whole sequence, all tokens are selected.
 
-    partial [B, H, capacity, R]: the kept channels of keys; skew [B, H, D, R] float32. Not graph-safe: its queries may come from a
-    hook of the model's, which a captured step need not run.
+    Not graph-safe: its queries may come from a hook of the model, which a captured step does not run.
+
+    partial: [B, H, capacity, R], the kept channels of keys.
+    skew: [B, H, D, R] float32.
     """
 
     traits = replace(TokenIndex.traits, graph_safe=False, grows=False)

@@ -18,12 +18,13 @@ _NATS = 87.0
 
 
 class SoftHashIndex(TokenIndex):
-    """A token's score is the chance that the query meets it, summed over L tables, times the length of its value, or not.
+    """Score a token by the probability that the query meets it, summed over L tables, times the length of its value if
+    `values`.
 
-    Table l has K random directions w_li. A key stands in the bucket of its signs; a query is in every bucket c of {-1, 1}^K with
-    the chance p_l(c) = softmax_c(sum_i tanh(q.w_li) c_i / (tau sqrt(D))), D being head_dim, as in the authors' code.
-    score = |v| sum_l p_l(bucket of k), without |v| unless `values`. The query heads of a group agree by their scores' shares of the
-    sum over the indexed tokens; mean_query: by the score of the mean query.
+    Table l has K random directions w_li. A key is in the bucket of its signs. A query is in every bucket c of {-1, 1}^K
+    with probability p_l(c) = softmax_c(sum_i tanh(q.w_li) c_i / (tau sqrt(D))). D is head_dim, as in the authors' code.
+    score = |v| sum_l p_l(bucket of k), without |v| unless `values`. The query heads of a group agree by their scores'
+    shares of the sum over the indexed tokens; "mean_query" uses the score of the mean query.
 
     buckets [B, H, capacity, L] uint8 or, for more than 8 bits, int16; lengths [B, H, capacity] float32, if they count.
     """

@@ -27,18 +27,21 @@ _FIELD = 1024  # rows whose keys a refresh reads, at least
 
 
 class StaticPageIndex(ObservedIndex):
-    """Static tokens first, then the pages of the text without them, each ranked by the bounds of all of its keys.
+    """Static tokens first, then pages of the other tokens, each ranked by the bounds of all of its keys.
 
-    share: of the rows that select() may bring, how many are static.
-    observe: how many of the last queries choose them; at most the window's tokens, and as many as make 64 queries a KV
-        head. A prompt's static tokens are chosen from all of its keys. Every `interval` tokens they are chosen again, in an
-        append and by two looks: the queries rank the pages by their bounds, the mean of the softmax weights deciding; of
-        the best pages' rows and the present static ones, as many as the field of view, the keys are read on the host, and
-        those of most mass among them become static. The field is four times as many as become static, and at least 1,024,
-        so that a refresh reads 2 D bytes of some thousand rows a head however long the sequence. Pages and bounds stay what
-        they are, and only the order of the tokens is written again, which an undo brings back.
+    A prompt's static tokens are chosen from all of its keys. Every `interval` tokens they are chosen again, within an
+    append, in two passes. First the queries rank the pages by their bounds, by the mean of the softmax weights. Then the
+    keys of the best pages' rows and of the present static tokens, up to the field of view, are read on the host. The tokens
+    with the most mass among them become static.
 
-    No token of the last page is static, so that it stays where it is and can be filled or cut.
+    The field of view is four times the number of static tokens, and at least 1,024 rows. A refresh thus reads 2 D bytes per
+    row of a few thousand rows per head, however long the sequence. Pages and bounds do not change. Only the order of the
+    tokens is rewritten, which undo() restores. No token of the last page is static, so that the page stays in place and can
+    be filled or cut.
+
+    share: the static part of the rows that select() may return.
+    observe: how many of the last queries choose the static tokens. At most the window's tokens, and enough for 64 queries
+        per KV head.
     """
 
     def __init__(
@@ -116,8 +119,8 @@ class StaticPageIndex(ObservedIndex):
         return turn.rows is not None and turn.since + n >= self.interval
 
     def _closed(self, seq: int) -> tuple[int, int, Pieces]:
-        """Return how many of a sequence's tokens are in pages before the last, how many such pages there are, and where pages of
-        full size begin."""
+        """Return the number of a sequence's tokens before the last page, the number of these pages, and where full pages
+        begin."""
         host = self.seqs[seq]
         pieces = [(0, 0)]
         for token, page in host.marks:
@@ -126,11 +129,11 @@ class StaticPageIndex(ObservedIndex):
         return host.tokens - host.kept, host.units - (host.kept > 0), tuple(pieces)
 
     def _count(self, tokens: int) -> int:
-        """Return how many of so many tokens become static."""
+        """Return how many of `tokens` tokens become static."""
         return min(tokens, int(self.share * self.rows + 1e-6))
 
     def _choose(self, seqs: Sequence[int]) -> None:
-        """Choose the static tokens of sequences again; neighbours that become as many are chosen for at once."""
+        """Choose the static tokens of sequences again, for adjacent sequences with equal numbers at once."""
         counts = [self._count(self._closed(seq)[0]) for seq in seqs]
         alike = groupby(enumerate(zip(seqs, counts, strict=True)), lambda each: (each[1][0] - each[0], each[1][1]))
         for (_, count), some in alike:
@@ -161,7 +164,7 @@ class StaticPageIndex(ObservedIndex):
         return topk(true, found, rows, count, 0, context.scale, "mean")[0]
 
     def _place(self, seqs: Sequence[int], static: Tensor) -> None:
-        """Have positions [R, H, C] be the static tokens of neighbouring sequences, on the current stream, so between two steps."""
+        """Make positions [R, H, C] the static tokens of adjacent sequences, on the current stream and so between two steps."""
         of, spans = slice(seqs[0], seqs[-1] + 1), [self._closed(seq) for seq in seqs]
         where = self._deferred.numbers(numbers(spans), self.context.device)
         chosen = static.sort(dim=2).values

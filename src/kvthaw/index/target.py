@@ -41,6 +41,6 @@ class Target:
         return self.seqs, self.heads, self.before + torch.arange(n, device=self.before.device)
 
     def places(self, n: int, ring: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The first n places of each in the map; where they stand in a ring of so many, if there is one."""
+        """Return the first n places of each target in the map, and their places in a ring of `ring`, if given."""
         at = self.begin + torch.arange(n, device=self.begin.device)
         return self.seqs, self.heads, at if ring is None else at % ring

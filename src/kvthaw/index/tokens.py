@@ -29,10 +29,12 @@ def log_shares(logits: Tensor) -> Tensor:
 
 
 class TokenIndex(Index):
-    """Tables with a place for every token, and selection by a score for each.
+    """Tables with an entry for every token, and selection by a score per token.
 
-    columns: what is kept of a token, name -> (shape, dtype); a table is [B, H, capacity, *shape].
-    learned: what is kept of a sequence, [B, H, *shape]. All on the device, at a capacity that doubles, written in place.
+    columns: tables per token, name -> (shape, dtype); each table is [B, H, capacity, *shape].
+    learned: tables per sequence, [B, H, *shape].
+
+    All tables are on the device, with a capacity that doubles, and are written in place.
     """
 
     traits = Traits(graph_safe=True, reversible=True)
@@ -57,7 +59,7 @@ class TokenIndex(Index):
     # What a method adds
 
     def learn(self, seq: int, keys: Tensor) -> None:
-        """Write what is kept of a sequence; keys [H, T, D], T > 0, are its first."""
+        """Write the `learned` tables of a sequence, from its first keys [H, T, D], T > 0."""
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """What is kept of tokens, name -> [R, H, n, ...]. keys, values [R, H, n, D], of R sequences."""
@@ -200,7 +202,7 @@ class TokenIndex(Index):
             self.known.copy_(self._deferred.numbers([tuple(self.counts)], self.known.device)[0])
 
     def reserve(self, seqs: int, tokens: int) -> None:
-        """Room for so many sequences and tokens; what is there stays. Addresses change only where room was lacking."""
+        """Make room for `seqs` sequences of `tokens` tokens and keep the content. Addresses change only if room was lacking."""
         self.counts += [0] * (seqs - len(self.counts))
         many, have = len(self.counts), self.capacity
         capacity = have if tokens <= have else max(tokens, 2 * have, 64)

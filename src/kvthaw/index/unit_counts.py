@@ -9,8 +9,12 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Seq:
-    """What the host knows of a sequence: tokens and units in its tables, how many of the last tokens' keys are kept (at most a
-    batch), and (tokens, units) before each batch, or before several that came together."""
+    """Counts of a sequence on the host.
+
+    tokens, units: in its tables.
+    kept: how many of the last tokens' keys are kept, at most a batch.
+    marks: (tokens, units) before each batch, or before several batches that came together.
+    """
 
     tokens: int = 0
     units: int = 0
@@ -18,7 +22,10 @@ class Seq:
     marks: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
 
     def begin_anew(self, batch: int) -> None:
-        """Start a new batch if the last one, of at most so many tokens, is full or was cut."""
+        """Start a new batch if the last one is full or was cut.
+
+        batch: the most tokens of a batch.
+        """
         if self.kept in (0, batch) and self.marks[-1] != (self.tokens, self.units):
             self.marks.append((self.tokens, self.units))
             self.kept = 0
@@ -44,8 +51,11 @@ class Seq:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """A sequence before its last append: its tokens, units and kept keys, how many marks it had (an append adds to them and changes
-    none), and what was written over and cannot be made again: table, first place, [H, n, ...]."""
+    """A sequence before its last append: its tokens, units and kept keys, the number of its marks, and overwritten data.
+
+    An append adds marks and changes none. Overwritten data that cannot be recomputed is kept as (table, first place, [H, n,
+    ...]).
+    """
 
     tokens: int
     units: int

@@ -1,8 +1,8 @@
-"""Units of tokens with a digest each: what ClusterKV, Quest, ArkVale and PRKV have in common.
+"""Units of tokens with digests: the common base of ClusterKV, Quest, ArkVale and PRKV.
 
-A sequence's tokens stand in a map, unit after unit; a unit has a digest and a stop in the map. Tokens come in batches (a page, or
-the tokens that are clustered together). A batch that is not full yet is cut into units of `size` tokens in text order and
-their digests are made again with every append, so that every token can be selected as soon as it has come.
+A map lists a sequence's tokens, unit after unit. A unit has a digest and a stop in the map. Tokens come in batches (a page,
+or the tokens that are clustered together). A batch that is not full yet is cut into units of `size` tokens in text order.
+Their digests are recomputed with every append, so every token can be selected at once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ from kvthaw.kernels.unit_select import Policy, unit_select
 class UnitIndex(Index):
     """Tables of units, and selection by digest. Subclasses say how a batch becomes units.
 
-    digests [B, H, U, E], stops [B, H, U + 1] int32, counts [B] int32, order [B, H, T] int32 (empty: text order), recent
-    [B, H, batch + buffer, D]: the keys of the last tokens, a ring by their places in the map, so that what leaves the tokens' ring
-    at once finds room beside the last batch. All on the device, at a capacity that doubles, written in place. What an append
-    writes over is kept, or can be made again, until the next, so that it can be undone.
+    All tables are on the device, with a capacity that doubles, and are written in place. Data that an append overwrites is
+    kept, or can be recomputed, until the next append, so that undo() works.
+
+    digests: [B, H, U, E].
+    stops: [B, H, U + 1] int32.
+    counts: [B] int32.
+    order: [B, H, T] int32; an empty tensor means text order.
+    recent: [B, H, batch + buffer, D], the keys of the last tokens, a ring by their places in the map. It holds the last
+        batch and all tokens that leave the window at once.
     """
 
     traits = Traits(graph_safe=True, grows=False, reversible=True)
@@ -72,8 +77,11 @@ class UnitIndex(Index):
         return means(keys, self.size) if self.spread is None else page_bounds(keys, self.size, spread=self.spread)
 
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
-        """Form the units of full batches, whose units in text order are in the tables. keys [R, H, n, batch, D]: of n batches
-        of a sequence each, of which the first is given; None: one batch each, whose keys are the last."""
+        """Form the units of full batches, which replace the batches' units in text order in the tables.
+
+        full: the first batch of each sequence.
+        keys: [R, H, n, batch, D], of n batches of each sequence; None: one batch each, whose keys are the last ones.
+        """
 
     def take_values(self, seqs: Sequence[int], values: Tensor) -> None:
         """Take the values [R, H, n, D] of new tokens, before their keys enter the tables."""
@@ -220,7 +228,7 @@ class UnitIndex(Index):
         self.first = first
         self.reserve(seq + 1)
 
-    # Work beside the current stream, and work of several layers
+    # Work on the side stream, and work of several layers
 
     def beside(self, job: Callable[[], object], *used: Tensor) -> None:
         """Run a job that writes tables on the side stream, where there is one.
@@ -248,11 +256,12 @@ class UnitIndex(Index):
         return self.context.looked_at([seq.units for seq in self.seqs[:batch]], self.digests.shape[2], self.most_units)
 
     def most_units(self, tokens: int) -> int:
-        """Return an upper bound on the units of so many tokens, in pieces of any size."""
+        """Return an upper bound on the units of `tokens` tokens that come in pieces of any size."""
         return tokens // self.size + self.batch // self.size + 3
 
     def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
-        """Room for so many sequences, units and tokens; what is there stays. Addresses change only where room was lacking."""
+        """Make room for `seqs` sequences with `units` units and `tokens` tokens, and keep the content. Addresses change only
+        if room was lacking."""
         self.seqs += [Seq() for _ in range(seqs - len(self.seqs))]
         many, have, known = len(self.seqs), self.digests.shape[2], self.order.shape[2]
         if many <= self.counts.shape[0] and units <= have and (not self.mapped or tokens <= known):
@@ -324,7 +333,7 @@ class UnitIndex(Index):
         self.defer((extend, *alike, *laid_out), work, added, (place.seq for place in places))
 
     def _join_many(self, seqs: Sequence[int], keys: Tensor) -> None:
-        """So many tokens of a sequence that there is no room for them beside what is kept, keys [1, H, n, D]."""
+        """Append more tokens of a sequence than fit beyond the kept keys; keys [1, H, n, D]."""
         (seq,), host = seqs, self.seqs[seqs[0]]
         begin, before = host.marks[-1]
         known, old = host.kept, self._kept(seq, begin, host.kept)

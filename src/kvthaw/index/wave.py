@@ -1,4 +1,4 @@
-"""Clusters of which the best are read, the next estimated and the others left out (RetroInfer's wave index)."""
+"""Clusters: the best are read, the next are estimated and the others left out (RetroInfer's wave index)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvthaw.kernels.unit_select import Policy
 class WaveIndex(ClusterIndex):
     """k-means within segments of the prompt, and an estimate of the attention to clusters that are not read.
 
-    A prompt is clustered in segments of `segment` tokens, the last one shorter, one cluster for every tokens_per_cluster; so are
-    every `batch` tokens after it. Clusters are taken whole in the order of q.C, the last one cut. Of those that no selected row
-    belongs to, the next `estimated` share of all clusters, in the same order, enters as a partial: a cluster of s tokens with
-    centroid C and mean value V has the weight s exp(scale q.C) and gives V. Tokens that are not clustered yet can be selected but
-    not estimated. values [B, H, U, D]: mean values; recent_values, as recent; closed [B] int32: units that
-    are clusters.
+    A prompt is clustered in segments of `segment` tokens, the last one shorter, one cluster for every tokens_per_cluster;
+    so are every `batch` tokens after it. Clusters are taken whole in the order of q.C, the last one cut. The share
+    `estimated` of all clusters, next in this order and without a selected row, enters as a partial: a cluster of s tokens
+    with centroid C and mean value V has the weight s exp(scale q.C) and gives V. Tokens that are not clustered yet can be
+    selected but not estimated. values [B, H, U, D]: mean values; recent_values, as recent; closed [B] int32: number of
+    units that are clusters.
     """
 
     tables: Mapping[str, str | None] = {**ClusterIndex.tables, "values": "units", "recent_values": None, "closed": None}
@@ -126,7 +126,8 @@ class WaveIndex(ClusterIndex):
     # Inside
 
     def _estimate(self, query: Tensor, rows: Tensor) -> Partial:
-        """Attention to the clusters of the estimation zone: those that no row is of, in order, up to their share."""
+        """Return the attention to the clusters of the estimation zone: clusters without a selected row, in order, up to their
+        share."""
         batch, heads = rows.shape[:2]
         many = self.looked_at(batch)
         tokens = self.context.looked_at([seq.tokens for seq in self.seqs[:batch]], self.order.shape[2])
