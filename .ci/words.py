@@ -56,7 +56,10 @@ def python(source: str) -> Found:
             for match in ARGUMENTS.finditer(text):
                 yield "6 arguments", node.lineno + text.count("\n", 0, match.start()), match[0][2:]
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            said = [part.value for part in ast.walk(node.exc.args[0]) if isinstance(part, ast.Constant)]
+            specs = [part.format_spec for part in ast.walk(node.exc.args[0]) if isinstance(part, ast.FormattedValue)]
+            formats = {id(part) for spec in specs if spec is not None for part in ast.walk(spec)}
+            parts = (part for part in ast.walk(node.exc.args[0]) if id(part) not in formats)
+            said = [part.value for part in parts if isinstance(part, ast.Constant)]
             text = " ".join(part for part in said if isinstance(part, str))
             yield from prose(text, node.lineno)
             if re.search(r"cannot be had|there is none|can not", text):

@@ -1,7 +1,7 @@
 """kvthaw: attend to a context far larger than the accelerator's KV memory.
 
-The whole KV cache lies frozen in host memory; at every decode step each KV head finds, by an index over its keys, the few
-tokens that its query needs, and only those are thawed into the device.
+The whole KV cache lies frozen in host memory. At every decode step an index over a KV head's keys finds the few tokens that
+its query needs. Only these are fetched (thawed) to the device.
 """
 
 from __future__ import annotations

@@ -25,10 +25,13 @@ Progress = Callable[[int, int], None]
 class Answer:
     """The answer of a cache of one row, in pieces of text as tokens come; to be iterated once.
 
-    logits [V]: after the prompt. prompt: its tokens, for penalties. after: those whose text the answer goes on; without any its
-    text begins for itself. sampling: its max_tokens counts, 128 where it is None. text, tokens: so far. times:
-    when each token came, as `time.perf_counter` says. finish: "stop" for a stop token or string, "length"; "interrupted" where the
-    iteration was ended from outside.
+    logits [V]: after the prompt.
+    prompt: its tokens, for penalties.
+    after: those whose text the answer goes on; without any its text begins for itself.
+    sampling: its max_tokens counts, 128 where it is None.
+    text, tokens: so far.
+    times: when each token came, as `time.perf_counter` says.
+    finish: "stop" for a stop token or string, "length"; "interrupted" where the iteration was ended from outside.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Answer:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string ended it, tokens of which are in the cache."""
+        """Whether a stop string ended the answer. The cache then holds tokens of that string."""
         return self._out.stopped
 
     @property
@@ -91,11 +94,13 @@ def shared_tokens(parts: Sequence[tuple[list[int], list[int]]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts that begin alike, of which the beginning is prefilled once; each goes on from a fork of its cache.
+    """Prompts with a common prefix, which is prefilled once. Each prompt continues from a fork of its cache.
 
-    Those of a model with a state that cannot be continued are prefilled each for itself.
+    If the model has a state that cannot be continued, each prompt is prefilled whole.
 
-    cache: of method, and empty, or with the first `taken` tokens. shared: what all begin with. chunk: as for prefill().
+    cache: a cache under the method, empty or with the first `taken` tokens.
+    shared: the common prefix.
+    chunk: as for prefill().
     """
 
     model: PreTrainedModel
@@ -113,8 +118,10 @@ class Prompts:
         return self._read(self.cache, self.shared, self.taken, progress)
 
     def each(self, after: Tensor, progress: Progress) -> Iterator[tuple[Cache, Tensor, int]]:
-        """Yield for each prompt its cache, the logits after it, and how many of its tokens had been there. after: what read()
-        returned."""
+        """Yield for each prompt its cache, the logits after it, and how many of its tokens had been there.
+
+        after: what read() returned.
+        """
         for number, ids in enumerate(self.prompts, 1):
             if self.cache.prefills_whole:
                 self.cache.reset()

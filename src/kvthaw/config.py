@@ -26,8 +26,10 @@ def _cpu() -> torch.device:
 class Crossing:
     """From how many tokens on a method takes less time than full attention.
 
-    tokens: (sequences decoded together, tokens of each) where both take as long, ascending. token_bytes: KV of one token in one
-    layer of the model for which that holds; 0: of any. source: where the numbers come from. device: of the model.
+    tokens: (sequences decoded together, tokens of each) where both take as long, ascending.
+    token_bytes: KV of one token in one layer of the model for which that holds; 0: of any.
+    source: where the numbers come from.
+    device: of the model.
     """
 
     tokens: tuple[tuple[int, int], ...]
@@ -42,8 +44,8 @@ class Crossing:
         return replace(self, tokens=tokens, token_bytes=token_bytes, device=device)
 
     def total(self, seqs: int) -> int:
-        """Return the tokens of all of so many sequences: in proportion to their number beyond those known, by a straight line
-        between two of them."""
+        """Return the crossing's total tokens for `seqs` sequences: interpolated between known numbers, proportional beyond
+        them."""
         few = [(n, each) for n, each in self.tokens if n <= seqs]
         many = [(n, each) for n, each in self.tokens if n > seqs]
         if not few or not many:

@@ -49,9 +49,12 @@ class Conversation:
     Each turn prefills what the cache does not hold. Answers stay in it as the tokens that were generated, whatever tokens their
     text would have. A turn that fails or is interrupted leaves the conversation as it was before.
 
-    messages: what was said, as chat templates take them. tokens: of the conversation, which the cache may hold in part. prefilled:
-    how many tokens of the latest prompt were not in the cache. answer: the latest. recording: what it recalled. dates: what
-    the template says of the date in every turn, by format; of what was kept what it said then.
+    messages: what was said, as chat templates take them.
+    tokens: of the conversation, which the cache may hold in part.
+    prefilled: how many tokens of the latest prompt were not in the cache.
+    answer: the latest.
+    recording: what it recalled.
+    dates: what the template says of the date in every turn, by format; of what was kept what it said then.
     """
 
     def __init__(
@@ -79,7 +82,10 @@ class Conversation:
         self._asked = 0  # where the latest question begins
 
     def read(self, document: str, *, kept: Path | None = None, progress: Progress = lambda done, total: None) -> None:
-        """Begin with a document, which the first question follows. kept: a folder with its KV, which is read, or written."""
+        """Begin with a document, which the first question follows.
+
+        kept: a folder with its KV, which is read, or written.
+        """
         self.document = document.rstrip()
         if kept is not None and kept.exists():
             with suppress(CacheError):  # which fill() tells
@@ -121,7 +127,10 @@ class Conversation:
         self.tokens, self._segments = ids, [(text, ids)]
 
     def ask(self, question: str, *, progress: Progress = lambda done, total: None) -> None:
-        """Prefill a question, with what stands before it and is not in the cache. progress: see `prefill`."""
+        """Prefill a question, with what stands before it and is not in the cache.
+
+        progress: see `prefill`.
+        """
         start, before = now(self.model.device), len(self._held)
         opened = not self.messages and self.document
         content = self.document + following(self.document, question) if opened else question
@@ -200,7 +209,7 @@ class Conversation:
         return self.chat.render(self.tokenizer, content, self.dates)
 
     def _date(self, text: str) -> None:
-        """Say the dates that a text says which was kept, if it began with this template."""
+        """Reuse the dates in a kept text, if it began with this template."""
         if self.dates and not text.startswith(self._begin("")):
             self.dates = dates_said(text, partial(self.chat.render, self.tokenizer), self.dates) or self.dates
 
@@ -213,7 +222,7 @@ class Conversation:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _encode(self, text: str) -> list[tuple[str, list[int]]]:
-        """Return a prompt in parts with their tokens; those that it has in common with the last prompt and answer, keep theirs."""
+        """Split a prompt into parts with their tokens. Parts that it shares with the last prompt and answer keep their tokens."""
         found, at = list[tuple[str, list[int]]](), 0
         for part, ids in self._segments:
             as_it_is = next((one for one in (part, part.strip()) if text.startswith(one, at)), None)
@@ -225,7 +234,7 @@ class Conversation:
         return [*found, (rest, tokens_after(self.tokenizer, rest) if found else self._tokens(rest))]
 
     def _rewind(self, ids: list[int]) -> int:
-        """Have the cache hold nothing but the beginning of a prompt. Returns how much; its last token is not included."""
+        """Crop the cache to its common prefix with a prompt, without the prompt's last token. Returns its length."""
         kept = 0 if self.cache.foreign else min(common(self._held, ids), len(ids) - 1)
         return self._keep(kept)
 

@@ -13,7 +13,10 @@ ALLOWED = "at most 128 of A-Z, a-z, 0-9, '.', '_' and '-', the first a letter or
 
 
 def check_kept_name(name: str, field: str) -> None:
-    """Raise ConfigError, with a name that is like it, for one that is none. field: what the message calls it."""
+    """Raise ConfigError, with a name that is like it, for one that is none.
+
+    field: what the message calls it.
+    """
     if not is_name(name):
         such = f", such as {near!r}" if (near := nearest(name)) else ""
         raise ConfigError(f"{field} is {name!r}; it must be {ALLOWED}{such}")

@@ -14,8 +14,10 @@ BUDGET = 1024
 class Regions:
     """Sizes, in tokens, of the regions that attention always reads.
 
-    sink: the first tokens. window: the most recent tokens. buffer: how many tokens the window may grow by before its oldest
-    `buffer` tokens move to the retrieval region. Window and buffer share one ring buffer of `ring` slots.
+    sink: the first tokens.
+    window: the most recent tokens.
+    buffer: how many tokens the window may grow by before its oldest `buffer` tokens move to the retrieval region. Window
+        and buffer share one ring buffer of `ring` slots.
     """
 
     sink: int

@@ -69,7 +69,7 @@ def test_an_option_of_a_name_is_read(text: str, option: tuple[str, object]) -> N
         ("icecache-digest-device:page=4", "icecache-digest-device has no option 'page'; there are: .*field"),
         ("icecache:preset=ours", "preset is 'ours'; it must be one of paper, code"),
         ("pariskv:kv_dtyp=fp8", "no option 'kv_dtyp'; did you mean 'kv_dtype'"),
-        ("pariskv:budget=64", "no option 'budget'; .* beside the name"),
+        ("pariskv:budget=64", "no option 'budget'; .* a separate argument"),
         ("quest:pages=4", "method quest has no option 'pages'; did you mean 'page'. There are: page, policy$"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What every benchmark says beside its numbers: the machine, the versions, the commit."""
+"""Provenance that every benchmark reports with its numbers: the machine, the versions, the commit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def where(name: str | None = None) -> tuple[torch.device, str]:
 
 
 def noted(text: str) -> None:
-    """Print a remark beside the results."""
+    """Print a remark between the results."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -21,11 +21,13 @@ PROMPT, LENGTH = 480, 512
 
 
 class Checks:
-    """Compares with transformers' own logits, once a method and way to take steps, for one model.
+    """Compare logits with transformers' own, once per method and way to take steps, for one model.
 
-    forwards: of the ways in STEPS that are not eager. Tolerance: as near as transformers' two ways to attend (sdpa and eager)
-    give each other's; rounding alone moves those of a deep bfloat16 model of random weights by 8 %. Compiled steps may besides be
-    as far off as compilation moves transformers' own.
+    Tolerance: the difference between transformers' two attentions (sdpa and eager). Rounding alone moves the logits of a
+    deep bfloat16 model of random weights by 8 %. Compiled steps may differ further, by the amount that compilation moves
+    transformers' own logits.
+
+    forwards: for the ways in STEPS that are not eager.
     """
 
     def __init__(self, model: PreTrainedModel, forwards: dict[str, Callable[..., Any]]) -> None:
@@ -112,7 +114,7 @@ class Checks:
 
 
 def replayed(cache: DynamicCache, steps: str, forwards: dict[str, Callable[..., Any]]) -> GraphRunner | None:
-    """Have a cache's next steps taken one of the ways in STEPS. Returns what replays them, None for eager ones."""
+    """Set how a cache takes its next steps, one of STEPS. Returns its GraphRunner; None for eager steps."""
     if not isinstance(cache, Cache):
         return None
     forward = forwards.get(steps)
@@ -122,17 +124,17 @@ def replayed(cache: DynamicCache, steps: str, forwards: dict[str, Callable[..., 
 
 
 def hf_cache(model: PreTrainedModel, method: str) -> DynamicCache:
-    """One of transformers' own caches.
+    """Make one of transformers' own caches.
 
-    hf-offloaded fetches a layer's KV on a stream that does not wait for its copy to the host (transformers 5.17 to 5.23), and may
-    read memory that was not written yet, up to NaN, unless the device rests between steps.
+    hf-offloaded fetches a layer's KV on a stream that does not wait for its copy to the host (transformers 5.17 to 5.23).
+    It may read memory that is not written yet, even NaN, unless the device idles between steps.
     """
     return DynamicCache(config=model.config, offloading=method == "hf-offloaded")
 
 
 @contextmanager
 def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model attends by another function within."""
+    """Context in which the model uses another attention function."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:

@@ -32,11 +32,13 @@ Measures = dict[str, Any]
 
 
 class Bench:
-    """Measures settings on one model after the other, what is known already not again. A model is built and compiled once.
+    """Measure settings on one model after another, except settings with known results. Each model is built and compiled once.
 
-    host_bytes: as for `kvthaw.Cache`. tp: over how many processes the model is split, all of which run the same; bytes are then of
-    one of them. say is given each record as soon as it is known; watch and note are told what is measured and
-    what was left out or failed.
+    host_bytes: as for `kvthaw.Cache`.
+    tp: number of processes that the model is split over, which all run the same. Bytes are then per process.
+    say: called with each record as soon as it is known.
+    watch: called with the setting that is measured.
+    note: called with settings that were left out or failed.
     """
 
     checks: Callable[..., Callable[[DecodeSetting], None]] = Checks
@@ -67,9 +69,9 @@ class Bench:
         self._failed: list[tuple[DecodeSetting, Exception]] = []
 
     def run(self, settings: Sequence[DecodeSetting]) -> list[Record]:
-        """Return the records of all settings, in order, but of those that the device cannot do or that fail; see judge.
+        """Return the records of all settings, in order, except settings that the device cannot run or that fail; see judge.
 
-        Raises ConfigError, before anything is built, where the device can do none of them.
+        Raises ConfigError, before anything is built, if the device can run none of them.
         """
         wanted = [one for one in settings if possible(one, self.device.type == "cuda")]
         if not wanted:
@@ -126,7 +128,7 @@ class Bench:
             yield from self._records(group)
 
     def prepare(self, shape: str, seed: int = 0) -> None:
-        """Have the model of a shape."""
+        """Load the model of a shape, unless it is loaded."""
         if self._shape == (shape, seed):
             return
         if self._shape is not None:
@@ -144,8 +146,11 @@ class Bench:
         return Cache(self.model, one.resolved(), **one.sizes(), host_bytes=self.host_bytes)
 
     def begin(self, one: DecodeSetting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, Measures]:
-        """Return a cache after its prompt, and seconds until the first and the second token, of a run that comes after a cold one
-        (cold_*), in which kernels are compiled and host memory is touched first. With prompt "once" the cold run is all."""
+        """Return a cache after its prompt, and the seconds until the first and the second token.
+
+        A cold run comes before (cold_*); it compiles kernels and touches host memory first. With prompt "once" there is
+        only the cold run.
+        """
         ids = self.prompt(one)
         found: Measures = {"fill_s": None, "ttft_s": None, "tt2t_s": None}
         names = ("cold_",) if one.prompt == "once" else ("cold_", "")
@@ -193,14 +198,18 @@ class Bench:
         free()
 
     def taken(self, one: DecodeSetting, cache: DynamicCache, taken: Steps) -> Measures:
-        """Return what one way to take steps came to. Seconds are of the clock, bytes of K and V unless they say otherwise.
+        """Return the measures of one way to take steps. Seconds are wall-clock; bytes are of K and V unless stated otherwise.
 
-        tpot_s: the mean of all steps, those that update an index among them; itl_*: of single steps. elapsed_s: after so many of
-        them. peak_device_bytes: everything that torch held during the steps. full_kv_bytes: all KV at this length, of
-        layers that attend to everything. share_of_full: kv_device_bytes and index_device_bytes, of the same layers' KV;
-        share_with_dense: with the dense layers, of all KV.
-        fetched_bytes and stored_bytes: to and from the device, a step; searched_bytes: what the search reads from the host;
-        bus_bytes: all three.
+        tpot_s: the mean of all steps, including steps that update an index.
+        itl_*: times of single steps.
+        elapsed_s: time of all steps.
+        peak_device_bytes: everything that torch allocated during the steps.
+        full_kv_bytes: all KV at this length, in layers that attend to everything.
+        share_of_full: kv_device_bytes and index_device_bytes, as a share of the same layers' KV.
+        share_with_dense: the same with the dense layers, as a share of all KV.
+        fetched_bytes, stored_bytes: to and from the device, per step.
+        searched_bytes: read from the host by the search, per step.
+        bus_bytes: the sum of these three.
         """
         model, config = self.model, self.model.config.get_text_config(decoder=True)
         (before, after), steps = taken.counts, len(taken.gaps)
@@ -239,8 +248,12 @@ class Bench:
 
 
 def held_bytes(cache: DynamicCache, full: int) -> Measures:
-    """Return what a cache holds where, and what it attended to. kv_host_bytes: memory held there; kv_frozen_bytes: what it stands
-    for, larger where rows or layers share it. index_host_bytes: None where the index does not tell."""
+    """Return where a cache holds its bytes, and how much it attended to.
+
+    kv_host_bytes: host memory in use.
+    kv_frozen_bytes: KV that this memory represents, which is more if sequences or layers share it.
+    index_host_bytes: None if the index does not tell.
+    """
     if not isinstance(cache, Cache):
         offloaded, layers = bool(getattr(cache, "offloading", False)), cache.is_sliding.count(False)
         names = ("attended_mean", "attended_max", "retrieved", "budget", "index_host_bytes")

@@ -30,17 +30,20 @@ _UNIT = 1024
 """Tokens by which the longest prompt is searched."""
 _MOST = 1 << 24
 _QUANTISED = {8: 8.5, 4: 4.5}
-"""Bits that a weight takes with its share of the scales, as in the formats Q8_0 and Q4_0, by those of its number."""
+"""Bits per weight including its share of the scales, as in the formats Q8_0 and Q4_0, by the weight's nominal bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """What one method takes.
 
-    method: as it was asked for. in_force: the one that attends to the prompt. fits: None where no memory is known. step_s: seconds
-    a decode step takes if HITS of the selected rows are on the device already, step_no_hits_s: if none is; basis: how well that is
-    known; all None where nothing was measured. longest: the longest prompt that fits, in units of 1,024 tokens, or as long as the
-    model's positions; None where no memory is known.
+    method: as it was asked for.
+    in_force: the one that attends to the prompt.
+    fits: None where no memory is known.
+    step_s: seconds a decode step takes if HITS of the selected rows are on the device already, step_no_hits_s: if none is.
+    basis: how well that is known; all None where nothing was measured.
+    longest: the longest prompt that fits, in units of 1,024 tokens, or as long as the model's positions; None where no
+        memory is known.
     """
 
     method: str
@@ -60,7 +63,8 @@ class Forecast:
 class Forecaster:
     """Answers for one model on one machine, for `batch` sequences with prompts of a length and answers of `new_tokens` at most.
 
-    weights: bytes of them, for a model that is quantised; None: all weights are of the dtype. settings: of a `Cache`.
+    weights: bytes of them, for a model that is quantised; None: all weights are of the dtype.
+    settings: of a `Cache`.
     """
 
     def __init__(
@@ -76,14 +80,14 @@ class Forecaster:
 
     @property
     def room(self) -> int | None:
-        """Bytes that a cache may fill on the GPU beside weights and activations, as device_memory="auto" reckons; None where its
-        memory is not known."""
+        """Bytes of GPU memory for a cache, after weights and activations, as device_memory="auto" computes it; None if
+        unknown."""
         memory = self.machine.gpu_memory
         return None if memory is None else spare(memory - self.weights, memory)
 
     @property
     def most(self) -> int:
-        """The longest prompt that the model has positions for, beside the answer."""
+        """The longest prompt that leaves positions for the answer."""
         return min(positions(self.model) or _MOST, _MOST) - self.new_tokens
 
     def forecast(self, method: str, length: int) -> Forecast:
@@ -91,7 +95,7 @@ class Forecaster:
         limit = positions(self.model)
         if limit is not None and length + self.new_tokens > limit:
             given = f"length is {length:,} and new_tokens is {self.new_tokens:,}"
-            raise ConfigError(f"{given}; the model's positions end at {limit:,}: both together may have so many")
+            raise ConfigError(f"{given}; the model's positions end at {limit:,}: their sum must not exceed it")
         needs, made = self._needs(method, length)
         in_force = "full" if needs.plan is None else made.name
         asked = take(method, OWN)[0]
@@ -109,7 +113,7 @@ class Forecaster:
         )
 
     def would_fit(self, method: str, length: int) -> list[str]:
-        """Say what would make a method fit that does not, each of which was tried alone; both of two where none alone suffices."""
+        """Return changes that would make a method fit. Each was tried alone; two are combined only if none suffices alone."""
         found, longest = list[str](), self._longest(method)
         if longest:
             found.append(f"a prompt of at most {longest:,} tokens")

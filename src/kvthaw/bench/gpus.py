@@ -8,17 +8,23 @@ from typing import Literal
 from kvthaw.errors import unknown
 
 Basis = Literal["expected", "estimated"]
-"""How well a time is known. expected: GPU and method were measured, on an 8B model; estimated: by the bandwidth that a GPU's maker
-gives, or by a method's like."""
+"""How well a time is known.
+
+"expected": GPU and method were measured, on an 8B model. "estimated": computed from the maker's bandwidth or from a similar
+method.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU.
 
-    name: as torch begins it. memory: bytes. bandwidth, bus: bytes a second that steps read from its memory, and from the host's.
-    layer_us: microseconds of a captured step for each layer, beside reading. measured: all of this is, else it follows from
-    the maker's numbers.
+    name: the beginning of torch's name for it.
+    memory: bytes.
+    bandwidth: bytes per second that steps read from its memory.
+    bus: bytes per second that steps read from host memory.
+    layer_us: microseconds per layer of a captured step, besides reading.
+    measured: the numbers are measured; else they follow from the maker's.
     """
 
     name: str
@@ -30,7 +36,7 @@ class Gpu:
 
 
 def _by_maker(name: str, mib: int, bandwidth: float, *, pcie: int) -> Gpu:
-    """Return a GPU of which nothing was measured: steps read at 85 % of the bandwidth, as on an H100."""
+    """Return a GPU that was not measured: steps read at 85 % of its bandwidth, as on an H100."""
     return Gpu(name, mib << 20, 0.85 * bandwidth, {4: 23e9, 5: 47e9}[pcie], 90)
 
 
@@ -49,10 +55,11 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a model is to run on; None: not known, or without a limit.
+    """The machine that a model runs on. None: unknown, or without a limit.
 
-    gpu: None for a CPU, or for a GPU of which no more is known than its memory. gpu_memory, host_memory: bytes. cpu: there is no
-    GPU.
+    gpu: None for a CPU, or for a GPU with only its memory known.
+    gpu_memory, host_memory: bytes.
+    cpu: there is no GPU.
     """
 
     gpu: Gpu | None = None
@@ -63,9 +70,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What a layer that selects takes, beside its weights and the rows that cross the bus, on an H200 and its host of 16 cores.
+    """Time of a layer that selects, besides its weights and the rows that cross the bus, on an H200 with a host of 16 cores.
 
-    fixed_us: microseconds. per_million_us: more, for each million keys of its index. lengths: how many were measured.
+    fixed_us: microseconds.
+    per_million_us: additional microseconds per million keys of its index.
+    lengths: number of lengths that were measured.
     """
 
     fixed_us: float
@@ -107,10 +116,14 @@ def known_gpu(name: str) -> Gpu | None:
 def step_seconds(
     gpu: Gpu, method: str, *, layers: int, searching: int, batch: int, keys: int, read: int, fetched: int
 ) -> tuple[float, Basis] | None:
-    """Return what a captured decode step takes, and how well that is known; None for a method of which nothing was measured.
+    """Return the seconds of a captured decode step, and how well they are known; None for a method that was not measured.
 
-    method: with its options. layers: of the model; searching: those that select, each among so many keys of all heads and
-    of all sequences of the batch. read: bytes of weights and of dense layers' KV; fetched: bytes of rows from the host.
+    method: with its options.
+    layers: number of layers of the model.
+    searching: number of layers that select.
+    keys: keys that one of them searches, over all heads and all sequences of the batch.
+    read: bytes of weights and of dense layers' KV that a step reads.
+    fetched: bytes of rows that a step fetches from the host.
     """
     base, _, given = method.partition(":")
     search = SEARCHES.get(base)

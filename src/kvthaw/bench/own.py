@@ -1,5 +1,5 @@
-"""Time a user's own model on a prompt of the user's: full attention and transformers' caches beside kvthaw's methods, and what the
-times say that the user should do."""
+"""Time a user's own model on the user's prompt: full attention, transformers' caches and kvthaw's methods, with a
+recommendation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ EXACT = (*HF, "full")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSetting(DecodeSetting):
-    """A setting of a loaded model. shape: its name; weights: their fingerprint; text: that of what is read."""
+    """A setting of a loaded model.
+
+    shape: the model's name.
+
+    weights: fingerprint of the weights.
+    text: fingerprint of the text.
+    """
 
     weights: str
     dtype: str
@@ -70,8 +76,12 @@ class Reading:
 
 
 class OwnBench(Bench):
-    """A Bench of one model: every cache gets the same prompt and the same tokens after it, those of a text, and all choices of
-    exact caches must be the same, but for a tenth that rounding may change. unfit: what memory did not suffice for."""
+    """A Bench of one model. Every cache gets the same prompt and the same later tokens, from a text.
+
+    All exact caches must choose the same tokens, except for a tenth that rounding may change.
+
+    unfit: methods that did not fit in memory.
+    """
 
     warm = WARM
 
@@ -107,8 +117,11 @@ class OwnBench(Bench):
         take(self.model, cache, tokens, 1, capture=one.steps != "eager")
 
     def taken(self, one: DecodeSetting, cache: DynamicCache, taken: Steps) -> Measures:
-        """As a Bench's, and chosen: the likeliest tokens [B][n] of the steps; agreement: the share of them that the first of EXACT
-        that is known chose as well."""
+        """Return a Bench's measures and two more.
+
+        chosen: the likeliest tokens [B][n] of the steps.
+        agreement: the share of them that the first known cache of EXACT chose too.
+        """
         chosen = torch.stack(taken.chosen, dim=1).tolist()
         same, agreement = self._exact(one), 1.0
         if same is not None:
@@ -155,7 +168,7 @@ def advice(records: Sequence[Record]) -> str:
         alike = next((one for one in others if one["agreement"] >= ALIKE and _time(one) < FASTER * _time(full)), None)
         if alike is None:
             return f"{fits}; {_named(best)}: keep full attention, or raise the budget."
-        return f"{fits}; {_named(alike)}: {_use(alike)} if kvthaw eval shows that your task stands it."
+        return f"{fits}; {_named(alike)}: {_use(alike)} if kvthaw eval confirms acceptable accuracy on your task."
     ours = full["method"] == "full" and _time(full) < FASTER * max(map(_time, held))
     through = ' through kvthaw.attach(model, "full")' if ours else ""
     best_of = "fastest" if best is None or _time(full) <= _time(best) else "as fast as any"

@@ -1,4 +1,4 @@
-"""Prompts that come in chunks: seconds and device memory, beside one pass."""
+"""Time prompts that come in chunks, and their device memory, against one pass."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ HF = "hf-dynamic"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSetting:
-    """What a record depends on. chunk: tokens at once; the whole length is one pass. layers: how many of the shape's, None for all.
-    The rest as for `kvthaw.attach`, None for HF."""
+    """What a record depends on.
+
+    chunk: tokens at once; the whole length is one pass.
+    layers: how many of the shape's, None for all. The rest as for `kvthaw.attach`, None for HF.
+    """
 
     shape: str
     method: str
@@ -93,8 +96,11 @@ def grid(
     chunks_only: bool = False,
     layers: int | None = None,
 ) -> list[PrefillSetting]:
-    """Return for every length transformers in one pass, then each method in one pass and in chunks. chunks_only: no single pass,
-    transformers' neither. layers: how many of the shape's, None for all."""
+    """Return for every length transformers in one pass, then each method in one pass and in chunks.
+
+    chunks_only: no single pass, transformers' neither.
+    layers: how many of the shape's, None for all.
+    """
     for length in (*lengths, *chunks):
         at_least(1, length=length)
     _, device = where()
@@ -112,12 +118,16 @@ def grid(
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, one: PrefillSetting, host_bytes: int | None) -> dict[str, Any]:
-    """Take a prompt in twice and time both.
+    """Prefill a prompt twice and time both.
 
-    seconds: until its last logits; indexed_s: until all is offloaded and indexed; tt2t_s: until the second token, one step later;
-    index_alone_s: of building the indexes on the host once more with nothing beside, so that `seconds` and these are IceCache's
-    figure 5a; cold_s: indexed_s of the first run, which also takes the host memory from the system. None where the device's memory
-    did not suffice. peak_device_bytes: all that torch held; weight_bytes: of the model.
+    Times are None if the prompt did not fit in device memory.
+
+    seconds: until its last logits.
+    indexed_s: until all tokens are offloaded and indexed. tt2t_s: until the second token, one step later.
+    index_alone_s: building the indexes on the host again, with no other work. `seconds` and this are IceCache's figure 5a.
+    cold_s: indexed_s of the first run, which also allocates host memory.
+    peak_device_bytes: everything that torch allocated.
+    weight_bytes: of the model.
     """
     ids, times = random_ids(model, 1, one.length, seed=one.length), list[_Times]()
     for _ in range(2):
@@ -139,9 +149,11 @@ def measure(model: PreTrainedModel, one: PrefillSetting, host_bytes: int | None)
 
 @torch.no_grad()
 def check(model: PreTrainedModel, one: PrefillSetting, host_bytes: int | None) -> None:
-    """The logits of a prompt in five chunks are transformers' own of one pass, as near as transformers' two ways to attend (sdpa
-    and eager) are to each other; rounding alone moves those of a deep bfloat16 model of random weights by 8 %. On a GPU the past
-    is of several blocks. Raises CacheError where they are not."""
+    """Check that the logits of a prompt in five chunks equal transformers' of one pass. Raises CacheError if they do not.
+
+    Tolerance: the difference between transformers' two attentions (sdpa and eager). Rounding alone moves the logits of a
+    deep bfloat16 model of random weights by 8 %. On a GPU the earlier tokens take several blocks.
+    """
     length = 2 * BLOCK + 5000 if model.device.type == "cuda" else 700
     ids, few = random_ids(model, 1, length, seed=length), random_ids(model, 1, 512, seed=512)
     expected, sdpa = _logits(model, ids), _logits(model, few)

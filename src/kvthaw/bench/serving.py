@@ -39,9 +39,15 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What is served. length: tokens of the longest prompt; the shortest has half as many. sequences: requests that are decoded
-    together; requests: in all; new_tokens: that each gets. budget, device_memory: as for `kvthaw.Cache`. compile: the step
-    first."""
+    """A serving benchmark.
+
+    length: tokens of the longest prompt; the shortest has half of it.
+    max_seqs: requests that are decoded together.
+    requests: number of all requests.
+    new_tokens: tokens that each request gets.
+    budget, device_memory: as for `kvthaw.Cache`.
+    compile: compile the step first.
+    """
 
     shape: str = "tiny"
     length: int = 2048

@@ -27,15 +27,17 @@ _OWN = OWN | {"hits": float, "new_tokens": int}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSetting:
-    """All that a record depends on beside the code.
+    """All settings that a record depends on, besides the code.
 
-    method: a name in METHODS, with options ("clusterkv:keep=2"), or one of HF. steps: one of STEPS. budget, retrieved,
-    dense_layers: as for `kvthaw.Cache`. prompt: "run" prefills random tokens, after a cold run of the same, "once" without one: for
-    times of steps, and times of the first tokens are cold. device: the GPU's name, or the CPU's kind. For
-    benchmarks/ of the repository: prompt "filled" begins with a cache of random keys and values, "text" with those of a model that
-    read a book. Prompt "file" is of `kvthaw.bench.own`, where shape is a model's name. hits: None leaves the choice of rows to the
-    index; a share in [0, 1) has neighbouring steps share so much of their rows. shared: the layers of a cache that was not
-    prefilled share their rows on the host.
+    method: a name in METHODS, with options ("clusterkv:keep=2"), or one of HF.
+    steps: one of STEPS.
+    budget, retrieved, dense_layers: as for `kvthaw.Cache`.
+    prompt: "run" prefills random tokens after a cold run of the same. "once" skips the cold run, so only step times are
+        warm. For the repository's benchmarks/, "filled" starts with a cache of random keys and values, "text" with KV of a
+        model that read a book. "file" is for `kvthaw.bench.own`, where shape is a model's name.
+    device: the GPU's name, or the CPU's kind.
+    hits: the share in [0, 1) of rows that adjacent steps have in common. None: the index selects rows.
+    shared: the layers of a cache that was not prefilled share their rows on the host.
     """
 
     shape: str
@@ -128,7 +130,7 @@ def described(method: str) -> dict[str, Any]:
 def grid(
     methods: Sequence[str], lengths: Sequence[int], batches: Sequence[int], steps: Sequence[str], **wanted: Any
 ) -> list[DecodeSetting]:
-    """Return a setting for every combination, those of one cache together. Raises ConfigError for what cannot be."""
+    """Return a setting for every combination, grouped by cache. Raises ConfigError for an impossible one."""
     return [
         setting(method, steps=way, length=length, batch=batch, **wanted)
         for length in lengths
@@ -144,8 +146,11 @@ def setting(written: str, **wanted: Any) -> DecodeSetting:
 
 
 def values(written: str, **wanted: Any) -> dict[str, Any]:
-    """Return the fields of a setting of a method with options behind colons: those of its cache (budget, retrieved, dense_layers,
-    hits, new_tokens) come before the wanted ones, and what a method has no use for is None."""
+    """Return the fields of a setting from a method name with options.
+
+    Options of the cache (budget, retrieved, dense_layers, hits, new_tokens) override the wanted ones. Fields that a method
+    does not use are None.
+    """
     method, given = take(written, _OWN)
     fields: dict[str, Any] = {"hits": None, "prompt": "run", "shared": False, **wanted, **given}
     if fields["retrieved"] is not None and ("retrieved" in given or "budget" not in given):

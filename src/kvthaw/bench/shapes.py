@@ -40,9 +40,12 @@ def config(shape: str) -> PreTrainedConfig:
 
 
 def build(shape: str, device: torch.device, *, seed: int = 0, layers: int | None = None, tp: int = 1) -> PreTrainedModel:
-    """Build a model with seeded random weights, bfloat16 on a GPU and float32 on a CPU; of its first layers only if given.
+    """Build a model with seeded random weights, bfloat16 on a GPU and float32 on a CPU.
 
-    tp: build this process's part of a model that so many processes build."""
+    layers: build only the first layers.
+
+    tp: build this process's part of a model that `tp` processes build.
+    """
     import torch
 
     from kvthaw.engine.hf import model, tensor_parallel

@@ -30,8 +30,13 @@ def most_warm(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What some steps took. gaps: seconds of each, the device at rest between them. counts: before and after. peak: bytes. chosen:
-    the likeliest tokens [B] after each."""
+    """What some steps took.
+
+    gaps: seconds of each, the device at rest between them.
+    counts: before and after.
+    peak: bytes.
+    chosen: the likeliest tokens [B] after each.
+    """
 
     gaps: tuple[float, ...]
     counts: tuple[Counts, Counts]
@@ -104,8 +109,8 @@ def take(
 ) -> Steps:
     """Take `warm` steps that do not count, as `warm_steps` has it if None (fewer where they are slow), and `count` that do.
 
-    tokens: ids [B, 1] of each step; random weights that choose their own tokens soon repeat one. capture: as for
-    `kvthaw.engine.decode.decode`. Raises CacheError where logits were not finite at the end.
+    tokens: ids [B, 1] of each step; random weights that choose their own tokens soon repeat one.
+    capture: as for `kvthaw.engine.decode.decode`. Raises CacheError where logits were not finite at the end.
     """
     device, skipped, processes = model.device, warm_steps(cache) if warm is None else warm, ranks(model)
     if device.type == "cuda":

@@ -1,7 +1,7 @@
-"""How far methods' next-token distributions are from full attention's on one's own prompts: what `kvthaw eval agreement` runs.
+"""Compare methods' next-token distributions with full attention's on one's own prompts: `kvthaw eval agreement`.
 
-Full attention answers each prompt greedily, or a text goes on by itself. Every method is then sent those same tokens through a fork
-of the one prefilled cache, so all distributions that are compared follow the same tokens.
+Full attention answers each prompt greedily, or a text continues by itself. Every method then decodes the same tokens in a
+fork of the prefilled cache. All compared distributions therefore follow the same tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _MEASURES = ("held_budget", "attended_mean", "attended_max", *BYTES)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is prefilled. follows: the tokens that are sent then; None: full attention's greedy answer."""
+    """What is prefilled.
+
+    follows: the tokens that are sent then; None: full attention's greedy answer.
+    """
 
     tokens: tuple[int, ...]
     follows: tuple[int, ...] | None = None
@@ -66,8 +69,10 @@ class Comparison:
 
 
 def windows(tokenizer: Any, text: str, length: int, count: int, steps: int) -> list[Prompt]:
-    """Return stretches of a text of so many tokens, spread evenly over it, each followed by the text itself. Raises ConfigError for
-    a text that is shorter than one."""
+    """Return `count` pieces of `length` tokens, spread evenly over a text, each with the text that follows.
+
+    Raises ConfigError for a text that is shorter than one piece.
+    """
     first, body = opening(tokenizer), tokens_of(tokenizer, text)
     taken = max(1, length - len(first))
     starts = _starts(len(body), taken + steps, count, f"length and tokens take {length + steps:,}")
@@ -75,8 +80,10 @@ def windows(tokenizer: Any, text: str, length: int, count: int, steps: int) -> l
 
 
 def questions(tokenizer: Any, text: str, question: str, length: int, count: int, chat: Chat | None) -> list[Prompt]:
-    """Return prompts of at most so many tokens: stretches of a text, spread evenly over it, with a question behind each. Raises
-    ConfigError for a text that is shorter than one, and for a length that the question fills."""
+    """Return prompts of at most `length` tokens: pieces of a text, spread evenly over it, each followed by a question.
+
+    Raises ConfigError for a text that is shorter than one piece, and for a length that the question alone fills.
+    """
 
     def ask(stretch: list[int]) -> list[int]:
         document = tokenizer.decode(stretch)
@@ -111,7 +118,7 @@ def read_prompts(tokenizer: Any, path: Path, most: int, chat: Chat | None, limit
 
 
 def longest(model: Any, steps: int) -> int:
-    """Return how many tokens a prompt may have, those that follow aside. Raises ConfigError where there is no room for any."""
+    """Return the most tokens of a prompt that leaves room for `steps` more. Raises ConfigError if there is no room."""
     limit = positions(model)
     if limit is None:
         return (1 << 31) - 1 - steps
@@ -255,7 +262,11 @@ class Agreement(Evaluator[Comparison, int]):
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """What follows prompts. tokens [B, n]; logits: [B, V] after each; counted: how many of each row come before its end."""
+    """What follows prompts. tokens [B, n].
+
+    logits: [B, V] after each.
+    counted: how many of each row come before its end.
+    """
 
     tokens: Tensor
     logits: list[Tensor]

@@ -19,9 +19,12 @@ from kvthaw.evaluate.text import AnswerText, stop_tokens
 class Answers:
     """The answers of a cache's rows: the rest of the prompt, then decoding to a stop token, a stop string, or the limit.
 
-    A row's tokens depend on no other row; one that has ended waits for the rest. sampling: how all rows draw, or one for each.
-    until, after_first_word: the stop strings, as for AnswerText. steps: how many tokens each row has sent through the model; over:
-    whether it has ended, and stopped: by a stop, not at the limit; new_tokens: how many it was given.
+    A row's tokens depend on no other row; one that has ended waits for the rest.
+    sampling: how all rows draw, or one for each.
+    until, after_first_word: the stop strings, as for AnswerText.
+    steps: how many tokens each row has sent through the model.
+    over: whether it has ended, and stopped: by a stop, not at the limit.
+    new_tokens: how many it was given.
     """
 
     def __init__(

@@ -32,7 +32,8 @@ Tell = Callable[[str, int, int], None]
 class Grid:
     """Every task at every length under every method, budget and protocol.
 
-    methods, budgets, retrieved, dense_layers: as for read_variants. data: the files of each task. The others are as for Job.
+    methods, budgets, retrieved, dense_layers: as for read_variants.
+    data: the files of each task. The others are as for Job.
     """
 
     tasks: tuple[str, ...]
@@ -98,9 +99,10 @@ def fifth(samples: int) -> int:
 def run(work: Sequence[Work], variants: Iterable[Variant], *, shard: Shard = (1, 1), tell: Tell = lambda *_: None) -> None:
     """Compute what evaluators' results lack of their work under variants.
 
-    All work gets its first samples before any gets its next, so that a run that is stopped has something of everything. shard:
-    (i, n) computes every n-th piece, from the i-th on; n processes with the same work compute all of it. Raises ConfigError, before
-    any work, for a setting that no cache of the model would take, and KvthawError at the end where pieces failed.
+    All work gets its first samples before any gets its next, so that a run that is stopped has something of everything.
+    shard: (i, n) computes every n-th piece, from the i-th on; n processes with the same work compute all of it. Raises
+        ConfigError, before any work, for a setting that no cache of the model would take, and KvthawError at the end where
+        pieces failed.
     """
     asked = list(variants)
     wanted = {by: [complete(by.model, one) for one in asked if by.prefills.full or one != FULL] for by, _ in work}
@@ -136,9 +138,10 @@ class Summaries:
 
 
 def check_texts(records: Iterable[Record], wanted: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Raise ConfigError where records, and those that are wanted, are of one task over two texts: a report would mix them.
+    """Raise ConfigError if the records of a task, known or wanted, use two texts, which a report would mix.
 
-    wanted: by task, or "perplexity", what settings call the text that it is to be over."""
+    wanted: by task, or "perplexity", the name of the wanted text in settings.
+    """
     found = dict[str, Any](wanted)
     for record in records:
         setting, over = record.setting, "text" if "nll" in record.measures else "source"

@@ -18,11 +18,14 @@ _PROMPTS = (2048, 4096)
 
 
 def describe(method: Method) -> dict[str, Any]:
-    """name, paper, unit, kv ("dense", "evicts" or "offloads"), decides ("host", "device" or None), graph_safe and bytes_a_key
-    (both None where nothing is decided), differs_from_the_paper_in, choose_it_when.
+    """Describe a method for tables.
 
-    bytes_a_key: what the index keeps on the device for each key of a KV head, measured, of head_dim 128 in bf16, with its room to
-    grow; beside the rows that are selected, and only in layers that choose."""
+    The keys are name, paper, unit, kv ("dense", "evicts" or "offloads"), decides ("host", "device" or None), graph_safe,
+    bytes_a_key, differs_from_the_paper_in and choose_it_when. graph_safe and bytes_a_key are None if nothing is selected.
+
+    bytes_a_key: device bytes of the index per key of a KV head, for head_dim 128 in bf16. It is measured, and includes
+    spare capacity, but not the selected rows. It applies only to layers that select.
+    """
     decides = safe = held = None
     evicts = method.index is None
     if method.index is not None:

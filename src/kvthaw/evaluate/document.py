@@ -1,4 +1,4 @@
-"""A report of a few kinds of blocks, as one HTML page that needs nothing beside it, and as Markdown."""
+"""A report of a few kinds of blocks, as one self-contained HTML page and as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kvthaw.evaluate.tasks.base import read_asset
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A share with its 95 % interval and the samples it is of. signed: a difference."""
+    """A share with its 95 % interval and the samples it is of.
+
+    signed: a difference.
+    """
 
     value: float
     low: float
@@ -58,7 +61,10 @@ def paragraph(text: str) -> Part:
 
 
 def picture(svg: str, text: str) -> Part:
-    """Return a drawing, inline SVG; HTML only. text: what it shows."""
+    """Return a drawing, inline SVG; HTML only.
+
+    text: what it shows.
+    """
     drawn = f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>"
     return Part(drawn, f"*(In the HTML report: {_plain(text)})*")
 
@@ -99,7 +105,7 @@ class Document:
     parts: Sequence[Part]
 
     def html(self) -> str:
-        """One page: no script, no network, nothing beside it."""
+        """Return the report as one self-contained page, without scripts."""
         body = "\n".join(part.html for part in (heading(self.title, 1), *self.parts))
         return (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -1,4 +1,4 @@
-"""What measures variants side by side: what the results do not hold, as many samples at once as share their steps."""
+"""Measure variants side by side: only samples without results, and together the samples that share their steps."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class Piece(Generic[Work, Place]):
 class Evaluator(ABC, Generic[Work, Place]):
     """A model, and the results it has given so far.
 
-    batch: samples that share their decoding steps, as rows of one cache; see Rows. Each sample is prefilled alone, and a row's line
-    is that of the row alone. full: see Prefills; without it full attention is no measure, and samples are run one by one.
+    batch: samples that share their decoding steps, as rows of one cache; see Rows. Each sample is prefilled alone, and a
+        row's line is that of the row alone.
+    full: see Prefills; without it full attention is no measure, and samples are run one by one.
     """
 
     def __init__(
@@ -72,16 +73,18 @@ class Evaluator(ABC, Generic[Work, Place]):
 
     @abstractmethod
     def compute(self, piece: Piece[Work, Place], tell: Tell = lambda *_: None) -> Iterator[list[Record]]:
-        """Yield the records of a piece, those of one variant at once.
+        """Yield the records of a piece of work, all records of a variant at once.
 
-        tell(tokens, of, doing) is called as a prefill goes on and before every variant.
+        tell: tell(tokens, of, doing) is called during a prefill and before every variant.
         """
 
     def run(
         self, work: Work, variants: Sequence[Variant], progress: Watch = lambda _: None, *, shard: Shard = (1, 1)
     ) -> dict[Variant, list[Record]]:
         """Return the records of every variant, and of FULL, in the order of the samples. Only what the results do not hold is
-        computed. shard: (i, n) takes every n-th sample, from the i-th on.
+        computed.
+
+        shard: (i, n) takes every n-th sample, from the i-th on.
 
         Raises ConfigError, before anything is computed, for a setting that no cache would take.
         """
@@ -104,8 +107,11 @@ class Evaluator(ABC, Generic[Work, Place]):
         return {one: [record for record in of if record is not None] for one, of in known.items()}
 
     def missing(self, work: Work, wanted: Sequence[Variant], places: Sequence[Place] | None = None) -> list[Piece[Work, Place]]:
-        """Return what the results do not hold of a piece of work, or of some of its samples, under complete variants: samples that
-        lack the same, as many at once as share their steps. Raises ConfigError for work that the model cannot do."""
+        """Return the pieces of a work, or of some of its samples, that have no results under complete variants.
+
+        A piece holds samples that lack the same variants and share their steps. Raises ConfigError for work that the model
+        cannot do.
+        """
         self.check(work)
         places, found = self.places(work) if places is None else places, list[Piece[Work, Place]]()
         settings = {variant: self.settings(work, variant, places) for variant in wanted}

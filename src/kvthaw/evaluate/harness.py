@@ -38,9 +38,11 @@ from kvthaw.evaluate.variant import read_variant
 class KvthawLM(HFLM):
     """lm-evaluation-harness's HFLM with its model attached to a method.
 
-    pretrained: as HFLM takes it, or "shipped". method: a name with options, its limits perhaps among them
-    ("quest:page=32:budget=256"). budget, retrieved, dense_layers, seed, capture and compile: as for `kvthaw.attach`. sparse_tokens:
-    see the module. Everything else is HFLM's: dtype, device (the GPU if there is one), batch_size, max_length, chat templates, ...
+    pretrained: as HFLM takes it, or "shipped".
+    method: a name with options, its limits perhaps among them ("quest:page=32:budget=256"). budget, retrieved,
+        dense_layers, seed, capture and compile: as for `kvthaw.attach`.
+    sparse_tokens: see the module. Everything else is HFLM's: dtype, device (the GPU if there is one), batch_size,
+        max_length, chat templates, ...
 
     Raises ConfigError for settings that no cache of the model would take, and for sparse_tokens with a batch_size above 1.
     """
@@ -95,7 +97,7 @@ class KvthawLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """HFLM's dense pass, or token by token. Requests with one context, which stand beside one another, share its prefill."""
+        """Score requests with HFLM's dense pass, or token by token. Adjacent requests with the same context share its prefill."""
         if not self.sparse_tokens:
             dense: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
             return dense

@@ -36,12 +36,16 @@ def check_question(question: str) -> None:
 class Job:
     """Samples of one task at one length.
 
-    length: tokens of context and question. depths: where the samples' facts stand, 0..1, equally often; empty leaves it to the
-    task. question: "dense" prefills it with the context; "sparse" caches the context and sends the question's tokens through the
-    sparse path one by one. probe: observe every n-th step, 0 for none. text: the haystack, the book that ships if None. data: files
-    that the task's questions come from instead of what ships. chat: ask through the chat template, whose tokens length does not
-    count. max_new_tokens: the longest answer, thoughts included; None: the task's, LEAD
-    more through a chat template, or THINKING where thinking is on.
+    length: tokens of context and question.
+    depths: where the samples' facts stand, 0..1, equally often; empty leaves it to the task.
+    question: "dense" prefills it with the context; "sparse" caches the context and sends the question's tokens through the
+        sparse path one by one.
+    probe: observe every n-th step, 0 for none.
+    text: the haystack, the book that ships if None.
+    data: files that the task's questions come from instead of what ships.
+    chat: ask through the chat template, whose tokens length does not count.
+    max_new_tokens: the longest answer, thoughts included; None: the task's, LEAD more through a chat template, or THINKING
+        where thinking is on.
     """
 
     task: str
@@ -79,8 +83,11 @@ class Job:
         return self.max_new_tokens or (THINKING if self.thinks else task.max_new_tokens + lead)
 
     def cells(self) -> list[tuple[int, float | None]]:
-        """(seed, depth) of every sample. More samples begin with those of fewer, and few are spread over the depths, too: each
-        lies about .618 of them behind the one before."""
+        """(seed, depth) of every sample.
+
+        A larger number of samples starts with the same samples. Few samples are spread over the depths too: each is about
+        0.618 of the range after the one before.
+        """
         if not self.depths:
             return [(self.seed + i, None) for i in range(self.samples)]
         count = len(self.depths)

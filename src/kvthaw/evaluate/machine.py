@@ -26,8 +26,8 @@ def identity(model: PreTrainedModel, name: str) -> dict[str, str]:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Return a short hash of names, shapes, dtypes and the first values of every weight, wherever they came from, and of what tells
-    the active adapters."""
+    """Return a short hash of a model's weights and active adapters. It covers names, shapes, dtypes and the first values of
+    every weight."""
     digest = hashlib.blake2b(digest_size=8)
     for name, weight in kv_weights(model):
         head = weight.flatten()[:16].float().cpu().numpy().tobytes()

@@ -21,8 +21,10 @@ KL = "KL to full"
 
 
 def by_task(summaries: Sequence[Summary], near: Mapping[Row, float] | None = None) -> list[RichTable]:
-    """Return accuracy for the terminal, a table a length: one row a method and budget, one column a task. near: as for
-    `accuracies`."""
+    """Return accuracy for the terminal, a table a length: one row a method and budget, one column a task.
+
+    near: as for `accuracies`.
+    """
     first, every = summaries[0], dict.fromkeys(one["n"] for one in summaries)
     samples = f"{' / '.join(map(str, every))} sample{'s' * (max(every) > 1)}"
     about = f"{samples} a cell, question {first['question']}, {on(first)}"
@@ -152,7 +154,10 @@ _PERPLEXITY = (
 
 
 def accuracies(some: Sequence[Summary], near: Mapping[Row, float] | None = None) -> Table:
-    """One row a method and budget, the best mean first; one column a task. near: KL to full attention, a column if there is any."""
+    """One row a method and budget, the best mean first; one column a task.
+
+    near: KL to full attention, a column if there is any.
+    """
     tasks = list(dict.fromkeys(one["task"] for one in some))
     rows: dict[Row, list[Summary]] = {}
     for one in some:
@@ -189,7 +194,10 @@ def accuracies(some: Sequence[Summary], near: Mapping[Row, float] | None = None)
 
 
 def score_table(some: Sequence[Summary], near: Mapping[Row, float] | None = None) -> Table:
-    """One row a method and budget, one column a published benchmark. near: as for `accuracies`."""
+    """One row a method and budget, one column a published benchmark.
+
+    near: as for `accuracies`.
+    """
     names = list(dict.fromkeys(one["benchmark"] for one in some))
     rows: dict[Row, dict[str, Summary]] = {}
     for one in some:

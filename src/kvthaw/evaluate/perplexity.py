@@ -31,8 +31,10 @@ from kvthaw.evaluate.variant import Variant, setting_of
 class Course:
     """Where in a text is measured.
 
-    length: tokens before a stretch, the opening ones included. steps: predictions of a stretch. samples: places in the text from
-    which it is read: its beginning for seed 0, drawn by the seed for others. text: None is the book that ships.
+    length: tokens before a stretch, the opening ones included.
+    steps: predictions of a stretch.
+    samples: places in the text from which it is read: its beginning for seed 0, drawn by the seed for others.
+    text: None is the book that ships.
     """
 
     length: int
@@ -55,10 +57,12 @@ class Course:
 
 
 def summarize(records: Sequence[Record], full: Sequence[Record]) -> dict[str, Any]:
-    """Pool the records of a variant at one length beside full attention's on the same samples, in the same order, if there are any.
+    """Pool the records of a variant at one length, and full attention's on the same samples in the same order, if available.
 
-    nll: the mean in nats a token; perplexity: its exponential; difference: to full attention's nll on the same tokens,
-    difference_95 its normal interval over all of them.
+    nll: the mean in nats per token.
+    perplexity: its exponential.
+    difference: difference to full attention's nll on the same tokens. difference_95: its 95 % normal interval over all
+        tokens.
     """
     own = [value for record in records for value in record["nll"]]
     nll = sum(own) / len(own)
@@ -105,7 +109,10 @@ class Reader(Evaluator[Course, int]):
         return self.sharing.at(work.tokens)
 
     def settings(self, work: Course, variant: Variant, places: Sequence[int]) -> list[list[Setting]]:
-        """Return what records depend on. start: the token of the text where a sample begins."""
+        """Return the settings that records depend on.
+
+        start: the token of the text at which a sample begins.
+        """
         of = {"steps": work.steps, "text": text_name(work.text), "length": work.length}
         same = {**self.same, **setting_of(variant), **of}
         return [[{**same, "seed": seed, "start": self._place(work, seed)[0]}] for seed in places]

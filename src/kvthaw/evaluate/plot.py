@@ -168,8 +168,10 @@ def _by_position(whole: Any, apart: Any, found: Mapping[Variant, Sequence[dict[s
 
 
 def score_bars(summaries: Sequence[dict[str, Any]], path: Path) -> None:
-    """The score of every variant of published benchmarks, a panel each, with its 95 % interval where it has one, and a line at full
-    attention's. Raises as accuracies."""
+    """Plot the score of every variant of published benchmarks, one panel each, with a line at full attention's score.
+
+    Scores have their 95 % interval if known. Raises as accuracies does.
+    """
     panels: dict[str, list[Bar]] = {}
     for one in summaries:
         questions = f"{one['n']} question{'s' * (one['n'] > 1)}"

@@ -24,8 +24,9 @@ Tell = Callable[[int, int, str], None]
 class Prefilled:
     """Prompts, a row each, under a variant.
 
-    make: returns their cache, offloaded and indexed. logits [B, V]: after the last tokens. full: the cache of full attention that
-    holds the same tokens; None where there is none. seconds: that each prompt's prefill took.
+    make: returns their cache, offloaded and indexed. logits [B, V]: after the last tokens.
+    full: the cache of full attention that holds the same tokens; None where there is none.
+    seconds: that each prompt's prefill took.
     """
 
     variant: Variant
@@ -39,8 +40,9 @@ class Prefilled:
 class Prefills:
     """How prompts are brought into caches.
 
-    full: once, with full attention, whose cache every variant forks; False: once for each variant, in chunks into its own cache, so
-    that the device never holds a prompt's whole KV. kv_dir: where prompts' KV is kept.
+    full: once, with full attention, whose cache every variant forks; False: once for each variant, in chunks into its own
+        cache, so that the device never holds a prompt's whole KV.
+    kv_dir: where prompts' KV is kept.
     """
 
     model: PreTrainedModel

@@ -1,4 +1,4 @@
-"""How good a selection is: each sparse step beside the exact attention over every token."""
+"""Measure selections: compare each sparse step with exact attention to every token."""
 
 from __future__ import annotations
 
@@ -25,15 +25,21 @@ from kvthaw.kernels.merge import merge
 class Observation:
     """One sparse step of one layer and sequence, after the token at position `length` - 1.
 
-    attention_mass [Hq]: the share of the exact softmax over all tokens that sink, window, buffer and the selected rows cover;
-    for a sampling method, the rows that the head drew. held_mass [Hq]: the part of it that sink, window and buffer cover.
-    exact_mass [Hq]: what they and the exact top-n would cover, n as many rows as the index may bring.
-    rows [H]: how many rows were selected. recall_at_k [H]: the share of the exact top-k of the retrieval region that was selected,
-    k as many rows as were selected; NaN where none was. recall_at_rows [H]: the same for the exact top-n. Rows rank by the largest
-    softmax weight over the retrieval region in their query group, ties allowed.
-    ceiling [H], ceiling_mass [Hq]: recall_at_rows and attention_mass of the exact best n among the candidates of an index that
-    chooses candidates first; NaN for others. output_error [Hq]: |sparse - full| / |full|. Attention that an index did by itself
-    counts in the output error alone. All float32, on the CPU.
+    All tensors are float32 on the CPU. Below, n is the number of rows that the index may select. Rows rank by the largest
+    softmax weight over the retrieval region in their query group, ties allowed. Attention that an index computed itself
+    counts only in output_error.
+
+    attention_mass: [Hq], the share of the exact softmax over all tokens that sink, window, buffer and the selected rows
+        cover. For a sampling method, the rows that the head drew.
+    held_mass: [Hq], the part of it in sink, window and buffer.
+    exact_mass: [Hq], the share that these and the exact top-n would cover.
+    rows: [H], number of selected rows.
+    recall_at_k: [H], the selected share of the exact top-k of the retrieval region, where k is the number of selected rows;
+        NaN if none was.
+    recall_at_rows: [H], the same for the exact top-n.
+    ceiling, ceiling_mass: [H] and [Hq], recall_at_rows and attention_mass of the exact best n among an index's candidates;
+        NaN without candidates.
+    output_error: [Hq], |sparse - full| / |full|.
     """
 
     layer: int
@@ -59,8 +65,10 @@ QUALITY = ("attention_mass", "recall_at_k", "output_error")
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Means over steps, layers and heads; None where nothing was observed. observed: steps times layers times sequences. The others
-    are as in Observation."""
+    """Means over steps, layers and heads; None where nothing was observed.
+
+    observed: steps times layers times sequences. The others are as in Observation.
+    """
 
     attention_mass: float | None
     recall_at_k: float | None
@@ -145,7 +153,10 @@ class Probe(Observer):
 
 
 def stored_rows(layer: OffloadedLayer, seq: int, device: torch.device, known: LayerKV | None = None) -> list[Tensor]:
-    """Return all rows of a sequence in parts [H, n, 2, D]. known: a layer that holds its first tokens in full."""
+    """Return all rows of a sequence in parts [H, n, 2, D].
+
+    known: a layer that holds its first tokens in full.
+    """
     length = layer.length(seq)
     prefix = 0 if known is None else min(length, known.length(seq))
     parts = [] if known is None or prefix == 0 else [known.read(seq, 0, prefix).to(device)]

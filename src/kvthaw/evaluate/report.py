@@ -44,7 +44,10 @@ def interval(name: str) -> Cell:
 def by_column(
     title: str, rows: Iterable[Row], columns: Mapping[str, Cell], *, words: Collection[str] = ("method",), sections: str = ""
 ) -> Table:
-    """Return a table of rows by what each column shows of them. sections: a field whose change begins a section."""
+    """Return a table of rows by what each column shows of them.
+
+    sections: a field whose change begins a section.
+    """
     made = lay_out(title, list(columns), words=words)
     for _, some in itertools.groupby(rows, key=lambda row: row[sections] if sections else None):
         for row in some:
@@ -150,8 +153,12 @@ def lay_out(
     words: Collection[str] = ("method", "benchmark", ""),
     folded: Collection[str] = (),
 ) -> Table:
-    """Return a table. rows: an empty one begins a section. words: columns of words, beside which all are of numbers. folded:
-    columns of sentences, which take several lines where the terminal is narrow."""
+    """Return a table.
+
+    rows: an empty one begins a section.
+    words: columns of words; all others hold numbers.
+    folded: columns of sentences, which wrap if the terminal is narrow.
+    """
     made = Table(title=title, box=SIMPLE_HEAD)
     for name in columns:
         made.add_column(name, justify="left" if name in words else "right", no_wrap=name not in folded, overflow="fold")

@@ -138,7 +138,10 @@ def _current(record: Record, setting: Setting) -> bool:
 def lacking(
     results: ResultsFile, settings: Mapping[K, Sequence[Sequence[Setting]]], places: Sequence[T]
 ) -> dict[tuple[K, ...], list[T]]:
-    """Return the places that lack records, by what they lack them under. settings: of each place, under everything wanted."""
+    """Return the places that lack records, by what they lack them under.
+
+    settings: of each place, under everything wanted.
+    """
     found: dict[tuple[K, ...], list[T]] = {}
     for i, place in enumerate(places):
         lack = tuple(wanted for wanted, of in settings.items() if any(results.get(one) is None for one in of[i]))
@@ -179,10 +182,13 @@ def asked_budget(record: Record) -> int | float | None:
 def summarize(records: Iterable[Record], full: Iterable[Record]) -> dict[str, Any]:
     """Summarize one variant's samples of a task at one length, and full attention's accuracy on the same samples.
 
-    step_s: of a decode step that up to `rows` samples share. accuracy_95: Wilson's interval. difference: of the accuracy to full
-    attention's, paired by sample, with its 95 % interval. paired: how many samples, the sum of their differences and that of the
-    squares, for a mean over several summaries. asked_retrieved: the rows that the variant was asked to retrieve. Means
-    are over the samples that have the value.
+    Means are over the samples that have the value.
+
+    step_s: seconds of a decode step that up to `rows` samples share. accuracy_95: Wilson's interval.
+    difference: of the accuracy to full attention's, paired by sample, with its 95 % interval.
+    paired: the number of samples, and the sums of their differences and squared differences, for a mean over several
+        summaries.
+    asked_retrieved: the rows that the variant was asked to retrieve.
     """
     mine, dense = list(records), list(full)
     theirs = {(one["seed"], one["depth"]): one["accuracy"] for one in dense}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PerRequestStats(Observer):
-    """Counts what each row of a cache selects and fetches, beside whatever else observes the layers.
+    """Count the rows that each sequence of a cache selects and fetches. Other observers may watch the layers too.
 
     It adds to tensors on the device and never waits for them, so steps that it observes can be captured in CUDA graphs.
     """
@@ -44,8 +44,12 @@ class PerRequestStats(Observer):
                 self._live[row] = 0
 
     def rows(self, steps: list[int]) -> list[dict[str, Any]]:
-        """Return the stats of every row, each of which sent so many tokens, as records have them: those of
-        `kvthaw.engine.hf.Stats`, bytes of a dense method counted as the device's. Waits for the device."""
+        """Return the stats of every sequence as records hold them: fields of `kvthaw.engine.hf.Stats`. Waits for the device.
+
+        Bytes of a dense method count as device bytes.
+
+        steps: tokens that each sequence decoded.
+        """
         counted = self._counted.T.tolist() if self._choosing else [(0, 0, 0)] * len(steps)
         return [self._row(row, count, *of) for row, (count, of) in enumerate(zip(steps, counted, strict=True))]
 

@@ -19,10 +19,11 @@ MOST_BYTES = 5 << 30
 
 
 class Rows:
-    """How many samples a model takes through a step at once.
+    """The number of samples that a model decodes in one step.
 
-    asked: so many; None: 64, or fewer where prompts are long, or 1 where the model has layers that transformers serves itself.
-    Raises ConfigError for less than 1, and for more than 1 of a model that takes only one.
+    asked: the number; None: 64, fewer for long prompts, or 1 if the model has layers that transformers serves itself.
+
+    Raises ConfigError for less than 1, and for more than 1 if the model takes only one.
     """
 
     def __init__(self, model: PreTrainedModel, asked: int | None) -> None:
@@ -40,7 +41,7 @@ class Rows:
         self._token_bytes = 2 * model.dtype.itemsize * sum(n * head_dim(one) for n, one in zip(heads, layers, strict=True))
 
     def at(self, length: int) -> int:
-        """Of prompts of so many tokens."""
+        """Return the number for prompts of `length` tokens."""
         return self._asked or max(1, min(MOST_ROWS, MOST_BYTES // (self._token_bytes * length)))
 
 
@@ -58,8 +59,10 @@ def spread(count: int, rows: int) -> list[tuple[int, int]]:
 
 
 class Forks:
-    """A full cache under one variant after the other. What an index keeps of the prompts is made once for all budgets that have the
-    same regions, where the method says that they share it and comes with them in turn. A context, which empties the cache."""
+    """Context manager that forks a base cache for one variant after another, and clears the base on exit.
+
+    Adjacent variants of a method with equal regions reuse one index across budgets, if the method allows it.
+    """
 
     def __init__(self, base: Cache) -> None:
         self._base = base
@@ -81,7 +84,7 @@ class Forks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let go of the base and of what was kept of it."""
+        """Clear the base and drop the last fork."""
         self._drop()
         self._base.layers.clear()  # a cache refers to itself; its rows go before the next one's come
 
@@ -101,7 +104,7 @@ class Forks:
 
 
 def joined(model: PreTrainedModel, bases: list[Cache]) -> Cache:
-    """One cache whose rows are those of several, each of full attention, which are empty afterwards."""
+    """Return one full-attention cache with the sequences of several, which are empty afterwards."""
     if len(bases) == 1:
         return bases[0]
     whole = Cache(model, bases[0].settings.method)

@@ -40,11 +40,12 @@ class Runner(Evaluator[Job, SampleKey]):
         return [(place,) for place in places] if fraction else super().blocks(work, places)
 
     def settings(self, work: Job, variant: Variant, places: Sequence[SampleKey]) -> list[list[Setting]]:
-        """Return what the records of samples under a complete variant depend on.
+        """Return the settings that records of samples under a complete variant depend on.
 
-        depth: where the fact was asked to stand, 0..1, None if left to the task. source: a hash of the haystack and files that were
-        given, "" for what ships. chat, system, thinking: only where they were given. max_new_tokens: where it was given, or where
-        the chat template leaves answers more room than the task does.
+        depth: the requested place of the fact, 0..1; None: the task chooses.
+        source: a hash of the given haystack and files; "" for shipped ones.
+        chat, system, thinking: only if given.
+        max_new_tokens: only if given, or if the chat template leaves answers more room than the task does.
         """
         own = work.max_new_tokens is None and work.chat is None
         same: Setting = {
@@ -98,7 +99,10 @@ class Runner(Evaluator[Job, SampleKey]):
         rests: list[list[int]],
         settings: Sequence[Setting],
     ) -> list[Record]:
-        """Send the rests of the prompts through their cache, decode, and measure. settings: of one variant, a row each."""
+        """Send the rests of the prompts through their cache, decode, and measure.
+
+        settings: of one variant, a row each.
+        """
         device, first = self.model.device, settings[0]
         start = now(device)
         cache = prompts.make()
@@ -150,8 +154,11 @@ class Runner(Evaluator[Job, SampleKey]):
 
 
 def _timing(prefill_s: float, index_s: float, times: list[float], *, sent: bool) -> dict[str, float | None]:
-    """Return the seconds of one sample alone. times: of its tokens, or of the end without any. sent: whether a part of the prompt
-    was sent after the prefill."""
+    """Return the seconds of one sample alone.
+
+    times: of its tokens, or of the end without any.
+    sent: whether a part of the prompt was sent after the prefill.
+    """
     several = len(times) > 1
     return {
         "prefill_s": prefill_s,

@@ -25,9 +25,9 @@ def divide(prompt: Sequence[int], tail: int) -> tuple[list[int], list[int]]:
 
 
 class Prompt:
-    """A prompt of which all but the last tokens are in a full cache, from which any number of continuations are told.
+    """A prompt whose tokens, except the last, are in a full cache. Any number of continuations start from it.
 
-    variants: those that fork it.
+    variants: the variants that fork it.
     """
 
     def __init__(

@@ -29,8 +29,10 @@ def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
 class AnswerText:
     """The text of an answer as its tokens come, up to one of the strings that end it.
 
-    after_first_word: strings before the answer's first word do not end it. after: tokens whose text it goes on; see TextStream.
-    text: all of it so far; stopped: whether a string ended it.
+    after_first_word: strings before the answer's first word do not end it.
+    after: tokens whose text it goes on; see TextStream.
+    text: all of it so far.
+    stopped: whether a string ended it.
     """
 
     def __init__(
@@ -72,14 +74,15 @@ _SWITCHES = ("enable_thinking", "thinking")
 class Chat:
     """Asks through a tokenizer's chat template, the prompt as one message of the user.
 
-    system: a message before it. thinking: switched on or off; None leaves it to the template.
+    system: a message before it.
+    thinking: switched on or off; None leaves it to the template.
     """
 
     system: str | None = None
     thinking: bool | None = None
 
     def setting(self) -> dict[str, Any]:
-        """Return what a record depends on beside that there is a template: what was given."""
+        """Return the given options of the template, on which a record depends."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def check(self, tokenizer: Any) -> None:
@@ -95,13 +98,19 @@ class Chat:
                 raise ConfigError(f"thinking is to be {word}, but the chat template does not know {' or '.join(_SWITCHES)}")
 
     def render(self, tokenizer: Any, prompt: str, dates: Mapping[str, str] = MappingProxyType({})) -> str:
-        """Return the text that asks for an answer to a prompt. dates: see `render`."""
+        """Return the text that asks for an answer to a prompt.
+
+        dates: see `render`.
+        """
         return self.turns(tokenizer, [{"role": "user", "content": prompt}], dates=dates)
 
     def turns(
         self, tokenizer: Any, messages: Sequence[Mapping[str, str]], *, dates: Mapping[str, str] = MappingProxyType({})
     ) -> str:
-        """Return the text that asks for an answer after several messages. dates: see `render`."""
+        """Return the text that asks for an answer after several messages.
+
+        dates: see `render`.
+        """
         if self.system is not None:
             messages = [{"role": "system", "content": self.system}, *messages]
         switch: dict[str, Any] = {} if self.thinking is None else dict.fromkeys(_SWITCHES, self.thinking)
@@ -123,8 +132,11 @@ def following(document: str, question: str) -> str:
 
 
 def dates_of_kept(tokenizer: Any, chat: Chat, kept: Sequence[Sequence[int]], prompt: str) -> dict[str, str]:
-    """Return what a chat template is to say of the date, by format: what it said when that prompt was kept that has most of this
-    one; today's date where none has more than with this. kept: tokens of prompts."""
+    """Return what a chat template is to say of the date, by format: what it said when that prompt was kept that has most of
+    this one; today's date where none has more than with this.
+
+    kept: tokens of prompts.
+    """
     today = dates_of(tokenizer, datetime.now())
     draw = partial(chat.render, tokenizer)
 
@@ -152,10 +164,12 @@ def split_prompt(
     *,
     dates: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of a context and of what follows it, together those of the whole prompt; one that spans both is the
-    question's.
+    """Return the tokens of a context and of what follows it. Together they are the whole prompt's tokens.
 
-    chat: through the tokenizer's template, whose end then is the question's. dates: see `render`.
+    A token that spans both belongs to the question.
+
+    chat: use the tokenizer's template, whose end then belongs to the question.
+    dates: see `render`.
     """
     prompt, before = context + question, context
     if chat is not None:

@@ -33,7 +33,7 @@ class Variant:
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Variant:
-        """Return the variant of a setting or a summary, where what was asked for may stand beside a mean."""
+        """Return the variant of a setting, or of a summary, which may hold the requested value next to a mean."""
         retrieved = fields.get("asked_retrieved", fields["retrieved"])
         return Variant(fields["method"], fields["budget"], retrieved, fields["dense_layers"])
 
@@ -57,7 +57,7 @@ class Variant:
 
 FULL = Variant("full")
 OWN = {"budget": int | float, "retrieved": int | float, "dense_layers": int}
-"""Options of a variant that stand among those of its method."""
+"""Options of a variant that are written among its method's options."""
 
 
 def read_variant(
@@ -117,7 +117,10 @@ def setting_of(variant: Variant) -> dict[str, Any]:
 
 
 def fork(base: Cache, variant: Variant, method: Method | None = None) -> Cache:
-    """Return a cache's tokens under a variant, offloaded and indexed. method: the variant's, if it has been made already."""
+    """Return a cache's tokens under a variant, offloaded and indexed.
+
+    method: the variant's, if it has been made already.
+    """
     chosen = method or resolve(variant.method)
     limits = {} if chosen.dense else variant.limits
     if variant.dense_layers is None:

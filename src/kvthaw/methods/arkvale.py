@@ -26,11 +26,15 @@ def arkvale(
 ) -> Method:
     """The pages of the best bounds, from a box of half extent mean |c - k| around each page's centre.
 
-    spread: "max" makes it a true upper bound. choice: "layer" selects the same pages in all KV heads of a layer, the authors'
-    default; "head" lets each KV head choose. policy: how the query heads of a group agree, which is the layer or a KV head's, see
-    `kvthaw.kernels.unit_select.Policy`; for a layer "max" or "mean". The first `sink_pages` pages and the last two stay on the
-    device. keep: of how many steps the selected rows stay there too; with 1, what leaves is what this step scored too low to
-    select: ArkVale's rule, at the smallest cache it works with. Host: the rows. Device: each page's box, every decision.
+    spread: "max" makes it a true upper bound.
+    choice: "layer" selects the same pages in all KV heads of a layer, the authors' default; "head" lets each KV head
+        choose.
+    policy: how the query heads of a group agree, which is the layer or a KV head's, see
+        `kvthaw.kernels.unit_select.Policy`; for a layer "max" or "mean". The first `sink_pages` pages and the last two stay
+        on the device.
+    keep: of how many steps the selected rows stay there too; with 1, what leaves is what this step scored too low to
+        select: ArkVale's rule, at the smallest cache it works with. Host: the rows. Device: each page's box, every
+        decision.
     """
     at_least(1, page=page)
     at_least(0, sink_pages=sink_pages)

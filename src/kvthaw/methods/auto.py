@@ -17,13 +17,15 @@ from kvthaw.methods import resolve
 from kvthaw.methods.options import check, written
 
 Limits = dict[str, tuple[int, int]]
-"""By place: the bytes that a cache needs there, and those that there are."""
+"""Bytes that a cache needs and bytes that are available, by place ("device", "host")."""
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The methods for long contexts on a kind of device, the best first and each with less on the device than the one before, and
-    from where on the first is faster than full attention."""
+    """Methods for long contexts on one kind of device, the best first, each with less device memory than the one before.
+
+    Also the length from which the first is faster than full attention.
+    """
 
     methods: tuple[str, ...]
     crossing: Crossing
@@ -35,7 +37,7 @@ class Best:
 
 
 _8B = 4096
-"""Bytes of KV of a token in a layer of 8 heads of 128 dimensions in bf16, of which the crossings on GPUs are."""
+"""Bytes of KV of a token in a layer of 8 heads of 128 dimensions in bf16. The crossings on GPUs were measured with these."""
 
 _ON_GPU = ("thaw", "pariskv-plus", "clusterkv-plus", "icecache-digest")
 BEST = {
@@ -50,8 +52,11 @@ bandwidth. `python -m benchmarks.placement` prints such lines."""
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A method that was chosen by memory, and what it needs. reason: why it is not the fastest, if it is not. lacks: how it exceeds
-    the memory, if it does."""
+    """A method that was chosen by memory, and what it needs.
+
+    reason: why it is not the fastest, if it is not.
+    lacks: how it exceeds the memory, if it does.
+    """
 
     method: Method
     needs: Needs
@@ -62,7 +67,9 @@ class Chosen:
 def fastest(methods: Sequence[Method], needs: Callable[[Method], Needs], limits: Callable[[Needs], Limits]) -> Chosen:
     """Choose the first of some methods that fits the memory, or else the one that exceeds it least.
 
-    needs: returns what a method takes. limits: returns by place what that is, and how much there is."""
+    needs: returns what a method takes.
+    limits: returns by place what that is, and how much there is.
+    """
     found, over = list[Needs](), list[float]()
     for method in methods:
         found.append(needs(method))
@@ -75,7 +82,7 @@ def fastest(methods: Sequence[Method], needs: Callable[[Method], Needs], limits:
 
 
 def _lacks(name: str, limits: Limits) -> str:
-    """Say where a method takes more than there is."""
+    """Describe where a method needs more memory than is available."""
     places = limits.items()
     short = [f"{human(need)} on the {place} ({human(limit)} free)" for place, (need, limit) in places if need > limit]
     return f"{name} would need {' and '.join(short)}" if short else ""

@@ -36,14 +36,17 @@ def clusterkv(
 
     The first 16 tokens are a sink. Generated tokens are attended until `batch` of them are clustered.
 
-    preset: "paper" makes 4 clusters of a batch, and the query heads of a KV head choose together (the paper does not say how).
-    "code", the authors', makes 8 clusters, and every query head chooses for itself: a budget counts what a KV head reads, so each
-    of its G query heads takes 1 / G of the rows; `retrieved=G * B` is the authors' budget B. policy: "each", or how the
-    query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`.
+    preset: "paper" makes 4 clusters of a batch, and the query heads of a KV head choose together (the paper does not say
+        how). "code", the authors', makes 8 clusters, and every query head chooses for itself. A budget counts the rows that
+        a KV head reads, so each of its G query heads takes 1 / G of them. `retrieved=G * B` is the authors' budget B.
+    policy: "each", or how the query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`.
 
-    tokens_per_cluster: of the prompt (C0 = L / 80). clusters: as many for any prompt instead. clusters_per_batch: C+ (m is batch).
-    start, iterations: where k-means starts, and its cap. distance: what it compares by. keep: R, of how many steps the selected
-    rows stay on the device.
+    tokens_per_cluster: of the prompt (C0 = L / 80).
+    clusters: this number for any prompt, instead.
+    clusters_per_batch: C+ (the paper's m is batch).
+    start, iterations: how k-means starts, and its most iterations.
+    distance: how k-means compares keys.
+    keep: R, for how many steps selected rows stay on the device.
 
     Host: the rows. Device: the centroids, the map of tokens and clusters, k-means, every decision.
     """
@@ -70,7 +73,10 @@ def clusterkv(
 def cluster_method(
     name: str, regions: Regions, keep: int, *, differs: str, choose: str, policy: Choice, **clusters: Any
 ) -> Method:
-    """Return a method that selects clusters. clusters: ClusterIndex's options."""
+    """Return a method that selects clusters.
+
+    clusters: ClusterIndex's options.
+    """
     index = partial(QueryHeadClusterIndex, **clusters) if policy == "each" else partial(ClusterIndex, policy=policy, **clusters)
     return Method(
         name,

@@ -21,13 +21,14 @@ def clusterkv_plus(
     iterations: int = 8,
     keep: int = 1,
 ) -> Method:
-    """ClusterKV's search, made to find single keys within small budgets.
+    """Select clusters as clusterkv does, changed to find single keys within small budgets.
 
-    Under clusterkv random strings are lost where many compete: 256 tokens are two or three clusters, every tenth time the one that
-    is needed is the fifth by q.mu or later, and the few keys of a needle are often in a cluster of others. Here a cluster has 32
-    tokens, so that the same budget holds more of them, for 5 bytes more a key (head_dim 128, bf16). Half of the first centroids are
-    drawn, the other half are the keys that those cover worst (`kvthaw.index.clusters.covering`), from where 8 iterations find as
-    much as 20. Generated tokens leave the window by 16 and compete as clusters in text order until `batch` of them are clustered.
+    clusterkv loses random strings among many others. 256 tokens are two or three clusters, and in one of ten cases the
+    needed one ranks fifth by q.mu or later. The few keys of a needle are often in a cluster of others. Here a cluster has
+    32 tokens, so the same budget holds more clusters, for 5 bytes more per key (head_dim 128, bf16). Half of the initial
+    centroids are drawn. The other half are the keys that these cover worst (`kvthaw.index.clusters.covering`). From there 8
+    iterations find what 20 find otherwise. Generated tokens leave the window 16 at a time. They compete as clusters in text
+    order until `batch` of them are clustered.
 
     Options as in clusterkv; policy says how the query heads of a group agree. Host: the rows. Device: the centroids, the map of
     tokens and clusters, k-means, every decision.

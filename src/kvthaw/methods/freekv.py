@@ -13,15 +13,16 @@ from kvthaw.regions import Regions
 
 
 def freekv(*, tau: float = 0.8, page: int = 32, spread: Spread = "max", policy: Policy = "mean") -> Method:
-    """Pages of 32 by their channels' minimum and maximum, ranked for the query before; those of a KV head whose queries' mean
-    cosine is below tau, for its own.
+    """Select pages of 32 by the previous query, from their channels' minimum and maximum.
 
-    tau: the paper's for long prompts; it has 0.9 for long answers, and above 0.99 the method is all but Quest's. policy: how the
-    query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`; the paper's is the mean of their softmax weights. Sink
-    512, window 512, as in the paper.
+    A KV head whose two queries have a mean cosine below tau uses its own query instead.
 
-    On the device: pages' bounds, both queries, the choice. On the host: rows. What the paper gains in time is not gained here: a
-    layer asks and fetches in one step, so the choice is FreeKV's and the transfer is not hidden behind the rest of the model.
+    tau: the paper's value for long prompts. It has 0.9 for long answers, and above 0.99 the method is nearly Quest.
+    policy: how the query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`; the paper's is the mean of their
+        softmax weights. Sink 512, window 512, as in the paper.
+
+    On the device: pages' bounds, both queries, the choice. On the host: rows. The paper's gain in time is missing here: a
+    layer selects and fetches in one step. The choice is FreeKV's, but the rest of the model does not hide the transfer.
     """
     at_least(1, page=page)
     index = partial(LaggedIndex, page=page, spread=spread, policy=policy, tau=tau)

@@ -1,4 +1,4 @@
-"""H2O (Zhang et al., 2023): half of the budget for recent tokens, half for those that were attended to most."""
+"""H2O (Zhang et al., 2023): half of the budget for recent tokens, half for the most attended tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from kvthaw.regions import Regions
 
 
 def h2o(*, agree: Agree = "mean", score: Score = "sum", queries: int | None = None) -> Method:
-    """Heavy hitters by accumulated softmax weight; when tokens leave the ring, those of least weight are evicted.
+    """Keep heavy hitters by accumulated softmax weight. When tokens leave the ring, the tokens with the least weight are
+    evicted.
 
-    agree: how the query heads of a group agree, "mean" or "max" of their weights. score: "sum" of the weights that a token was
-    paid, as in the paper, or their "mean" over the queries that could see it, as in kvpress, which favours no earlier token.
-    queries: how many of a prompt's last queries count; None: all, which costs as much as the prompt's attention once more, and
-    their memory on the device until decoding begins. A fork needs them of the cache that it is forked from: full:queries=None.
+    agree: how the query heads of a group agree, "mean" or "max" of their weights.
+    score: "sum" of a token's weights, as in the paper, or their "mean" over the queries that could see it, as in kvpress.
+        The mean does not favour earlier tokens.
+    queries: how many of a prompt's last queries count. None: all, which costs the prompt's attention once more, and their
+        memory on the device until decoding begins. A fork takes them from its source, which must be full:queries=None.
 
-    Host: rows that were evicted lie there unread, so that a long continuation, which is a new prompt, may choose from them, by its
-    own queries. Device: for each row that is kept its score, its key once more, and the row.
+    Host: evicted rows, unread. A long continuation is a new prompt and may choose from them with its own queries. Device:
+    each kept row, its score, and a second copy of its key.
     """
     at_least(1, queries=queries)
     return Method(

@@ -43,20 +43,24 @@ def icecache(
 ) -> Method:
     """Search a DCI-tree of each KV head on the host and fetch the pages that hold the best keys.
 
-    The device keeps two pages of sink, two of window, one of buffer, and the pages selected. GQA: the query heads of a group
-    search on their own; the union of their pages is fetched, or, where the budget holds fewer, each head's best in turn. With
-    `merge=each` every head has an equal share of the budget, and the union is not cut: the paper's b rows of each of G heads are
-    `merge=each:retrieved=G*b`.
+    The device keeps two pages of sink, two of window, one of buffer, and the pages selected. GQA: the query heads of a
+    group search on their own; the union of their pages is fetched, or, where the budget holds fewer, each head's best in
+    turn. With `merge=each` every head has an equal share of the budget, and the union is not cut. The paper's b rows for
+    each of G heads are `merge=each:retrieved=G*b`.
 
-    preset: "paper" promotes points at random with one ratio, finds parents by descending to the nearest point of each level
-    (algorithm 2), and descends from the k best points of every node visited (algorithm 4), found by prioritized DCI. "code"
-    does as the authors' code: promotes every n-th point, with another ratio above level 2, and descends from the best points
-    of a level, its field of view. reuse: search every so many layers; the layers between reuse the pages (the paper's IceCache
-    (reuse): 3). threads: search threads, 0 for one a core. transfer, on a GPU: "bulk" gathers rows on the host into one copy, as
-    the paper does, and no step is captured; "each" copies each piece that is contiguous on the host; "uva" lets a kernel read the
-    rows itself. layout: "token" leaves rows in the order of the text; "page" keeps a copy of them on the host in the order of the
-    pages, as the paper does, in the layers that search; it is written again when a sequence has grown by an eighth, and goes with
-    "bulk" and "each". Neither changes what is selected. Other options: `kvthaw.index.tree_config.TreeConfig`.
+    preset: "paper" promotes points at random with one ratio. It finds parents by descending to the nearest point of each
+        level (algorithm 2). A query descends from the k best points of every visited node (algorithm 4), found by
+        prioritized DCI. "code" follows the authors' code: it promotes every n-th point, with another ratio above level 2. A
+        query descends from the best points of a level, its field of view.
+    reuse: search in every reuse-th layer; the layers between reuse the pages (the paper's IceCache (reuse): 3).
+    threads: search threads; 0: one per core.
+    transfer: on a GPU, "bulk" gathers rows on the host into one copy, as the paper does, and no step is captured. "each"
+        copies each contiguous piece of host memory. "uva" lets a kernel read the rows itself.
+    layout: "token" leaves rows in text order. "page" keeps a copy of them on the host in page order, as the paper does, in
+        the layers that search. The copy is rewritten when a sequence has grown by an eighth, and works with "bulk" and
+        "each". Neither changes the selection.
+
+    Other options: `kvthaw.index.tree_config.TreeConfig`.
     """
     check("icecache", tree, icecache, TreeConfig)
     one_of(PRESETS, preset=preset)
@@ -80,7 +84,10 @@ def icecache(
 def tree_method(
     name: str, tree: dict[str, Any], reuse: int, threads: int, transfer: Way, layout: Layout, **fields: Any
 ) -> Method:
-    """Return a method that searches trees of these TreeConfig fields on the host. fields: more of Method's."""
+    """Return a method that searches trees of these TreeConfig fields on the host.
+
+    fields: more of Method's.
+    """
     at_least(1, reuse=reuse)
     at_least(0, threads=threads)
     config = TreeConfig(**tree)

@@ -33,14 +33,19 @@ def icecache_digest(
 ) -> Method:
     """Search icecache's trees on the host by node digests instead of node keys.
 
-    A digest is the mean, the spread and the outliers, in 8 bits, of all keys below a node; a query descends to the nodes that may
-    hold the best key, so that one key unlike its node is found. Single tokens are fetched, the best of all members of the nodes
-    visited; `unit=page` fetches their pages whole, of which few tokens matter on real keys. The device holds what it holds under
-    icecache. Parents are exact, P-DCI gives every member a true distance, and GQA is by the largest share in any head's attention.
+    A digest is the mean, the spread and the outliers, in 8 bits, of all keys below a node. A query descends to the nodes
+    that may hold the best key, so it finds a key unlike the rest of its node. Single tokens are fetched: the best of all
+    members of the visited nodes. `unit=page` fetches their whole pages, in which few tokens matter for real keys. The
+    device holds what it holds under icecache. Parents are exact, P-DCI gives every member a true distance, and GQA is by
+    the largest share in any head's attention.
 
-    A captured step is one graph more than it has searches; with another transfer than "uva" or with prefetch no step is captured.
-    prefetch: search while the layer before attends, with the query that its attention input gives. reuse, threads, transfer,
-    layout: as in icecache, but "uva" by default. Other options: `kvthaw.index.tree_config.TreeConfig`.
+    A captured step has one more graph than searches. With another transfer than "uva", or with prefetch, no step is
+    captured.
+
+    prefetch: search while the layer before attends, with the query that follows from that layer's attention input.
+    reuse, threads, transfer, layout: as in icecache, but "uva" by default.
+
+    Other options: `kvthaw.index.tree_config.TreeConfig`.
     """
     check("icecache-digest", tree, icecache_digest, TreeConfig)
     name = "icecache-digest" if reuse == 1 else f"icecache-digest:reuse={reuse}"
@@ -60,8 +65,9 @@ def icecache_digest(
 def icecache_digest_device(*, reuse: int = 1, transfer: Way = "uva", **nodes: Any) -> Method:
     """Search digests of flat nodes on the device and fetch single tokens; a step asks the host nothing.
 
-    Keys are grouped by their nearest promoted key, on one level, when they leave the window; there are no pages, and earlier
-    nodes take no later keys. GQA: `policy`. reuse, transfer: as in icecache-digest. Other options: `kvthaw.index.nodes.NodeConfig`.
+    Keys are grouped by their nearest promoted key, on one level, when they leave the window; there are no pages, and
+    earlier nodes take no later keys. GQA: `policy`.
+    reuse, transfer: as in icecache-digest. Other options: `kvthaw.index.nodes.NodeConfig`.
     """
     check("icecache-digest-device", nodes, icecache_digest_device, NodeConfig)
     at_least(1, reuse=reuse)

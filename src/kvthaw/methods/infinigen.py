@@ -10,19 +10,22 @@ from kvthaw.regions import Regions
 
 
 def infinigen(*, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2, prefetch: bool = True) -> Method:
-    """Tokens whose estimated logit is above the best less alpha, by 30 % of the skewed channels; at most 20 % of the sequence.
+    """Select tokens whose logit, estimated from 30 % of the skewed channels, is within alpha of the best; at most 20 % of the
+    sequence.
 
-    alpha: the paper has 4 for OPT and 5 for Llama. prefetch: the query is made of the attention input of the layer before, by this
-    layer's own projection; False takes the layer's own query, and so do the model's first two layers: before the first there is
-    none, and what that one attends with is the token's embedding alone, which says little of the second's (so in the authors'
-    code). GQA, which the paper does not have: a skew for each KV head from all its query heads, a token counts if it does for one
-    of them; as in the paper all heads bring as many as they need on average. The paper has no sink and no window; here the ring is
-    of 16 tokens.
+    alpha: the paper has 4 for OPT and 5 for Llama.
+    prefetch: predict the query from the attention input of the layer before, with this layer's projection. False: use the
+        layer's own query. The model's first two layers always do, as in the authors' code. The first has no layer before
+        it, and the input of the first is only the token's embedding, which predicts the second's query badly.
 
-    On the device: the kept channels, 0.3 D a key, the skews, the choice. On the host: rows. Skew and channels are made of the
-    prompt's last 128 queries and its keys, at run time. The paper makes the skew offline and takes channels from as many queries as
-    keys; here their means add up, not their sums. The prediction costs the next layer's projections once more, whole; and rows are
-    fetched in the layer's own step, so the transfer is not hidden behind the layer before.
+    GQA, which the paper does not have: each KV head has a skew from all its query heads. A token counts if it counts for
+    one of them. As in the paper, all heads select the average number of counting tokens. The paper has no sink and no
+    window; here the ring has 16 tokens.
+
+    On the device: the kept channels, 0.3 D per key, the skews, the choice. On the host: rows. Skew and channels follow from
+    the prompt's last 128 queries and its keys, at run time. The paper computes the skew offline, and chooses channels from
+    equally many queries and keys. Here the means of both are added, not the sums. The prediction costs the next layer's
+    projections once more. Rows are fetched in the layer's own step, so the layer before does not hide the transfer.
     """
     index = partial(SkewedIndex, ratio=ratio, alpha=alpha, most=most)
     regions = Regions(0, 16, 16)

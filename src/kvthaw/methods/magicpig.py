@@ -10,13 +10,15 @@ from kvthaw.regions import Regions
 
 
 def magicpig(*, bits: int = 10, tables: int = 150) -> Method:
-    """Tokens that meet the query in two of L = 150 tables of K = 10 bits, weighed by 1 / their chance to.
+    """Select tokens that meet the query in two of L = 150 tables of K = 10 bits, weighted by the inverse of their probability.
 
-    GQA: every query head draws on its own and weighs what it drew; a KV head's rows are what its query heads drew together. The
-    number drawn is not fixed, and the paper has no budget: what one cannot hold is thinned at random. A fraction such as
-    `budget=0.5` has room for the method's own draw; `attended` says how many rows that was. Generated keys are hashed as the
-    prompt's are. Host: the rows. Device: every decision, from 2 L bytes of codes and the key itself (the paper has tables, keys and
-    this part of the attention on the CPU, where they take no device memory).
+    GQA: every query head draws and weighs its own tokens. A KV head's rows are the union over its query heads. The number
+    drawn varies, and the paper has no budget: here a draw above the budget is thinned at random. A fraction such as
+    `budget=0.5` has room for the whole draw; `attended` tells the number of rows. Generated keys are hashed as the prompt's
+    are.
+
+    Host: the rows. Device: every decision, from 2 L bytes of codes and the key itself. The paper has tables, keys and this
+    part of the attention on the CPU, where they take no device memory.
     """
     return Method(
         "magicpig",

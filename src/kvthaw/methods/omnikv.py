@@ -13,10 +13,11 @@ def omnikv(*, filters: tuple[int, ...] | None = None, dense: bool = True) -> Met
     """Filter layers 2, 8 and 18 of 32, and those at the same depths of other models; or `filters`, by number. The first layer that
     is not dense is always one.
 
-    GQA: one choice for all heads of a layer, by the largest softmax weight of any query head. dense: filter layers attend to all
-    tokens, as in the paper, which the budget does not bound, as it does not bound dense layers; else to what they choose. The
-    window is kvthaw's: the authors choose among the prompt's tokens and keep all that are generated. Host: the rows. Device: keys
-    and values of the filter layers (keys alone where they are not dense), every decision.
+    GQA: one choice for all heads of a layer, by the largest softmax weight of any query head.
+    dense: filter layers attend to all tokens, as in the paper, which the budget does not bound, as it does not bound dense
+        layers; else to what they choose. The window is kvthaw's: the authors choose among the prompt's tokens and keep all
+        that are generated. Host: the rows. Device: keys and values of the filter layers (keys alone where they are not
+        dense), every decision.
     """
     anchors = (2 / 32, 8 / 32, 18 / 32) if filters is None else filters
     return Method(

@@ -30,9 +30,12 @@ def written(text: str) -> tuple[str, Any]:
 
 
 def take(text: str, kinds: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Take the options that `kinds` names off a name with options. Returns what is left of it, and their values.
+    """Remove the options in `kinds` from a method name with options. Returns the remaining name, and their values.
 
-    kinds: what each must be. Raises ConfigError for another value."""
+    kinds: the type of each option.
+
+    Raises ConfigError for a value of another type.
+    """
     name, *parts = text.split(":")
     given = dict(written(part) for part in parts if part.partition("=")[0] in kinds)
     for option, value in given.items():
@@ -51,7 +54,7 @@ def check(method: str, given: Mapping[str, Any], *takes: Callable[..., object]) 
         elif len(takes) > 1 or len(named) == len(known):
             has = f"there are: {', '.join(named)}" if named else "it has none of its own"
             if name in SETTINGS:
-                raise ConfigError(f"method {method} has no option {name!r}; give it as an argument of its own, beside the name")
+                raise ConfigError(f"method {method} has no option {name!r}; give it as a separate argument")
             regions = REGIONS if takes else ()
             raise ConfigError(f"method {method} has no option {name!r}; {hint(name, (*named, *regions, *SETTINGS), has)}")
 
@@ -92,7 +95,7 @@ def _plain(value: Any) -> Any:
         args, given = (value.args, value.keywords) if isinstance(value, partial) else ((), {})
         named = inspect.signature(value).parameters.values()
         return [_plain(args), _plain({each.name: each.default for each in named if each.default is not each.empty} | given)]
-    raise TypeError(f"an option is {value!r}, of which no digest is made")
+    raise TypeError(f"an option is {value!r}, which has no digest")
 
 
 def text(make: Callable[..., object]) -> str:

@@ -11,8 +11,11 @@ from kvthaw.regions import Regions
 
 
 def oracle(*, policy: Policy = "max") -> Method:
-    """The rows of the largest attention weights. policy: how the query heads of a group agree, see ExactIndex. Host: the rows.
-    Device: all keys once more, every decision."""
+    """The rows of the largest attention weights.
+
+    policy: how the query heads of a group agree, see ExactIndex. Host: the rows. Device: all keys once more, every
+        decision.
+    """
     return Method(
         "oracle",
         paper="-",

@@ -30,20 +30,23 @@ def pariskv(
     centroids: Centroids = "signs",
     full_threshold: int = 0,
 ) -> Method:
-    """Retrieve the tokens whose sign patterns collide most with the query's, ranked by 4-bit codes (algorithm 1).
+    """Select the tokens whose sign patterns collide most with the query's, ranked by 4-bit codes (algorithm 1).
 
-    The paper retrieves 100 rows (`retrieved=100`) beside sink 128, window 256 and update buffer 512 (table 1), in every layer. A
-    budget below 1,792 shrinks these regions; `Stats.regions` tells.
+    The paper retrieves 100 rows (`retrieved=100`) besides sink 128, window 256 and update buffer 512 (table 1), in every
+    layer. A budget below 1,792 shrinks these regions; `Stats.regions` tells.
 
-    rho, beta: shares of the keys that collide in a subspace and that become candidates. The paper says 5 to 10 % for beta, more for
-    short contexts, and rho >= beta; the numbers by length are those of its authors' code, 20 and 10 % from 30,000 keys on (Ratios).
+    rho, beta: shares of the keys that collide in a subspace and that become candidates. The paper says 5 to 10 % for beta,
+        more for short contexts, and rho >= beta. The numbers by length come from the authors' code: 20 and 10 % from 30,000
+        keys on (Ratios).
     candidates: a fixed number of them instead of beta.
-    policy: how the query heads of a group agree, on which the paper is silent: "max", "mean" or "mean_query" choose one set of rows
-    for all; with "each" every head chooses and attends to rows of its own, an equal share of those that the KV head may retrieve.
-    preset: "paper" has policy "max"; "code", as the authors' code, "mean_query": a group's mean query stands for all its heads.
-    votes: six tiers (appendix B.2.1) or one. rotate, normalise, centroids: the ablations of figure 10. full_threshold: attend to
-    all of a retrieval region that is shorter than this, whatever the budget; the paper has 1024 to 2048. It is off by default, for
-    it keeps so many rows on the device.
+    policy: how the query heads of a group agree; the paper does not say. "max", "mean" and "mean_query" choose one set of
+        rows for all. With "each" every head chooses and attends to its own rows, an equal share of the KV head's.
+    preset: "paper" has policy "max"; "code", as the authors' code, "mean_query": a group's mean query stands for all its
+        heads.
+    votes: six tiers (appendix B.2.1) or one.
+    rotate, normalise, centroids: the ablations of figure 10.
+    full_threshold: attend to the whole retrieval region if it is shorter than this, whatever the budget. The paper has 1024
+        to 2048. Off by default, because it keeps this number of rows on the device.
 
     Host: the rows. Device: each key's codes, centroids and weights (112 bytes for 128 dimensions); every decision. A step is
     captured in one graph.
@@ -76,7 +79,10 @@ def codes_method(
     choose: str,
     **codes: Any,
 ) -> Method:
-    """Return a method that ranks candidates by 4-bit codes. codes: more of CodesIndex's options."""
+    """Return a method that ranks candidates by 4-bit codes.
+
+    codes: more of CodesIndex's options.
+    """
     at_least(0, full_threshold=full_threshold)
     return Method(
         name,

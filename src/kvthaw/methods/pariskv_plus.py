@@ -25,11 +25,11 @@ def pariskv_plus(
 ) -> Method:
     """Retrieve the tokens of the best 4-bit codes among those whose sign patterns are most like the query's.
 
-    Two changes to pariskv find more of the exact best rows among as many candidates. votes="graded": a centroid votes with its
-    similarity to the query, in 127 steps, not by its rank, so all keys collide and no ranking is needed. centre=True: the mean of
-    the prompt's keys is subtracted from all keys; no rank changes, and signs and codes say more of the shorter rest. With both, an
-    index is built with a prompt's last chunk, not chunk by chunk. On the shipped model 83 % of the exact top 100 are selected at
-    32k, where pariskv selects 72 %.
+    Two changes to pariskv find more of the exact best rows with an equal number of candidates. votes="graded": a centroid
+    votes with its similarity to the query, in 127 steps, not by its rank, so all keys collide and no ranking is needed.
+    centre=True: the mean of the prompt's keys is subtracted from all keys; no rank changes, and signs and codes say more of
+    the shorter rest. With both, an index is built with a prompt's last chunk, not chunk by chunk. On the shipped model 83 %
+    of the exact top 100 are selected at 32k, where pariskv selects 72 %.
 
     head_limit: a KV head may select up to head_limit times its rows. The KV heads of a layer together select the heaviest rows of
     all, no more than before. 1: an equal number each.

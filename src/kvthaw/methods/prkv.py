@@ -26,18 +26,22 @@ def prkv(
 ) -> Method:
     """Keep the tokens that recent queries attended to most selected; pages of all others compete, step by step (algorithm 1).
 
-    share: the paper's S, of the rows that the index brings; "auto" is its appendix G. interval: the paper's T: after so many tokens
-    static set and pages are made again, beside the steps, and are in force when the next page of tokens leaves the window. window:
-    the last tokens, always attended; the queries of at most 128 of them choose the static set, by softmax weights of each query
-    head, averaged over window and group. policy: how the query heads of a group agree
-    on pages, see `kvthaw.kernels.unit_select.Policy`. spread: of the pages' bounding volumes, as for ArkVale. The paper has no sink
-    (the first tokens become static by themselves), and pages leave the window whole. Its budget k is what the index brings,
+    share: the paper's S, the static share of the rows from the index; "auto" is its appendix G.
+    interval: the paper's T. Every `interval` tokens static set and pages are recomputed, concurrently with the steps. They
+        apply when the next page of tokens leaves the window.
+    policy: how the query heads of a group agree on pages, see `kvthaw.kernels.unit_select.Policy`.
+    spread: of the pages' bounding volumes, as for ArkVale.
+
+    The window holds the last tokens, which are always attended. The queries of at most 128 of them choose the static set,
+    by the softmax weights of each query head, averaged over window and group. The paper has no sink (the first tokens
+    become static by themselves), and whole pages leave the window. Its budget k is the number of rows from the index,
     `retrieved=k`.
 
-    transfer, on a GPU: "uva" lets a kernel read the rows; "bulk" gathers them into one pinned buffer and copies that, as the paper
-    does (batched KV transfer); "each" copies each piece that is contiguous on the host, as it does without. With the latter two no
-    step is captured. layout: "token" leaves rows in the order of the text; "page" keeps a copy of them on the host in the order of
-    the pages, rewritten after every refresh, as the paper does, and goes with "bulk" and "each". Neither changes what is selected.
+    transfer: on a GPU, "uva" lets a kernel read the rows. "bulk" gathers them into one pinned buffer and copies that, as
+        the paper does (batched KV transfer). "each" copies each contiguous piece of host memory, as the paper does without
+        batching. With "bulk" and "each" no step is captured.
+    layout: "token" leaves rows in text order. "page" keeps a copy of them on the host in page order, rewritten after every
+        refresh, as the paper does. It works with "bulk" and "each". Neither changes the selection.
 
     Host: the rows, from which a refresh reads the keys. Device: the map of tokens, each page's box, the window's queries, every
     decision.

@@ -23,10 +23,11 @@ def prkv_plus(
 ) -> Method:
     """Keep the tokens that the last few queries attended to most selected; smaller pages compete, ranked with all their keys.
 
-    Three changes to prkv find lines among their like, which pages of 32 lose. page: 16 tokens; with 8 some random strings are found
-    too, for 86 bytes a key on the device instead of 45. observe: the last 8 queries choose the static set, for those of a
-    question's template spend it elsewhere; at most as many as make 64 queries a KV head. A static token leaves its page, so that no
-    row is selected twice, but not the page's bounding volume: the rest of its line still ranks by its best key.
+    Three changes to prkv find lines among their like, which pages of 32 lose.
+    page: 16 tokens; with 8 some random strings are found too, for 86 bytes a key on the device instead of 45.
+    observe: the last 8 queries choose the static set, because queries of a question's template would spend it elsewhere. At
+        most 64 queries per KV head count. A static token leaves its page, so that no row is selected twice. It stays in the
+        page's bounding volume, so the rest of its line still ranks by its best key.
 
     A fourth makes steps alike: a refresh (every `interval` tokens) reads the keys of the pages that rank best for these queries,
     some thousand a head, not all keys.

@@ -1,4 +1,4 @@
-"""Methods by name: kvthaw's own, those that a program registers, and those of installed packages."""
+"""Methods by name: kvthaw's own, a program's registered ones, and the ones of installed packages."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class Methods(Mapping[str, Make]):
         self._own, self._registered = dict(own), dict[str, Make]()
 
     def register(self, name: str, make: Make) -> None:
-        """Let `name` stand for the method that a function makes: `def mine(*, sink: int = 4) -> kvthaw.Method`.
+        """Register a method under `name`, with a function that makes it: `def mine(*, sink: int = 4) -> kvthaw.Method`.
 
-        A name that was registered before stands for the new function. Raises ConfigError for a name of kvthaw's own, for one that
-        could not be told from options, and for what is no function."""
+        A second registration replaces the first. Raises ConfigError for kvthaw's own names, for a name that could be read
+        as options, and for anything but a function.
+        """
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in (AUTO, "all"):
             raise ConfigError(
                 f"name is {name!r}; a method's name has letters, digits, '-', '_' and '.', and is not auto or all"

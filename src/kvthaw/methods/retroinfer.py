@@ -23,11 +23,12 @@ def retroinfer(
 ) -> Method:
     """k-means of 16 tokens a cluster within segments of 8192 tokens, and within every 1024 that come later.
 
-    The paper reads 1.8 % of the clusters and estimates the next 23 %; here the budget says how many rows are read, so only the
-    second is a share. An estimated cluster costs no row of the budget: its centroid and mean value are on the device. estimated=0
-    reads only. start: the keys that k-means starts with, see `kvthaw.index.clusters.Start`. policy: how the query heads of a group
-    agree on clusters, see `kvthaw.kernels.unit_select.Policy`; estimates are of each query head. Sink 4 and window 64, the paper's
-    steady zone. Estimates know no softcap.
+    The paper reads 1.8 % of the clusters and estimates the next 23 %; here the budget says how many rows are read, so only
+    the second is a share. An estimated cluster costs no row of the budget: its centroid and mean value are on the device.
+    estimated=0 reads only.
+    start: the keys that k-means starts with, see `kvthaw.index.clusters.Start`.
+    policy: how the query heads of a group agree on clusters, see `kvthaw.kernels.unit_select.Policy`; estimates are of each
+        query head. Sink 4 and window 64, the paper's steady zone. Estimates know no softcap.
 
     On the device: centroids, mean values, the map of tokens and clusters (2 D / 16 elements and 4 bytes a key), the choice and the
     estimate. On the host: rows.

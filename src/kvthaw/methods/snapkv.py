@@ -14,14 +14,19 @@ from kvthaw.regions import Regions
 def snapkv(
     *, width: int = 32, kernel: int = 7, pooling: Pooling = "avg", agree: Agree = "mean", refresh: int | None = None
 ) -> Method:
-    """The tokens of most attention from the last `width` queries of the prompt, pooled over `kernel` neighbours, beside a window of
-    `width`. The paper's kernels are 5 to 7; the default is the one that finds more with the model that ships.
+    """Select the tokens with the most attention from the last `width` prompt queries, pooled over `kernel` neighbours, and a
+    window.
 
-    agree: how the query heads of a group agree, "mean" or "max" of their attention (the authors keep a choice for each query head).
-    Generated tokens, all of which SnapKV keeps, must fit the budget too: they stay in the ring, and behind it while there is room.
-    Host: rows that were not chosen lie there unread, so that a long continuation, which is a new prompt, may choose from them.
-    Device: the choice and the rows chosen; nothing else of a key. refresh: choose again every so many tokens, by the last queries
-    and from all keys, which cross the bus for it between two steps; nothing is evicted then.
+    The window has `width` tokens. The paper's kernels are 5 to 7; the default finds more with the shipped model.
+
+    agree: how the query heads of a group agree, "mean" or "max" of their attention (the authors keep a choice for each
+        query head).
+    refresh: choose again every `refresh` tokens, by the last queries and from all keys, which then cross the bus between
+        two steps. Nothing is evicted then.
+
+    SnapKV keeps all generated tokens, and here they must fit the budget too. They stay in the ring, and after it while
+    there is room. Host: rows that were not chosen, unread. A long continuation is a new prompt and may choose from them.
+    Device: the choice and the chosen rows, and no other part of a key.
     """
     at_least(1, refresh=refresh)
     made = SnapIndex if refresh is None else partial(FreshSnapIndex, interval=refresh)

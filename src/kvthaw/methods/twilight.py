@@ -17,9 +17,11 @@ def twilight(
     """The top-p of what another method proposes, so that a sharp head reads few rows and a flat one as many as the budget has.
 
     base: a name in METHODS, with options if need be, or a Method, which `resolve` returns; it may not weigh rows, estimate
-    attention or make keys of its own. p: the paper's, of the candidates' softmax by keys in 4 bits. spare: how many times the
-    budget's rows the base proposes; the paper takes a quarter of the context as candidates, whatever that is. GQA: each query head
-    keeps its own top-p, and a KV head brings the union, cut to the budget by the largest weight. Regions are the base's.
+        attention or make keys of its own.
+    p: the paper's, of the candidates' softmax by keys in 4 bits.
+    spare: how many times the budget's rows the base proposes; the paper takes a quarter of the context as candidates,
+        whatever that is. GQA: each query head keeps its own top-p, and a KV head brings the union, cut to the budget by the
+        largest weight. Regions are the base's.
 
     On the device (or on the host, where the base decides there): a 4-bit copy of every key, D / 2 + 8 bytes, and what the base has.
     On the host: rows.

@@ -126,8 +126,10 @@ class Contract:
         digest(self.method)
 
     def keeps_the_budget(self, budget: int) -> None:
-        """Rows are in the retrieval region, none twice, never more than the budget, of a head or as a mean of the heads that share
-        it; the output is attention over them."""
+        """Check that rows are in the retrieval region, without repeats, and that the output is the attention to them.
+
+        Their number is at most the budget, for each head, or on average over heads that share it.
+        """
         layer, _ = self.whole if budget == 48 else self.checked(budget)
         most = layer.cache.sequences.held.most
         if self.retrieves:
@@ -236,7 +238,7 @@ class Contract:
             self._same([a], [b], "made of another by reorder()", [(0, 0), (1, 1)])
 
     def follows_a_reorder(self, seqs: list[int]) -> None:
-        """After reorder() a sequence goes on as it would have, wherever it stands and whatever stands beside it."""
+        """Check that a sequence continues unchanged after reorder(), in any slot and with any neighbours."""
         other = self.layer(self.batch(), budget=48).prefill()
         list(other.decode(9))
         other.cache.reorder(seqs)
@@ -246,7 +248,7 @@ class Contract:
         )
 
     def forgets_what_is_cropped(self, drop: int) -> None:
-        """Tokens that were dropped are never chosen; those that come in their place are."""
+        """Check that dropped tokens are never selected, and that their replacements are."""
         text, other = Text(SMALL, [120], 14), Text(SMALL, [120], 14, seed=5)
         layer = self.layer(text, budget=48).prefill()
         list(layer.decode())
@@ -350,7 +352,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _names_what_it_reads(layer: Layer, sequences: list[int], when: str) -> None:
-    """Demand that a step reads no tensor of the index but those that tensors() names; of an index on the device, at least one."""
+    """Check that a step reads only tensors of the index that tensors() names, and at least one of an index on the device."""
     reads, index = _Reads(), layer.retriever.index
     calls = {name: getattr(index, name) for name in ("select", "rebuild")}
     own = {name: call for name, call in vars(index).items() if name in calls}
@@ -379,7 +381,7 @@ def _names_what_it_reads(layer: Layer, sequences: list[int], when: str) -> None:
 
 
 def _reachable(owner: object, path: str, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that an index holds, helper objects included, by where they are; not those of the cache's own parts."""
+    """Yield the tensors that an index holds, by path, including helper objects but not the cache's own parts."""
     if isinstance(owner, Tensor):
         yield path, owner
     elif id(owner) not in visited and not isinstance(owner, IndexContext | DeferredBatch | AuxStream):

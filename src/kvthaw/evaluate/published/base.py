@@ -22,7 +22,8 @@ Ask = Callable[[str], str]
 class Generation:
     """How an answer is generated: its longest length in tokens, the strings that end it, and how tokens are drawn.
 
-    temperature 0 is greedy. chat: whether the benchmark's own code asks a chat model through its template.
+    temperature 0 is greedy.
+    chat: whether the benchmark's own code asks a chat model through its template.
     """
 
     max_new_tokens: int
@@ -58,7 +59,8 @@ class Item:
 class Benchmark(ABC):
     """A published benchmark: its prompts, its metric, and where its records are published.
 
-    hub: what `datasets.load_dataset` takes (path, name, split); file: the file's name in a folder of several, if not `name`.
+    hub: what `datasets.load_dataset` takes (path, name, split).
+    file: the file's name in a folder of several, if not `name`.
     """
 
     name: str
@@ -72,7 +74,10 @@ class Benchmark(ABC):
 
     @abstractmethod
     def score(self, item: Item, output: str, ask: Ask | None = None) -> dict[str, float]:
-        """Return the metric, 0..1, as "score", and what else the benchmark counts. ask: a judge, for those that take one."""
+        """Return the metric, 0..1, as "score", and the benchmark's other counts.
+
+        ask: a judge, for benchmarks that need one.
+        """
 
     def follow_up(self, item: Item, output: str) -> tuple[str, Generation] | None:
         """Return a second prompt whose answer is scored instead, asked again after the first answer, for benchmarks that have
@@ -100,9 +105,11 @@ class Benchmark(ABC):
         return found
 
     def load(self, data: str | None) -> list[Item]:
-        """Return the questions of a file, of a folder that holds one of the name, or of the hub ("hub", or the id of a copy).
+        """Return the questions of a file, of a folder that holds a file of this name, or of the hub.
 
-        Raises ConfigError where there is nothing of the kind; nothing is ever downloaded unasked.
+        Raises ConfigError if there are none. Nothing is downloaded unless asked for.
+
+        data: the path, "hub", or the id of a copy on the hub.
         """
         if data is None:
             raise ConfigError(f"{self.name} needs its data: a file, or hub, which downloads {self.hub[0]}")

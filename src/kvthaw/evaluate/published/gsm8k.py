@@ -17,9 +17,11 @@ _STATED = re.compile(r"The answer is \$?(-?[0-9.,]+)")
 
 @dataclass(frozen=True)
 class Gsm8k(Benchmark):
-    """Grade-school word problems. `score`: the number after "The answer is"; `flexible`: the last number of the answer.
+    """Grade-school word problems.
 
-    Prompt and stops are those of lm-evaluation-harness's gsm8k_cot. The examples are the context.
+    `score` compares the number after "The answer is", `flexible` the last number of the answer.
+
+    Prompt and stops equal lm-evaluation-harness's gsm8k_cot. The examples are the context.
     """
 
     def item(self, record: Record, number: int) -> Item:

@@ -40,7 +40,7 @@ class LongBenchV2(Benchmark):
         return f"{AGAIN}{item.gold['choices']}\n\n{STEPS} {output.strip()}\n\n{FINAL}", ANSWER
 
     def score(self, item: Item, output: str, ask: Ask | None = None) -> dict[str, float]:
-        """Return the letter after "The correct answer is"; beside it the same within the item's difficulty, length and both."""
+        """Score the letter after "The correct answer is", overall and within the item's difficulty, length and both."""
         letter = choice(output.replace("*", ""), PATTERNS)
         right = float(letter == item.gold["answer"])
         kinds = [str(item.gold[name]) for name in ("difficulty", "length") if name in item.gold]

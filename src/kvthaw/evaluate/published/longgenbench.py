@@ -16,13 +16,13 @@ _STOP |= {"featuring", "attend", "attending", "participating"}
 
 @dataclass(frozen=True)
 class LongGenBench(Benchmark):
-    """A diary, a menu, a tower or a town of so many entries, each begun by `#*#`.
+    """A diary, a menu, a tower or a town with a given number of entries, each starting with `#*#`.
 
-    Counted, in the paper's terms: `completion`, the share of the entries that were written; `once`, `range` and `periodic`, the
-    share of each kind's demands that stand in the entry they belong to, of all demands (STIC-2 by kind); `score`, the mean of the
-    three (IceCache's "Avg. Accuracy"); `stic1`, the same over the entries written alone. Whether an entry holds what it should is
-    judged, as published, by a model that is asked so (`--judge`); without one an entry counts where it holds every content word
-    of the demand.
+    The counts use the paper's terms. `completion` is the share of the entries that were written. `once`, `range` and
+    `periodic` are the shares of each kind's demands that are met in their entry, of all demands (STIC-2 by kind). `score`
+    is the mean of the three (IceCache's "Avg. Accuracy"). `stic1` is the same over written entries only. A model judges
+    whether an entry meets a demand, as published (`--judge`). Without a judge, an entry meets a demand if it contains all
+    its content words.
     """
 
     def item(self, record: Record, number: int) -> Item:
@@ -32,7 +32,10 @@ class LongGenBench(Benchmark):
         return Item(str(number), "", str(record["prompt"]), gold)
 
     def score(self, item: Item, output: str, ask: Ask | None = None) -> dict[str, float]:
-        """Return the shares named above. ask: the judge."""
+        """Return the shares named above.
+
+        ask: the judge.
+        """
         written = entries(item.gold["prefix"] + output, item.gold["type"])
         shares, held, tried = {}, 0, 0
         for kind in KINDS:

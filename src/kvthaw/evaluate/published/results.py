@@ -14,8 +14,11 @@ from kvthaw.evaluate.results import BYTES, CHAT, Record, largest, means, shared
 
 
 def pass_at_k(right: int, drawn: int, k: int) -> float:
-    """Return the chance that of k answers, out of `drawn` of which `right` are right, one is right: the unbiased estimate of Chen
-    et al., 2021, section 2.1. Raises ConfigError unless 1 <= k <= drawn and 0 <= right <= drawn."""
+    """Return the probability that one of k answers is right, if `right` of `drawn` answers are right.
+
+    This is the unbiased estimate of Chen et al., 2021, section 2.1. Raises ConfigError unless 1 <= k <= drawn and 0 <=
+    right <= drawn.
+    """
     if not 1 <= k <= drawn:
         raise ConfigError(f"k is {k}; it must lie between 1 and the {drawn} answers drawn")
     if not 0 <= right <= drawn:
@@ -30,12 +33,14 @@ _SAME = (
 
 
 def summarize(records: Sequence[Record], full: Iterable[Record] = ()) -> dict[str, Any]:
-    """Summarize one variant's answers, as many for each question, and full attention's to the same questions.
+    """Summarize one variant's answers, equally many per question, and full attention's to the same questions.
 
-    score: avg@k, of every question's mean over its answers; score_95: Wilson's interval around it with n questions, None for
-    metrics that are no share of right answers. pass_at: pass@k for k = 1, 2, 4, ... and all, by answers with a score of 1. scores:
-    what else the benchmark counts. drift: recall_at_k in each quarter of
-    the answers, where it was probed. ended: the share of answers not cut at the limit.
+    score: avg@k, the mean over questions of the mean over answers. score_95: Wilson's interval around it with n questions;
+    None for metrics that are no share of right answers.
+    pass_at: pass@k for k = 1, 2, 4, ... and all, counting answers with a score of 1.
+    scores: the benchmark's other counts.
+    drift: recall_at_k in each quarter of the answers, if probed.
+    ended: the share of answers that were not cut at the limit.
     """
     asked, theirs = _by_item(records), _by_item(full)
     drawn = min(len(found) for found in asked.values())

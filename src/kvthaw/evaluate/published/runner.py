@@ -31,10 +31,13 @@ JUDGE = Generation(8)
 class Run:
     """A benchmark's questions and how they are asked.
 
-    generation: how answers are generated. samples: answers drawn for each. length: cut longer prompts in the middle to so many
-    tokens, template not counted; None cuts nothing. chat: through the tokenizer's chat template. question: "dense" prefills it with
-    the context; "sparse" sends its tokens through the sparse path one by one. judge: the name of what judges, for results. probe:
-    compare every n-th step with exact attention, 0 never.
+    generation: how answers are generated.
+    samples: answers drawn for each.
+    length: cut longer prompts in the middle to this number of tokens, without the template; None: cut nothing.
+    chat: use the tokenizer's chat template.
+    question: "dense" prefills it with the context; "sparse" sends its tokens through the sparse path one by one.
+    judge: the judge's name, for results.
+    probe: compare every n-th step with exact attention, 0 never.
     """
 
     benchmark: Benchmark
@@ -83,10 +86,13 @@ class Examiner(Evaluator[Run, Item]):
         return 1
 
     def settings(self, work: Run, variant: Variant, places: Sequence[Item]) -> list[list[Setting]]:
-        """Return what each answer to a question depends on.
+        """Return the settings that each answer to a question depends on.
 
-        item, prompt: the question's id and a hash of the prompt's tokens. sample: which of the answers drawn for it. length: where
-        prompts were cut, in tokens. judge: who judged, "" where nobody does. system, thinking, probe: only where they were given.
+        item, prompt: the question's id and a hash of the prompt's tokens.
+        sample: number of the answer among the question's answers.
+        length: tokens at which prompts were cut.
+        judge: the judge's name; "" without a judge.
+        system, thinking, probe: only if given.
         """
         same = {
             **self.same,
@@ -189,7 +195,10 @@ class Examiner(Evaluator[Run, Item]):
 
 
 def _watched(probe: Probe | None, row: int, begin: int, steps: int) -> dict[str, Any]:
-    """Return how good an answer's selections were. drift: their recall in each quarter of its steps."""
+    """Return measures of an answer's selections.
+
+    drift: their recall in each quarter of its steps.
+    """
     if probe is None:
         return {}
     whole, edges = probe.row(row, begin, begin + steps), [begin + steps * k // 4 for k in range(5)]

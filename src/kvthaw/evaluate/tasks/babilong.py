@@ -75,7 +75,7 @@ class BabiLong:
         return fit(tokenizer, length, build)
 
     def score(self, sample: Sample, output: str) -> float:
-        """1 if the answer is the only label in the first sentence of the output besides those of the question."""
+        """Return 1 if the first sentence of the output holds the answer and no other label, except labels of the question."""
         said = output.lower().split(".")[0].split("<context>")[0].split("<example>")[0]
         labels = {label for label in LABELS[self.task] if label in said and label not in sample.question.lower()}
         return float(labels == {sample.answers[0].lower()})

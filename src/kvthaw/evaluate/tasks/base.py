@@ -56,13 +56,17 @@ class Task(Protocol):
         """Texts that end an answer and are no part of it; those before its first word do not count."""
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
-        """Return a sample whose prompt has `length` tokens, special tokens included, as many units as go in. Under a tokenizer that
-        cannot make exactly so many, it has at most 1 % or ROOM tokens less.
+        """Return a sample whose prompt has `length` tokens, special tokens included.
 
-        The unit is a word where the haystack is text and a record where it is records; what is left is filled with a few
-        words. A prompt that a file holds whole stays as it is, at most `length` tokens long. `depth` (0..1) says where the fact
-        stands, drawn from the seed if None; `text` is the haystack, the book that ships if None. The same arguments give the
-        same sample. Raises ValueError, with what is allowed, if not even an empty haystack fits `length`.
+        Its haystack has the most units that fit. Under a tokenizer that cannot hit the length exactly, the prompt has at
+        most 1 % or ROOM tokens less.
+
+        A unit is a word of a text haystack, or a record of a record haystack; a few words fill the rest. A prompt that a
+        file holds whole is unchanged, and at most `length` tokens long. Equal arguments give equal samples. Raises
+        ValueError, with the allowed lengths, if not even an empty haystack fits.
+
+        depth: place of the fact, 0..1; None: drawn from the seed.
+        text: the haystack; None: the shipped book.
         """
 
     def score(self, sample: Sample, output: str) -> float:
@@ -140,7 +144,7 @@ def word_key(rng: random.Random) -> str:
 
 
 def number(rng: random.Random, digits: int = 7) -> str:
-    """Return a number of so many digits that does not begin with 0."""
+    """Return a random number of `digits` digits that does not begin with 0."""
     return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
 
 
@@ -166,8 +170,9 @@ def count(tokenizer: Any, text: str) -> int:
 def fit(tokenizer: Any, length: int, build: Callable[[int, str], Sample], *, most: int | None = None) -> Sample:
     """Return the sample of the most units whose prompt has `length` tokens, or the fewest less that the tokenizer allows.
 
-    build(n, spare) makes it of n units and of `spare`, a few words to be put where they disturb least. most: how many units
-    there are; None is no end of them. Raises ValueError if `build(0, "")` is longer than `length` already, or all units shorter.
+    build(n, spare) makes it of n units and of `spare`, a few words to be put where they disturb least.
+    most: how many units there are; None is no end of them. Raises ValueError if `build(0, "")` is longer than `length`
+        already, or all units shorter.
     """
     sizes: dict[tuple[int, str], int] = {}
 

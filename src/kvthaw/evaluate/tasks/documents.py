@@ -1,7 +1,7 @@
-"""RULER's questions over documents (Hsieh et al., 2024): those that answer, hidden among others.
+"""RULER's questions over documents (Hsieh et al., 2024): documents with the answer, hidden among others.
 
-qa_1 takes files in SQuAD's layout (Rajpurkar et al., 2016), qa_2 in HotpotQA's (Yang et al., 2018). Without files, qa_1 has fairy
-tales that ship and qa_2 an invented country, made by the seed.
+qa_1 takes files in SQuAD's layout (Rajpurkar et al., 2016), qa_2 in HotpotQA's (Yang et al., 2018). Without files, qa_1
+uses shipped fairy tales, and qa_2 an invented country made from the seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INTRO, QUESTION = prompts("documents")
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its answers (any of them is right), the documents that it needs, and those that come first among the others."""
+    """A question, its answers (any of them is right), the documents that it needs, and the first of the other documents."""
 
     query: str
     answers: tuple[str, ...]
@@ -41,9 +41,9 @@ class Library:
 
 @dataclass(frozen=True)
 class Documents:
-    """Questions of a library: the documents of each among as many others as go in, first those of the same article.
+    """Questions of a library. A question's documents are hidden among the most others that fit, first the same article's.
 
-    Where the others run out they come again; those that answer stand once.
+    If the others run out they repeat. Documents with the answer occur once.
     """
 
     name: str
@@ -58,8 +58,11 @@ class Documents:
         return Documents(self.name, self.read, path)
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
-        """See Task.sample; the unit is a word of the other documents, the last of which is cut. `depth` is that of the first
-        document that answers; `text` has no use here. Questions come again when all have come."""
+        """Return a sample; see Task.sample. A unit is a word of the other documents; the last document is cut.
+
+        `depth` is the place of the first document with the answer. `text` is ignored. Questions repeat after all have been
+        used.
+        """
         library, rng = self.read(self.path), random.Random(seed)
         turn, place = divmod(seed, len(library.questions))
         asked = random.Random(turn).sample(library.questions, len(library.questions))[place]
@@ -174,7 +177,7 @@ def _after(documents: Sequence[str], depth: float) -> int:
 
 
 def _paragraphs(record: dict[str, Any]) -> list[str]:
-    """Title and text of a record's documents, those that answer first in the site's sample."""
+    """Return title and text of a record's documents. In the site's sample, documents with the answer come first."""
     if "para_a" in record:
         pairs = [[record["title_a"], record["para_a"]], [record["title_b"], record["para_b"]], *record["distractors"]]
     else:

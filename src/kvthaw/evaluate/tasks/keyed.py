@@ -1,5 +1,5 @@
-"""Records of a key and a value each, of which one is asked for: LongEval's lines (LMSYS, 2023) and key-value retrieval (Liu et al.,
-2023, "Lost in the Middle")."""
+"""Key-value records with a question for one value: LongEval's lines (LMSYS, 2023) and key-value retrieval (Liu et al., 2023,
+"Lost in the Middle")."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ JSON_INTRO, JSON_QUESTION = prompts("kv_retrieval")
 
 @dataclass(frozen=True)
 class Keyed(Whole, ABC):
-    """As many records as the length has room for; the unit is a record. question: for a key, as published."""
+    """As many records as the length has room for; the unit is a record.
+
+    question: for a key, as published.
+    """
 
     name: str
     max_new_tokens: int
