@@ -43,12 +43,12 @@ docs:
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet --site-dir site
 
 # torch first and by its exact version: any looser request would bring the CUDA build, several GB
-$(STAMP): constraints.txt pyproject.toml CMakeLists.txt $(wildcard src/kvthaw/native/*.cpp src/kvthaw/native/*.h)
+$(STAMP): constraints.txt pyproject.toml packages/kvthaw-baselines/pyproject.toml CMakeLists.txt $(wildcard src/kvthaw/native/*.cpp src/kvthaw/native/*.h)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install --quiet -c constraints.txt $$(grep -v '^#' constraints.txt | cut -d= -f1)
-	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable . --editable packages/kvthaw-baselines
 	touch $@
 
 clean:

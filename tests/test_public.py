@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import kvthaw
@@ -38,6 +39,8 @@ def run(program: str) -> str:
 
 def test_the_version_has_three_numbers_and_is_the_one_to_cite() -> None:
     assert kvthaw.__version__.count(".") == 2
+    baselines = tomllib.loads((ROOT / "packages/kvthaw-baselines/pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert (baselines["version"], baselines["dependencies"]) == (kvthaw.__version__, [f"kvthaw=={kvthaw.__version__}"])
     assert f"\nversion: {kvthaw.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\n## {kvthaw.__version__} (" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 

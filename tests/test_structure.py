@@ -106,5 +106,11 @@ def test_packages_import_what_stands_before_them() -> None:
     assert [f"{module} imports {name}" for module, name in ours if place(name) > place(module)] == []
 
 
+def test_nothing_imports_the_baselines() -> None:
+    assert {
+        module for module, names in imports().items() if any(name.startswith("kvthaw_baselines") for name in names)
+    } == set()
+
+
 def test_only_the_adapter_imports_transformers() -> None:
     assert {module for module, names in imports().items() if "transformers" in names and ".engine.hf" not in module} == set()

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+
+from kvthaw.errors import ConfigError, unknown
 
 AUTO = "auto"
 """Stands for no method: see `kvthaw.methods.auto`."""
 GROUP = "kvthaw.methods"
 """The entry points of packages that have methods: the name is the method's, the value the function that makes it."""
 NAMES = (
-    "full", "oracle", "streaming", "h2o", "snapkv", "snapkv-refreshed", "clusterkv", "clusterkv-plus", "prkv", "prkv-plus",
-    "arkvale", "quest", "icecache", "icecache-reuse", "icecache-digest", "icecache-digest-device", "pariskv", "pariskv-plus",
-    "thaw", "pqcache", "magicpig", "omnikv", "freekv", "twilight", "shadowkv", "retroinfer", "infinigen", "socket",
+    "full", "oracle", "streaming", "clusterkv", "clusterkv-plus", "prkv", "prkv-plus", "icecache", "icecache-reuse",
+    "icecache-digest", "icecache-digest-device", "pariskv", "pariskv-plus", "thaw",
 )  # fmt: skip
 """Those of METHODS, in `kvthaw.methods`, in the same order (tests/methods/test_registry.py)."""
+BASELINES = (
+    "h2o", "snapkv", "snapkv-refreshed", "arkvale", "quest", "pqcache", "magicpig", "omnikv", "freekv", "twilight", "shadowkv",
+    "retroinfer", "infinigen", "socket",
+)  # fmt: skip
+"""The methods of the package kvthaw-baselines, in the order of its entry points."""
+
+
+def unknown_method(name: str, known: Iterable[str]) -> ConfigError:
+    """Return the error for a name that is no method's. For a baseline it says how to install them."""
+    if name in BASELINES:
+        return ConfigError(f"method is {name!r}, a baseline, which is not installed: pip install 'kvthaw[baselines]'")
+    return unknown("method", name, known)
 
 
 def split_names(text: str) -> list[str]:
     """Read names with options from a list separated by commas, in which an option alone belongs to the name before it: "full,
-    quest:budget=64,sink=4" is full and quest:budget=64:sink=4."""
+    prkv:budget=64,sink=4" is full and prkv:budget=64:sink=4."""
     found: list[str] = []
     for part in map(str.strip, re.split(r",(?![^(]*\))", text)):
         if found and re.match(r"\w+=", part):

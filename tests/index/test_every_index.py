@@ -13,12 +13,12 @@ from kvthaw.cache.index_api import Index, IndexContext
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.exact import ExactIndex
-from kvthaw.index.filters import FilterIndex
 from kvthaw.index.hybrid import HybridIndex
-from kvthaw.index.lsh import HashIndex
 from kvthaw.index.nodes import NodeConfig, NodeIndex
-from kvthaw.index.pq import ProductIndex
 from kvthaw.index.static_pages import StaticPageIndex
+from kvthaw_baselines.index.filters import FilterIndex
+from kvthaw_baselines.index.lsh import HashIndex
+from kvthaw_baselines.index.pq import ProductIndex
 
 Make = Callable[[IndexContext], Index]
 HYBRID = partial(HybridIndex, page=8, interval=20)

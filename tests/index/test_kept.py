@@ -12,10 +12,10 @@ from seqs import FIRST, Seqs
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
-from kvthaw.index import kept
-from kvthaw.index.heavy import HeavyIndex
-from kvthaw.index.kept import Agree, KeptIndex, observed
-from kvthaw.index.snap import FreshSnapIndex, SnapIndex
+from kvthaw_baselines.index import kept
+from kvthaw_baselines.index.heavy import HeavyIndex
+from kvthaw_baselines.index.kept import Agree, KeptIndex, observed
+from kvthaw_baselines.index.snap import FreshSnapIndex, SnapIndex
 
 
 @pytest.mark.parametrize("block", [1, 200, 1 << 24])

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvthaw.cache.index_api import Index, IndexContext
 from kvthaw.cache.sequences import Sequences
 from kvthaw.errors import ConfigError
-from kvthaw.index.lagged import LaggedIndex
+from kvthaw_baselines.index.lagged import LaggedIndex
 
 PAGE, TAU = 8, 0.8
 

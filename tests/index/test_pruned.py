@@ -13,7 +13,7 @@ from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.exact import ExactIndex
-from kvthaw.index.pruned import PrunedIndex, quantise
+from kvthaw_baselines.index.pruned import PrunedIndex, quantise
 from shapes import DTYPES
 
 PAGES = partial(BoundIndex, page=8, spread="max")

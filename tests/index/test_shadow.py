@@ -15,7 +15,7 @@ from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.rotary import Rotary
 from kvthaw.errors import ConfigError
-from kvthaw.index.shadow import ShadowIndex
+from kvthaw_baselines.index.shadow import ShadowIndex
 from shapes import DTYPES, TOLERANCE
 
 CHUNK = 4

@@ -10,7 +10,7 @@ import torch
 from seqs import FIRST, Seqs
 
 from kvthaw.errors import ConfigError
-from kvthaw.index.skewed import SkewedIndex
+from kvthaw_baselines.index.skewed import SkewedIndex
 from shapes import DTYPES
 
 

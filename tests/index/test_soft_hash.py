@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError
-from kvthaw.index.soft_hash import SoftHashIndex
+from kvthaw_baselines.index.soft_hash import SoftHashIndex
 from shapes import DTYPES, close
 
 SMALL = partial(SoftHashIndex, bits=4, tables=7)

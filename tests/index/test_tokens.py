@@ -12,10 +12,10 @@ from seqs import FIRST, Seqs
 from kvthaw.cache.index_api import Index, IndexContext
 from kvthaw.counter_rng import mix
 from kvthaw.index.exact import ExactIndex
-from kvthaw.index.filters import FilterIndex
-from kvthaw.index.lsh import HashIndex
-from kvthaw.index.pq import ProductIndex
 from kvthaw.index.tokens import TokenIndex
+from kvthaw_baselines.index.filters import FilterIndex
+from kvthaw_baselines.index.lsh import HashIndex
+from kvthaw_baselines.index.pq import ProductIndex
 
 Make = Callable[[IndexContext], Index]
 ALL: dict[str, Make] = {

@@ -12,11 +12,11 @@ from seqs import FIRST, Seqs
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
-from kvthaw.index.wave import WaveIndex
 from kvthaw.kernels import dense
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition as attend
 from kvthaw.kernels.merge import merge
+from kvthaw_baselines.index.wave import WaveIndex
 from shapes import close
 
 SMALL = partial(WaveIndex, segment=96, tokens_per_cluster=8, batch=32)

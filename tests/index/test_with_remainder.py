@@ -20,11 +20,11 @@ from kvthaw.index.codes import CodesIndex
 from kvthaw.index.exact import ExactIndex
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.remainder import RemainderIndex
-from kvthaw.index.shadow import ShadowIndex
-from kvthaw.index.snap import SnapIndex
-from kvthaw.index.wave import WaveIndex
 from kvthaw.methods import METHODS, resolve
 from kvthaw.methods.options import digest
+from kvthaw_baselines.index.shadow import ShadowIndex
+from kvthaw_baselines.index.snap import SnapIndex
+from kvthaw_baselines.index.wave import WaveIndex
 
 PAGE = 12
 INNER: dict[str, Callable[[IndexContext], Index]] = {

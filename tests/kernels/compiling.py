@@ -139,9 +139,10 @@ def moves(dtype: torch.dtype, dim: int) -> None:
 
 
 def codes(dtype: torch.dtype, dim: int) -> None:
-    from kvthaw.kernels import bucket_topk, code_hits, collide, planes, rerank, signs, tiers
+    from kvthaw.kernels import bucket_topk, collide, planes, rerank, signs, tiers
     from kvthaw.kernels.encode import Summaries, make_quantizer
     from kvthaw.kernels.srht import make_rotation
+    from kvthaw_baselines.kernels import code_hits
 
     for width in (dim, 16):
         rotation, quantizer = make_rotation(width, 0, device="meta"), make_quantizer("meta")

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.kernels import HAS_TRITON, code_hits
+from kvthaw.kernels import HAS_TRITON
+from kvthaw_baselines.kernels import code_hits
 
 CASES = [(1, 1, 1, 1, 2), (2, 2, 2, 63, 150), (1, 3, 4, 130, 64), (3, 1, 8, 20, 7)]
 """Sequences, heads, queries, tokens, tables."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels import layer_select as op
+from kvthaw_baselines.kernels import layer_select as op
 
 CASES = [
     # sequences' pages, heads, group, budget, policy

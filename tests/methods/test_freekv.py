@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 from unit_methods import generate, indices
 
 import kvthaw
-from kvthaw.index.lagged import LaggedIndex
+from kvthaw_baselines.index.lagged import LaggedIndex
 from zoo import prompt
 
 

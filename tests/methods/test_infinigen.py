@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from unit_methods import generate, indices
 
 import kvthaw
-from kvthaw.index.skewed import SkewedIndex
+from kvthaw_baselines.index.skewed import SkewedIndex
 from zoo import build, prompt
 
 

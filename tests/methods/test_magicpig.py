@@ -12,8 +12,8 @@ from one_layer import SCALE, OneLayer
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError
-from kvthaw.index.lsh import HashIndex
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.lsh import HashIndex
 
 
 def chance(query: torch.Tensor, key: torch.Tensor, bits: int, tables: int) -> float:

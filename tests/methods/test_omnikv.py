@@ -14,8 +14,8 @@ from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.retriever import Choice
 from kvthaw.errors import ConfigError
-from kvthaw.index.filters import FilterIndex
 from kvthaw.methods import resolve
+from kvthaw_baselines.index.filters import FilterIndex
 from shapes import close
 from zoo import build, prompt
 

@@ -14,7 +14,7 @@ from unit_methods import generate, indices
 import kvthaw
 from kvthaw.errors import ConfigError
 from kvthaw.index.draws import drawn
-from kvthaw.index.pq import ProductIndex
+from kvthaw_baselines.index.pq import ProductIndex
 from zoo import prompt
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import kvthaw
 from kvthaw.errors import ConfigError
-from kvthaw.method_names import NAMES
+from kvthaw.method_names import BASELINES, NAMES, unknown_method
 from kvthaw.methods import METHODS, resolve
 from kvthaw.methods.registry import Methods
 
@@ -54,6 +54,16 @@ def packaged(where: Path, monkeypatch: pytest.MonkeyPatch, **points: str) -> Non
 
 def test_names_are_those_of_the_methods() -> None:
     assert tuple(METHODS._own) == NAMES
+    assert tuple(METHODS) == NAMES + BASELINES
+
+
+def test_a_baseline_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvthaw.methods.METHODS", Methods(METHODS._own))
+    monkeypatch.setattr("kvthaw.methods.registry.entry_points", lambda **_: [])
+    for name in BASELINES:
+        with pytest.raises(ConfigError, match=rf"method is '{name}', a baseline, .*: pip install 'kvthaw\[baselines\]'"):
+            resolve(f"{name}:sink=4")
+    assert "did you mean 'prkv'" in str(unknown_method("prvk", NAMES))
 
 
 def test_a_registered_method_is_one_like_any_other(llama: kvthaw.engine.hf.PreTrainedModel) -> None:
@@ -78,7 +88,8 @@ def test_a_name_registered_again_stands_for_the_new_function(methods: Methods) -
 
 @pytest.mark.parametrize(
     ("name", "make", "words"),
-    [("oracle", mine, "'oracle', which is a method of kvthaw's own"), ("a:b", mine, "name is 'a:b'"), ("auto", mine, "'auto'"),
+    [("oracle", mine, "'oracle', which is a method of kvthaw's own"), ("quest", mine, "'quest', which is a method"),
+     ("a:b", mine, "name is 'a:b'"), ("auto", mine, "'auto'"),
      ("mine", mine(), r"mine is Method\(.*must be a function")],
 )  # fmt: skip
 def test_what_cannot_be_registered_is_refused(methods: Methods, name: str, make: object, words: str) -> None:

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 from unit_methods import generate, indices
 
 import kvthaw
-from kvthaw.index.wave import WaveIndex
+from kvthaw_baselines.index.wave import WaveIndex
 from zoo import prompt
 
 

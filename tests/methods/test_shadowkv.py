@@ -9,7 +9,7 @@ from unit_methods import generate, indices
 
 import kvthaw
 from kvthaw.errors import UnsupportedModelError
-from kvthaw.index.shadow import ShadowIndex
+from kvthaw_baselines.index.shadow import ShadowIndex
 from zoo import build, prompt, ragged
 
 

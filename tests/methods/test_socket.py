@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 from unit_methods import generate, indices
 
 import kvthaw
-from kvthaw.index.soft_hash import SoftHashIndex
+from kvthaw_baselines.index.soft_hash import SoftHashIndex
 from zoo import prompt
 
 

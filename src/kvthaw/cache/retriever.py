@@ -26,6 +26,8 @@ from kvthaw.errors import CacheError, KvthawError
 
 _CHECKED = 3
 """How many of the first choices of kvthaw's own indexes are checked. Choices of other indexes are checked in all eager steps."""
+_OURS = ("kvthaw.", "kvthaw_baselines.")
+"""The packages whose indexes are kvthaw's own."""
 
 
 class Retriever:
@@ -50,7 +52,7 @@ class Retriever:
         self._jobs: list[tuple[Future[None], Callable[[], None]]] = []
         self._searching: Future[Selection] | None = None  # the last that began
         self._failure: BaseException | None = None  # of a job
-        self._unchecked = _CHECKED if type(self.index).__module__.startswith("kvthaw.") else None  # None: check always
+        self._unchecked = _CHECKED if type(self.index).__module__.startswith(_OURS) else None  # None: check always
         self.prefetched: PrefetchedSearch | None = None
         self._asked: tuple[int, Tensor, Choice] | None = None  # the latest eager step: length, query, choice
         self._asked_at = -1  # after how many commits

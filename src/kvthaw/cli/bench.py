@@ -32,7 +32,7 @@ PREFILL_EXAMPLES = (
 )
 SERVING_EXAMPLES = (
     "Examples:\n\n  kvthaw bench serving --shape llama-3.1-8b --length 16384 --method full,pariskv-plus --budget 1024 --json\n\n"
-    "  kvthaw bench serving --shape tiny --length 1000 --max-seqs 2 --requests 4 --method full,quest --out serving.jsonl"
+    "  kvthaw bench serving --shape tiny --length 1000 --max-seqs 2 --requests 4 --method full,thaw --out serving.jsonl"
 )
 app = typer.Typer(
     no_args_is_help=True,

@@ -23,7 +23,7 @@ from kvthaw.cli.options import (
     words,
 )
 from kvthaw.cli.progress import bars, stderr, waiting, watched
-from kvthaw.errors import unknown
+from kvthaw.method_names import unknown_method
 
 _ALL, _BUDGETS, _TASKS = (
     ["all"],
@@ -34,7 +34,7 @@ EXAMPLES = (
     "Examples:\n\n"
     "  kvthaw compare --task passkey,niah,longeval,kv-retrieval --method all --budget 64,128,256,1024 --out compared\n\n"
     "  kvthaw compare --task longbench_qasper,ruler_qa_1 --data LongBench/data --data ruler_qa_1=dev-v1.1.json --length 8k\n\n"
-    "  kvthaw compare --task ruler --method icecache-digest,quest,pariskv:beta=0.2 --dense-layers 0,2 --question dense,sparse\n\n"
+    "  kvthaw compare --task ruler --method icecache-digest,prkv,pariskv:beta=0.2 --dense-layers 0,2 --question dense,sparse\n\n"
     "  for i in 1 2 3 4; do kvthaw compare --task passkey --length 64k --shard $i/4 --out compared & done; wait\n\n"
     "  kvthaw compare --report-only --out compared"
 )
@@ -55,7 +55,7 @@ def compare(
         typer.Option(
             "--method",
             help="[bold]all[/], or methods, separated by commas or one by one, with options as in icecache-digest:reuse=2 and "
-            "quest:budget=256,sink=4.",
+            "prkv:budget=256,sink=4.",
         ),
     ] = _ALL,
     plugin: options.Plugin = None,
@@ -128,7 +128,7 @@ def compare(
         names = tuple(dict.fromkeys(one for name in names_of(method) for one in (METHODS if name == "all" else [name])))
         for name in names:
             if name.partition(":")[0] not in METHODS:
-                raise unknown("method", name, ("all", *METHODS))
+                raise unknown_method(name, ("all", *METHODS))
         wanted = listed([tasks] if tasks else task, str, "--task")
         published = {each.name: each for one in wanted for each in benchmarks(one)}
         others = ",".join(name for name in wanted if name not in ("perplexity", "agreement") and not benchmarks(name))

@@ -29,11 +29,11 @@ EXAMPLES = (
     "  kvthaw eval passkey --method icecache-digest --budget 64 --length 16384 --samples 20\n\n"
     "  kvthaw eval passkey --method icecache-digest,oracle,streaming --budget 64,256 --length 4096,16384 --plot passkey.png\n\n"
     "  kvthaw eval niah_multikey --method icecache-digest --dense-layers 0,2 --question sparse --json --out niah.jsonl\n\n"
-    "  kvthaw eval niah --method full,quest --length 2048,4096,8192 --samples 20 --plot heat.png\n\n"
+    "  kvthaw eval niah --method full,prkv --length 2048,4096,8192 --samples 20 --plot heat.png\n\n"
     "  kvthaw eval ruler --model meta-llama/Llama-3.1-8B --method pariskv --length 32768 --text essays.txt "
     "--data ruler_qa_1=dev-v1.1.json --data ruler_qa_2=hotpot_dev_distractor_v1.json\n\n"
     "  kvthaw eval babilong --data tasks_1-20_v1-2/en --method full,prkv\n\n"
-    "  kvthaw eval perplexity --method icecache-digest,quest --length 1024,4096,16384 --plot ppl.png"
+    "  kvthaw eval perplexity --method icecache-digest,prkv --length 1024,4096,16384 --plot ppl.png"
 )
 
 _EVEN = ["even"]

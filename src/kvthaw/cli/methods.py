@@ -32,10 +32,9 @@ def methods(
     or evicted. It says where it decides, and whether it is graph safe: then a step needs nothing from the host. Bytes a key are
     what its index keeps on the device for a key of head_dim 128 in bf16.
     """
-    from kvthaw.errors import unknown
     from kvthaw.evaluate.describe import describe, word
     from kvthaw.evaluate.report import lay_out
-    from kvthaw.method_names import AUTO
+    from kvthaw.method_names import AUTO, unknown_method
     from kvthaw.methods import METHODS, resolve
     from kvthaw.methods import options as own
 
@@ -43,7 +42,7 @@ def methods(
         _auto(as_json)
         return
     if name is not None and name not in METHODS:
-        raise unknown("method", name, [AUTO, *METHODS])
+        raise unknown_method(name, [AUTO, *METHODS])
     rows = [describe(resolve(one)) for one in ([name] if name else METHODS)]
     if name is None and as_json:
         print(json.dumps(rows))

@@ -14,9 +14,9 @@ import typer
 from kvthaw.cli.common import prompt_text
 from kvthaw.config import CacheConfig
 from kvthaw.engine.hub import check_path, offline
-from kvthaw.errors import ConfigError, one_of, unknown
+from kvthaw.errors import ConfigError, one_of
 from kvthaw.formatting import read_bytes
-from kvthaw.method_names import AUTO, GROUP, NAMES, split_names
+from kvthaw.method_names import AUTO, GROUP, NAMES, split_names, unknown_method
 from kvthaw.regions import BUDGET
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def named_method(given: Any) -> Any:
     for text in [given] if isinstance(given, str) else given or ():
         for name in (part.partition(":")[0] for part in names_of([text])):
             if name not in known:
-                raise unknown("method", name, known)
+                raise unknown_method(name, known)
     return given
 
 
@@ -146,7 +146,7 @@ Methods = Annotated[
     typer.Option(
         "--method",
         help="Methods, separated by commas or repeated. Options follow a colon, as in icecache-digest:reuse=2; every method also "
-        "takes budget, retrieved, dense_layers, sink, window, buffer and kv_dtype: pqcache:budget=0.2,quest:sink=4.",
+        "takes budget, retrieved, dense_layers, sink, window, buffer and kv_dtype: pariskv:budget=0.2,prkv:sink=4.",
         callback=named_method,
     ),
 ]

@@ -13,8 +13,8 @@ from kvthaw.cli.options import listed, shard_of, tokens_of, variants_of, words
 from kvthaw.cli.progress import bars, shown
 
 EXAMPLES = (
-    "Examples:\n\n  kvthaw eval perplexity --method icecache-digest,quest,streaming --length 1024,4096,16384 --plot ppl.png\n\n"
-    "  kvthaw eval perplexity --method clusterkv,quest,infinigen --budget 1024 --length 2048,4096,8192,16384,32000 --samples 4 "
+    "Examples:\n\n  kvthaw eval perplexity --method icecache-digest,prkv,streaming --length 1024,4096,16384 --plot ppl.png\n\n"
+    "  kvthaw eval perplexity --method clusterkv,prkv,thaw --budget 1024 --length 2048,4096,8192,16384,32000 --samples 4 "
     "--text novel.txt --model meta-llama/Llama-3.1-8B --out ppl.jsonl --json"
 )
 

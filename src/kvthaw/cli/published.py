@@ -22,7 +22,7 @@ EXAMPLES = (
     + "\n\n--data is a file in the published format (.jsonl, .json, .csv, "
     "gzipped or not), a folder of such files, or hub.\n\nExamples:\n\n"
     "  kvthaw eval gsm8k --data test.jsonl --model Qwen/Qwen3-8B --method icecache-digest,oracle --budget 0.1 --limit 200\n\n"
-    "  kvthaw eval aime24 --data hub --model Qwen/Qwen3-8B --method prkv,snapkv-refreshed --budget 1024 --samples 4\n\n"
+    "  kvthaw eval aime24 --data hub --model Qwen/Qwen3-8B --method prkv,thaw --budget 1024 --samples 4\n\n"
     "  kvthaw eval longbench_v2_cot --data longbench_v2.jsonl --model MODEL --method pariskv --retrieved 100 --length 120000\n\n"
     "  kvthaw eval longbench_en --data LongBench/data --model MODEL --method icecache,pariskv --budget 256 --length 31500\n\n"
     "  kvthaw eval longbench_hotpotqa,longbench_musique --data LongBench/data --model MODEL --method clusterkv --question sparse "

@@ -39,7 +39,7 @@ class KvthawLM(HFLM):
     """lm-evaluation-harness's HFLM with its model attached to a method.
 
     pretrained: as HFLM takes it, or "shipped".
-    method: a name with options, its limits perhaps among them ("quest:page=32:budget=256"). budget, retrieved,
+    method: a name with options, its limits perhaps among them ("prkv:page=32:budget=256"). budget, retrieved,
         dense_layers, seed, capture and compile: as for `kvthaw.attach`.
     sparse_tokens: see the module. Everything else is HFLM's: dtype, device (the GPU if there is one), batch_size,
         max_length, chat templates, ...

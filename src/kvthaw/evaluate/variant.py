@@ -64,7 +64,7 @@ def read_variant(
     written: str, budget: int | float | None = None, retrieved: int | float | None = None, dense_layers: int | None = None
 ) -> Variant:
     """Return a method with options under a limit. A budget, retrieved or dense_layers among the options, as in
-    "pqcache:budget=0.2", comes instead of those given."""
+    "pariskv:budget=0.2", comes instead of those given."""
     method, own = take(written, OWN)
     common = {} if "budget" in own or "retrieved" in own else {"budget": budget, "retrieved": retrieved}
     return Variant(method, **{"dense_layers": dense_layers, **common, **own})

@@ -1,15 +1,13 @@
-"""Pages in text order with a bounding volume each: Quest and ArkVale."""
+"""Pages in text order with a bounding volume each."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import get_args
 
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import at_least, one_of
 from kvthaw.index.units import UnitIndex
-from kvthaw.kernels.layer_select import layer_select
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 
@@ -29,12 +27,3 @@ class BoundIndex(UnitIndex):
         one_of(get_args(Spread), spread=spread)
         self.spread = spread
         super().__init__(context, size=page, batch=page, width=2 * context.head_dim, policy=policy)
-
-
-class LayerBoundIndex(BoundIndex):
-    """BoundIndex whose KV heads all select the same pages: the best for all query heads of the layer together, by `policy`."""
-
-    def __init__(self, context: IndexContext, *, page: int, spread: Spread, policy: Policy = "max") -> None:
-        one_of(("max", "mean"), policy=policy)
-        super().__init__(context, page=page, spread=spread, policy=policy)
-        self.choice = partial(layer_select, gather=partial(context.ranks.gather, dim=2))

@@ -1,4 +1,4 @@
-"""The methods: one file each, one line each in METHODS."""
+"""The methods: one file each, one line each in METHODS. Those of other papers are the package kvthaw-baselines."""
 
 from __future__ import annotations
 
@@ -9,35 +9,23 @@ from typing import Any, get_args
 
 from kvthaw.cache.index_api import Method
 from kvthaw.config import KvDtype
-from kvthaw.errors import ConfigError, one_of, unknown
-from kvthaw.methods.arkvale import arkvale
+from kvthaw.errors import ConfigError, one_of
+from kvthaw.method_names import unknown_method
 from kvthaw.methods.clusterkv import clusterkv
 from kvthaw.methods.clusterkv_plus import clusterkv_plus
-from kvthaw.methods.freekv import freekv
 from kvthaw.methods.full import full
-from kvthaw.methods.h2o import h2o
 from kvthaw.methods.icecache import icecache
 from kvthaw.methods.icecache_digest import icecache_digest, icecache_digest_device
-from kvthaw.methods.infinigen import infinigen
-from kvthaw.methods.magicpig import magicpig
-from kvthaw.methods.omnikv import omnikv
 from kvthaw.methods.options import REGIONS, check, written
 from kvthaw.methods.oracle import oracle
 from kvthaw.methods.pariskv import pariskv
 from kvthaw.methods.pariskv_plus import pariskv_plus
-from kvthaw.methods.pqcache import pqcache
 from kvthaw.methods.prkv import prkv
 from kvthaw.methods.prkv_plus import prkv_plus
-from kvthaw.methods.quest import quest
 from kvthaw.methods.registry import Methods
 from kvthaw.methods.remainder import with_remainder
-from kvthaw.methods.retroinfer import retroinfer
-from kvthaw.methods.shadowkv import shadowkv
-from kvthaw.methods.snapkv import snapkv
-from kvthaw.methods.socket import socket
 from kvthaw.methods.streaming import streaming
 from kvthaw.methods.thaw import thaw
-from kvthaw.methods.twilight import twilight
 from kvthaw.typecheck import check_type
 
 
@@ -60,7 +48,7 @@ def resolve(method: str | Method, **options: Any) -> Method:
     options = {**dict(written(text) for text in texts), **options}
     make, kv_dtype = METHODS.get(method), options.pop("kv_dtype", None)
     if make is None:
-        raise unknown("method", method, METHODS)
+        raise unknown_method(method, METHODS)
     if kv_dtype is not None:
         one_of(get_args(KvDtype), kv_dtype=kv_dtype)
     page = 0 if "remainder" in signature(make).parameters else options.pop("remainder", 0)
@@ -81,15 +69,10 @@ METHODS = Methods(
         "full": full,
         "oracle": oracle,
         "streaming": streaming,
-        "h2o": h2o,
-        "snapkv": snapkv,
-        "snapkv-refreshed": partial(snapkv, refresh=128),
         "clusterkv": clusterkv,
         "clusterkv-plus": clusterkv_plus,
         "prkv": prkv,
         "prkv-plus": prkv_plus,
-        "arkvale": arkvale,
-        "quest": quest,
         "icecache": icecache,
         "icecache-reuse": partial(icecache, reuse=3),
         "icecache-digest": icecache_digest,
@@ -97,15 +80,6 @@ METHODS = Methods(
         "pariskv": pariskv,
         "pariskv-plus": pariskv_plus,
         "thaw": thaw,
-        "pqcache": pqcache,
-        "magicpig": magicpig,
-        "omnikv": omnikv,
-        "freekv": freekv,
-        "twilight": partial(twilight, resolve),
-        "shadowkv": shadowkv,
-        "retroinfer": retroinfer,
-        "infinigen": infinigen,
-        "socket": socket,
     }
 )
 """Name -> the function that makes the Method from its options. `kvthaw.method_names` repeats the names."""

@@ -6,12 +6,13 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import ConfigError
-from kvthaw.method_names import AUTO, GROUP
+from kvthaw.method_names import AUTO, BASELINES, GROUP
 
 Make = Callable[..., Method]
 
@@ -19,7 +20,7 @@ Make = Callable[..., Method]
 class Methods(Mapping[str, Make]):
     """Name -> the function that makes a Method from its options.
 
-    Packages are asked when a name is not found here, and when all names are listed. A package's function is imported when its
+    Packages are asked once: when a name is not found here, or all names are listed. A package's function is imported when its
     method is asked for; one that cannot be imported raises ConfigError."""
 
     def __init__(self, own: Mapping[str, Make]) -> None:
@@ -35,7 +36,7 @@ class Methods(Mapping[str, Make]):
             raise ConfigError(
                 f"name is {name!r}; a method's name has letters, digits, '-', '_' and '.', and is not auto or all"
             )
-        if name in self._own:
+        if name in self._own or name in BASELINES:
             raise ConfigError(f"name is {name!r}, which is a method of kvthaw's own")
         if not callable(make):
             raise ConfigError(f"method {name} is {make!r}; it must be a function that returns a kvthaw.Method")
@@ -65,14 +66,15 @@ class Methods(Mapping[str, Make]):
         for known in (self._own, self._registered):
             if name in known:
                 return known[name]
-        return _load(self._packaged()[name])
+        return _load(self._packaged[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._own | self._registered | self._packaged())
+        return iter(self._own | self._registered | self._packaged)
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
+    @cached_property
     def _packaged(self) -> dict[str, EntryPoint]:
         found = dict[str, EntryPoint]()
         for point in entry_points(group=GROUP):

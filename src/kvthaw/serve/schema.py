@@ -11,7 +11,7 @@ from pydantic import Field, Tag
 
 from kvthaw.engine.grammar import Grammar
 from kvthaw.engine.sampling import Sampling
-from kvthaw.errors import unknown
+from kvthaw.method_names import unknown_method
 from kvthaw.methods import METHODS
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.fields import (
@@ -394,7 +394,7 @@ class RecallRun(Body):
     def check(self, capacity: int) -> None:
         """Raise ApiError for a method that the list of methods does not have, and for more tokens than a request may have."""
         if self.method is not None and self.method not in list(METHODS):
-            raise ApiError(400, str(unknown("method", self.method, METHODS)), param="method")
+            raise ApiError(400, str(unknown_method(self.method, METHODS)), param="method")
         for name, limit in (("budget", self.budget), ("retrieved", self.retrieved)):
             if limit is not None and limit > capacity:
                 raise ApiError(400, f"{name} is {limit}; it must be at most {capacity}, the context length", param=name)

@@ -7,10 +7,11 @@ from typing import Literal
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
-from kvthaw.index.bounds import BoundIndex, LayerBoundIndex
+from kvthaw.index.bounds import BoundIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.layer_bounds import LayerBoundIndex
 
 Choice = Literal["layer", "head"]
 

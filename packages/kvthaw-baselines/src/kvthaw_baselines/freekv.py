@@ -6,10 +6,10 @@ from functools import partial
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
-from kvthaw.index.lagged import LaggedIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.lagged import LaggedIndex
 
 
 def freekv(*, tau: float = 0.8, page: int = 32, spread: Spread = "max", policy: Policy = "mean") -> Method:

@@ -6,9 +6,9 @@ from functools import partial
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
-from kvthaw.index.heavy import HeavyIndex, Score
-from kvthaw.index.kept import Agree
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.heavy import HeavyIndex, Score
+from kvthaw_baselines.index.kept import Agree
 
 
 def h2o(*, agree: Agree = "mean", score: Score = "sum", queries: int | None = None) -> Method:

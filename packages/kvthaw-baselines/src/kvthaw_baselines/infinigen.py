@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.index_api import Method
-from kvthaw.index.skewed import SkewedIndex
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.skewed import SkewedIndex
 
 
 def infinigen(*, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2, prefetch: bool = True) -> Method:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.index_api import Method
-from kvthaw.index.lsh import HashIndex
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.lsh import HashIndex
 
 
 def magicpig(*, bits: int = 10, tables: int = 150) -> Method:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.index_api import Method
-from kvthaw.index.filters import FilterIndex
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.filters import FilterIndex
 
 
 def omnikv(*, filters: tuple[int, ...] | None = None, dense: bool = True) -> Method:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.index_api import Method
-from kvthaw.index.pq import ProductIndex
 from kvthaw.index.tokens import Policy
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.pq import ProductIndex
 
 
 def pqcache(*, parts: int = 2, centroids: int = 64, iterations: int = 20, policy: Policy = "max", keep: int = 1) -> Method:

@@ -6,9 +6,9 @@ from functools import partial
 
 from kvthaw.cache.index_api import Method
 from kvthaw.index.clusters import Start
-from kvthaw.index.wave import WaveIndex
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.wave import WaveIndex
 
 
 def retroinfer(

@@ -6,9 +6,9 @@ from functools import partial
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
-from kvthaw.index.shadow import ShadowIndex
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.shadow import ShadowIndex
 
 
 def shadowkv(*, chunk: int = 8, rank: int = 160, outliers: int = 48, policy: Policy = "max") -> Method:

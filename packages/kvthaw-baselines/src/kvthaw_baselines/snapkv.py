@@ -6,9 +6,9 @@ from functools import partial
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
-from kvthaw.index.kept import Agree
-from kvthaw.index.snap import FreshSnapIndex, Pooling, SnapIndex
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.kept import Agree
+from kvthaw_baselines.index.snap import FreshSnapIndex, Pooling, SnapIndex
 
 
 def snapkv(
@@ -44,3 +44,7 @@ def snapkv(
         differs=differs,
         choose="comparing with eviction at the end of the prompt",
     )
+
+
+snapkv_refreshed = partial(snapkv, refresh=128)
+"""SnapKV that chooses again every 128 tokens."""

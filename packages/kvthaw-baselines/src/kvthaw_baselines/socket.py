@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.index_api import Method
-from kvthaw.index.soft_hash import SoftHashIndex
 from kvthaw.index.tokens import Policy
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.soft_hash import SoftHashIndex
 
 
 def socket(*, bits: int = 10, tables: int = 60, tau: float = 0.3, values: bool = True, policy: Policy = "max") -> Method:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import ConfigError
-from kvthaw.index.pruned import PrunedIndex
+from kvthaw.methods import resolve
+from kvthaw_baselines.index.pruned import PrunedIndex
 
 
-def twilight(
-    resolve: Callable[[str | Method], Method], *, base: str | Method = "quest", p: float = 0.85, spare: int = 4
-) -> Method:
+def twilight(*, base: str | Method = "quest", p: float = 0.85, spare: int = 4) -> Method:
     """The top-p of what another method proposes, so that a sharp head reads few rows and a flat one as many as the budget has.
 
-    base: a name in METHODS, with options if need be, or a Method, which `resolve` returns; it may not weigh rows, estimate
+    base: a name in METHODS, with options if need be, or a Method; it may not weigh rows, estimate
         attention or make keys of its own.
     p: the paper's, of the candidates' softmax by keys in 4 bits.
     spare: how many times the budget's rows the base proposes; the paper takes a quarter of the context as candidates,

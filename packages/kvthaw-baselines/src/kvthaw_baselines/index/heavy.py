@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import one_of
-from kvthaw.index.kept import Agree, KeptIndex, observed
 from kvthaw.kernels.places import held, newest_place, place_of
+from kvthaw_baselines.index.kept import Agree, KeptIndex, observed
 
 Score = Literal["sum", "mean"]
 """What of the weights that a token was paid ranks it: their sum, or their mean over the queries that could see it."""

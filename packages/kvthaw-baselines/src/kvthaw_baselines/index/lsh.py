@@ -12,9 +12,9 @@ from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.counter_rng import GOLDEN, SPREAD, mix
 from kvthaw.errors import at_least, within
 from kvthaw.index.draws import stream
-from kvthaw.index.planes import Planes
 from kvthaw.index.tokens import TokenIndex
-from kvthaw.kernels.code_hits import code_hits
+from kvthaw_baselines.index.planes import Planes
+from kvthaw_baselines.kernels.code_hits import code_hits
 
 _VECTORS = 2048  # vectors of a head coded at once
 

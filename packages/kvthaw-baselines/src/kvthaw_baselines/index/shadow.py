@@ -12,11 +12,11 @@ from torch import Tensor
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import at_least
-from kvthaw.index.principal import principal
 from kvthaw.index.tables import grown
 from kvthaw.index.unit_counts import Seq
 from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.unit_select import Policy
+from kvthaw_baselines.index.principal import principal
 
 
 class ShadowIndex(UnitIndex):

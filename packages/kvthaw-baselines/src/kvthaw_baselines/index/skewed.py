@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, proportion
-from kvthaw.index.principal import principal
 from kvthaw.index.tokens import TokenIndex
+from kvthaw_baselines.index.principal import principal
 
 
 class SkewedIndex(TokenIndex):

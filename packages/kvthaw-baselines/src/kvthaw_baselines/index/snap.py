@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, at_least, one_of
-from kvthaw.index.kept import Agree, KeptIndex, observed
+from kvthaw_baselines.index.kept import Agree, KeptIndex, observed
 
 Pooling = Literal["avg", "max"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import at_least, within
-from kvthaw.index.planes import Planes
 from kvthaw.index.tokens import Policy, TokenIndex
+from kvthaw_baselines.index.planes import Planes
 
 _NATS = 87.0
 """How far two logits may lie apart until the lesser one's chance is less than any float32 that is exact."""

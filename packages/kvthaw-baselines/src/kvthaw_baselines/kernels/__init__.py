@@ -1,0 +1,1 @@
+"""Kernels, one operation per file, as in `kvthaw.kernels`."""
