@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import gc
+from importlib.util import find_spec
 
 import pytest
+
+
+def pytest_sessionstart() -> None:
+    """Refuse to run without the package of baselines, which `make` installs too."""
+    if find_spec("kvthaw_baselines") is None:
+        how = ".venv/bin/pip install --no-deps --no-build-isolation --editable packages/kvthaw-baselines"
+        pytest.exit(f"kvthaw-baselines is not installed: run {how}", returncode=4)
 
 
 def pytest_collection(session: pytest.Session) -> None:

@@ -83,7 +83,7 @@ def test_a_name_registered_again_stands_for_the_new_function(methods: Methods) -
     methods.register("mine", mine)
     methods.register("mine", kvthaw.METHODS["quest"])
     assert methods["mine"] is kvthaw.METHODS["quest"]
-    assert list(methods) == ["oracle", "mine"]
+    assert [name for name in methods if name not in BASELINES] == ["oracle", "mine"]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_package_s_method_is_imported_when_it_is_asked_for(
     methods: Methods, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packaged(tmp_path, monkeypatch, mine="thawed:mine", broken="thawed:nothing")
-    assert list(methods) == ["oracle", "mine", "broken"]
+    assert [name for name in methods if name not in BASELINES] == ["oracle", "mine", "broken"]
     assert methods["mine"]().unit == "token"
     with pytest.raises(ConfigError, match="method broken of thawed cannot be loaded from thawed:nothing"):
         methods["broken"]
