@@ -39,7 +39,8 @@ token that comes again has the longest key's norm but for rounding, and its lift
 @dataclass(frozen=True, slots=True)
 class Probe:
     """What a search looks for: how near given points are (larger is nearer), its own projections, and the effort to spend: keep
-    points to descend from, of every node (each) or of a level, and P-DCI's share of a node's points."""
+    points to descend from, of every node (each) or of a level, and P-DCI's share of a node's points. strict: those are the answers,
+    too, where otherwise all that got a true distance are."""
 
     nearness: Callable[[Sequence[int]], list[float]]
     projections: Tensor
@@ -47,6 +48,7 @@ class Probe:
     retrieve: float
     merit: Callable[[int], float] | None = None  # how good a node is to descend to; None: as near as its point
     each: bool = False
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +245,9 @@ class DciTree:
             found = [self.prioritized_dci(node, probe) for node in nodes]
             for each in found:
                 here |= dict(zip(each, probe.nearness(each), strict=True))
-            seen.append(here)
             merit = here if probe.merit is None else {i: probe.merit(i) for i in here}
             best = [sorted(some, key=lambda i: (-merit[i], i))[: probe.keep] for some in (found if probe.each else [[*here]])]
+            seen.append({i: here[i] for some in best for i in some} if probe.strict else here)
             below = [i for some in best for i in some if self.pages.get(i)]
             nodes = below or [i for i in self.at_level(current) if self.pages.get(i)]
         return seen
@@ -289,6 +291,7 @@ class DciTree:
             config.query_retrieve_share,
             merit if config.descend == "digest" else None,
             config.descend == "node",
+            config.answers == "best",
         )
 
     def _probe_key(self, point: int, task: str) -> Probe:

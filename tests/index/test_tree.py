@@ -159,6 +159,26 @@ def test_groups_and_policies_equal_the_definition(dim: int, way: tuple[int, str,
         assert selected(index, query, budget)[0] == tree.select(query[0], budget)
 
 
+@pytest.mark.parametrize("unit", ["page", "token"])
+def test_the_best_of_each_node_equal_the_definition(unit: str) -> None:
+    """Nodes of some 30 members, of which 4 are answers; algorithm 4's own answer is a part of all that was measured."""
+    keys = random_keys(1, 600, 64, seed=4)
+    config = dataclasses.replace(PAPER, answers="best", unit=unit, promote=0.03, query_beam=4, retrieve_batch=1)
+    index, every = (make_index([keys], 2, one) for one in (config, dataclasses.replace(config, answers="measured")))
+    tree = defined(index, 0)
+    tree.build(keys[0])
+    for built in (index, every):
+        built.build(0, 0, keys)
+    same = []
+    for seed in range(3):
+        query = random_keys(1, 2, 64, seed=seed)
+        for budget in (20, 120):
+            best = selected(index, query, budget)[0]
+            assert best == tree.select(query[0], budget)
+            same.append(best == selected(every, query, budget)[0])
+    assert not all(same)
+
+
 DESCENTS = [("node", 2, 2.0), ("level", 2, 2.0), ("digest", 0, 2.0), ("digest", 1, 0.0), ("digest", 5, 3.0)]
 
 
@@ -517,11 +537,16 @@ def test_misuse_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("promote", 0.0), ("promote_higher", 0.9), ("page_size", 0), ("composites", 17), ("query_beam", 0), ("promotion", "none"),
-     ("insert_retrieve_share", 1.5), ("build_beam", -1), ("retrieve_batch", 0), ("merge", "max"), ("seed", -1)],
+     ("insert_retrieve_share", 1.5), ("build_beam", -1), ("retrieve_batch", 0), ("merge", "max"), ("answers", "all"), ("seed", -1)],
 )  # fmt: skip
 def test_settings_out_of_range_are_named(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{field} is {value!r}; it must be"):
         TreeConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_answers_of_each_node_go_with_descending_by_nodes() -> None:
+    with pytest.raises(ConfigError, match="answers is 'best' and descend is 'digest'; it must be 'node'"):
+        dataclasses.replace(DIGEST, answers="best")
 
 
 def test_levels_are_drawn_as_configured() -> None:

@@ -73,6 +73,7 @@ class TreeIndex(Index):
             CHOICES["unit"].index(c.unit),
             c.outliers,
             c.spread,
+            c.answers == "best",
             isa_code(isa),
         )
         if context.heads[0]:

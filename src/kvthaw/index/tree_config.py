@@ -9,13 +9,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.errors import at_least, one_of, proportion, within
+from kvthaw.errors import ConfigError, at_least, one_of, proportion, within
 
 _MASK = (1 << 64) - 1
 Promotion = Literal["random", "in_order"]
 Descend = Literal["node", "level", "digest"]
 Unit = Literal["page", "token"]
 Merge = Literal["union", "share", "each"]
+Answers = Literal["measured", "best"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class TreeConfig:
         key of a node is looked for.
     unit: what a selection is made of. "page": the pages of the best tokens, whole (algorithm 3). "token": those tokens alone
         (algorithm 4's own answer): a store that fetches single rows need not bring a page's other tokens.
+    answers: which points a selection ranks. "measured": all that got a true distance. "best": of every node the best that a query
+        may descend from, as algorithm 4 does; with descend="node" alone.
     merge: how the query heads of one KV head share the budget. "union": all that the heads found, or in turn each head's best
         where that is more than the budget. "share": by the best score, q.k times the attention's scale less the head's own
         log-sum-exp over what it saw. "each": every head's own, of an equal share of the budget; all attend to the union, uncut, as
@@ -64,6 +67,7 @@ class TreeConfig:
     outliers: int = 2
     spread: float = 2.0
     unit: Unit = "page"
+    answers: Answers = "measured"
     merge: Merge = "union"
     seed: int = 0
 
@@ -81,6 +85,8 @@ class TreeConfig:
         within(0, math.inf, spread=self.spread)
         for name, allowed in CHOICES.items():
             one_of(allowed, **{name: getattr(self, name)})
+        if self.answers == "best" and self.descend != "node":
+            raise ConfigError(f"answers is 'best' and descend is {self.descend!r}; it must be 'node'")
         within(0, (1 << 63) - 1, seed=self.seed)
 
     @property
@@ -89,7 +95,13 @@ class TreeConfig:
         return self.promote, self.promote_higher or self.promote
 
 
-CHOICES = {"promotion": get_args(Promotion), "descend": get_args(Descend), "unit": get_args(Unit), "merge": get_args(Merge)}
+CHOICES = {
+    "promotion": get_args(Promotion),
+    "descend": get_args(Descend),
+    "unit": get_args(Unit),
+    "answers": get_args(Answers),
+    "merge": get_args(Merge),
+}
 
 
 def splitmix64(x: int) -> int:

@@ -19,7 +19,7 @@ class Forest:
         composites: int, simples: int, promote: float, promote_higher: float, in_order: bool, seed: int, descend: int,
         query_beam: int, query_beam_share: float, query_retrieve_share: float, insert_beam: int, insert_retrieve_share: float,
         build_beam: int, build_retrieve_share: float, batch: int, merge: int, scale: float, unit: int, outliers: int,
-        spread: float, isa: int, /
+        spread: float, strict: bool, isa: int, /
     ) -> None: ...  # fmt: skip
     def number_heads(self, first: int, /) -> None: ...
     def copy(self) -> Forest: ...

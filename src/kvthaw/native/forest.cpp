@@ -288,8 +288,8 @@ void Forest::select(int batch, int group, const float* query, int budget, const 
         if (scoring == 0 || (!descends && unscored[which].fetch_sub(1, std::memory_order_acq_rel) == 1)) {
             size_t points = 0;
             for (int q = 0; q < count; ++q) {
-                tree.rank_spans(own[q], budget);
                 points += own[q].points.size();
+                tree.rank_spans(own[q], budget);
             }
             products_.fetch_add(points, std::memory_order_relaxed);
             if (left[s].fetch_sub(1, std::memory_order_acq_rel) == 1)

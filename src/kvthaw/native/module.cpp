@@ -85,7 +85,7 @@ NB_MODULE(_native, m) {
                int composites, int simples, double promote, double promote_higher, bool in_order, uint64_t seed, int descend,
                int query_beam, double query_beam_share, double query_retrieve, int insert_beam, double insert_retrieve,
                int build_beam, double build_retrieve, int batch, int merge, double scale, int unit, int outliers, double spread,
-               int isa) {
+               bool strict, int isa) {
                 Settings settings{dim,
                                   layer,
                                   page_size,
@@ -109,6 +109,7 @@ NB_MODULE(_native, m) {
                                   &kernels_named(isa),
                                   {}};
                 const auto* from = at<const float>(directions);
+                settings.strict = strict;
                 settings.directions.assign(from, from + static_cast<size_t>(heads) * settings.indices() * (dim + 1));
                 new (self) Forest(std::move(settings), seqs, heads, block_size);
             })

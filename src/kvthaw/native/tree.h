@@ -57,6 +57,7 @@ struct Settings {
     const Kernels* kernels;
     std::vector<float> directions;  // [heads][indices][dim + 1]
     int first_head = 0;  // the number of the first head among those of all processes, for random choices
+    bool strict = false;  // of every node that a query visited only the best query.keep are answers
 
     int indices() const { return composites * simples; }
     // How many points a query descends from: as many of every node as the budget holds pages, or of a level twice as many.
@@ -158,6 +159,7 @@ public:
     void score_pages(const float* queries, int count, int part, int parts, Seen* seen) const;
     // What choose() needs of a search beside its scores.
     void rank_spans(Seen& seen, int budget) const;
+    static void keep_answers(Seen& seen);
     // How many points the latest such search visited: the next one takes about as long.
     uint32_t visited() const { return __atomic_load_n(&visited_, __ATOMIC_RELAXED); }
     // The heads' searches together, cut to a budget: writes positions, returns how many.

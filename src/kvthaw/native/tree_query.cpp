@@ -166,9 +166,26 @@ void Tree::score_pages(const float* queries, int count, int part, int parts, See
     settings_->kernels->dots_together(asked.data(), count, pages.data() + begin, end - begin, settings_->dim, out.data());
 }
 
+void Tree::keep_answers(Seen& seen) {
+    size_t points = 0, spans = 0;
+    for (Span& span : seen.spans) {
+        const size_t begin = points;
+        for (int at = span.begin; at < span.end; ++at) {
+            if (seen.scores[at] == -HUGE_VALF) continue;
+            seen.points[points] = seen.points[at];
+            seen.scores[points++] = seen.scores[at];
+        }
+        if (points > begin) seen.spans[spans++] = {span.page, static_cast<int32_t>(begin), static_cast<int32_t>(points)};
+    }
+    seen.points.resize(points);
+    seen.scores.resize(points);
+    seen.spans.resize(spans);
+}
+
 void Tree::rank_spans(Seen& seen, int budget) const {
     const Settings& set = *settings_;
     __atomic_store_n(&visited_, static_cast<uint32_t>(seen.points.size()), __ATOMIC_RELAXED);
+    if (set.strict) keep_answers(seen);
     for (Span& span : seen.spans) {
         span.best = seen.scores[span.begin];
         span.tie = seen.points[span.begin];

@@ -102,10 +102,13 @@ void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) co
 
         score(rows, probe, begin, seen);
 
-        if (level <= stop) break;
+        const bool strict = settings_->strict && probe.each;
+        if (level <= stop && !strict) break;
         seen.frontier.clear();
         bool children = false;
-        const auto descend = [&](int node) {
+        const auto descend = [&](int point) {
+            if (level <= stop) return;
+            const int node = node_of_[point];
             seen.frontier.push_back(node);
             children |= node_at(node).members > 0;
         };
@@ -114,20 +117,26 @@ void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) co
         for (size_t to : seen.nodes) {  // the best of each
             const size_t keep = probe.effort.keep;
             if (to - from <= keep) {
-                for (size_t s = from; s < to; ++s) descend(node_of_[seen.points[s]]);
+                for (size_t s = from; s < to; ++s) descend(seen.points[s]);
             } else {
                 seen.order.clear();
                 for (size_t s = from; s < to; ++s) seen.order.push_back(rank_key(seen.scores[s], seen.points[s]));
                 seen.ranked = seen.order;
                 std::nth_element(seen.ranked.begin(), seen.ranked.begin() + keep - 1, seen.ranked.end());
-                for (size_t s = from; s < to; ++s)
-                    if (seen.order[s - from] <= seen.ranked[keep - 1]) descend(node_of_[seen.points[s]]);
+                const uint64_t last = seen.ranked[keep - 1];
+                for (size_t s = from; s < to; ++s) {
+                    if (seen.order[s - from] <= last)
+                        descend(seen.points[s]);
+                    else if (strict)
+                        seen.scores[s] = -HUGE_VALF;  // rank_spans() leaves it out
+                }
             }
             from = to;
         }
+        if (level <= stop) break;
         if (!children) {  // the level below has points, but none here: descend from all
             seen.frontier.clear();
-            for (int point : levels_[level]) descend(node_of_[point]);
+            for (int point : levels_[level]) descend(point);
         }
     }
 }
