@@ -36,6 +36,7 @@ from kvthaw.evaluate.agreement import (
     summarize,
     windows,
 )
+from kvthaw.evaluate.overview import enough
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.text import Chat
@@ -150,7 +151,10 @@ def _table(some: Sequence[dict[str, Any]]) -> str:
     )
     head = ["method", "dense layers", *(f"{kind} {budget:,}" for kind, budget in asked)]
     body = [[f"`{row[0]}`", str(row[1]), *(cell(row, *one) for one in asked)] for row in sorted(rows, key=order)]
-    return "\n".join([about, "", *("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))])
+    table = "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))
+    said = [enough([one | {"retrieved": None} for one in some if one["answer"] == kind]) for kind in kinds]
+    ends = [paragraph(one if len(kinds) == 1 else f"{KINDS[kind]}: {one}") for kind, one in zip(kinds, said, strict=True) if one]
+    return "\n\n".join([about, table, *ends])
 
 
 def _nats(value: float) -> str:
@@ -158,9 +162,12 @@ def _nats(value: float) -> str:
 
 
 def publish(paths: Sequence[Path]) -> None:
-    """Write the results and the tables of the docs."""
-    records = [record for path in paths for record in ResultsFile(path)]
-    made = sorted(lines(records), key=lambda one: (one["model"], one["text"], one["answer"], one["method"], one["budget"] or 0))
+    """Write the results of files, in place of earlier ones of their models and texts, and the tables of the docs."""
+    made = list(lines(record for path in paths for record in ResultsFile(path)))
+    anew = {(one["model"], one["text"]) for one in made}
+    kept = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    made += [one for one in kept if (one["model"], one["text"]) not in anew]
+    made.sort(key=lambda one: (one["model"], one["text"], one["answer"], one["method"], one["budget"] or 0))
     RESULTS.write_text("".join(json.dumps(one) + "\n" for one in made), encoding="utf-8")
     put(ROOT / "docs" / "results.md", tables(made), BEGIN)
 

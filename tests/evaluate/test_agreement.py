@@ -22,6 +22,7 @@ from kvthaw.evaluate.agreement import (
     summarize,
     windows,
 )
+from kvthaw.evaluate.overview import enough
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.text import stop_tokens
@@ -104,6 +105,24 @@ def test_an_interval_is_drawn_over_prompts_and_the_same_for_a_seed() -> None:
     assert 0.1 <= low < sum(map(sum, values)) / 19 < high <= 0.7
     assert interval([[0.1, 0.2]]) is None
     assert interval([[0.25, 0.75], [0.5]]) == (0.5, 0.5)
+
+
+def test_one_sentence_says_which_budget_keeps_99_percent_of_the_tokens() -> None:
+    def one(method: str, budget: int | None, same: float, dense: int = 2) -> dict[str, Any]:
+        named = {"method": method, "budget": budget, "retrieved": None, "dense_layers": dense}
+        return {**named, "same_top": same, "attended_mean": budget}
+
+    full = one("full", None, 1.0)
+    near = [one("near", 1024, 1.0), one("near", 64, 0.98), one("near", 256, 0.99)]
+    luck = [one("luck", 64, 1.0), one("luck", 256, 0.9), one("luck", 1024, 0.995)]
+    found = enough([full, *near, *luck, one("far", 1024, 0.9)])
+    assert found == (
+        "99 % of next tokens are full attention's: near with a budget of 256; luck with a budget of 1024; "
+        "far with none of these budgets."
+    )
+    assert "near with 0 dense layers, near with 2 dense layers with a budget" in enough([one("near", 64, 1, 0), one("near", 64, 1)])
+    assert enough([*near, *(one(f"far{i}", 64, 0.5) for i in range(5))]).endswith("; the other 5 with none of these budgets.")
+    assert enough([full]) == ""
 
 
 def test_an_answer_counts_up_to_its_end(loaded: tuple[Any, Any], work: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:

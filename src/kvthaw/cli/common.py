@@ -88,18 +88,21 @@ def stdout() -> Console:
 
 
 def print_wide(table: Table) -> None:
-    """Print a table on stdout under its title in one line. A table that is wider than the terminal goes on below itself, with the
+    """Print a table on stdout between its title and its caption, each in one line. A table that is wider than the terminal goes on below itself, with the
     columns that tell its rows apart; one with columns of sentences folds these instead."""
     console = stdout()
     if table.title is not None:
         console.print(table.title, style="italic", highlight=False, soft_wrap=True)
         table.title = None
+    caption, table.caption = table.caption, None
     if not all(column.no_wrap for column in table.columns):
         console.print(table)
-        return
-    for part in _parts(table, console):
-        console.width = max(console.width, _width(part, console))
-        console.print(part)
+    else:
+        for part in _parts(table, console):
+            console.width = max(console.width, _width(part, console))
+            console.print(part)
+    if caption is not None:
+        console.print(caption, highlight=False, soft_wrap=True)
 
 
 def _width(table: Table, console: Console) -> int:

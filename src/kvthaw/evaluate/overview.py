@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from rich.table import Table as RichTable
@@ -18,6 +19,8 @@ from kvthaw.evaluate.report import Cell, by_column, lay_out, milliseconds, on, p
 Summary = dict[str, Any]
 Row = tuple[str, ...]
 KL = "KL to full"
+_NAMED = 4
+"""How many methods a sentence names that fall short; more are counted."""
 
 
 def by_task(summaries: Sequence[Summary], near: Mapping[Row, float] | None = None) -> list[RichTable]:
@@ -67,10 +70,11 @@ def _over(one: Summary, field: str) -> str:
 
 
 def agreements(summaries: Sequence[Summary]) -> RichTable:
-    """Return how near variants are to full attention for the terminal; see `agreement_table`."""
-    return in_text(
-        f"KL(full || method) in nats a token: {_compared(summaries[0])}, {on(summaries[0])}", agreement_table(summaries)
-    )
+    """Return how near variants are to full attention for the terminal; see `agreement_table` and `enough`."""
+    title = f"KL(full || method) in nats a token: {_compared(summaries[0])}, {on(summaries[0])}"
+    made = in_text(title, agreement_table(summaries))
+    made.caption = enough(summaries) or None
+    return made
 
 
 def agreement_table(summaries: Sequence[Summary]) -> Table:
@@ -83,6 +87,28 @@ def agreement_table(summaries: Sequence[Summary]) -> Table:
         lines.append([*named(one), *kl, attended])
     measures = (KL, "95 % interval", "99th percentile", "same top %", "tokens attended")
     return Table(("method", "budget", "dense layers", *measures), lines)
+
+
+def enough(summaries: Sequence[Summary], share: float = 0.99) -> str:
+    """Return in one sentence from which budget on this share of each method's likeliest next tokens is full attention's. A budget
+    counts if all larger ones of the method do too. Returns "" where no method but full attention was measured."""
+    methods: dict[tuple[str, str], list[tuple[str, bool]]] = {}
+    for one in sorted(summaries, key=lambda one: one["attended_mean"] or 0):
+        if one["method"] != "full":
+            method, limit, dense = named(one)
+            methods.setdefault((method, dense), []).append((limit, one["same_top"] >= share))
+    names, found, never = [method for method, _ in methods], dict[str, list[str]](), list[str]()
+    for (method, dense), budgets in methods.items():
+        name = f"{method} with {dense} dense layers" if names.count(method) > 1 else method
+        kept = list(takewhile(lambda one: one[1], reversed(budgets)))
+        if kept:
+            found.setdefault(kept[-1][0], []).append(name)
+        else:
+            never.append(name)
+    parts = [f"{', '.join(some)} with a budget of {limit}" for limit, some in found.items()]
+    rest = ", ".join(never) if len(never) <= _NAMED or not found else f"the other {len(never)}"
+    parts += [f"{rest} with none of these budgets"] * bool(never)
+    return f"{100 * share:.0f} % of next tokens are full attention's: {'; '.join(parts)}." if parts else ""
 
 
 def nearness(agreements: Iterable[Summary]) -> dict[Row, float]:
@@ -137,6 +163,7 @@ def overview(summaries: Summaries) -> Document:
     if summaries.agreements:
         about = f"{_AGREEMENT} {_compared(summaries.agreements[0])}, {on(summaries.agreements[0])}."
         blocks += [heading("Agreement with full attention"), paragraph(about), agreement_table(summaries.agreements).part()]
+        blocks += [paragraph(said) for said in [enough(summaries.agreements)] if said]
     if summaries.perplexities:
         blocks += [heading("Perplexity"), paragraph(_PERPLEXITY), perplexity_table(summaries.perplexities).part()]
     return Document("kvthaw compare: methods side by side", blocks)
