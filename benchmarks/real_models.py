@@ -153,7 +153,9 @@ def _table(some: Sequence[dict[str, Any]]) -> str:
     body = [[f"`{row[0]}`", str(row[1]), *(cell(row, *one) for one in asked)] for row in sorted(rows, key=order)]
     table = "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))
     said = [enough([one | {"retrieved": None} for one in some if one["answer"] == kind]) for kind in kinds]
-    ends = [paragraph(one if len(kinds) == 1 else f"{KINDS[kind]}: {one}") for kind, one in zip(kinds, said, strict=True) if one]
+    ends = [
+        paragraph(one if len(kinds) == 1 else f"{KINDS[kind]}: {one}") for kind, one in zip(kinds, said, strict=True) if one
+    ]
     return "\n\n".join([about, table, *ends])
 
 

@@ -26,7 +26,14 @@ def test_windows_of_a_file_are_followed_by_the_text(model: str, book: Path, tmp_
     assert (streaming["lengths"], streaming["tokens"]) == ([200, 300], 12)
     assert (full["kl"], full["same_top"]) == (0.0, 1.0)
     table = Said(*arguments)
-    words = ("KL(full || method)", "streaming", "full", "text that follows", "4 prompts", "99 % of next tokens are full attention's:")
+    words = (
+        "KL(full || method)",
+        "streaming",
+        "full",
+        "text that follows",
+        "4 prompts",
+        "99 % of next tokens are full attention's:",
+    )
     assert all(word in " ".join(table.out.split()) for word in words)
 
 

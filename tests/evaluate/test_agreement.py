@@ -120,7 +120,9 @@ def test_one_sentence_says_which_budget_keeps_99_percent_of_the_tokens() -> None
         "99 % of next tokens are full attention's: near with a budget of 256; luck with a budget of 1024; "
         "far with none of these budgets."
     )
-    assert "near with 0 dense layers, near with 2 dense layers with a budget" in enough([one("near", 64, 1, 0), one("near", 64, 1)])
+    assert "near with 0 dense layers, near with 2 dense layers with a budget" in enough(
+        [one("near", 64, 1, 0), one("near", 64, 1)]
+    )
     assert enough([*near, *(one(f"far{i}", 64, 0.5) for i in range(5))]).endswith("; the other 5 with none of these budgets.")
     assert enough([full]) == ""
 

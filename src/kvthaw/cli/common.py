@@ -88,8 +88,10 @@ def stdout() -> Console:
 
 
 def print_wide(table: Table) -> None:
-    """Print a table on stdout between its title and its caption, each in one line. A table that is wider than the terminal goes on below itself, with the
-    columns that tell its rows apart; one with columns of sentences folds these instead."""
+    """Print a table on stdout between its title and its caption, each in one line.
+
+    A table that is wider than the terminal goes on below itself, with the columns that tell its rows apart. One with columns of
+    sentences folds these instead."""
     console = stdout()
     if table.title is not None:
         console.print(table.title, style="italic", highlight=False, soft_wrap=True)
