@@ -58,7 +58,7 @@ _HOMES = {
     "Method": "kvthaw.cache.index_api",
     "PrefixCache": "kvthaw.cache.prefix",
 }
-"""Names that bring torch with them are imported when they are first asked for, so that `kvthaw --help` answers at once."""
+"""Names that need torch are imported on first use, so that `kvthaw --help` answers at once."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Answers that stream, to one prompt or to several that begin alike."""
+"""Stream answers to one prompt, or to several with a common prefix."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kvthaw.engine.sampling import GREEDY, Sampling
 from kvthaw.evaluate.text import AnswerText, stop_tokens
 
 Progress = Callable[[int, int], None]
-"""Is told how many tokens of a prompt are prefilled, of how many."""
+"""Called with the prefilled tokens of a prompt, and the prompt's tokens."""
 
 
 class Answer:
-    """The answer of a cache of one row, in pieces of text as tokens come; to be iterated once.
+    """The answer from a cache of one row. Iterate it once: it yields pieces of text as tokens come.
 
     logits [V]: after the prompt.
-    prompt: its tokens, for penalties.
-    after: those whose text the answer goes on; without any its text begins for itself.
-    sampling: its max_tokens counts, 128 where it is None.
+    prompt: the prompt's tokens, for penalties.
+    after: tokens whose text the answer continues; without them its text begins anew.
+    sampling: max_tokens None means 128.
     text, tokens: so far.
-    times: when each token came, as `time.perf_counter` says.
-    finish: "stop" for a stop token or string, "length"; "interrupted" where the iteration was ended from outside.
+    times: when each token came, by `time.perf_counter`.
+    finish: "stop" for a stop token or string, "length", or "interrupted" if the caller ended the iteration.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a user sets of a cache, whatever its method is. Imports no torch, so that a command refuses a bad value at once."""
+"""A cache's settings that apply to all methods. Imports no torch, so that a command refuses a bad value at once."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def _cpu() -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """From how many tokens on a method takes less time than full attention.
+    """The number of tokens from which a method is faster than full attention.
 
-    tokens: (sequences decoded together, tokens of each) where both take as long, ascending.
-    token_bytes: KV of one token in one layer of the model for which that holds; 0: of any.
+    tokens: (sequences decoded together, tokens of each) at which both are equally fast, ascending.
+    token_bytes: bytes of KV per token and layer of the model that was measured; 0: any model.
     source: where the numbers come from.
     device: of the model.
     """
@@ -56,27 +56,29 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The settings of a cache, checked here. `kvthaw.cache.plan.Settings` is what a method and a model make of them.
+    """The settings of a cache, checked here. `kvthaw.cache.plan.Settings` resolves them for a method and a model.
 
-    budget: the most tokens that attention reads per KV head in one decode step, sink, window and full buffer included; an integer,
-        or a fraction in (0, 1) of the length (see Settings.longer). It is full attention up to budget - buffer tokens.
-    retrieved: instead of budget, the paper's regions and exactly this number of rows from the index, or a fraction of the length.
-        More rows than the model has positions, or a batch capacity, are never retrieved.
-    dense_layers: number of first layers that keep all KV on the device. None: the method's number for models of 16 layers and more.
-    sparse_queries: continuations of at most this number of tokens are decoded one by one through the index, longer ones are dense.
-        The last chunk of a prompt given in chunks is a continuation too.
+    budget: the most tokens that attention reads per KV head in one decode step, sink, window and full buffer included; an
+        integer, or a fraction in (0, 1) of the length (see Settings.longer). It is full attention up to budget - buffer
+        tokens.
+    retrieved: instead of budget, the paper's regions and exactly this number of rows from the index, or a fraction of the
+        length. More rows than the model has positions, or a batch capacity, are never retrieved.
+    dense_layers: number of first layers that keep all KV on the device. None: the method's number for models of 16 layers
+        and more.
+    sparse_queries: continuations of at most this number of tokens are decoded one by one through the index, longer ones are
+        dense. The last chunk of a prompt given in chunks is a continuation too.
     block_size: tokens in a block of host memory. None: default_block_size().
-    host_bytes: the most host memory that blocks of KV may take, each in whole pages of 2 MiB where it is pinned, those allocated
-        ahead included. A prompt, or a token, that needs more raises HostMemoryError and changes nothing. None: no limit.
-    device_memory: device memory that the cache may fill: bytes, text such as "8GiB", or "auto", what is free at the first prompt
-        less a margin for activations. Index, sink, ring, pool and dense layers count; what is left holds blocks. None: all blocks
-        lie on the host.
-    full_below: tokens a sequence, or a Crossing. Up to there every layer attends to everything and keeps its KV on the device, if
-        device_memory is None or holds it. From the step that passes it on the method is in force, until the cache is empty.
-    kv_dtype: "fp8" stores rows in 8 bits, see `kvthaw.kernels.row_format`: in blocks, wherever they lie, in files and in kept
-        prompts. A prompt's rows are rounded when it is stored, a decoded token's when it leaves the ring, before the index gets
-        them. What dense layers hold on the device stays in the model's dtype, and so does all KV while full_below has full
-        attention in force; a dense method refuses it. None: as the method says.
+    host_bytes: the most host memory of KV blocks, including blocks allocated ahead. A pinned block takes whole pages of 2
+        MiB. A prompt or a token that needs more raises HostMemoryError and changes nothing. None: no limit.
+    device_memory: device memory that the cache may fill: bytes, text such as "8GiB", or "auto", the free memory at the
+        first prompt less a margin for activations. Index, sink, ring, pool and dense layers count; the rest holds blocks.
+        None: all blocks lie on the host.
+    full_below: tokens per sequence, or a Crossing. Up to this length every layer attends to everything and keeps its KV on
+        the device, if device_memory is None or large enough. Beyond it the method applies, until the cache is empty.
+    kv_dtype: "fp8" stores rows in 8 bits, see `kvthaw.kernels.row_format`: in blocks on host and device, in files and in
+        cached prompts. Rows are rounded before the index gets them: a prompt's when it is stored, a decoded token's when it
+        leaves the ring. KV of dense layers, and all KV while full attention applies, stays in the model's dtype. A dense
+        method refuses the setting. None: the method's default.
     """
 
     budget: int | float | None = None
@@ -121,12 +123,12 @@ class CacheConfig:
 
     @property
     def crossing(self) -> Crossing | None:
-        """Where full attention ends, if the user says."""
+        """The length up to which full attention applies, if the user gave one."""
         return Crossing(((1, self.full_below),)) if isinstance(self.full_below, int) else self.full_below
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> CacheConfig:
-        """Return the configuration that stands among the arguments of a function."""
+        """Return the configuration among the arguments of a function."""
         return cls(**{name: value for name, value in arguments.items() if name in SETTINGS})
 
     def keywords(self) -> dict[str, Any]:

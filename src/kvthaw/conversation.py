@@ -1,4 +1,4 @@
-"""A conversation on one cache: each turn prefills only what is new."""
+"""A conversation on one cache: each turn prefills only new tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvthaw.inspect.run import Inspection, Run
 
 
 def plain_template(tokenizer: Any) -> str:
-    """Return a chat template for a model without one: messages of the user begin a new line, and the model goes on behind them."""
+    """Return a chat template for a model without one: a user's message starts a new line, and the model continues after it."""
     start = json.dumps(tokenizer.decode(tokenizer("")["input_ids"]))
     return (
         f"{{{{ {start} }}}}{{% for message in messages %}}{{% if message['role'] != 'assistant' and not loop.first %}}"
@@ -46,15 +46,15 @@ def _joined(content: str | list[dict[str, str]]) -> str:
 class Conversation:
     """A conversation through a tokenizer's chat template, on an empty cache of one row.
 
-    Each turn prefills what the cache does not hold. Answers stay in it as the tokens that were generated, whatever tokens their
-    text would have. A turn that fails or is interrupted leaves the conversation as it was before.
+    Each turn prefills the tokens that the cache lacks. Answers stay in the cache as generated tokens, even if their text
+    would be tokenized otherwise. A turn that fails or is interrupted leaves the conversation unchanged.
 
-    messages: what was said, as chat templates take them.
-    tokens: of the conversation, which the cache may hold in part.
-    prefilled: how many tokens of the latest prompt were not in the cache.
-    answer: the latest.
-    recording: what it recalled.
-    dates: what the template says of the date in every turn, by format; of what was kept what it said then.
+    messages: the messages so far, in the form of chat templates.
+    tokens: the conversation's tokens. The cache may hold only a part of them.
+    prefilled: tokens of the latest prompt that were not in the cache.
+    answer: the latest answer.
+    recording: the rows that the latest answer recalled.
+    dates: the dates that the template prints in every turn, by format. A kept conversation reuses its former dates.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Conversation:
         saving.save(self.model, self.cache.kv, self.cache.layers, path, torch.tensor(held), about=about or alone)
 
     def resume(self, path: Path) -> None:
-        """Take up a conversation or a document that was saved. Raises CacheError where there is none, and ConfigError for a text
-        that was kept without this chat template."""
+        """Load a saved conversation or document. Raises CacheError if there is none, and ConfigError for a text saved without
+        this chat template."""
         header = saving.check_header(self.model, path)
         ids = header["token_ids"][0]
         text = self._text(ids)
@@ -127,7 +127,7 @@ class Conversation:
         self.tokens, self._segments = ids, [(text, ids)]
 
     def ask(self, question: str, *, progress: Progress = lambda done, total: None) -> None:
-        """Prefill a question, with what stands before it and is not in the cache.
+        """Prefill a question, and all earlier tokens that the cache lacks.
 
         progress: see `prefill`.
         """
@@ -149,7 +149,7 @@ class Conversation:
         self._asked, self.ttft_s = kept, now(self.model.device) - start
 
     def stream(self, sampling: Sampling = GREEDY) -> Generator[str, None, None]:
-        """Yield the answer to what was asked, in pieces; what came before the iteration is ended, is part of the conversation."""
+        """Yield the answer in pieces. If the iteration ends early, the pieces so far belong to the conversation."""
         answer = self.answer = Answer(
             self.model, self.tokenizer, self.cache, self._logits, sampling=sampling, prompt=self.tokens
         )
@@ -178,7 +178,7 @@ class Conversation:
         self._segments = [(text, ids)] if text else []
 
     def recalled(self, most: int = 5) -> list[Passage]:
-        """Return the passages that the latest answer came from; none where it attended to everything."""
+        """Return the passages that the latest answer came from; none if it attended to everything."""
         if self.answer is None or not any(self.recording.selected):
             return []
         answer = self.answer.tokens
@@ -187,7 +187,7 @@ class Conversation:
         return passages(self.recording, texts(self.tokenizer, self.tokens[:before]), said, most)
 
     def page(self, title: str) -> str:
-        """Return a page that shows what the latest answer recalled, token by token. Raises ConfigError where nothing was."""
+        """Return an HTML page of the rows that each token of the latest answer recalled. Raises ConfigError if there are none."""
         if self.answer is None or not any(self.recording.selected):
             raise ConfigError("nothing was recalled that could be shown")
         prompt, stats = self.tokens[: len(self.tokens) - len(self.answer.tokens)], self.cache.stats()
@@ -239,7 +239,7 @@ class Conversation:
         return self._keep(kept)
 
     def _keep(self, length: int) -> int:
-        """Keep the first tokens in the cache, or none where it cannot go back. Returns how many are left."""
+        """Crop the cache to its first `length` tokens, or to none if it cannot be cropped. Returns how many are left."""
         try:
             if length:
                 self.cache.keep(length)

@@ -25,14 +25,27 @@ PROBED = 4  # every fourth step is compared with exact attention
 SHOWN = 1  # passages of an answer
 
 Show = Callable[[str, str], None]
-"""Is told what happens and what to show of it: the "text" is read, an "index" made and "ready"; we "ask" a question, a "side"
-begins to answer, "said" comes, which is "right" or "wrong", and a passage is "recalled"."""
+"""Called with an event and what to show of it.
+
+"text": the text is read.
+"index": the index is being built.
+"ready": the prefill is done.
+"ask": a question.
+"side": a method starts to answer.
+"said": a piece of the answer.
+"right" or "wrong": whether the answer is right.
+"recalled": a passage that the method recalled.
+"""
 
 
 @dataclass(slots=True)
 class Side:
-    """What one method answered, and what that took. Counts as in `kvthaw.Stats`; ttft_s and tt2t_s hold the shared prefill.
-    recalled: the passages of each answer, none for full attention."""
+    """The answers of one method, with their costs counted as in `kvthaw.Stats`.
+
+    The times ttft_s and tt2t_s include the prefill that all methods share.
+
+    recalled: the passages of each answer. Full attention has none.
+    """
 
     method: str
     budget: int | None = None
@@ -81,9 +94,9 @@ def run(
 ) -> Outcome:
     """Read a text once, then answer every question with full attention and under a method.
 
-    Each question starts from the text alone. Its tokens go through the sparse path one by one, so that nothing but the prefill
-    reads more than the budget. With dense_layers=None the method says which layers are dense. Raises ConfigError for settings that
-    do not work, before the prefill.
+    Each question starts from the text alone. Its tokens are decoded one by one, so that only the prefill reads more than
+    the budget. With dense_layers=None the method sets the dense layers. Raises ConfigError for invalid settings, before the
+    prefill.
     """
     check_prompt(model, len(text.tokens) + max(len(one.end) + one.limit for one in text.questions))
     limits: dict[str, Any] = {"budget": budget} | ({} if dense_layers is None else {"dense_layers": dense_layers})

@@ -28,10 +28,11 @@ INTRO = niah.INTRO.format(kind="numbers")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about the text and the words that a right answer holds.
+    """A question about the text, and the words that a right answer contains.
 
-    An answer has at most `limit` tokens. The fact that answers it stands at `depth`, 0..1. The question's tokens, which follow the
-    text, are `end`.
+    limit: most tokens of an answer.
+    depth: place of the fact in the text, 0..1.
+    end: the question's tokens, which follow the text.
     """
 
     text: str
@@ -47,7 +48,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text's tokens and what is asked about it. The strings `until` end an answer."""
+    """A text's tokens, and questions about it.
+
+    until: strings that end an answer.
+    """
 
     title: str
     tokens: list[int]

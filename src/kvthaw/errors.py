@@ -1,4 +1,4 @@
-"""Exceptions, and checks whose messages name the field, its value and what is allowed."""
+"""Exceptions, and checks whose messages name the field, its value and the allowed values."""
 
 from __future__ import annotations
 

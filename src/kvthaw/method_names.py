@@ -1,4 +1,4 @@
-"""The names of kvthaw's methods, apart from what they import: a command refuses a wrong one at once."""
+"""The names of kvthaw's methods, without imports, so that a command refuses a wrong name at once."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ ALLOWED = "at most 128 of A-Z, a-z, 0-9, '.', '_' and '-', the first a letter or
 
 
 def check_kept_name(name: str, field: str) -> None:
-    """Raise ConfigError, with a name that is like it, for one that is none.
+    """Raise ConfigError for an invalid name, with a similar valid one.
 
-    field: what the message calls it.
+    field: the name's field in the message.
     """
     if not is_name(name):
         such = f", such as {near!r}" if (near := nearest(name)) else ""
@@ -28,6 +28,6 @@ def is_name(name: str) -> bool:
 
 
 def nearest(text: str) -> str:
-    """Return the name that is most like a text, an empty one where none is."""
+    """Return the valid name that is most similar to a text; "" if none is."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub(r"[^A-Za-z0-9._]+", "-", plain).strip("-._")[:128]

@@ -34,7 +34,7 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
 
 
 def where(name: str | None = None) -> tuple[torch.device, str]:
-    """Return the device to measure, by torch's name or the GPU where there is one, and its name in results."""
+    """Return the device to measure (by torch's name; None: the GPU if there is one) and its name in results."""
     device = find_device(name)
     return device, torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 

@@ -37,7 +37,7 @@ class Checks:
         self._reference: tuple[Tensor, float] | None = None
 
     def __call__(self, setting: DecodeSetting) -> None:
-        """Check what a setting relies on, where that was not done yet. Raises CacheError where it does not hold."""
+        """Check the logits of a setting's method and steps, once each. Raises CacheError if they differ."""
         if setting.method not in HF:
             self.once((setting.method, setting.dense_layers, setting.steps), lambda: self._equals_full(setting))
         elif setting.method != HF[0] or setting.prompt != "run":

@@ -1,6 +1,6 @@
 """Time to first and second token, time per output token and memory, for methods side by side on one model.
 
-`kvthaw.bench.settings` says what can be asked for, `kvthaw.bench.check` what must hold before a time is given.
+`kvthaw.bench.settings` defines the settings. `kvthaw.bench.check` checks logits before a time is reported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.index.nodes import NodeIndex
 
 Watch = Callable[[str, int, int], None]
-"""Is told what is measured next or was measured last, how many settings are done, and of how many."""
+"""Called with the setting that is measured next or was measured last, the number of settings done, and their total."""
 Measures = dict[str, Any]
 
 
@@ -102,7 +102,7 @@ class Bench:
         return [found for one in dict.fromkeys(wanted) if (found := self.known.get(one.to_dict())) is not None]
 
     def failed(self, one: DecodeSetting, error: Exception) -> None:
-        """Note what a setting failed with, for judge, or that it is left out."""
+        """Record a setting's error for judge(), or note that the setting is left out."""
         if one.hf:
             self.note(f"left out, transformers' own cache fails: {one}: {error}")
         else:
@@ -110,7 +110,7 @@ class Bench:
             self.note(f"failed: {one}: {type(error).__name__}: {error}")
 
     def judge(self) -> None:
-        """Raise what a setting failed with; CacheError with all of it where several did."""
+        """Raise the error of a failed setting, or a CacheError with all errors if several failed."""
         failed, self._failed = self._failed, []
         if len(failed) == 1:
             raise failed[0][1]
@@ -170,7 +170,7 @@ class Bench:
         return random_ids(self.model, one.batch, one.length, one.seed + one.length)
 
     def heat(self, one: DecodeSetting, cache: DynamicCache, tokens: Iterator[Tensor]) -> None:
-        """Take the steps of a cold run."""
+        """Run the steps of a cold run."""
         take(self.model, cache, tokens, 3, warm=0, capture=False)
 
     def more(self, one: DecodeSetting, cache: DynamicCache, tokens: Iterator[Tensor]) -> Measures:
@@ -299,7 +299,7 @@ def _on_host(kv: Any) -> bool:
 
 
 def free() -> None:
-    """Give back what is held for nothing."""
+    """Free unreferenced memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -35,15 +35,16 @@ _QUANTISED = {8: 8.5, 4: 4.5}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What one method takes.
+    """The forecast for one method.
 
-    method: as it was asked for.
-    in_force: the one that attends to the prompt.
-    fits: None where no memory is known.
-    step_s: seconds a decode step takes if HITS of the selected rows are on the device already, step_no_hits_s: if none is.
-    basis: how well that is known; all None where nothing was measured.
-    longest: the longest prompt that fits, in units of 1,024 tokens, or as long as the model's positions; None where no
-        memory is known.
+    method: its name as given.
+    in_force: the method that would attend to the prompt.
+    fits: None if the memory is unknown.
+    step_s: seconds of a decode step if the share HITS of the selected rows is on the device already.
+    step_no_hits_s: the same if none of them is.
+    basis: how well the seconds are known. All three are None if nothing was measured.
+    longest: the longest prompt that fits, a multiple of 1,024 tokens or all of the model's positions; None if the memory is
+        unknown.
     """
 
     method: str
@@ -91,7 +92,7 @@ class Forecaster:
         return min(positions(self.model) or _MOST, _MOST) - self.new_tokens
 
     def forecast(self, method: str, length: int) -> Forecast:
-        """Return what a method takes. Raises ConfigError for a length that the model has no positions for."""
+        """Return the forecast for a method. Raises ConfigError for a length beyond the model's positions."""
         limit = positions(self.model)
         if limit is not None and length + self.new_tokens > limit:
             given = f"length is {length:,} and new_tokens is {self.new_tokens:,}"

@@ -1,4 +1,7 @@
-"""How long a decode step takes, from what it reads: constants by GPU and by method, fitted to benchmarks/results/decode.jsonl."""
+"""Estimate the time of a decode step from the bytes that it reads, with constants per GPU and method.
+
+The constants are fitted to benchmarks/results/decode.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,7 @@ SEARCHES = {
     "icecache-digest-device": Search(97, 132, 2),
     "icecache-digest": Search(450, 1300, 2),
 }
-"""By method. Of one length the growth is that of the method's like."""
+"""By method. If only one length was measured, the growth with length is a similar method's."""
 
 
 def find_gpu(name: str) -> Gpu:

@@ -25,7 +25,7 @@ from kvthaw.evaluate.plot import short
 from kvthaw.evaluate.results import Record, ResultsFile
 
 EXACT = (*HF, "full")
-"""Caches under which a model attends to everything, from the one that the others are compared with."""
+"""Caches with full attention. The first of them is the reference for the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,7 @@ class OwnSetting(DecodeSetting):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A model, what it is called, and a text that begins its prompts and goes on as the tokens of the steps. None: the book that
-    ships."""
+    """A model, its name, and a text that provides the prompts and the later tokens. None: the shipped book."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -94,7 +93,7 @@ class OwnBench(Bench):
         self._ids = reading.ids()
 
     def prepare(self, shape: str, seed: int = 0) -> None:
-        """Do nothing: the model is there."""
+        """Do nothing: the model is loaded already."""
 
     def failed(self, one: DecodeSetting, error: Exception) -> None:
         if isinstance(error, (torch.OutOfMemoryError, HostMemoryError)):
@@ -112,7 +111,7 @@ class OwnBench(Bench):
         return torch.tensor([row] * one.batch, device=self.device)
 
     def heat(self, one: DecodeSetting, cache: DynamicCache, tokens: Iterator[Tensor]) -> None:
-        """Take steps as later ones are taken, for what they compile."""
+        """Run steps as the timed ones, so that everything is compiled."""
         replayed(cache, one.steps, self.forwards)
         take(self.model, cache, tokens, 1, capture=one.steps != "eager")
 
@@ -135,7 +134,7 @@ class OwnBench(Bench):
         return {**super().taken(one, cache, taken), **known, "chosen": chosen}
 
     def _exact(self, one: DecodeSetting) -> list[list[int]] | None:
-        """Return what an exact cache chose at the steps of a setting."""
+        """Return the tokens that an exact cache chose at the steps of a setting; None if unknown."""
         mine = {name: value for name, value in one.to_dict().items() if name in _SAME}
         found = {record["method"]: record["chosen"] for record in self.known if mine.items() <= record.setting.items()}
         return next((found[name] for name in EXACT if name in found), None)

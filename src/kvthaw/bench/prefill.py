@@ -60,8 +60,10 @@ def run(
     say: Callable[[Record], None] = lambda record: None,
     watch: Watch = lambda what, done, of: None,
 ) -> list[Record]:
-    """Measure settings, each record given to `say` as soon as it is known; every method is checked first. Raises CacheError where a
-    prompt in chunks does not give what one pass gives."""
+    """Measure settings, and pass each record to `say` as soon as it is known. Every method is checked first.
+
+    Raises CacheError if a prompt in chunks gives other logits than one pass.
+    """
     (device, _), about = where(), provenance(commit)
     model: PreTrainedModel | None = None
     built: tuple[str, int | None] | None = None
@@ -178,7 +180,7 @@ class _Times(NamedTuple):
 
 
 def _run(model: PreTrainedModel, one: PrefillSetting, ids: Tensor, host_bytes: int | None) -> _Times:
-    """Take a prompt and one token behind it."""
+    """Prefill a prompt and decode one token."""
     if one.method == HF:
         begin = now(ids.device)
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values

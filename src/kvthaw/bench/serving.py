@@ -93,8 +93,7 @@ def run(
 
 
 def check(method: str, device: torch.device) -> None:
-    """Requests that share a batch must get the tokens that each gets in a batch of its own. Raises CacheError where one does
-    not."""
+    """Check that requests in a batch get the tokens that each gets in a batch alone. Raises CacheError if one does not."""
     model = build("tiny", device).float()
     prompts = [random_ids(model, 1, n, seed=i)[0] for i, n in enumerate((150, 60, 100))]
     found = []
@@ -106,7 +105,7 @@ def check(method: str, device: torch.device) -> None:
 
 
 def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, Any]:
-    """Step times in ms, joins in s, and what was captured."""
+    """Return step times in ms, times of joins in s, and statistics of captures."""
     length, seqs, requests, new_tokens = asked.length, asked.max_seqs, asked.requests, asked.new_tokens
     prompts = [random_ids(model, 1, length - i * length // (2 * requests), seed=i)[0] for i in range(requests)]
     settings = _settings(method, asked.budget, asked.device_memory)
@@ -144,7 +143,7 @@ def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, An
 
 
 def _serve(batch: Batch, prompts: list[Tensor], new: int, steps: list[_Step], joins: list[float]) -> list[Request]:
-    """All prompts, the next joining new / sequences steps after the last one, or as soon as a sequence is free."""
+    """Serve all prompts. The next one joins `new / sequences` steps after the last one, or as soon as a slot is free."""
     waiting, served, apart = list(prompts), list[Request](), max(1, new // batch.max_seqs)
     while waiting or batch.requests:
         joined = bool(waiting and batch.free and (not batch.requests or len(steps) % apart == 0))

@@ -96,7 +96,7 @@ class DecodeSetting:
         return asdict(self)
 
     def same_cache(self) -> DecodeSetting:
-        """Return the setting without the steps: what has this in common can be measured on one cache."""
+        """Return the setting without the steps. Settings that are equal otherwise can be measured on one cache."""
         return replace(self, steps=STEPS[0])
 
     def __str__(self) -> str:

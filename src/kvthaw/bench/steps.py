@@ -1,4 +1,4 @@
-"""Steps of one cache, taken and timed."""
+"""Run and time the steps of one cache."""
 
 from __future__ import annotations
 
@@ -107,10 +107,14 @@ def take(
     *,
     capture: bool,
 ) -> Steps:
-    """Take `warm` steps that do not count, as `warm_steps` has it if None (fewer where they are slow), and `count` that do.
+    """Run `warm` warm-up steps and `count` timed steps.
 
-    tokens: ids [B, 1] of each step; random weights that choose their own tokens soon repeat one.
-    capture: as for `kvthaw.engine.decode.decode`. Raises CacheError where logits were not finite at the end.
+    warm: None: `warm_steps` decides, with fewer steps if they are slow.
+
+    tokens: ids [B, 1] of each step. A model with random weights that chose its own tokens would soon repeat one.
+    capture: as for `kvthaw.engine.decode.decode`.
+
+    Raises CacheError if the last logits are not finite.
     """
     device, skipped, processes = model.device, warm_steps(cache) if warm is None else warm, ranks(model)
     if device.type == "cuda":

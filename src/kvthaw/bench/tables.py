@@ -12,7 +12,7 @@ from kvthaw.evaluate.results import Record
 
 
 def decode(records: Sequence[Record]) -> list[Table]:
-    """Return two tables: times, and where the KV lies. What is equal in all records stands in the title."""
+    """Return two tables: times, and where the KV lies. Values that are equal in all records are in the title."""
     first = records[0]
 
     def held(record: Record) -> str:

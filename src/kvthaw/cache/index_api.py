@@ -53,11 +53,11 @@ class IndexContext:
     device: where queries come from, and where a graph-safe index keeps its metadata.
     store: the layer's rows on the host. An index on the host reads keys there by position.
     scale: factor of q.k before the softmax.
-    rows: number of rows that select() will be asked for; 0: unknown.
+    rows: the budget of select(); 0: unknown.
     slab, sequences: the tokens in sink and ring, for an index that weighs its rows against them. None without a layer.
     aux: stream for work that overlaps the model.
-    deferred: queue of work that runs once for all layers. The layers of a cache share aux and deferred; an index without them
-        makes its own.
+    deferred: queue of work that runs once for all layers. The layers of a cache share aux and deferred; an index without
+        them makes its own.
     rotary: the layer's rotary embedding, if the Method asks for it and the model has one.
     ranks: the processes that have the other heads of the layer; q_heads and kv_heads are this process's.
     """
@@ -183,7 +183,7 @@ class Tables(ABC):
         """Copy the state of another index with the same settings. Later changes of either do not affect the other."""
 
     def swap_out(self, seq: int) -> Any:
-        """Return all that the index holds of a sequence, copied to host memory.
+        """Return the index's state of a sequence, copied to host memory.
 
         Raises CacheError for an index whose sequences cannot wait in host memory. The cache then computes the sequence again.
         """
@@ -254,7 +254,7 @@ class Index(Tables):
 
         keys: [R, H, n, D].
 
-        The next appends bring these tokens, unless truncate() or undo() removes a token before them.
+        The next appends will add these tokens, unless truncate() or undo() removes a token before them.
         """
 
     def rebuild(self, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
@@ -262,7 +262,7 @@ class Index(Tables):
         are on the device, see Transfer."""
 
     def snapshot(self, seq: int) -> Any:
-        """Return a copy of what the index holds of a sequence."""
+        """Return a copy of the index's state of a sequence."""
         raise NotImplementedError
 
     def state(self, snapshot: Any) -> Mapping[str, Tensor]:

@@ -251,7 +251,7 @@ class IndexUpdater:
             self._append([spans[i][0] for i in known], rows.shape[2], rows[:, :, :, 0], rows[:, :, :, 1], None)
 
     def take_effect(self, seqs: Sequence[int]) -> None:
-        """Publish what the index prepared for `seqs`; see Index."""
+        """Publish the index's prepared changes for `seqs`; see Index."""
         self.retriever.index.take_effect(seqs)
 
     def built(self, seq: int, timeout: float | None = 0.0) -> bool:
@@ -316,7 +316,7 @@ class IndexUpdater:
             own.enter(State.INDEXED)
 
     def begin_again(self, seq: int) -> None:
-        """Drop what the index holds of a sequence, and mark the sequence as stale."""
+        """Drop the index's state of a sequence, and mark the sequence as stale."""
         self.truncate(seq, self.first)
         self._of[seq].enter(State.STALE)
 
@@ -349,7 +349,7 @@ class IndexUpdater:
         self._of[seq] = IndexedSequence(self.first)
 
     def reorder(self, sequences: Sequence[int]) -> None:
-        """Sequence i becomes what sequence sequences[i] was."""
+        """Replace sequence i by the former sequence sequences[i]."""
         for own in self._of:
             own.drop_side()
         self.retriever.reorder(sequences)

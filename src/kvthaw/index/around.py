@@ -12,7 +12,7 @@ from kvthaw.cache.index_api import Index, IndexContext, Selection, Tables
 
 
 class AroundIndex(Index):
-    """Forwards every call to another index, and every change to tables of its own too. A subclass changes what it selects.
+    """Forward every call to an inner index, and every change to the index's own tables too. A subclass changes the selection.
 
     own: the tables, which hold the same tokens as the inner index.
     """

@@ -15,8 +15,8 @@ from kvthaw.kernels.unit_select import Policy
 class BoundIndex(UnitIndex):
     """Pages of `page` tokens, ranked by the largest q.k that their bounding volume allows.
 
-    Whole pages are taken, best first; what the budget leaves is filled with the first tokens of the next page. A page that is
-    not full yet has a volume around the keys it has.
+    Whole pages are selected, best first. The rest of the budget is filled with the first tokens of the next page. A page
+    that is not full yet has a volume around its present keys.
     """
 
     traits = replace(UnitIndex.traits, grows=True)

@@ -1,4 +1,4 @@
-"""A DCI-tree searched by every query head for itself, where others cut the union of what the heads of a KV head find."""
+"""A DCI-tree that every query head searches on its own budget, instead of cutting the union of the heads' results."""
 
 from __future__ import annotations
 

@@ -18,11 +18,13 @@ from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.kmeans import whole
 
 AT_ONCE = 1 << 28
-"""Bytes of keys that are clustered at once, of one layer at least: many sequences' need much memory."""
+"""Limit on the bytes of keys that are clustered at once, but at least one layer: many sequences would need much memory."""
 
 Formed = tuple[Tensor, Tensor, Tensor]
-"""Of M batches of H heads: digests [M H, C, E]; order [M H, T] of a batch's tokens, in which unit c is stops[c] : stops[c + 1],
-[M H, C + 1]."""
+"""Units of M batches of H heads: digests [M H, C, E], order [M H, T] of a batch's tokens, stops [M H, C + 1].
+
+Unit c is stops[c] : stops[c + 1] of the order.
+"""
 
 
 class FormingIndex(UnitIndex):
@@ -39,10 +41,12 @@ class FormingIndex(UnitIndex):
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Of sequences of an index, batches of tokens that become units among themselves, and where the first is.
+    """Batches of tokens of an index's sequences; each batch forms units of its own tokens.
 
-    given: their keys [R, H, n, T, D], n batches of each sequence; None: one each, whose keys the index has, but for the
-        last ones, `coming` [R, H, m, D].
+    first: the first batch of each sequence.
+
+    given: keys [R, H, n, T, D], n batches of each sequence. None: one batch each, whose keys the index has.
+    coming: [R, H, m, D], the last keys of a batch that the index does not have yet.
     """
 
     index: FormingIndex
@@ -88,7 +92,7 @@ class BatchGroup:
         return self.keys, self.starts, self.positions, self.streams, self._first, self._begin
 
     def units(self, digests: Tensor, order: Tensor, stops: Tensor) -> Units:
-        """Return what `form` made of all batches as it stands in the tables."""
+        """Return the units of all batches in the form of the tables."""
         many, heads, batches, tokens = self.keys.shape[:4]
         count = stops.shape[1] - 1
         digests = digests.view(many, heads, batches * count, -1).to(self.every[0].index.digests.dtype)
@@ -133,7 +137,7 @@ class Units:
     def _rows(
         self, wanted: Mapping[FormingIndex, Sequence[Full]] | None
     ) -> Iterator[tuple[FormingIndex, tuple[Full, ...], slice]]:
-        """Yield indexes, batches of each and their rows here: all at once where all are wanted."""
+        """Yield indexes with their batches and these batches' rows here; one item per index if all are wanted."""
         done = 0
         for each in self.every:
             full = tuple(each.first if wanted is None else wanted.get(each.index, ()))

@@ -32,7 +32,7 @@ _UNKNOWN = 0.25  # the automatic share as long as it cannot be chosen: the paper
 
 @dataclass(slots=True)
 class Static:
-    """Of a sequence: the share of its rows that is static, and the reordering that the next append puts in place."""
+    """State of a sequence: the static share of its rows, and the reordering that the next append publishes."""
 
     share: float | None = None
     pending: PendingReordering | None = None
@@ -91,7 +91,7 @@ class HybridIndex(ObservedIndex):
 
     @property
     def reversible(self) -> bool:
-        """See Index: not where the next append puts a plan in the place of what is there."""
+        """Whether undo() is exact: not if the next append publishes a plan; see Index."""
         return all(static.pending is None for static in self.statics)
 
     # Index
@@ -232,8 +232,12 @@ class HybridIndex(ObservedIndex):
         return min(keys.shape[1], int(share * self.rows + 1e-6))
 
     def _refresh(self, seqs: Sequence[int], new: Tensor) -> None:
-        """Make the plans that the next append will put in place, of sequences whose interval is over. new [R, H, n, D]: the keys of
-        this append. Sequences that stand alike are planned at once, as many as have _KEYS bytes of keys."""
+        """Start the plans that the next append will publish, for sequences whose interval is over.
+
+        Sequences with equal lengths are planned together, up to _KEYS bytes of keys.
+
+        new: [R, H, n, D], the keys of this append.
+        """
         n, row = new.shape[2], new[0, :, 0].nbytes
         alike: dict[tuple[int, object], list[tuple[int, Tensor]]] = {}
         for seq, own in zip(seqs, new.unbind(), strict=True):
@@ -286,7 +290,8 @@ class HybridIndex(ObservedIndex):
             self.statics[seq].pending = PendingReordering(seq, made, self._side, work)
 
     def _drop(self, seq: int) -> bool:
-        """Drop a pending reordering; the host waits until the device no longer reads the store for it. Whether there was one."""
+        """Drop a pending reordering. The host waits until the device has stopped reading the store. Returns whether there was
+        one."""
         pending, self.statics[seq].pending = self.statics[seq].pending, None
         if pending is None:
             return False

@@ -1,4 +1,4 @@
-"""A selection of what the query heads of each KV head chose on their own."""
+"""Join the rows that the query heads of each KV head chose separately into one selection."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _NONE = torch.iinfo(torch.int32).max
 def joined(rows: Tensor, budget: int) -> Selection:
     """Join the rows [B, H, G, m] that the query heads of each KV head chose, -1 padded, into one selection of `budget` rows.
 
-    A row that several heads chose stands once; log_weight hides it from the heads that did not choose it. Of more than `budget`
-    rows the first in text order stay. Static shapes, no host sync.
+    A row that several heads chose occurs once. log_weight hides it from heads that did not choose it. Above `budget` rows,
+    the first in text order stay. Static shapes, no host sync.
     """
     own = torch.where(rows >= 0, rows, _NONE).sort(dim=3).values
     every = own.flatten(2).sort(dim=2).values

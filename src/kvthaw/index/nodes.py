@@ -176,7 +176,10 @@ class NodeIndex(BatchedIndex):
 
 
 def digest_open(every: Sequence[NodeIndex], last: Sequence[Full], n: int) -> None:
-    """Make the digests of the nodes in text order of the last n tokens of sequences, which begin where `last` says."""
+    """Compute the digests of text-order nodes for the last n tokens of sequences.
+
+    last: where these tokens begin.
+    """
     one = every[0]
     own = torch.stack([index.recent[index.last_places(last, n)] for index in every])
     made = one.digest(own.flatten(0, 2)).unflatten(0, own.shape[:3])

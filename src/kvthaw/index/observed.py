@@ -89,7 +89,7 @@ class ObservedIndex(BoundIndex):
         self.steps.sub_(1)
 
     def swap_out(self, seq: int) -> Any:
-        """See Tables: the window from the oldest query on, since steps are counted on meanwhile."""
+        """Return the window from the oldest query on, because the step count continues meanwhile; see Tables."""
         held, order = super().swap_out(seq), self._oldest_first()
         window = self.queries[seq].index_select(1, order).cpu(), self.seen[seq].index_select(0, order).cpu()
         return held, window, replace(self.turns[seq])
@@ -103,7 +103,7 @@ class ObservedIndex(BoundIndex):
         self.turns[seq] = replace(turn)
 
     def _oldest_first(self) -> Tensor:
-        """Where the window's queries stand, from the oldest on."""
+        """Return the places of the window's queries, from the oldest on."""
         return (self.steps + torch.arange(self.window, device=self.steps.device)) % self.window
 
     def tensors(self) -> list[Tensor]:

@@ -50,15 +50,15 @@ class Ratios:
         return ends if self.tiered else [0] * 5 + ends[-1:]
 
     def wanted(self, length: int, k: int) -> int:
-        """Return the number of candidates for a region of `length` keys: at least `least` for each of the k rows, as far as there
-        are keys."""
+        """Return the number of candidates for a region of `length` keys: at least `least` per row for k rows, and at most all
+        keys."""
         if self.candidates is not None:
             return min(length, self.candidates)
         beta = self.beta or next(beta for end, _, beta in TABLE if end is None or length < end)
         return min(length, max(self.least * k, _ceil(beta * length)))
 
     def most(self, capacity: int, k: int) -> int:
-        """The largest `wanted` of any length up to capacity."""
+        """Return the largest `wanted` of any length up to capacity."""
         ends = {min(end - 1, capacity) for end, _, _ in TABLE if end is not None}
         return max(self.wanted(length, k) for length in ends | {capacity})
 

@@ -1,7 +1,8 @@
 """What an index does not select, estimated from the mean key and the mean value of each page of consecutive tokens.
 
-Exact top-k leaves out the long tail of a softmax: on real models 256 of 4,096 tokens hold about 90 % of the attention mass. The
-estimate gives this tail its weight and its mean values, so that the same rows bring the output closer to full attention's.
+Exact top-k leaves out the long tail of a softmax: on real models 256 of 4,096 tokens hold about 90 % of the attention mass.
+The estimate gives this tail its weight and its mean values. With the same rows the output is then closer to full
+attention's.
 
 Relatives: SparQ Attention (Ribar et al., 2024) adds the mean value of all tokens; RetroInfer (Chen et al., 2025) estimates whole
 clusters that it does not read; MagicPIG (Chen et al., 2024) and vAttention (Desai et al., 2025) sample. Here every page counts,

@@ -17,12 +17,14 @@ _OBSERVED = 1 << 27
 
 @dataclass(slots=True)
 class Reordering:
-    """A new order of a sequence's tokens, ready to be put in place whole.
+    """A new order of a sequence's tokens, ready to be published.
 
-    order [H, T] int32: positions, first the static ones, best first, then the others as in the text.
-    static: how many. digests of the others' pages [H, P, 2 D]; stops [H, P + 1] int32: where these begin in the order.
-    tail: the keys of a last page that more tokens may enter.
-    done: passes when these are there.
+    order: [H, T] int32 positions: static tokens, best first, then the others in text order.
+    static: number of static tokens.
+    digests: [H, P, 2 D], of the others' pages.
+    stops: [H, P + 1] int32, where these pages begin in the order.
+    tail: the keys of a last page that is not full.
+    done: event that passes when all of this is computed.
     """
 
     order: Tensor

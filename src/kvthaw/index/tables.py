@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def grown(table: Tensor, *least: int) -> Tensor:
-    """A table at least so long in its first dimensions, with zeros behind what it had; itself where it is long enough."""
+    """Return a table with at least these first dimensions, padded with zeros; the table itself if it is large enough."""
     shape = [max(size, known) for size, known in zip(least, table.shape, strict=False)] + list(table.shape[len(least) :])
     if shape == list(table.shape):
         return table

@@ -1,4 +1,4 @@
-"""Places in the tables of several sequences, as indices: what is written there for all of them is written at once."""
+"""Places in the tables of several sequences, as indices, so that one operation writes for all of them."""
 
 from __future__ import annotations
 

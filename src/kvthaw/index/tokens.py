@@ -161,8 +161,11 @@ class TokenIndex(Index):
         return torch.arange(tokens, device=self.context.device) < self.known[:seqs, None, None]
 
     def weigh(self, scores: Tensor) -> Tensor:
-        """Logs of the softmax weights over the indexed keys, so that one too small for float32 still has its rank. scores
-        [B, H, P, T] of q.k -> the same, -inf where there is no token."""
+        """Return the logs of the softmax weights over the indexed keys, so that weights too small for float32 still have a
+        rank.
+
+        scores: [B, H, P, T] of q.k. The result has the same shape, with -inf where there is no token.
+        """
         held = self.held(scores.shape[0], scores.shape[3])[:, :, None]
         return log_shares((scores.float() * self.scale).masked_fill(~held, -torch.inf))
 

@@ -45,7 +45,7 @@ class UnitIndex(Index):
     mapped = False
     """Units hold tokens of any place in the text: there is an order."""
     shuffled = False
-    """And so do batches: a token's place in the map says nothing of its position."""
+    """Whether a token's place in the map is unrelated to its position."""
     spread: Spread | None = None
     """A digest is the box around a unit's keys; None: their mean."""
     choice = staticmethod(unit_select)
@@ -231,9 +231,9 @@ class UnitIndex(Index):
     # Work on the side stream, and work of several layers
 
     def beside(self, job: Callable[[], object], *used: Tensor) -> None:
-        """Run a job that writes tables on the side stream, where there is one.
+        """Run a job that writes tables on the side stream, if there is one.
 
-        used: tensors of others that it reads.
+        used: tensors that the job reads and others own.
         """
         self._done = self._side.run(self.context.device, job, *used)
 
@@ -285,11 +285,11 @@ class UnitIndex(Index):
         self.sync_counts([seq])
 
     def _fits(self, seq: int, n: int) -> bool:
-        """Whether the keys of the last batch stay where they are when n more come."""
+        """Return whether the keys of the last batch keep their places if n more tokens are added."""
         return self.seqs[seq].kept + n <= self.recent.shape[2]
 
     def _saved(self, seq: int, n: int) -> Before:
-        """What an append of n tokens will write over, but for what the kept keys say."""
+        """Return the data that an append of n tokens will overwrite, except what the kept keys can restore."""
         host = self.seqs[seq]
         lost = host.kept and not self._fits(seq, n)
         parts = tuple((name, 0, getattr(self, name)[seq].clone()) for name in self._rings()) if lost else ()
@@ -300,7 +300,7 @@ class UnitIndex(Index):
         return ["recent"]
 
     def _add(self, seqs: Sequence[int], keys: Tensor) -> None:
-        """The next tokens of some sequences, keys [R, H, n, D]; there is room."""
+        """Append the next tokens of some sequences, keys [R, H, n, D]. The tables have room."""
         n = keys.shape[2]
         if not n:
             return
@@ -312,7 +312,8 @@ class UnitIndex(Index):
             grow([seq], keys[i : i + 1])
 
     def _grow(self, seqs: Sequence[int], keys: Tensor) -> None:
-        """So few tokens that what is kept stays where it is: few launches, for it is what happens whenever tokens leave rings."""
+        """Append so few tokens that kept keys stay in place. This takes few launches, since it happens whenever tokens leave
+        rings."""
         hosts = [self.seqs[seq] for seq in seqs]
         self.extend(keys, [Destination(seq, host.kept, *host.marks[-1]) for seq, host in zip(seqs, hosts, strict=True)])
         n = keys.shape[2]
@@ -356,7 +357,7 @@ class UnitIndex(Index):
         self.sync_counts(seqs)
 
     def last(self, full: Sequence[Full], table: Tensor) -> Tensor:
-        """Of the last batches of sequences what a table holds by places in the map, [R, H, batch, D]."""
+        """Return a table's entries for the last batches of sequences, by places in the map, [R, H, batch, D]."""
         return table[self.last_places(full, self.batch)]
 
     def last_places(self, full: Sequence[Full], n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -391,5 +392,5 @@ class UnitIndex(Index):
         self.recent[seq].index_copy_(1, self._ring(begin, keys.shape[1]), keys)
 
     def _ring(self, begin: int, n: int) -> Tensor:
-        """Where places of the map from `begin` on stand among the last tokens."""
+        """Return where places of the map from `begin` on are in the ring of recent tokens."""
         return torch.arange(begin, begin + n, device=self.recent.device) % self.recent.shape[2]

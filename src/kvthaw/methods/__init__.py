@@ -30,13 +30,15 @@ from kvthaw.typecheck import check_type
 
 
 def resolve(method: str | Method, **options: Any) -> Method:
-    """Return a Method by name, with options, or as it is. Options may stand in the name: "icecache:promote=0.1:merge=union".
+    """Return a Method by name, with options; a Method is returned unchanged. The name may contain options:
+    "icecache:promote=0.1:merge=union".
 
-    Every method that retrieves also takes sink, window and buffer, in tokens, instead of its own regions, every method kv_dtype.
-    A method whose index is on the device takes remainder, the tokens of a page: what it does not select is estimated from the
-    mean key and the mean value of each page (`kvthaw.index.remainder`); 0: it is left out.
+    Every method that retrieves also takes sink, window and buffer, in tokens, instead of its own regions. Every method
+    takes kv_dtype. A method whose index is on the device takes remainder, the tokens of a page. The unselected tokens are
+    then estimated from the mean key and the mean value of each page (`kvthaw.index.remainder`); 0: they are left out.
 
-    Raises ConfigError for a name that is not in METHODS, naming the nearest, and for options that the method does not take."""
+    Raises ConfigError for a name that is not in METHODS, naming the nearest, and for options that the method does not take.
+    """
     if isinstance(method, Method):
         if options:
             raise ConfigError(f"options {sorted(options)} go with a method's name; this is the finished method {method.name}")

@@ -1,4 +1,4 @@
-"""method="auto": full attention up to the tokens where it is the faster way, then the index that is best on the device."""
+"""method="auto": full attention while it is faster, then the index that is best on the device."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ BEST = {
     "cuda": Best(_ON_GPU, Crossing(((1, 20000), (24, 7900)), _8B, "an H200's, not measured on this GPU")),
     "cpu": Best(("icecache-digest",), Crossing(((1, 8192),), 0, "measured on two cores, at one length")),
 }
-"""By the name of a GPU, or how it begins; other GPUs, and the CPU. The H200's for 24 sequences is an H100's, by the memory's
-bandwidth. `python -m benchmarks.placement` prints such lines."""
+"""By the beginning of a GPU's name, then other GPUs and the CPU. The H200's number for 24 sequences is scaled from an H100 by
+memory bandwidth. `python -m benchmarks.placement` prints such lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A method that was chosen by memory, and what it needs.
+    """A method that was chosen by its memory needs.
 
     reason: why it is not the fastest, if it is not.
     lacks: how it exceeds the memory, if it does.
@@ -67,8 +67,8 @@ class Chosen:
 def fastest(methods: Sequence[Method], needs: Callable[[Method], Needs], limits: Callable[[Needs], Limits]) -> Chosen:
     """Choose the first of some methods that fits the memory, or else the one that exceeds it least.
 
-    needs: returns what a method takes.
-    limits: returns by place what that is, and how much there is.
+    needs: returns the memory that a method needs.
+    limits: returns, by place, these bytes and the available bytes.
     """
     found, over = list[Needs](), list[float]()
     for method in methods:

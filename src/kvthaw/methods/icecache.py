@@ -1,4 +1,4 @@
-"""IceCache (Mao et al., 2026): a DCI-tree over the keys of every KV head, whose nodes are pages of tokens alike."""
+"""IceCache (Mao et al., 2026): a DCI-tree over the keys of every KV head, whose nodes are pages of similar tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""IceCache's tree, searched another way: a query descends by what a digest says of a node's keys, not by its point."""
+"""IceCache's tree with another search: a query descends by digests of a node's keys instead of its point."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def check_method(method: Method | str, *, device: torch.device | str = "cpu", **
 
 
 class Contract:
-    """The rules of one method that is not dense. Each raises AssertionError, or what the method raises, where it is broken."""
+    """The rules for one method that is not dense. A broken rule raises AssertionError, or the method's own error."""
 
     CASES: ClassVar[dict[str, tuple[tuple[Any, ...], ...]]] = {
         "describes_itself": ((),),
@@ -70,7 +70,7 @@ class Contract:
         "attends_to_all_within_the_budget": tuple((shape,) for shape in VARIANTS),
         "serves_every_shape": tuple((shape,) for shape in reversed(VARIANTS)),
     }
-    """Every rule, with the arguments that it is run with."""
+    """Every rule, with its arguments."""
 
     RETRIEVES = (
         *("keeps_to_retrieved", "serves_prompts_in_chunks", "chooses_alike_without_residency", "forgets_what_is_cropped"),
@@ -139,7 +139,7 @@ class Contract:
         need(most <= allowed, f"{most} tokens were attended to in one step; the budget is {budget}")
 
     def keeps_to_retrieved(self) -> None:
-        """With `retrieved` instead of a budget, the regions are the method's own and the rows as many as asked for."""
+        """Check that `retrieved` instead of a budget gives the method's own regions and this number of rows."""
         layer = self.layer(Text(SMALL, [900], 4), retrieved=20).prefill()
         for step in layer.decode():
             layer.check(step)
@@ -147,13 +147,13 @@ class Contract:
         need(layer.plan.rows == 20, f"{layer.plan.rows} rows are asked for, not 20")
 
     def attends_to_all_within_the_budget(self, shape: Shape) -> None:
-        """Where the budget covers the length, the output is full attention's, also once tokens have left the ring for the index."""
+        """Check that a budget above the length gives full attention's output, also after tokens have left the ring."""
         layer = self.layer(Text(shape, [52, 37], 17), budget=88).prefill()
         for step in layer.decode():
             layer.close_to_full(step)
 
     def serves_every_shape(self, shape: Shape) -> None:
-        """Every head_dim, number of heads and dtype keeps the budget's rule, whatever stands where no row was fetched to."""
+        """Check the budget's rule for every head_dim, number of heads and dtype, with arbitrary data in empty slots."""
         layer = self.layer(Text(shape, [90, 53], 6), budget=32).prefill()
         slab = layer.offloaded.slab
         slab.data[:, :, slab.pool_start :] = 1e4  # finite, but seen in any output that it enters
@@ -175,7 +175,7 @@ class Contract:
             layer.check(step)
 
     def serves_prompts_in_chunks(self, chunk: int) -> None:
-        """A prompt that comes in chunks keeps the budget's rule."""
+        """Check the budget's rule for a prompt in chunks."""
         layer = self.layer(self.batch(), budget=48)
         for start in range(0, 150, chunk):
             layer.take(start, min(150, start + chunk))
@@ -183,14 +183,14 @@ class Contract:
             layer.check(step)
 
     def chooses_alike_alone(self) -> None:
-        """A sequence of a batch chooses what it chooses alone: random choices follow from the seed, not from its place."""
+        """Check that a sequence selects the same in a batch as alone: random choices depend on the seed, not on its slot."""
         for seq, steps in ((1, 13), (2, 7)):
             torch.manual_seed(seq)
             alone = self.layer(self.batch().sequence(seq), budget=48).prefill()
             self._same(self.whole[1], alone.decode(steps), f"alone instead of in place {seq} of a batch", [(seq, 0)])
 
     def chooses_alike_again(self) -> None:
-        """The same tokens and the same seed choose the same, and the tables of slots stay where they are."""
+        """Check that equal tokens and seeds select equally, and that the slot tables do not move."""
         torch.manual_seed(99)
         layer, addresses = self.layer(self.batch(), budget=48).prefill(), set[tuple[int, ...]]()
 
@@ -207,7 +207,7 @@ class Contract:
         need(len(addresses) == 1, "the tables moved, though they were made for more tokens than these")
 
     def chooses_alike_when_several_tokens_come(self) -> None:
-        """Several tokens at once equal the same tokens one by one, also where they cross an index update."""
+        """Check that several tokens at once equal the same tokens one by one, also across an index update."""
         many = self.layer(self.batch(), budget=48).prefill()
         for start in range(0, 15, 5):
             at = many.cache.sequences.padded_length
@@ -216,7 +216,7 @@ class Contract:
                 close(together[:, :, t], step.out, what=f"step {step.number}: the output of five tokens at once differs")
 
     def chooses_alike_without_residency(self) -> None:
-        """With keep=0 every selected row is fetched in every step, and nothing else changes."""
+        """Check that keep=0 fetches every selected row in every step and changes nothing else."""
         keeps, steps = self.whole
         drops = self.layer(self.batch(), replace(self.method, keep=0), budget=48).prefill()
         self._same(steps, drops.decode(), "with keep=0", [(seq, seq) for seq in range(3)])
@@ -225,7 +225,8 @@ class Contract:
         need(int(keeps.retriever.meter.fetched) <= fetched, "residency fetches more rows than none does")
 
     def parts_sequences_of_one_prefix(self) -> None:
-        """Beams: sequences made of one by reorder() take different tokens afterwards, and choose as if they had always been two."""
+        """Check beams: sequences that reorder() copied from one take different tokens, and select as if they had always been
+        two."""
         text = Text(Shape(batch=2, heads=2, group=2), [150, 150], 14)
         for x in text.tensors:
             x[1, :, :150] = x[0, :, :150]
@@ -272,7 +273,7 @@ class Contract:
                 layer.close_to_full(step)
 
     def copies_independently(self) -> None:
-        """A deep copy and clone_from() choose as the original would have, which goes on with other tokens between their steps."""
+        """Check that a deep copy and clone_from() select as the original would have, while the original takes other tokens."""
         one = self.layer(self.batch(), budget=48).prefill()
         list(one.decode(8))
         other, third = copy.deepcopy(one), copy.deepcopy(one)
@@ -293,7 +294,8 @@ class Contract:
         self._same(copied, between, "of a clone", [(seq, seq) for seq in range(3)])
 
     def repeats_what_failed(self) -> None:
-        """A step whose append() fails after the first sequence is taken again, and every token is indexed once."""
+        """Check that a step whose append() fails after the first sequence can be repeated, and that every token is indexed
+        once."""
         layer = self.layer(Text(Shape(batch=2, heads=2, group=2), [50, 50], 18), budget=88).prefill()
         index, calls = layer.retriever.index, 0
         append = index.append
@@ -336,7 +338,7 @@ class _HalfWayError(Exception):
 
 
 class _Reads(TorchDispatchMode):
-    """Keeps every tensor that an operation is given, so that no memory is used twice meanwhile."""
+    """Keep every input tensor of operations alive, so that no memory is reused meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

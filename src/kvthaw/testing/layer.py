@@ -1,4 +1,4 @@
-"""One layer of a method without a model, and what it must come to."""
+"""One layer of a method without a model, and its expected output."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Text:
 
 @dataclass
 class Step:
-    """One decode step: which, what came out [B, Hq, D], what was chosen, and where the ring of each sequence begins."""
+    """One decode step: its number, the output [B, Hq, D], the choice, and where each sequence's ring begins."""
 
     number: int
     out: Tensor
@@ -91,7 +91,7 @@ class Step:
 
 
 class Layer:
-    """A layer of a method on its own, on whatever device; texts and what is looked at are on the CPU."""
+    """A layer of a method alone, on any device. Texts and results are on the CPU."""
 
     def __init__(self, method: Method, text: Text, device: torch.device | str = "cpu", **settings: Any) -> None:
         self.method, self.text, self.how, self.device = method, text, AttentionParams(0.3), device
@@ -113,7 +113,7 @@ class Layer:
 
     @property
     def plan(self) -> Plan:
-        """Regions and rows as they were fitted to the budget; after the prefill."""
+        """Regions and rows as fitted to the budget; available after the prefill."""
         assert self.offloaded.plan is not None
         return self.offloaded.plan
 
@@ -132,12 +132,12 @@ class Layer:
         return self.cache.attend(self.offloaded, q, k, v, self.how, [min(pad, stop) for pad in pads]).cpu()
 
     def prefill(self) -> Layer:
-        """Take the whole prompt."""
+        """Prefill the whole prompt."""
         self.take(0, max(self.text.lengths))
         return self
 
     def decode(self, count: int | None = None, seqs: list[int] | None = None) -> Iterator[Step]:
-        """Take the next tokens one by one, by default all that the text has steps for."""
+        """Decode the next tokens one by one; by default all remaining tokens of the text."""
         for _ in range(self.text.steps if count is None else count):
             at = self.cache.sequences.padded_length
             out = self.take(at, at + 1, seqs)
@@ -146,7 +146,7 @@ class Layer:
             self.steps += 1
 
     def check(self, step: Step) -> None:
-        """Raise AssertionError or CacheError unless a step selected what it may, and its output follows from that."""
+        """Raise AssertionError or CacheError unless a step's selection is allowed and its output follows from it."""
         seqs, plan = self.cache.sequences.count, self.plan
         if step.choice is not None:
             found = step.choice.selection
@@ -181,7 +181,8 @@ class Layer:
         self.close(step, torch.cat(whole), "full attention, though the budget covers the length")
 
     def expected(self, step: Step) -> Tensor:
-        """Return attention over sink, ring and chosen rows [B, Hq, D], from the text itself but for keys that the index made."""
+        """Return the attention to sink, ring and selected rows [B, Hq, D], from the text itself, with keys that the index
+        rebuilt."""
         shape, n = self.text.shape, self.cache.sequences.padded_length
         pads, begins = torch.tensor(self.text.pads)[:, None], torch.tensor(step.begins)[:, None]
         at = torch.arange(n + 1) - pads  # the last place stands for rows that are none

@@ -59,7 +59,7 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype | None = None, *, 
     """Raise AssertionError unless two results are equal within the tolerance of a dtype, by default the found one's; NaN is
     never equal.
 
-    what: what they are, for the message.
+    what: their description, for the message.
     """
     near(found, expected, what=what, **TOLERANCE[dtype or found.dtype])
 

@@ -12,17 +12,17 @@ from kvthaw_baselines.index.pruned import PrunedIndex
 
 
 def twilight(*, base: str | Method = "quest", p: float = 0.85, spare: int = 4) -> Method:
-    """The top-p of what another method proposes, so that a sharp head reads few rows and a flat one as many as the budget has.
+    """Select the top-p of another method's proposal: a sharp head reads few rows, a flat one the whole budget.
 
-    base: a name in METHODS, with options if need be, or a Method; it may not weigh rows, estimate
-        attention or make keys of its own.
-    p: the paper's, of the candidates' softmax by keys in 4 bits.
-    spare: how many times the budget's rows the base proposes; the paper takes a quarter of the context as candidates,
-        whatever that is. GQA: each query head keeps its own top-p, and a KV head brings the union, cut to the budget by the
-        largest weight. Regions are the base's.
+    base: a name in METHODS, possibly with options, or a Method. It must not weigh rows, estimate attention or rebuild keys.
+    p: the paper's, of the candidates' softmax estimated with 4-bit keys.
+    spare: the base proposes this multiple of the budget's rows. The paper takes a quarter of the context as candidates.
 
-    On the device (or on the host, where the base decides there): a 4-bit copy of every key, D / 2 + 8 bytes, and what the base has.
-    On the host: rows.
+    GQA: each query head keeps its own top-p. A KV head's rows are their union, cut to the budget by the largest weight.
+    Regions are the base's.
+
+    On the device (or on the host, if the base selects there): a 4-bit copy of every key, D / 2 + 8 bytes, and the base's
+    own data. On the host: rows.
     """
     inner = resolve(base)
     if inner.index is None:

@@ -57,11 +57,11 @@ _LONGEST = 131072  # tokens to choose a method for, if the model has more positi
 
 
 class Cache(DynamicCache):
-    """A KV cache that keeps most of itself frozen on the host; give it to generate() or forward() as past_key_values.
+    """A KV cache that keeps most KV frozen on the host. Pass it to generate() or forward() as past_key_values.
 
-    Takes a DynamicCache of the model and replaces its full-attention layers; sliding-window and linear layers stay as they are.
-    Making one sets the model's attention function to kvthaw's, which serves plain caches too; `kvthaw.detach(model)` undoes that.
-    No gradients flow through it.
+    Takes a DynamicCache of the model and replaces its full-attention layers; sliding-window and linear layers are
+    unchanged. Creating one sets the model's attention function to kvthaw's, which serves plain caches too;
+    `kvthaw.detach(model)` undoes that. No gradients flow through it.
 
     model: a decoder whose attention goes through transformers' AttentionInterface.
     method: a name in METHODS or a Method. Further keyword arguments are the method's options. "auto" takes full attention
@@ -69,16 +69,19 @@ class Cache(DynamicCache):
         the best index: thaw on a GPU, icecache-digest on a CPU. It takes the next of pariskv-plus, clusterkv-plus and
         icecache-digest if an index does not fit a GPU together with the weights. It sets device_memory to "auto" unless the
         caller gives one.
-    sized_for: how many rows must fit, and how many tokens each has. None: one row of all positions of the model, at most
-        131,072. budget to kv_dtype: see `kvthaw.config.CacheConfig`; full_below None is where kvthaw measured it, under
-        "auto".
+    sized_for: how many sequences must fit, and the tokens of each. None: one sequence of all positions of the model, at
+        most 131,072.
 
-    `Stats.method` and `Stats.reason` tell what is in force and why. The log tells when that changes.
+    The arguments budget to kv_dtype are described in `kvthaw.config.CacheConfig`. Under "auto", full_below None means the
+    measured crossing.
 
-    Give it to assisted decoding on an attached model: kvthaw must see the forward's arguments to tell candidates from a question.
+    `Stats.method` and `Stats.reason` report what is in force and why. The log reports changes.
 
-    A setting that changes nothing under the method, such as device_memory where the host searches, is accepted:
-    `Stats.no_effect` says which and why, and the log.
+    For assisted decoding, attach the model: kvthaw must see the forward's arguments to distinguish candidates from a
+    question.
+
+    A setting that changes nothing under the method is accepted, such as device_memory if the host searches.
+    `Stats.no_effect` and the log report it with the reason.
 
     Raises CacheError, with the layer, if the model gives keys or values that are not finite: see `check_finite`.
     Raises ConfigError for a setting out of range and UnsupportedModelError for a model that cannot work.

@@ -1,4 +1,4 @@
-"""A layer that attends to everything and tells others what mattered: OmniKV's filter layers."""
+"""OmniKV's filter layers: they attend to everything, and their weights select rows for other layers."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class HeavyIndex(KeptIndex):
         return super().swap_out(seq)
 
     def add(self) -> None:
-        """Add what the last queries paid to each token, and forget them. Device work of fixed shape."""
+        """Add the last queries' weights to each token's score, and drop the queries. Device work of fixed shape."""
         slab = self.context.slab
         if slab is None or not self.tokens:
             return
@@ -119,5 +119,5 @@ class HeavyIndex(KeptIndex):
         length.zero_()
 
     def _places(self, positions: Tensor) -> Tensor:
-        """Where tokens of these positions stand in sink and ring."""
+        """Return the slots of these positions in sink and ring."""
         return place_of(positions, self.context.regions.sink, self.context.regions.ring)

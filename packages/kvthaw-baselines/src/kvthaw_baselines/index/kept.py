@@ -18,10 +18,11 @@ _SCORES = 1 << 24  # float32 scores held at once
 
 
 def observed(queries: Tensor, keys: Tensor, *, scale: float, agree: Agree) -> Tensor:
-    """Attention that the last W of T tokens pay to each: queries [H, G, W, D], keys [H, T, D], W <= T -> [H, T] float32.
+    """Return the attention of the last W of T tokens to each token: queries [H, G, W, D], keys [H, T, D], W <= T -> [H, T]
+    float32.
 
-    Query w stands at T - W + w and sees the keys up to its own. Softmax weights, summed over the queries; one number for the G
-    query heads.
+    Query w is at T - W + w and sees the keys up to its own. The softmax weights are summed over the queries, and combined
+    over the G query heads.
     """
     heads, group, width, _ = queries.shape
     tokens = keys.shape[1]

@@ -17,11 +17,11 @@ from kvthaw.kernels.kmeans import kmeans
 
 
 class ProductIndex(TokenIndex):
-    """A key is `parts` centroids, one for each part of its dimensions; q.k is estimated by their products with the query.
+    """Approximate a key by `parts` centroids, one for each part of its dimensions. Their products with the query estimate q.k.
 
-    The centroids are learned on the prompt by k-means, once for each KV head and part; tokens that come later get the nearest of
-    them. ids [B, H, capacity, parts] uint8; centroids [B, H, parts, C, D / parts] float32. Fewer keys than centroids are centroids
-    themselves.
+    k-means learns the centroids on the prompt, once for each KV head and part. Later tokens get the nearest centroids. ids
+    [B, H, capacity, parts] uint8; centroids [B, H, parts, C, D / parts] float32. If there are fewer keys than centroids,
+    the keys are the centroids.
     """
 
     traits = replace(TokenIndex.traits, grows=False)

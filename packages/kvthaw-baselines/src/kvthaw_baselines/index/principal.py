@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 _FIXED = 1e-8
-"""Share of the mean squared channel by which a fixed basis is added, so that rounding does not turn what the rows leave open."""
+"""Weight of the fixed basis, relative to the mean squared channel, so that rounding does not rotate undetermined directions."""
 _ON_HOST = 256
-"""Channels up to which a matrix goes to the host: a GPU's solver takes tens of ms for the smallest, LAPACK 1 for 64, 10 for 256."""
+"""Most channels of a matrix that is solved on the host. LAPACK takes 1 ms for 64 and 10 ms for 256; a GPU's solver takes tens
+of ms for any."""
 
 
 def principal(rows: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class PrunedIndex(AroundIndex):
         self.p, self.spare = p, spare
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index. Raises ConfigError where the other index weighs or estimates what it proposes."""
+        """Select rows; see Index. Raises ConfigError if the other index returns weights or partial attention."""
         proposed = self.inner.select(query, self.spare * budget)
         if proposed.log_weight is not None or proposed.partial is not None:
             raise ConfigError(

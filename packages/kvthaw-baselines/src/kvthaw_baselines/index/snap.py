@@ -45,9 +45,9 @@ class SnapIndex(KeptIndex):
 
 
 class FreshSnapIndex(SnapIndex):
-    """SnapKV's choice made again every `interval` tokens, by the last queries, from all tokens.
+    """SnapKV's choice, repeated every `interval` tokens with the last queries, from all tokens.
 
-    The window's keys are on the device already; the others come from the host for it, between two steps.
+    The window's keys are on the device already. The other keys are read from the host between two steps.
     """
 
     traits = replace(SnapIndex.traits, evicts=False, remembers=True)
@@ -107,7 +107,7 @@ class FreshSnapIndex(SnapIndex):
         self.cursor.sub_(1)
 
     def swap_out(self, seq: int) -> Any:
-        """See Tables: the last queries from the oldest on, since steps are counted on meanwhile."""
+        """Return the last queries from the oldest on, because the step count continues meanwhile; see Tables."""
         held, last = super().swap_out(seq), self.tables["recent"][seq].index_select(1, self._oldest_first())
         return held, last.cpu(), self.since[seq]
 
@@ -117,7 +117,7 @@ class FreshSnapIndex(SnapIndex):
         self.tables["recent"][seq].index_copy_(1, self._oldest_first(), last.to(self.cursor.device))
 
     def _oldest_first(self) -> Tensor:
-        """Where the last queries stand, from the oldest on."""
+        """Return the places of the last queries, from the oldest on."""
         return (self.cursor + torch.arange(self.width, device=self.cursor.device)) % self.width
 
     def tensors(self) -> list[Tensor]:

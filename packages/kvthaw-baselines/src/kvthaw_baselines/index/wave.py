@@ -91,7 +91,7 @@ class WaveIndex(ClusterIndex):
         self._arriving.clear()
 
     def take_values(self, seqs: Sequence[int], values: Tensor) -> None:
-        """See UnitIndex: the last ones stand in a ring, as keys do; where they are too many, all of a batch are kept aside."""
+        """Store the last values in a ring, as keys are, or aside if a batch has too many; see UnitIndex."""
         n, hosts = values.shape[2], [self.seqs[seq] for seq in seqs]
         for i, (seq, host) in enumerate(zip(seqs, hosts, strict=True)):
             if not self._fits(seq, n):
@@ -164,8 +164,7 @@ class WaveIndex(ClusterIndex):
         return at[:, :, 1:] > at[:, :, :-1]
 
     def _average(self, full: Sequence[Full], count: int, values: Tensor) -> None:
-        """Mean values of `count` units of each of some sequences, of the tokens of values [R, H, n, D]: from where it is said
-        on."""
+        """Return the mean values of `count` units of each sequence, from values [R, H, n, D]."""
         target, wide = Target.of(full, self.context.kv_heads, values.device), values.shape[3]
         place = self.order[target.places(values.shape[2])].long() - (self.first + target.begin)
         ordered = values.gather(2, place[..., None].expand(-1, -1, -1, wide))
