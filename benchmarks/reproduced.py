@@ -1,6 +1,6 @@
 """Write the paper's numbers beside ours, of benchmarks/results, into docs/reproduce.md; draw IceCache's figures 1 and 8.
 
-usage: python3 -m benchmarks.reproduced [OUT]    OUT: a file that kvthaw reproduce --out wrote, which is added first
+usage: python3 -m benchmarks.reproduced [OUT]    OUT: a file that python -m lab reproduce --out wrote, which is added first
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from benchmarks.script import paragraph, put
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.document import Table
 from kvthaw.evaluate.results import ResultsFile
-from kvthaw.reproduce import EXPERIMENTS, Lab, Outcome, run
-from kvthaw.reproduce.draw import picture, shown
-from kvthaw.reproduce.experiment import Cell, Cells
+from lab.reproduce import EXPERIMENTS, Lab, Outcome, run
+from lab.reproduce.draw import picture, shown
+from lab.reproduce.experiment import Cell, Cells
 
 BEGIN = "<!-- written by benchmarks/reproduced.py -->"
 DEVICE = "NVIDIA H200"

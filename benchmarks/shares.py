@@ -23,7 +23,7 @@ from kvthaw.evaluate.machine import identity, versions
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.passages import text_name
 from kvthaw.evaluate.results import Record, ResultsFile
-from kvthaw.reproduce.special import static_shares
+from lab.reproduce.special import static_shares
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

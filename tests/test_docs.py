@@ -24,6 +24,8 @@ from kvthaw.evaluate.published import BENCHMARKS
 from kvthaw.evaluate.tasks import SUITES, TASKS
 from kvthaw.evaluate.variant import read_variant
 from kvthaw.methods import METHODS, resolve
+from lab.__main__ import app as lab
+from lab.reproduce import command
 from zoo import build, prompt
 
 ROOT = Path(__file__).parents[1]
@@ -152,11 +154,14 @@ def test_every_command_that_is_shown_can_be_given(monkeypatch: pytest.MonkeyPatc
     for one in pkgutil.iter_modules(cli.__path__):
         module = vars(importlib.import_module(f"kvthaw.cli.{one.name}"))
         texts += [value for name, value in module.items() if name.endswith("EXAMPLES")]
+    texts.append(command.EXAMPLES)
     commands = "eval|generate|chat|compare|bench|reproduce|demo|methods|serve|inspect|plan"
     shown = [
         line
         for text in texts
-        for line in re.findall(rf"kvthaw ((?:{commands}) [^`\n#|>)]*--[a-z][^`\n#|>)]*)", text.replace("[/]", "`"))
+        for line in re.findall(
+            rf"(?:kvthaw|python -m lab) ((?:{commands}) [^`\n#|>)]*--[a-z][^`\n#|>)]*)", text.replace("[/]", "`")
+        )
     ]
     assert shown
     parts = {line: shlex.split(line) for line in shown}
@@ -164,7 +169,9 @@ def test_every_command_that_is_shown_can_be_given(monkeypatch: pytest.MonkeyPatc
     for line in kinds.values():  # one of each command and its options, whatever their values
         at = parts[line].index("--plugin") if "--plugin" in parts[line] else len(parts[line])  # a file that is not here
         asked = [*parts[line][:at], "--help", *parts[line][at:]]
-        said = CliRunner().invoke(cli.app, asked)  # options are looked up before help is shown
+        said = CliRunner().invoke(
+            lab if asked[0] == "reproduce" else cli.app, asked
+        )  # options are looked up before help is shown
         assert said.exit_code == 0, f"{line}: {said.output}"
 
 

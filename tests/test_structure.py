@@ -35,7 +35,6 @@ ORDER = [
         "inspect",
         "serve",
         "bench",
-        "reproduce",
         "answering",
         "demo_texts",
         "demo",

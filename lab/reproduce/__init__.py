@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvthaw.errors import unknown
-from kvthaw.reproduce import clusterkv, icecache, pariskv, prkv
-from kvthaw.reproduce.experiment import Cell, Experiment, Outcome, check, run
-from kvthaw.reproduce.lab import Lab
+from lab.reproduce import clusterkv, icecache, pariskv, prkv
+from lab.reproduce.experiment import Cell, Experiment, Outcome, check, run
+from lab.reproduce.lab import Lab
 
 PAPERS: dict[str, tuple[Experiment, ...]] = {
     "icecache": icecache.EXPERIMENTS,

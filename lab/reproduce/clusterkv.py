@@ -1,12 +1,12 @@
-"""How ClusterKV's tables and figures are measured; what the paper says is in assets/papers/clusterkv.toml."""
+"""How ClusterKV's tables and figures are measured; what the paper says is in papers/clusterkv.toml."""
 
 from __future__ import annotations
 
-from kvthaw.reproduce.experiment import experiments
-from kvthaw.reproduce.plans import Read, Score, Scores
-from kvthaw.reproduce.special import Special, Together, ranks
-from kvthaw.reproduce.timed import Timed, Timing
-from kvthaw.reproduce.watched import View, Watched
+from lab.reproduce.experiment import experiments
+from lab.reproduce.plans import Read, Score, Scores
+from lab.reproduce.special import Special, Together, ranks
+from lab.reproduce.timed import Timed, Timing
+from lab.reproduce.watched import View, Watched
 
 _SETS = {
     "2WikiMQA": "2wikimqa", "TriviaQA": "triviaqa", "HotpotQA": "hotpotqa", "MultiFieldQA": "multifieldqa_en",

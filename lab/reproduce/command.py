@@ -1,4 +1,4 @@
-"""kvthaw reproduce: the papers' tables and figures."""
+"""python -m lab reproduce: the papers' tables and figures."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvthaw.evaluate.job import Progress as State
-    from kvthaw.reproduce import Experiment, Outcome
+    from lab.reproduce import Experiment, Outcome
 
 EXAMPLES = (
-    "Examples:\n\n  kvthaw reproduce list\n\n  kvthaw reproduce clusterkv-f11 --quick\n\n"
-    "  kvthaw reproduce icecache-t1 --model meta-llama/Llama-3.1-8B-Instruct --data LongBench/data --out icecache.jsonl "
+    "Examples:\n\n  python -m lab reproduce list\n\n  python -m lab reproduce clusterkv-f11 --quick\n\n"
+    "  python -m lab reproduce icecache-t1 --model meta-llama/Llama-3.1-8B-Instruct --data LongBench/data --out icecache.jsonl "
     "--plot icecache-t1.png\n\n"
-    "  kvthaw reproduce icecache-f7,clusterkv-f12,prkv-f7 --out speed.jsonl --plot pictures   (a GPU; no weights)"
+    "  python -m lab reproduce icecache-f7,clusterkv-f12,prkv-f7 --out speed.jsonl --plot pictures   (a GPU; no weights)"
 )
 
 
@@ -58,9 +58,9 @@ def reproduce(
     from kvthaw.errors import ConfigError, KvthawError
     from kvthaw.evaluate.plot import check, save
     from kvthaw.evaluate.results import ResultsFile
-    from kvthaw.reproduce import PAPERS, Lab, named, run
-    from kvthaw.reproduce import check as check_data
-    from kvthaw.reproduce.draw import picture
+    from lab.reproduce import PAPERS, Lab, named, run
+    from lab.reproduce import check as check_data
+    from lab.reproduce.draw import picture
 
     if name == "list":
         every = [one for each in PAPERS.values() for one in each]
@@ -141,7 +141,7 @@ def _list(every: list[Experiment]) -> Table:
 def tables(outcome: Outcome) -> tuple[Table, Table]:
     """Return the paper's numbers above ours, and what each row of ours was measured on."""
     from kvthaw.evaluate.report import lay_out
-    from kvthaw.reproduce.draw import shown
+    from lab.reproduce.draw import shown
 
     one, columns, rows = outcome.experiment, outcome.said.columns, []
     for row, said in outcome.said.rows.items():

@@ -22,8 +22,8 @@ from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.srht import make_rotation
 from kvthaw.kernels.tiers import tiers
 from kvthaw.kernels.uva_gather import uva_gather
-from kvthaw.reproduce.lab import BUDGET, Lab
-from kvthaw.reproduce.plans import QUICK
+from lab.reproduce.lab import BUDGET, Lab
+from lab.reproduce.plans import QUICK
 
 Found = dict[str, dict[str, float]]
 Call = Callable[[], Any]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvthaw.evaluate import plot
-from kvthaw.reproduce.experiment import Outcome, Value
+from lab.reproduce.experiment import Outcome, Value
 
 Numbers = dict[str, dict[str, Value]]
 

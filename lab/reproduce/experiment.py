@@ -5,17 +5,18 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.published import BENCHMARKS
-from kvthaw.evaluate.tasks.base import read_asset
 
 if TYPE_CHECKING:
-    from kvthaw.reproduce.lab import Lab
+    from lab.reproduce.lab import Lab
 
 Value = float | str | None
 """A number, a word in its place such as OOM, or nothing."""
+_PAPERS = Path(__file__).parent / "papers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Measurement(Protocol):
 @dataclass(frozen=True, slots=True)
 class Experiment:
     """name: the paper's and its table or figure, such as icecache-t1. says: the paper's model or machine -> its numbers; the first
-    is taken for any other model. unit: of the numbers. form: one of `kvthaw.reproduce.draw.FORMS`. minutes: expected on one H100,
+    is taken for any other model. unit: of the numbers. form: one of `lab.reproduce.draw.FORMS`. minutes: expected on one H100,
     roughly. note: what else a reader of the two numbers must know."""
 
     name: str
@@ -109,9 +110,9 @@ def _short(model: str | None) -> str:
 
 
 def experiments(paper: str, plans: Mapping[str, Measurement]) -> tuple[Experiment, ...]:
-    """Return a paper's experiments: what it says, from assets/papers, and how each is measured."""
+    """Return a paper's experiments: what it says, from papers/, and how each is measured."""
     found = []
-    for name, one in tomllib.loads(read_asset(f"papers/{paper}.toml")).items():
+    for name, one in tomllib.loads((_PAPERS / f"{paper}.toml").read_text(encoding="utf-8")).items():
         says = {model: table(text) for model, text in one.pop("says").items()}
         found.append(Experiment(name, says=says, plan=plans[name], **one))
     return tuple(found)

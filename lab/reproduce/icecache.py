@@ -1,12 +1,12 @@
-"""How IceCache's tables and figures are measured; what the paper says is in assets/papers/icecache.toml."""
+"""How IceCache's tables and figures are measured; what the paper says is in papers/icecache.toml."""
 
 from __future__ import annotations
 
-from kvthaw.reproduce.devices import pipelined
-from kvthaw.reproduce.experiment import experiments
-from kvthaw.reproduce.plans import Asked, Score, Scores
-from kvthaw.reproduce.special import Special
-from kvthaw.reproduce.timed import Timed, Timing
+from lab.reproduce.devices import pipelined
+from lab.reproduce.experiment import experiments
+from lab.reproduce.plans import Asked, Score, Scores
+from lab.reproduce.special import Special
+from lab.reproduce.timed import Timed, Timing
 
 _SETS = {
     "NrtvQA": "narrativeqa", "Qasper": "qasper", "MF-en": "multifieldqa_en", "HotpotQA": "hotpotqa", "2WikiMQA": "2wikimqa",

@@ -1,4 +1,4 @@
-"""How ParisKV's tables and figures are measured; what the paper says is in assets/papers/pariskv.toml.
+"""How ParisKV's tables and figures are measured; what the paper says is in papers/pariskv.toml.
 
 Rows of accuracy have regions as in table 1, which the paper keeps the same in all methods (section 5), and appendix D.1; those of
 speed (appendix D.2) sink 128 and local window 512, MagicPIG's the same, PQCache's its own.
@@ -6,12 +6,12 @@ speed (appendix D.2) sink 128 and local window 512, MagicPIG's the same, PQCache
 
 from __future__ import annotations
 
-from kvthaw.reproduce.devices import kernels
-from kvthaw.reproduce.experiment import experiments
-from kvthaw.reproduce.plans import Asked, Score, Scores
-from kvthaw.reproduce.special import Special, Together, drifted, regions
-from kvthaw.reproduce.timed import Timed, Timing
-from kvthaw.reproduce.watched import View, Watched
+from lab.reproduce.devices import kernels
+from lab.reproduce.experiment import experiments
+from lab.reproduce.plans import Asked, Score, Scores
+from lab.reproduce.special import Special, Together, drifted, regions
+from lab.reproduce.timed import Timed, Timing
+from lab.reproduce.watched import View, Watched
 
 _SETTINGS = {
     "AIME25": ("pariskv:window=256:buffer=512:full_threshold=2048", "aime25"),

@@ -18,8 +18,8 @@ from kvthaw.evaluate.results import Record
 from kvthaw.evaluate.runner import Runner
 from kvthaw.evaluate.tasks import find
 from kvthaw.evaluate.variant import FULL, Variant, complete
-from kvthaw.reproduce.experiment import Cell, Cells
-from kvthaw.reproduce.lab import Lab
+from lab.reproduce.experiment import Cell, Cells
+from lab.reproduce.lab import Lab
 
 QUICK = 448
 """Tokens of a quick prompt."""

@@ -1,13 +1,13 @@
-"""How PRKV's tables and figures are measured; what the paper says is in assets/papers/prkv.toml."""
+"""How PRKV's tables and figures are measured; what the paper says is in papers/prkv.toml."""
 
 from __future__ import annotations
 
-from kvthaw.reproduce.devices import estimates, layouts
-from kvthaw.reproduce.experiment import experiments
-from kvthaw.reproduce.plans import Asked, Score, Scores
-from kvthaw.reproduce.special import Special, Together, shares, spread
-from kvthaw.reproduce.timed import Timed, Timing
-from kvthaw.reproduce.watched import View, Watched
+from lab.reproduce.devices import estimates, layouts
+from lab.reproduce.experiment import experiments
+from lab.reproduce.plans import Asked, Score, Scores
+from lab.reproduce.special import Special, Together, shares, spread
+from lab.reproduce.timed import Timed, Timing
+from lab.reproduce.watched import View, Watched
 
 _SPLIT = ("Overall", "Easy", "Hard", "Short", "Medium", "Long")
 _V2 = Scores({name: Score("longbench_v2", "score" if name == "Overall" else name.lower()) for name in _SPLIT}, 128_000)

@@ -22,10 +22,10 @@ from kvthaw.evaluate.variant import Variant, complete, fork, whole
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.kernels.kmeans import kmeans
 from kvthaw.methods import resolve
-from kvthaw.reproduce.experiment import Cell, Cells, Measurement
-from kvthaw.reproduce.lab import Lab
-from kvthaw.reproduce.plans import QUICK
-from kvthaw.reproduce.watched import DEPTH, View, prompts, written
+from lab.reproduce.experiment import Cell, Cells, Measurement
+from lab.reproduce.lab import Lab
+from lab.reproduce.plans import QUICK
+from lab.reproduce.watched import DEPTH, View, prompts, written
 
 Found = dict[str, dict[str, float]]
 """Row -> column -> number."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from kvthaw.bench.settings import DecodeSetting, possible, setting
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.results import Record
-from kvthaw.reproduce.experiment import Cell, Cells
-from kvthaw.reproduce.lab import BUDGET, Lab
+from lab.reproduce.experiment import Cell, Cells
+from lab.reproduce.lab import BUDGET, Lab
 
 MEASURES: dict[str, Callable[[Record], float]] = {
     "ttft": lambda record: record["ttft_s"],

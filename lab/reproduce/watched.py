@@ -23,9 +23,9 @@ from kvthaw.evaluate.results import Record, Setting
 from kvthaw.evaluate.tasks import TASKS
 from kvthaw.evaluate.text import split_prompt
 from kvthaw.evaluate.variant import Variant, complete, fork, setting_of, whole
-from kvthaw.reproduce.experiment import Cell, Cells
-from kvthaw.reproduce.lab import Lab
-from kvthaw.reproduce.plans import QUICK, family, said
+from lab.reproduce.experiment import Cell, Cells
+from lab.reproduce.lab import Lab
+from lab.reproduce.plans import QUICK, family, said
 
 BINS = 16
 """Parts of the steps that are told apart."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import typer
 from typer.testing import CliRunner
 
 from kvthaw.cli import app
@@ -13,7 +14,7 @@ from kvthaw.cli import app
 class Said:
     """What a command said."""
 
-    def __init__(self, *arguments: str, stdin: str | bytes | None = None, columns: int = 200) -> None:
+    def __init__(self, *arguments: str, stdin: str | bytes | None = None, columns: int = 200, app: typer.Typer = app) -> None:
         result = CliRunner().invoke(app, list(arguments), input=stdin, env={"COLUMNS": str(columns), "NO_COLOR": "1"})
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception

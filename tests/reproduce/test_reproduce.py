@@ -15,17 +15,17 @@ from kvthaw import ConfigError
 from kvthaw.bench import steps
 from kvthaw.bench.settings import setting
 from kvthaw.bench.shapes import SHAPES
-from kvthaw.cli.reproduce import tables
 from kvthaw.engine.hf.model import load
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.variant import read_variant
 from kvthaw.methods import METHODS
-from kvthaw.reproduce import EXPERIMENTS, PAPERS, Lab, check, named, run
-from kvthaw.reproduce.draw import picture
-from kvthaw.reproduce.experiment import Experiment, Measurement, Table, table
-from kvthaw.reproduce.plans import Asked, Read, Score, Scores
-from kvthaw.reproduce.special import Special, Together, shares
-from kvthaw.reproduce.watched import View, Watched
+from lab.reproduce import EXPERIMENTS, PAPERS, Lab, check, named, run
+from lab.reproduce.command import tables
+from lab.reproduce.draw import picture
+from lab.reproduce.experiment import Experiment, Measurement, Table, table
+from lab.reproduce.plans import Asked, Read, Score, Scores
+from lab.reproduce.special import Special, Together, shares
+from lab.reproduce.watched import View, Watched
 from timed import tinier
 
 pytest.importorskip("matplotlib")

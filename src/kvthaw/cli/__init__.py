@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvthaw.cli import bench, chat, compare, demo, evaluate, generate, harness, inspect, methods, plan, reproduce, serve
+from kvthaw.cli import bench, chat, compare, demo, evaluate, generate, harness, inspect, methods, plan, serve
 from kvthaw.cli.common import Commands
 
 app = typer.Typer(
@@ -31,7 +31,6 @@ app.command("methods", epilog=methods.EXAMPLES)(methods.methods)
 app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(bench.app, name="bench")
-app.command("reproduce", epilog=reproduce.EXAMPLES)(reproduce.reproduce)
 app.command("lm-eval", epilog=harness.EXAMPLES, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     harness.lm_eval
 )

@@ -1,4 +1,4 @@
-"""kvthaw reproduce."""
+"""python -m lab reproduce."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ from pathlib import Path
 import pytest
 from said import Said, refused
 
-from kvthaw.reproduce import Experiment, Lab, Outcome, run
+from lab.__main__ import app
+from lab.reproduce import Experiment, Lab, Outcome, run
+
+
+def reproduce(*arguments: str, columns: int = 200) -> Said:
+    return Said("reproduce", *arguments, columns=columns, app=app)
 
 
 def test_the_list_says_what_each_needs() -> None:
-    listed = {one["name"]: one for one in Said("reproduce", "list", "--json").records}
+    listed = {one["name"]: one for one in reproduce("list", "--json").records}
     assert listed["icecache-t1"]["paper_on"] == ["Llama-3.1-8B-Instruct", "Mistral-7B-Instruct-v0.2"]
     assert "gsm8k" in listed["icecache-t3"]["needs"]
-    shown = Said("reproduce", "list", columns=100).out
+    shown = reproduce("list", columns=100).out
     assert all(name in shown for name in listed)
     assert max(map(len, shown.splitlines())) <= 100
 
 
 def test_the_papers_number_stands_beside_ours(model: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    asked = ("reproduce", "icecache-t3,pariskv-t1", "--quick", "--model", model, "--out", str(tmp_path / "out.jsonl"))
-    said = Said(*asked, "--plot", str(tmp_path / "pictures"), "--json")
+    asked = ("icecache-t3,pariskv-t1", "--quick", "--model", model, "--out", str(tmp_path / "out.jsonl"))
+    said = reproduce(*asked, "--plot", str(tmp_path / "pictures"), "--json")
     rows = {(one["name"], one["row"]): one for one in said.records}
     one = rows["icecache-t3", "icecache:budget=0.1"]
     assert one["paper"] == {"accuracy": 47.4}
@@ -31,21 +36,21 @@ def test_the_papers_number_stands_beside_ours(model: str, tmp_path: Path) -> Non
     assert rows["pariskv-t1", "MATH500"]["ours"]["update"] == rows["pariskv-t1", "MATH500"]["paper"]["update"] == 256
     for name in ("icecache-t3", "pariskv-t1"):
         assert (tmp_path / "pictures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    again = Said(*asked, columns=80)
+    again = reproduce(*asked, columns=80)
     assert "47.4" in again.out
     assert "NOT comparable" in again.out
     assert max(len(line) for line in again.out.splitlines() if "; " not in line) <= 80  # all but titles
 
 
 def test_what_is_missing_is_said_in_one_line(model: str) -> None:
-    refused(Said("reproduce", "icecache-t3"), 1, "--model")
-    refused(Said("reproduce", "icecache-t3", "--model", model), 1, "gsm8k", "data")
-    refused(Said("reproduce", "icecache-t33"), 1, "icecache-t3")
-    refused(Said("reproduce", "icecache-f7"), 1, "GPU", "--quick")
+    refused(reproduce("icecache-t3"), 1, "--model")
+    refused(reproduce("icecache-t3", "--model", model), 1, "gsm8k", "data")
+    refused(reproduce("icecache-t33"), 1, "icecache-t3")
+    refused(reproduce("icecache-f7"), 1, "GPU", "--quick")
 
 
 def test_what_was_measured_is_printed_though_another_name_could_not_be(model: str) -> None:
-    said = Said("reproduce", "icecache-f7,icecache-f6,pariskv-t1,clusterkv-f12", "--model", model, "--limit", "1", "--json")
+    said = reproduce("icecache-f7,icecache-f6,pariskv-t1,clusterkv-f12", "--model", model, "--limit", "1", "--json")
     assert {one["name"] for one in said.records} == {"pariskv-t1"}
     assert said.code == 1
     *notes, error = said.err.splitlines()
@@ -59,7 +64,7 @@ def test_what_was_measured_is_printed_where_a_run_is_stopped(model: str, monkeyp
             raise KeyboardInterrupt
         return run(one, lab)
 
-    monkeypatch.setattr("kvthaw.reproduce.run", stopped)
-    said = Said("reproduce", "pariskv-t1,icecache-t3", "--quick", "--model", model, "--json")
+    monkeypatch.setattr("lab.reproduce.run", stopped)
+    said = reproduce("pariskv-t1,icecache-t3", "--quick", "--model", model, "--json")
     assert {one["name"] for one in said.records} == {"pariskv-t1"}
     assert said.code == 130
