@@ -42,12 +42,23 @@ def test_the_heaviest_rows_of_all_heads_stay(batch: int, heads: int, width: int,
             assert counts[b, h] == len(mine)
 
 
+def test_light_rows_go() -> None:
+    rows, weights = drawn(2, 3, 40, False)
+    kept, counts = share.definition(rows, weights, 3 * 40, -2.0)
+    for b in range(2):
+        for h in range(3):
+            mine = [int(rows[b, h, w]) for w in range(40) if rows[b, h, w] >= 0 and weights[b, h, w] >= -2.0]
+            assert kept[b, h].tolist() == mine + [-1] * (40 - len(mine))
+            assert counts[b, h] == len(mine)
+
+
 @triton_only
+@pytest.mark.parametrize("least", [-math.inf, -1.0, 50.0])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("batch", "heads", "width", "most"), CASES)
-def test_share_kernel(batch: int, heads: int, width: int, most: int, ties: bool, device: torch.device) -> None:
+def test_share_kernel(batch: int, heads: int, width: int, most: int, ties: bool, least: float, device: torch.device) -> None:
     rows, weights = (x.to(device) for x in drawn(batch, heads, width, ties))
-    found, wanted = share.launch(rows, weights, most), share.definition(rows, weights, most)
+    found, wanted = share.launch(rows, weights, most, least), share.definition(rows, weights, most, least)
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
 

@@ -61,10 +61,40 @@ def test_shared_rows_hold_more_of_the_attention() -> None:
     assert mass["pariskv-plus:head_limit=2"] > 1.05 * mass["pariskv-plus"]
 
 
+@pytest.mark.parametrize("method", ["thaw:tolerance=0.01", "thaw:tolerance=0.01:head_limit=2"])
+def test_rows_of_less_attention_than_the_tolerance_are_estimated(method: str) -> None:
+    """The first KV head's mass is on few tokens: it needs few rows, and the others as many as before."""
+    few, many = uneven(method)[1], uneven(method.replace("0.01", "0.000001"))[1]
+    assert sum(int(one.counts.sum()) for one in few) < sum(int(one.counts.sum()) for one in many)
+    for one, every in zip(few, many, strict=True):
+        assert (one.counts <= every.counts).all()
+        for rows, among in zip(one.rows.flatten(0, 1).tolist(), every.rows.flatten(0, 1).tolist(), strict=True):
+            assert {row for row in rows if row >= 0} <= set(among)
+
+
+def test_a_tolerance_bounds_what_each_row_that_is_left_out_weighs() -> None:
+    """By the exact softmax over all tokens, from which the estimate by 4-bit codes differs, most in a head of long keys."""
+    layer, found = uneven("thaw:tolerance=0.01")
+    text = layer.text
+    for number, one in enumerate(found):
+        for seq, left in enumerate(text.pads):
+            q, k, _ = (x[seq, :, left : left + [400, 310][seq] + number + 1].float() for x in text.tensors)
+            logits = q[:, -1].view(SHAPE.heads, -1, 1, SHAPE.head_dim) @ k[:, None].mT * layer.how.scale
+            share = logits.softmax(dim=3).amax(dim=(1, 2))
+            for head in range(1, SHAPE.heads):
+                rows = one.rows[seq, head]
+                read = share[head, rows[rows >= 0].long()]
+                assert (read > 0.005).all()
+                kept = share[head, layer.plan.regions.sink : -layer.plan.regions.held].topk(len(read) + 1).values
+                assert float(kept[-1]) < 0.02 or len(read) == layer.plan.rows
+
+
 def test_options_out_of_range() -> None:
+    with pytest.raises(ConfigError, match=r"tolerance is 1\.5"):
+        Layer(resolve("thaw:tolerance=1.5"), Text(SHAPE, [290], 2), budget=64).prefill()
     with pytest.raises(ConfigError, match="head_limit is 0"):
         resolve("thaw:head_limit=0")
-    with pytest.raises(ConfigError, match="head_limit is 2 and policy is 'each'"):
+    with pytest.raises(ConfigError, match="with policy='each' they must be 1 and 0"):
         Layer(resolve("pariskv-plus:head_limit=2:policy=each"), Text(SHAPE, [90], 2), budget=64).prefill()
     with pytest.raises(ConfigError, match="must be at least the"):
         Layer(resolve("thaw:head_limit=2:candidates=20"), Text(SHAPE, [290], 2), budget=64).prefill()

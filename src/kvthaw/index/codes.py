@@ -6,6 +6,7 @@ query -> planes: its coarse coordinates -> signs: votes of each key, or tiers: v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
-from kvthaw.errors import ConfigError, at_least, one_of
+from kvthaw.errors import ConfigError, at_least, one_of, within
 from kvthaw.index.joined import joined
 from kvthaw.index.learned import assign, learn, subspaces
 from kvthaw.index.ratios import Ratios
@@ -73,6 +74,7 @@ class CodesIndex(Index):
         partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
     head_limit: a KV head may select up to head_limit x budget rows. The KV heads of a layer together select the heaviest
         budget x heads. A row's weight is its share of the attention to candidates, sink and ring. 1: an equal number each.
+    tolerance: the index does not select a row whose weight is less. 0: it selects as many as it may.
 
     tables: all tensors of the sequences, by name.
     summaries: those of them that kernels read.
@@ -97,6 +99,7 @@ class CodesIndex(Index):
         centre: bool = False,
         dense_below: int = 0,
         head_limit: int = 1,
+        tolerance: float = 0.0,
     ) -> None:
         one_of(get_args(Policy), policy=policy)
         one_of(get_args(Centroids), centroids=centroids)
@@ -104,9 +107,12 @@ class CodesIndex(Index):
             raise ConfigError(f"head_dim is {context.head_dim}; pariskv needs at least {SUB}, one subspace")
         at_least(0, dense_below=dense_below)
         at_least(1, head_limit=head_limit)
-        if head_limit > 1 and policy not in ("max", "mean"):
-            raise ConfigError(f"head_limit is {head_limit} and policy is {policy!r}; with that policy it must be 1")
-        self.head_limit = head_limit
+        within(0, 1, tolerance=tolerance)
+        if (head_limit > 1 or tolerance) and policy not in ("max", "mean"):
+            given = f"head_limit is {head_limit} and tolerance is {tolerance:g}"
+            raise ConfigError(f"{given}; with policy={policy!r} they must be 1 and 0, since that one weighs no rows")
+        self.head_limit, self._weighs = head_limit, head_limit > 1 or tolerance > 0
+        self._least = math.log(tolerance) if tolerance else -math.inf
         self.context, self.policy, self.ratios = context, policy, ratios or Ratios()
         self.normalise, self.dense_below = normalise, dense_below
         self._sets = context.group if policy == "each" else 1
@@ -263,11 +269,11 @@ class CodesIndex(Index):
         rotated, candidates, wanted = self._collect(query, k)
         run = run_length(candidates.shape[2], k) or TILE
         found = rerank(rotated, self.summaries, candidates, wanted, self.quantizer, scale, run)
-        if self.head_limit == 1:
+        if not self._weighs:
             return topk(found, candidates, wanted, k, self._first, scale, self._merge)
         weights = torch.empty((*candidates.shape[:2], k), dtype=torch.float32, device=query.device)
         rows, _ = topk(found, candidates, wanted, k, self._first, scale, self._merge, self._held(query), weights)
-        return share(rows, weights, budget * self.context.kv_heads)
+        return share(rows, weights, budget * self.context.kv_heads, self._least)
 
     def _held(self, query: Tensor) -> Tensor | None:
         """Return the log of the sum of exponentials over sink and ring, [B, H, G], as the codes' scores are shifted."""

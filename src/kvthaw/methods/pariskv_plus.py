@@ -22,6 +22,7 @@ def pariskv_plus(
     centroids: Centroids = "signs",
     full_threshold: int = 0,
     head_limit: int = 1,
+    tolerance: float = 0.0,
 ) -> Method:
     """Retrieve the tokens of the best 4-bit codes among those whose sign patterns are most like the query's.
 
@@ -33,6 +34,7 @@ def pariskv_plus(
 
     head_limit: a KV head may select up to head_limit times its rows. The KV heads of a layer together select the heaviest rows of
     all, no more than before. 1: an equal number each.
+    tolerance: a step reads no row whose estimated share of a head's attention is less. 0: it reads as many as the budget allows.
 
     rho: with other votes. The first two layers of deep models are dense. Other options, what is on host and device, and how the
     query heads of a group agree: as in pariskv.
@@ -52,6 +54,7 @@ def pariskv_plus(
         normalise=normalise,
         centroids=centroids,
         head_limit=head_limit,
+        tolerance=tolerance,
         differs="votes by similarity, no collisions and tiers; keys centred on the prompt; two dense layers",
         choose="speed at long contexts and in large batches",
     )

@@ -23,6 +23,7 @@ def thaw(
     normalise: bool = True,
     centroids: Centroids = "signs",
     head_limit: int = 1,
+    tolerance: float = 0.0,
 ) -> Method:
     """Attend exactly to the rows of the best 4-bit codes, and to every page's other tokens by their mean key and mean value.
 
@@ -52,6 +53,7 @@ def thaw(
         normalise=normalise,
         centroids=centroids,
         head_limit=head_limit,
+        tolerance=tolerance,
     )
     made = with_remainder(codes, remainder)
     return replace(
