@@ -92,7 +92,7 @@ def remainders(dtype: torch.dtype, dim: int) -> None:
     regions, centre = Regions(4, 32, 16), empty(2, HEADS, dim, dtype=torch.float32)
     held_mass.launch(query, keys, empty(2), empty(2), centre, regions=regions, scale=0.1)
     some = empty(2, HEADS, 80)
-    share.launch(some, empty(2, HEADS, 80, dtype=torch.float32), 40 * HEADS)
+    share.launch(some, empty(2, HEADS, 80, dtype=torch.float32), empty(2, dtype=torch.int32), 40 * HEADS, -6.0, 40)
     means, tail = empty(2, HEADS, 90, 2, dim, dtype=dtype), empty(2, HEADS, page_means.RING * 64, 2, dim, dtype=dtype)
     remainder.launch(query, means, some, empty(2), first=4, page=64, scale=0.1)
     added = page_means.Added(empty(1, HEADS, 16, dim, dtype=dtype), empty(1, HEADS, 16, dim, dtype=dtype), tail, means)

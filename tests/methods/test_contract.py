@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvthaw.errors import ConfigError
-from kvthaw.methods import METHODS
+from kvthaw.methods import METHODS, resolve
 from kvthaw.testing.contract import Contract
 from kvthaw.testing.layer import Layer, Text
 from kvthaw.testing.shapes import SMALL, VARIANTS, Shape
@@ -51,6 +51,15 @@ def runs() -> list[Any]:
 @pytest.mark.parametrize(("name", "rule", "case"), runs())
 def test_contract(name: str, rule: str, case: tuple[Any, ...]) -> None:
     getattr(contract(name), rule)(*case)
+
+
+@pytest.mark.parametrize("name", ["icecache-digest:remainder=16", "thaw:tolerance=0.002:head_limit=2"])
+@pytest.mark.parametrize(
+    "rule", ["chooses_alike_alone", "copies_independently", "repeats_what_failed", "attends_to_all_after_a_crop"]
+)
+def test_options_that_change_what_is_read_keep_the_contract(name: str, rule: str) -> None:
+    for case in Contract.CASES[rule]:
+        getattr(Contract(resolve(name)), rule)(*case)
 
 
 @pytest.mark.gpu

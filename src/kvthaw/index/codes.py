@@ -74,7 +74,8 @@ class CodesIndex(Index):
         partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
     head_limit: a KV head may select up to head_limit x budget rows. The KV heads of a layer together select the heaviest
         budget x heads. A row's weight is its share of the attention to candidates, sink and ring. 1: an equal number each.
-    tolerance: the index does not select a row whose weight is less. 0: it selects as many as it may.
+    tolerance: the index does not select a row whose weight is less, unless the budget covers a sequence. 0: it selects
+        as many as it may.
 
     tables: all tensors of the sequences, by name.
     summaries: those of them that kernels read.
@@ -273,7 +274,8 @@ class CodesIndex(Index):
             return topk(found, candidates, wanted, k, self._first, scale, self._merge)
         weights = torch.empty((*candidates.shape[:2], k), dtype=torch.float32, device=query.device)
         rows, _ = topk(found, candidates, wanted, k, self._first, scale, self._merge, self._held(query), weights)
-        return share(rows, weights, budget * self.context.kv_heads, self._least)
+        lengths = self.tables["lengths"][: len(query)]
+        return share(rows, weights, lengths, budget * self.context.kv_heads, self._least, budget)
 
     def _held(self, query: Tensor) -> Tensor | None:
         """Return the log of the sum of exponentials over sink and ring, [B, H, G], as the codes' scores are shifted."""

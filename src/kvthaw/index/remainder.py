@@ -11,7 +11,7 @@ less the tokens of it that were selected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -29,6 +29,8 @@ from kvthaw.kernels.remainder import remainder
 
 _SHORT = 1 << 22
 """An append of fewer bytes of keys waits for the other layers' appends."""
+_STRETCH = 1 << 13
+"""How many rows are read from the store at once."""
 
 
 class PageMeans(Tables):
@@ -37,11 +39,14 @@ class PageMeans(Tables):
     means [B, H, P, 2, D] in the model's dtype. tail [B, H, RING page, 2, D]: the rows of the last tokens, from which the means of
     an open page are made again. known [B] int32: how many tokens a sequence has. All on the device, written in place while there
     is room. A truncation further back than the tail reads the rows of one page from the store.
+
+    stored: build() and append() take the rows from the store, as an index on the host does.
     """
 
-    def __init__(self, context: IndexContext, page: int) -> None:
+    def __init__(self, context: IndexContext, page: int, *, stored: bool = False) -> None:
         at_least(1, remainder=page)
         self.context, self.page, self.first = context, page, context.regions.sink
+        self.stored = stored
         heads, dim = context.kv_heads, context.head_dim
         self.means = torch.zeros((0, heads, 0, 2, dim), dtype=context.dtype, device=context.device)
         self.tail = torch.zeros((0, heads, RING * page, 2, dim), dtype=context.dtype, device=context.device)
@@ -71,9 +76,23 @@ class PageMeans(Tables):
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """Append keys, values [R, H, n, D] to R sequences; join() appends few tokens later, all layers at once."""
+        if self.stored:
+            for seq in seqs:
+                self.read(seq, keys.shape[2])
+        elif keys.shape[2]:
+            self._append(seqs, keys, values)
+
+    def read(self, seq: int, n: int) -> None:
+        """Append the next n rows of a sequence from the store, a stretch at a time."""
+        self.reserve(seq + 1, 0)
+        while n > 0:
+            begin, some = self.first + self.counts[seq], min(n, _STRETCH)
+            rows = self.context.store.read(seq, begin, begin + some).to(self.means)
+            self._append([seq], rows[None, :, :, 0].contiguous(), rows[None, :, :, 1].contiguous())
+            n -= some
+
+    def _append(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> None:
         n = keys.shape[2]
-        if not n:
-            return
         self.reserve(max(seqs) + 1, 0)
         starts = tuple(Start(seq, self.counts[seq]) for seq in seqs)
         self.reserve(0, max(start.tokens for start in starts) + n)
@@ -171,7 +190,7 @@ def _enter(every: Sequence[tuple[PageMeans, Tensor, Tensor]], starts: Sequence[S
 
 
 class RemainderIndex(AroundIndex):
-    """An index on the device, and an estimate of the attention to the tokens that it does not select.
+    """An index, and an estimate of the attention to the tokens that it does not select.
 
     A page has n tokens, mean key C and mean value V, and a step selects m of its tokens. The rest weigh (n - m) exp(scale q.C)
     and have the value V; see `kvthaw.kernels.remainder`. What selects, and its rows, do not change.
@@ -179,22 +198,40 @@ class RemainderIndex(AroundIndex):
     make: builds the index that selects.
     page: tokens of a page, int.
 
-    Raises ConfigError for an index on the host, and for one that attends to tokens itself or replaces keys. Raises it too for one
-    that cannot undo appends.
+    An index on the host may have an estimate where the model is on a CPU. Raises ConfigError for an index on the host of a GPU,
+    for one that attends to tokens itself, replaces keys or forgets tokens, and for one on the device that cannot undo appends.
     """
 
     def __init__(self, context: IndexContext, *, make: Callable[[IndexContext], Index], page: int) -> None:
         inner = make(context)
-        traits = inner.traits
-        if traits.on_host or traits.attends or traits.rebuilds or not traits.reversible:
+        traits, who = inner.traits, type(inner).__name__
+        if traits.attends or traits.rebuilds or traits.evicts or not (traits.reversible or traits.on_host):
             raise ConfigError(
-                f"remainder is {page} and {type(inner).__name__} selects the rows; allowed: an index on the device that keeps "
-                "every token and attends to none itself, as oracle, pariskv, quest and clusterkv have"
+                f"remainder is {page} and {who} selects the rows; allowed: an index that keeps every token and attends to none "
+                "itself, as oracle, pariskv, quest, clusterkv and icecache have"
             )
-        self.pages = PageMeans(context, page)
+        if traits.on_host and context.device.type != "cpu":
+            raise ConfigError(
+                f"remainder is {page} and {who} selects the rows on the host of {context.device}; it must be 0 there: take an "
+                "index on the device, as thaw has"
+            )
+        self.pages = PageMeans(replace(context, deferred=None) if traits.on_host else context, page, stored=traits.on_host)
         self.pages.reserve(context.store.seqs, 0)
         super().__init__(context, inner, self.pages)
-        self.traits = replace(self.traits, attends=True)
+        self.traits = replace(self.traits, attends=True, snapshots=traits.snapshots)
+
+    def snapshot(self, seq: int) -> Any:
+        return self.inner.snapshot(seq)
+
+    def state(self, snapshot: Any) -> Mapping[str, Tensor]:
+        return self.inner.state(snapshot)
+
+    def take(self, seq: int, snapshot: Any, end: int) -> None:
+        """See Index. The means are made again of the rows in the store."""
+        self.inner.take(seq, snapshot, end)
+        self.pages.truncate(seq, 0)
+        self.pages.first = self.context.regions.sink
+        self.pages.read(seq, end - self.pages.first)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index. Raises ConfigError where the query heads of a KV head choose rows of their own."""

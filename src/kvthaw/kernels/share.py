@@ -21,18 +21,18 @@ from kvthaw.kernels.split import triton_block
 from kvthaw.kernels.topk import MOST, PER_WARP
 
 
-def definition(rows: Tensor, weights: Tensor, most: int, least: float = -math.inf) -> tuple[Tensor, Tensor]:
+def definition(
+    rows: Tensor, weights: Tensor, lengths: Tensor, most: int, least: float = -math.inf, whole: int = 0
+) -> tuple[Tensor, Tensor]:
     """Keep the `most` heaviest rows of each sequence over all heads. Ties go to the lowest head, then to the first place.
 
-    rows [B, H, W] int32, ascending, -1 padded. weights [B, H, W] float32: -inf where there is no row. least: rows of less weight
-    go too. Returns rows [B, H, W] of the same form and counts [B, H] int32.
+    rows [B, H, W] int32, ascending, -1 padded. weights [B, H, W] float32: -inf where there is no row. lengths [B] int32: how many
+    tokens a sequence has. least: rows of less weight go too, in sequences of more than `whole` tokens. Returns rows [B, H, W] of
+    the same form and counts [B, H] int32.
     """
     order = torch.sort(weights.flatten(1), dim=1, descending=True, stable=True).indices[:, :most]
-    keep = (
-        torch.zeros_like(rows, dtype=torch.bool).flatten(1).scatter_(1, order, True).view_as(rows)
-        & (rows >= 0)
-        & (weights >= least)
-    )
+    among = torch.zeros_like(rows, dtype=torch.bool).flatten(1).scatter_(1, order, True).view_as(rows)
+    keep = among & (rows >= 0) & ((weights >= least) | (lengths <= whole)[:, None, None])
     at = compact(keep, rows.shape[2])
     return torch.where(at >= 0, rows.gather(2, at.clamp(min=0).long()), -1).int(), keep.sum(dim=2).int()
 
@@ -45,8 +45,8 @@ if HAS_TRITON:
     from kvthaw.kernels.topk import _bounds
 
     @triton.jit
-    def _share(rows, weights, kept, counts, heads, width, most, least, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-               PDL: tl.constexpr):  # fmt: skip
+    def _share(rows, weights, lengths, kept, counts, heads, width, most, least, whole, HEADS: tl.constexpr,
+               WIDTH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # Program: one sequence.
         follow(PDL)
         seq = tl.program_id(0).to(tl.int64)
@@ -66,7 +66,8 @@ if HAS_TRITON:
         above = (flat >= high).to(tl.int32)
         same = (flat >= low).to(tl.int32) - above
         tie = tl.cumsum(same, axis=0) - same
-        chosen = tl.reshape(above + same * (tie < want - more).to(tl.int32), (HEADS, WIDTH)) * (weight >= least).to(tl.int32)
+        heavy = (weight >= least) | (tl.load(lengths + seq) <= whole)
+        chosen = tl.reshape(above + same * (tie < want - more).to(tl.int32), (HEADS, WIDTH)) * heavy.to(tl.int32)
         place = tl.cumsum(chosen, axis=1) - chosen
         count = tl.sum(chosen, axis=1)
         tl.store(counts + seq * heads + tl.arange(0, HEADS), count, mask=tl.arange(0, HEADS) < heads)
@@ -74,14 +75,16 @@ if HAS_TRITON:
         tl.store(kept + at, tl.full((HEADS, WIDTH), -1, tl.int32), mask=inside & (w >= count[:, None]))
 
 
-def launch(rows: Tensor, weights: Tensor, most: int, least: float = -math.inf) -> tuple[Tensor, Tensor]:
+def launch(
+    rows: Tensor, weights: Tensor, lengths: Tensor, most: int, least: float = -math.inf, whole: int = 0
+) -> tuple[Tensor, Tensor]:
     """Launch the Triton kernel; arguments and results as in `definition`. HEADS x WIDTH, rounded up, must be at most MOST."""
     (batch, heads, width), size = rows.shape, fits(rows)
     assert rows.is_contiguous() and weights.is_contiguous() and size <= MOST
     kept, counts = torch.empty_like(rows), torch.empty((batch, heads), dtype=torch.int32, device=rows.device)
     _share[(batch,)](
-        rows, weights, kept, counts, heads, width, most, least, HEADS=triton_block(heads), WIDTH=triton_block(width),
-        num_warps=min(16, max(4, size // PER_WARP)), **dependent(rows.device),
+        rows, weights, lengths, kept, counts, heads, width, most, least, whole,
+        HEADS=triton_block(heads), WIDTH=triton_block(width), num_warps=min(16, max(4, size // PER_WARP)), **dependent(rows.device),
     )  # fmt: skip
     return kept, counts
 
@@ -91,8 +94,10 @@ def fits(rows: Tensor) -> int:
     return triton_block(rows.shape[1]) * triton_block(rows.shape[2])
 
 
-def share(rows: Tensor, weights: Tensor, most: int, least: float = -math.inf) -> tuple[Tensor, Tensor]:
+def share(
+    rows: Tensor, weights: Tensor, lengths: Tensor, most: int, least: float = -math.inf, whole: int = 0
+) -> tuple[Tensor, Tensor]:
     """See `definition`; torch sorts where there are more rows than a program holds."""
     if HAS_TRITON and rows.is_cuda and fits(rows) <= MOST:
-        return launch(rows, weights, most, least)
-    return definition(rows, weights, most, least)
+        return launch(rows, weights, lengths, most, least, whole)
+    return definition(rows, weights, lengths, most, least, whole)
