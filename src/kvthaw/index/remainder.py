@@ -198,8 +198,8 @@ class RemainderIndex(AroundIndex):
     make: builds the index that selects.
     page: tokens of a page, int.
 
-    An index on the host may have an estimate where the model is on a CPU. Raises ConfigError for an index on the host of a GPU,
-    for one that attends to tokens itself, replaces keys or forgets tokens, and for one on the device that cannot undo appends.
+    Raises ConfigError for an index that attends to tokens itself, replaces keys or forgets tokens, for one on the device that
+    cannot undo appends, and for one on the host of a GPU. Where the model is on a CPU, an index on the host serves.
     """
 
     def __init__(self, context: IndexContext, *, make: Callable[[IndexContext], Index], page: int) -> None:

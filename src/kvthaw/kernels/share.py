@@ -26,9 +26,12 @@ def definition(
 ) -> tuple[Tensor, Tensor]:
     """Keep the `most` heaviest rows of each sequence over all heads. Ties go to the lowest head, then to the first place.
 
-    rows [B, H, W] int32, ascending, -1 padded. weights [B, H, W] float32: -inf where there is no row. lengths [B] int32: how many
-    tokens a sequence has. least: rows of less weight go too, in sequences of more than `whole` tokens. Returns rows [B, H, W] of
-    the same form and counts [B, H] int32.
+    rows: [B, H, W] int32, ascending, -1 padded.
+    weights: [B, H, W] float32, -inf where there is no row.
+    lengths: [B] int32, the tokens of each sequence.
+    least: rows of less weight go too, in sequences of more than `whole` tokens.
+
+    Returns rows [B, H, W] of the same form and counts [B, H] int32.
     """
     order = torch.sort(weights.flatten(1), dim=1, descending=True, stable=True).indices[:, :most]
     among = torch.zeros_like(rows, dtype=torch.bool).flatten(1).scatter_(1, order, True).view_as(rows)
