@@ -198,8 +198,8 @@ class RemainderIndex(AroundIndex):
     make: builds the index that selects.
     page: tokens of a page, int.
 
-    Raises ConfigError for an index that attends to tokens itself, replaces keys or forgets tokens, for one on the device that
-    cannot undo appends, and for one on the host of a GPU. Where the model is on a CPU, an index on the host serves.
+    Raises ConfigError for an index that attends to tokens itself, replaces keys or forgets tokens. Raises it for one on the
+    device that cannot undo appends, and for one on the host of a GPU. Where the model is on a CPU, an index on the host serves.
     """
 
     def __init__(self, context: IndexContext, *, make: Callable[[IndexContext], Index], page: int) -> None:
