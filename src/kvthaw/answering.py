@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import Method
 from kvthaw.engine.decode import generate
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.kv_dir import common
@@ -105,7 +106,7 @@ class Prompts:
 
     model: PreTrainedModel
     cache: Cache
-    method: str
+    method: str | Method
     prompts: Sequence[list[int]]
     shared: Sequence[int]
     taken: int = 0

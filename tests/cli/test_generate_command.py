@@ -38,6 +38,40 @@ def test_generate_from_argument_file_and_stdin(model: str, tmp_path: Path) -> No
     assert record["ttft_s"] < record["tt2t_s"]
 
 
+def test_several_methods_and_budgets_answer_side_by_side(model: str, tmp_path: Path) -> None:
+    """Each as it does alone."""
+    path = tmp_path / "text.txt"
+    path.write_text("The grass is green and the sky is blue today. " * 8)
+    common = ("generate", "--model", model, "--file", str(path), "--question", "Why?", "--question", "Who?")
+    common = (*common, "--max-new-tokens", "4", "--json")
+    found = Said(*common, "--method", "full,quest", "--budget", "48,96").records
+    labels = [(one["question"], one["variant"]) for one in found]
+    assert labels == [(ask, way) for ask in ("Why?", "Who?") for way in ("full", "quest, budget 48", "quest, budget 96")]
+    for name, *limits in (("full",), ("quest", "--budget", "48"), ("quest", "--budget", "96")):
+        alone = Said(*common, "--method", name, *limits).records
+        label = ", budget ".join([name, *limits[1:]])
+        assert [one["text"] for one in found if one["variant"] == label] == [one["text"] for one in alone], label
+    said = Said(*common[:-1], "--method", "full,quest", "--budget", "48")
+    assert [line.partition(":")[0] for line in said.out.splitlines() if not line.startswith(">")] == [
+        "full",
+        "quest, budget 48",
+    ] * 2
+    assert said.err.count("on the host.") == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("--method", "auto,full"), "auto chooses one method"),
+        (("--method", "full,quest", "--kv", "kept"), "one method and one budget"),
+        (("--budget", "64,128"), "auto chooses one method"),
+    ],
+    ids=str,
+)
+def test_what_cannot_stand_side_by_side_is_refused(asked: tuple[str, ...], words: str) -> None:
+    refused(Said("generate", "Hello", "--model", "shipped", *asked), 1, words)
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [

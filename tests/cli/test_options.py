@@ -48,6 +48,6 @@ def test_lists_are_separated_by_commas_or_repeated() -> None:
 
 
 def test_what_takes_one_value_refuses_several(model: str) -> None:
-    refused(Said("generate", "Hello", "--model", model, "--budget", "64,128"), 2, "--budget", "several values")
+    refused(Said("chat", "--model", model, "--budget", "64,128"), 2, "--budget", "several values")
     refused(Said("serve", model, "--model", model), 2, "one of them is enough")
     refused(Said("eval", "passkey", "--question", "dense,both"), 2, "--question", "'both'")

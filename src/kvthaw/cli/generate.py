@@ -10,18 +10,21 @@ from typing import Annotated, Any
 
 import typer
 
-from kvthaw.cli import options
+from kvthaw.cli import options, side_by_side
 from kvthaw.cli.common import as_its_makers, load_model, prompt_text, sampling_given, tell_template, warned
 from kvthaw.cli.options import cache_settings, chat_of
 from kvthaw.cli.progress import Reading, stderr, waiting
 from kvthaw.cli.words import attended, details, took
 from kvthaw.errors import ConfigError
+from kvthaw.regions import BUDGET
 
 EXAMPLES = (
     'Examples:\n\n  kvthaw generate "The sky is blue. The sun is" --max-new-tokens 8\n\n'
     '  kvthaw generate --model Qwen/Qwen3-8B --chat --file notes.txt --question "Who leads?" --question "What was decided?"\n\n'
     '  kvthaw generate --model Qwen/Qwen3-8B --chat --file notes.txt --question "Who leads?" --kv notes.kv '
     "  (again, it reads the question alone)\n\n"
+    '  kvthaw generate --model Qwen/Qwen3-8B --chat --file notes.txt --question "Who leads?" --method full,thaw --budget 256,1024'
+    "  (side by side)\n\n"
     '  kvthaw generate "Tell me a joke." --model Qwen/Qwen3-8B --chat --system "Be brief." --temperature 0.7 --top-p 0.9\n\n'
     "  cat book.txt | kvthaw generate --model meta-llama/Llama-3.1-8B --budget 0.05 --json"
 )
@@ -42,9 +45,22 @@ def generate(
     thinking: options.Thinking = None,
     chat_template: options.ChatTemplate = None,
     model: options.Model = "shipped",
-    method: options.Method = "auto",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="A name of [bold]kvthaw methods[/], with options as in icecache-digest:reuse=2; or [bold]auto[/]. Several, by "
+            "commas, answer side by side.",
+            callback=options.named_method,
+        ),
+    ] = "auto",
     plugin: options.Plugin = None,
-    budget: options.Budget = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help=f"Most tokens attended per KV head and step, or a fraction of the length; several by commas. Default {BUDGET:,}.",
+        ),
+    ] = None,
     retrieved: options.Retrieved = None,
     dense_layers: options.DenseLayers = "auto",
     device_memory: options.DeviceMemory = None,
@@ -84,15 +100,20 @@ def generate(
 
     The text goes to stdout, progress and what the cache did to stderr.
     """
-    settings = cache_settings(locals())
+    several = side_by_side.is_wanted(method, budget)
+    settings = cache_settings(locals() | ({"budget": None, "retrieved": None} if several else {}))
     if kv is not None and kv_dir is not None:
         raise ConfigError("--kv and --kv-dir are given; one of them is enough")
+    if several and (compile_ or kv is not None or kv_dir is not None):
+        raise ConfigError("--kv, --kv-dir and --compile are for one method and one budget; several are given")
     text, asked = prompt_text(prompt, file), chat_of(chat, system, thinking)
     if prompt is not None and len(prompt) < 256 and Path(prompt).is_file():
         warned(f"{prompt} is a file; its name is the prompt. --file {prompt} reads it.")
     from kvthaw.methods.auto import check_name
 
-    check_name(method)  # a wrong name costs no loading
+    ways = side_by_side.variants(method, budget, retrieved, dense_layers) if several else []
+    if not several:
+        check_name(method)  # a wrong name costs no loading
     from kvthaw.answering import Answer, Prompts, shared_tokens
     from kvthaw.engine.hf import Cache, attach
     from kvthaw.engine.hf.chunks import CHUNK
@@ -121,12 +142,18 @@ def generate(
     prompts = [before + after for before, after in parts]
     longest = max(map(len, prompts))
     check_prompt(llm, longest)
+    live = stream and not as_json
+    if ways:
+        side_by_side.answer_all(
+            llm, tokenizer, parts, questions, ways, settings, sampling,
+            goes_on=asked is None, chunk=prefill_chunk, live=live, as_json=as_json,
+        )  # fmt: skip
+        return
     cache = Cache(llm, method, sized_for=(1, longest + max_new_tokens), **settings)
     start, once = now(llm.device), kv is None and kv_dir is None and len(prompts) == 1
     shared = prompts[0] if once else shared_tokens(parts)
     taken = fill(cache, kv, shared, warned) if kv else folder.fill(cache, shared) if folder else 0
     source = Prompts(llm, cache, method, prompts, shared, taken, prefill_chunk)
-    live = stream and not as_json
     with (
         attach(llm, method, compile=True, prefill_chunk=prefill_chunk or CHUNK) if compile_ else nullcontext(),
         ExitStack() as shown,

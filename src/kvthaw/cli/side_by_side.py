@@ -1,0 +1,115 @@
+"""kvthaw generate with several methods or budgets: their answers to the same questions, from one prefill."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from kvthaw.cli import options
+from kvthaw.cli.progress import Reading, stderr
+from kvthaw.cli.words import attended
+from kvthaw.errors import ConfigError
+from kvthaw.formatting import human, seconds
+from kvthaw.method_names import AUTO
+
+if TYPE_CHECKING:
+    from kvthaw.engine.hf import Cache, PreTrainedModel
+    from kvthaw.engine.sampling import Sampling
+    from kvthaw.evaluate.variant import Variant
+
+
+def is_wanted(method: str, budget: str | None) -> bool:
+    """Return whether an option names several methods or several budgets."""
+    return len(options.names_of([method])) > 1 or "," in (budget or "")
+
+
+def variants(method: str, budget: str | None, retrieved: int | None, dense_layers: str) -> list[Variant]:
+    """Return each method under each budget. Raises ConfigError for "auto", which chooses by the length."""
+    if AUTO in (name.partition(":")[0] for name in options.names_of([method])):
+        raise ConfigError(f"--method is {method!r}; auto chooses one method, so it has no place among several")
+    limits = None if budget is None else [budget], None if retrieved is None else [str(retrieved)]
+    return options.variants_of([method], *limits, [dense_layers])
+
+
+def answer_all(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    parts: Sequence[tuple[list[int], list[int]]],
+    questions: Sequence[str],
+    ways: Sequence[Variant],
+    settings: Mapping[str, Any],
+    sampling: Sampling,
+    *,
+    goes_on: bool,
+    chunk: int | None,
+    live: bool,
+    as_json: bool,
+) -> None:
+    """Prefill the prompt once under full attention, and answer each question under each method from a fork of it.
+
+    parts: tokens of each prompt before its question, and of its question. settings: of the forks' caches beside the limits of
+    `ways`. goes_on: whether an answer goes on the text of its prompt. live: print an answer as it comes. as_json: print an object
+    for each answer instead.
+    """
+    from kvthaw.answering import Answer, Prompts, shared_tokens
+    from kvthaw.evaluate.variant import whole
+
+    prompts, shared, base = [before + after for before, after in parts], shared_tokens(parts), whole(model, ways)
+    source = Prompts(model, base, base.settings.method, prompts, shared, chunk=chunk)
+    with ExitStack() as shown:
+        show = Reading(shown)
+        logits = source.read(show)
+        show.end()
+        for number, (own, after, _) in enumerate(source.each(logits, show)):
+            show.end()
+            ids = prompts[number]
+            if not as_json and questions[number]:
+                print(f"> {questions[number]}")
+            for way in ways:
+                cache = _under(own, way, settings)
+                answer = Answer(model, tokenizer, cache, after, sampling=sampling, prompt=ids, after=ids if goes_on else ())
+                if as_json:
+                    text = "".join(answer)
+                    print(json.dumps(_record(questions[number], way, text, len(ids), answer, cache)), flush=True)
+                    continue
+                print(f"{way.label}: ", end="")
+                _print(answer, live=live)
+                each = "" if not answer.tpot_s else f" {seconds(answer.tpot_s)} per token;"
+                stderr().print(
+                    f"{attended(cache)}{each} {_kv(cache)}", style="dim", highlight=False, soft_wrap=True, markup=False
+                )
+
+
+def _under(own: Cache, way: Variant, settings: Mapping[str, Any]) -> Cache:
+    """Return the tokens of a cache under a method."""
+    from kvthaw.methods import resolve
+
+    if resolve(way.method).dense:
+        return own.fork(way.method, budget=None)
+    limits = {name: value for name, value in way.limits.items() if value is not None}
+    cache = own.fork(way.method, **{**settings, **limits})
+    cache.wait()
+    return cache
+
+
+def _print(answer: Iterable[str], *, live: bool) -> None:
+    for piece in answer if live else ["".join(answer)]:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    print(flush=True)
+
+
+def _kv(cache: Cache) -> str:
+    """Say where the KV lies."""
+    stats = cache.stats()
+    host = f", {human(stats.kv_host_bytes)} on the host" if stats.kv_host_bytes else ""
+    return f"KV: {human(stats.kv_device_bytes + stats.kv_dense_bytes)} on the device{host}."
+
+
+def _record(question: str, way: Variant, text: str, prompt: int, answer: Any, cache: Cache) -> dict[str, Any]:
+    asked = {"question": question} if question else {}
+    took = {"prompt_tokens": prompt, "new_tokens": len(answer.tokens), "finish": answer.finish, "tpot_s": answer.tpot_s}
+    return {**asked, "variant": way.label, "text": text, **took, **cache.stats().to_dict()}
