@@ -286,3 +286,14 @@ def test_a_model_is_sampled_as_its_generation_config_says(endless: Path, tmp_pat
     assert drawn[0] == text(endless, "--temperature", "1.5", "--top-k", "50")[0] != greedy[0]
     assert text(folder, "--temperature", "0")[::2] == greedy[::2]
     assert text(folder, "--temperature", "1")[:2] == text(endless, "--temperature", "1", "--top-k", "50")[:2]
+
+
+def test_a_text_that_is_too_long_may_lose_its_middle(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("The grass is green. " * 500)
+    asked = ("generate", "--model", model, "--file", str(path), "--question", "Why?", "--max-new-tokens", "3", "--json")
+    refused(Said(*asked), 1, "positions end at 2,048", "--cut")
+    said = Said(*asked, "--cut")
+    assert re.search(r"--cut leaves out [\d,]+ of 10,000 characters in the middle", said.err)
+    (record,) = said.records
+    assert 1900 < record["prompt_tokens"] <= 2045

@@ -16,6 +16,7 @@ from kvthaw.cli import options
 from kvthaw.cli.common import (
     as_its_makers,
     complain,
+    cut_to,
     load_model,
     prompt_text,
     sampling_given,
@@ -76,6 +77,7 @@ def chat(
     kv_dir: Annotated[
         Path, typer.Option(help="Where --context and /save keep documents and conversations.", file_okay=False)
     ] = Path("kv"),
+    cut: options.Cut = False,
     system: options.System = None,
     thinking: options.Thinking = None,
     chat_template: options.ChatTemplate = None,
@@ -118,6 +120,7 @@ def chat(
     check_name(method)  # a wrong name costs no loading
     from kvthaw.conversation import Conversation, plain_template
     from kvthaw.engine.hf import Cache
+    from kvthaw.engine.hf.model import positions
     from kvthaw.engine.sampling import Sampling
 
     given = sampling_given(temperature, top_k, top_p, min_p, repetition_penalty)
@@ -133,6 +136,9 @@ def chat(
         )
     talk = Conversation(llm, tokenizer, Cache(llm, method, **settings), asked, prefill_chunk=prefill_chunk)
     if document is not None:
+        limit = positions(llm)
+        if cut and limit is not None:
+            document = cut_to(tokenizer, document, max(limit // 2, limit - limit // 8 - max_new_tokens))
         with ExitStack() as shown:
             talk.read(document, kept=place, progress=Reading(shown))
         _say(f"{file}: {len(talk.tokens):,} tokens, {talk.prefilled:,} of them prefilled")

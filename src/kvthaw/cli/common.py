@@ -259,6 +259,16 @@ def as_its_makers(sampling: Sampling, given: Mapping[str, Any], model: PreTraine
     return replace(sampling, **taken)  # type: ignore[arg-type]  # its own names
 
 
+def cut_to(tokenizer: Any, text: str, most: int) -> str:
+    """Return a text of at most so many tokens, without its middle where it has more, which is told."""
+    from kvthaw.engine.cut import without_middle
+
+    kept, left_out = without_middle(tokenizer, text, most)
+    if left_out:
+        warned(f"--cut leaves out {left_out:,} of {len(text):,} characters in the middle: the text may have {most:,} tokens")
+    return kept
+
+
 def tell_template(model: str, tokenizer: Any) -> None:
     """Say that a model has a chat template, where it was not said whether to ask through it."""
     if getattr(tokenizer, "chat_template", None):

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvthaw.cli import options, side_by_side
-from kvthaw.cli.common import as_its_makers, load_model, prompt_text, sampling_given, tell_template, warned
+from kvthaw.cli.common import as_its_makers, cut_to, load_model, prompt_text, sampling_given, tell_template, warned
 from kvthaw.cli.options import cache_settings, chat_of
 from kvthaw.cli.progress import Reading, stderr, waiting
 from kvthaw.cli.words import attended, details, took
@@ -40,6 +40,7 @@ def generate(
             help="Ask this after the prompt; may be repeated: the prompt is prefilled once, and each question is answered alone.",
         ),
     ] = None,
+    cut: options.Cut = False,
     chat: options.UseChat = None,
     system: options.System = None,
     thinking: options.Thinking = None,
@@ -134,6 +135,9 @@ def generate(
     if chat is None and asked is None and not as_json:
         tell_template(model, tokenizer)
     questions, folder, dates = question or [""], None if kv_dir is None else KvDir(kv_dir, warned), dict[str, str]()
+    if cut and (limit := positions(llm)) is not None:
+        rest = max(sum(map(len, split_prompt(tokenizer, ".", following(".", one), asked))) for one in questions)
+        text = cut_to(tokenizer, text, limit - rest - max_new_tokens)
     check_text(tokenizer, text, positions(llm))
     if asked is not None:
         known = folder.prompts(llm) if folder else [] if kv is None else [saved_tokens(llm, kv, lambda _: None)]  # fill() warns

@@ -257,6 +257,9 @@ Data = Annotated[
 UseChat = Annotated[
     bool | None, typer.Option("--chat/--no-chat", help="Ask through the tokenizer's chat template; --system implies it.")
 ]
+Cut = Annotated[
+    bool, typer.Option("--cut", help="Leave out the middle of a text that is longer than the model's positions, and say so.")
+]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Stop after so many tokens.")]
 ChatTemplate = Annotated[
     Path | None,

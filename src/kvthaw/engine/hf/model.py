@@ -143,7 +143,10 @@ def check_text(tokenizer: Any, text: str, limit: int | None) -> None:
 
 
 def _ends_at(limit: int) -> str:
-    return f"the model's positions end at {limit:,}: shorten it, raise max_position_embeddings or scale its RoPE"
+    return (
+        f"the model's positions end at {limit:,}: shorten it (generate and chat: --cut leaves out its middle), or scale the "
+        "model's RoPE: rope_parameters and max_position_embeddings in its config.json"
+    )
 
 
 def positions(model: PreTrainedModel) -> int | None:

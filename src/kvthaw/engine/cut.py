@@ -1,0 +1,35 @@
+"""A text that is too long for a model, without its middle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvthaw.errors import ConfigError
+
+_MARK = "\n\n[... {:,} characters are left out here ...]\n\n"
+_SPARE = 64
+"""Tokens for that line, and for words that a cut divides."""
+_LETTERS = 16
+"""Characters that a token has at most, on average: a text that is longer than that is not tokenized whole."""
+
+
+def without_middle(tokenizer: Any, text: str, most: int) -> tuple[str, int]:
+    """Return a text's beginning and end, with a line between them that says what is left out, and how many characters that are. A
+    text of at most `most` tokens stays whole. Raises ConfigError where so few tokens leave no room for both."""
+
+    def read(part: str) -> list[int]:
+        return list(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def length(ids: list[int]) -> int:
+        return len(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    if len(text) <= _LETTERS * most and len(read(text)) <= most:
+        return text, 0
+    half = (most - _SPARE) // 2
+    if half < 1:
+        raise ConfigError(f"the text may have {most:,} tokens, which is too few to cut it; it must be at least {_SPARE + 2}")
+    start, end = read(text[: _LETTERS * half])[:half], read(text[-_LETTERS * half :])[-half:]
+    first, last = min(length(start), len(text)), max(0, len(text) - length(end))
+    if last <= first:
+        return text, 0
+    return text[:first] + _MARK.format(last - first) + text[last:], last - first
