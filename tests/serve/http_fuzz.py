@@ -24,6 +24,7 @@ BODIES: dict[str, type[Body]] = {
     "/tokenize": schema.TokenizeRequest,
     "/detokenize": schema.DetokenizeRequest,
     "/v1/recalls/x/runs": schema.RecallRun,
+    "/v1/recalls/x/answers": schema.RecallRun,
 }
 PLAIN = ("/v1/models", "/v1/models/tiny", "/v1/models/%00", "/v1/contexts", "/v1/contexts/a", "/v1/contexts/..%2f",
          "/v1/recalls/x", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/", "/nothing", "//",

@@ -53,10 +53,15 @@ def serving(
     grace: float = 0.0,
     kv_dir: Path | None = None,
     method: str = "icecache",
+    budget: int | None = 64,
     **how: Any,
 ) -> Iterator[Served]:
     batch = Batch(
-        model, max_seqs=max_seqs, capacity=bytemodel.POSITIONS, prefix_cache=PrefixCache(), **(SETTINGS | {"method": method})
+        model,
+        max_seqs=max_seqs,
+        capacity=bytemodel.POSITIONS,
+        prefix_cache=PrefixCache(),
+        **(SETTINGS | {"method": method, "budget": budget}),
     )
     if kv_dir is not None:
         assert batch.prefix_cache is not None

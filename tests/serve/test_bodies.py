@@ -24,6 +24,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1]},
     "/v1/contexts": {"name": "a", "text": "Hi"},
     "/v1/recalls/x/runs": {},
+    "/v1/recalls/x/answers": {},
 }
 KINDS = [one for one in vars(schema).values() if isinstance(one, type) and issubclass(one, Body) and one is not Body]
 MANY = 20_000

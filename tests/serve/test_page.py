@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,51 @@ def test_another_method_or_budget_recalls_for_the_same_tokens(served: Served) ->
     assert other["name"] == "quest, budget 128"
     assert other["exact"]["counts"]["n"] == same["exact"]["counts"]["n"]
     assert len(other["said"]) == len(other["places"]["host"]) == 6
+
+
+def events(said: Any) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in said.text.splitlines() if line]
+
+
+@pytest.mark.parametrize("method", ["full", "icecache", "quest", "streaming"])
+def test_another_method_answers_the_same_prompt(loaded: tuple[Any, Any], served: Served, method: str) -> None:
+    """As a server of that method does, and from the KV that is kept."""
+    said = served.post("/v1/completions", **BODY, recall="selected").json()
+    second = served.post(f"/v1/recalls/{said['id']}/answers", method=method, **({} if method == "full" else {"budget": 64}))
+    assert second.headers["content-type"].startswith("text/event-stream")
+    *pieces, told = events(second)
+    with serving(*loaded, method=method, budget=None if method == "full" else 64) as other:
+        wanted = other.post("/v1/completions", **BODY).json()["choices"][0]["text"]
+    assert "".join(one["text"] for one in pieces) == wanted
+    assert (told["finish"], told["tokens"]) == ("length", said["usage"]["prompt_tokens"] + 6)
+    assert told["name"] == ("full attention" if method == "full" else f"{method}, budget 64")
+    assert ("rows" in told) == (method not in ("full", "streaming"))
+    if "rows" in told:
+        assert 0 < told["rows"] <= 64
+
+
+def test_a_second_answer_prefills_only_what_is_not_kept(served: Served) -> None:
+    said = served.post("/v1/completions", **BODY | {"prompt": "A long tale of a mouse. " * 30}, recall="selected").json()
+    prefix = served.service.batch.prefix_cache
+    assert prefix is not None
+    before = prefix.stats().hits
+    events(served.post(f"/v1/recalls/{said['id']}/answers", method="quest", budget=64))
+    assert prefix.stats().hits - before == said["usage"]["prompt_tokens"] - 128
+
+
+def test_a_second_answer_that_cannot_be_is_refused(served: Served) -> None:
+    name = served.post("/v1/completions", **BODY, recall="selected").json()["id"]
+    for body, param in (({"method": "nothing"}, "method"), ({"budget": 1}, "budget"), ({"budget": 2049}, "budget")):
+        said = served.post(f"/v1/recalls/{name}/answers", **body)
+        assert (said.status_code, said.json()["error"]["param"]) == (400, param), said.text
+    assert served.post("/v1/recalls/none/answers").status_code == 404
+
+
+def test_the_model_says_what_the_page_needs(served: Served) -> None:
+    (card,) = served.http.get("/v1/models").json()["data"]
+    assert card["method"] == "icecache"
+    assert {"full", "quest"} <= set(card["methods"])
+    assert card["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from kvthaw.errors import ConfigError
+from kvthaw.methods import METHODS
 from kvthaw.serve import contexts, page
 from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json
+from kvthaw.serve.beside import kv_bytes
 from kvthaw.serve.bodies import BodyRoute, LargeBodies, invalid
 from kvthaw.serve.clients import attended, client_of, service_of, while_connected
 from kvthaw.serve.errors import ERRORS, ApiError, as_api_error
@@ -229,7 +231,13 @@ class EventStream(StreamingResponse):
 
 def _card(service: Service) -> Json:
     card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "kvthaw"}
-    return card | {"max_model_len": service.batch.capacity, "chat_template": service.chats}
+    batch = service.batch
+    more = {
+        "method": batch.cache.settings.method.name,
+        "methods": [*METHODS],
+        "kv_bytes_per_token": kv_bytes(batch.model, batch.cache),
+    }
+    return card | {"max_model_len": batch.capacity, "chat_template": service.chats, **more}
 
 
 async def _raised(http: Request, error: Exception) -> Response:

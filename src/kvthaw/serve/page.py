@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
 from functools import partial
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.variant import Variant
@@ -15,6 +17,7 @@ from kvthaw.inspect.passages import RECENT
 from kvthaw.inspect.run import replay
 from kvthaw.methods import METHODS, resolve
 from kvthaw.serve.answers import Json
+from kvthaw.serve.beside import Beside
 from kvthaw.serve.bodies import BodyRoute
 from kvthaw.serve.clients import service_of
 from kvthaw.serve.errors import ApiError
@@ -71,6 +74,33 @@ async def run(name: str, body: RecallRun, http: Request) -> Json:
     except ConfigError as error:
         raise refused(body, error, "method") from None
     return await asyncio.to_thread(replay_data, ran, service.tokenizer, len(prompt) + len(answer), _text(prompt), answer)
+
+
+@router.post("/v1/recalls/{name}/answers")
+async def answer(name: str, body: RecallRun, http: Request) -> StreamingResponse:
+    """Answer the prompt again under another method or budget, as a stream of events: pieces of text, then what was read. Tokens
+    come between the steps of other requests."""
+    service = service_of(http)
+    found, batch = _recorded(service, name), service.batch
+    body.check(batch.capacity)
+    service.check(None, 1)
+    if service.worker.lockstep.size > 1 or found.request.embeddings is not None:
+        raise ApiError(400, "method: a split model, and a prompt of embeddings, are answered under one method", param="method")
+    mine = batch.cache.settings
+    variant = Variant(body.method or mine.method.name, body.budget, body.retrieved)
+    settings = {"block_size": mine.block_size, "kv_dtype": mine.kv_dtype}
+    make = partial(Beside, batch.model, service.tokenizer, found.request, variant, settings, batch.prefix_cache)
+    try:
+        second = await service.worker.call(make)
+    except ConfigError as error:
+        raise refused(body, error, "method") from None
+
+    async def sent() -> AsyncIterator[bytes]:
+        async with service.besides:
+            async for event in second.events(service.worker):
+                yield f"data: {json.dumps(event)}\n\n".encode()
+
+    return StreamingResponse(sent(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
 def _recorded(service: Service, name: str) -> Recall:

@@ -384,8 +384,8 @@ class DetokenizeRequest(Body):
 
 
 class RecallRun(Body):
-    """Of POST /v1/recalls/ID/runs (kvthaw's): a method, that of the server by default, and how much it may attend. The method
-    has no options, which could take any amount of memory."""
+    """Of POST /v1/recalls/ID/runs and /v1/recalls/ID/answers (kvthaw's): a method, that of the server by default, and how much it
+    may attend. The method has no options, which could take any amount of memory."""
 
     method: Annotated[str, Field(max_length=64)] | None = None
     budget: int | None = Field(None, ge=1, lt=1 << 31)

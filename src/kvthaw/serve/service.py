@@ -74,6 +74,7 @@ class Service:
             batch.max_seqs + max_waiting,
             Lockstep(batch.cache.kv.settings.ranks),
         )
+        self.besides = asyncio.Lock()  # one second answer at a time
         self.ending = asyncio.Event()  # set: those whose prompts are not submitted wait for nothing
         self._compilers = Compilers(tokenizer, batch.vocabulary, lambda source: self.worker.tell(Compile(source)))
         self._reader = Reader(tokenizer, batch.capacity)

@@ -1,0 +1,110 @@
+"""A recorded prompt that is answered once more under another method, between the steps of other requests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvthaw.answering import Answer
+from kvthaw.cache.prefix import PrefixCache
+from kvthaw.cache.window import WindowLayer
+from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.engine.hf.dry_run import head_dim, of_layer
+from kvthaw.engine.prefill import prefill
+from kvthaw.engine.request import Request
+from kvthaw.errors import CacheError
+from kvthaw.evaluate.variant import Variant
+from kvthaw.inspect.page import label, passage_data
+from kvthaw.inspect.passages import RECENT
+from kvthaw.inspect.recorder import Recorder, Recording
+from kvthaw.methods import resolve
+from kvthaw.serve.answers import Json
+from kvthaw.serve.errors import as_api_error
+from kvthaw.serve.watcher import MOST_TOKENS
+from kvthaw.serve.worker import Worker
+
+
+class Beside:
+    """A second answer to a request's prompt. The worker's thread calls its methods.
+
+    settings: those of the server's cache that the kept blocks depend on. prefix: has the prompt's KV, or a part of it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        request: Request,
+        variant: Variant,
+        settings: Json,
+        prefix: PrefixCache | None,
+    ) -> None:
+        self._model, self._tokenizer, self._request, self._variant = model, tokenizer, request, variant
+        self._prefix, self._recording, self._prompt = prefix, Recording(), request.ids.tolist()
+        dense = resolve(variant.method).dense
+        limits = {"budget": variant.budget, "retrieved": variant.retrieved}
+        if dense:
+            settings, limits = settings | {"kv_dtype": None}, {}
+        self._cache = Cache(model, variant.method, **settings, **limits)
+        self._name = "full attention" if dense else label(variant.method, variant.budget, variant.retrieved)
+        self._pieces: Iterator[str] = iter(())
+
+    def begin(self) -> None:
+        """Take over what is kept of the prompt, and prefill the rest."""
+        request, taken = self._request, 0
+        with torch.inference_mode(False), torch.no_grad(), suppress(CacheError):  # which keeps rows of another kv_dtype
+            taken = 0 if self._prefix is None else self._prefix.fill(self._cache.kv, request.ids, salt=request.salt)
+        logits = prefill(self._model, self._cache, self._prompt[taken:])
+        self._cache.wait()
+        sampling = replace(request.sampling, max_tokens=min(request.limit, MOST_TOKENS), grammar=None)
+        self._recorder = Recorder(self._cache.kv)
+        self._answer = Answer(
+            self._model, self._tokenizer, self._cache, logits, sampling=sampling, prompt=self._prompt, after=request.text_after
+        )
+        self._pieces = iter(self._answer)
+
+    def step(self) -> str | None:
+        """Return the text that the next token adds; None after the last."""
+        piece = next(self._pieces, None)
+        selected, answer = self._recording.selected, self._answer
+        if not selected:
+            self._recording.skip()
+        elif len(selected) < len(answer.tokens):
+            self._recording.take(0, self._recorder, None)
+        return piece
+
+    def told(self) -> Json:
+        """Return what the answer read and recalled."""
+        found = self._recording.selected[: len(self._answer.tokens)]
+        counts = [(rows >= 0).sum(-1).float().mean().item() for step in found for rows in step.values()]
+        said: Json = {"name": self._name, "finish": self._answer.finish, "tokens": len(self._prompt) + len(found)}
+        if counts:
+            text = self._prompt[: len(self._prompt) - min(RECENT, len(self._prompt) // 2)]
+            said |= {
+                "rows": sum(counts) / len(counts),
+                "passages": passage_data(self._recording, self._tokenizer, text, self._answer.tokens),
+            }
+        return said
+
+    async def events(self, worker: Worker) -> AsyncIterator[Json]:
+        """Yield pieces of the answer, and at the end what it read."""
+        try:
+            await worker.call(self.begin)
+            while (piece := await worker.call(self.step)) is not None:
+                yield {"text": piece}
+            yield await worker.call(self.told)
+        except Exception as error:
+            yield as_api_error(error).body()
+
+
+def kv_bytes(model: PreTrainedModel, cache: Cache) -> int:
+    """Return the bytes of the KV of a token, in all layers that keep all tokens."""
+    config = model.config.get_text_config(decoder=True)
+    return sum(
+        2 * (getattr(one, "num_key_value_heads", None) or one.num_attention_heads) * head_dim(one) * model.dtype.itemsize
+        for one in (of_layer(config, layer.number) for layer in cache.kv.layers if not isinstance(layer, WindowLayer))
+    )
