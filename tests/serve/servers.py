@@ -54,19 +54,22 @@ def serving(
     kv_dir: Path | None = None,
     method: str = "icecache",
     budget: int | None = 64,
+    block_size: int = 64,
+    capacity: int = bytemodel.POSITIONS,
+    name: str = "tiny",
     **how: Any,
 ) -> Iterator[Served]:
     batch = Batch(
         model,
         max_seqs=max_seqs,
-        capacity=bytemodel.POSITIONS,
+        capacity=capacity,
         prefix_cache=PrefixCache(),
-        **(SETTINGS | {"method": method, "budget": budget}),
+        **(SETTINGS | {"method": method, "budget": budget, "block_size": block_size}),
     )
     if kv_dir is not None:
         assert batch.prefix_cache is not None
         how["library"] = Library(batch.cache, batch.prefix_cache, kv_dir)
-    service = Service(batch, tokenizer, "tiny", **how)
+    service = Service(batch, tokenizer, name, **how)
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = Server(service, grace=grace, api_keys=api_keys, hosts=hosts)

@@ -60,6 +60,24 @@ def test_a_conversation_is_about_a_text_that_is_kept(loaded: tuple[PreTrainedMod
 
 
 @pytest.mark.parametrize("template", [STRICT, DATED])
+def test_a_document_is_kept_for_conversations(loaded: tuple[PreTrainedModel, Any], template: str) -> None:
+    """Its KV serves a conversation about it, which a bare text's does not."""
+    with serving(*loaded, chat_template=template, method="full", budget=None) as server:
+        cached, choices = [], []
+        for field in ("text", "document"):
+            kept = server.post("/v1/contexts", name=field, cache_salt=field, **{field: DOCUMENT})
+            assert (kept.status_code, kept.json()["messages"]) == (200, False), kept.text
+            said = asked_of(server, field, "Who was the king, and what did he tell his sons? " * 4, cache_salt=field)
+            cached.append(said["usage"]["prompt_tokens_details"]["cached_tokens"])
+            choices.append(said["choices"][0]["message"])
+        assert choices[0] == choices[1]
+        assert cached[0] == 0
+        assert cached[1] > 0.8 * len(DOCUMENT)
+        refused = server.post("/v1/contexts", name="a", text="b", document="c")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text")
+
+
+@pytest.mark.parametrize("template", [STRICT, DATED])
 def test_a_text_is_kept_for_conversations_at_the_start(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:

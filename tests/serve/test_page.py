@@ -165,3 +165,21 @@ def test_the_dashboard_asks_for_metrics_that_there_are(served: Served) -> None:
     assert len(asked) > 15
     text = served.http.get("/metrics").text
     assert [name for name in asked if not re.search(rf"^(# TYPE )?{name}\b", text, re.MULTILINE)] == []
+
+
+def test_passages_are_told_while_the_answer_comes(served: Served) -> None:
+    name, found = "", list[dict[str, Any]]()
+    body = BODY | {"max_tokens": 60, "recall": "selected", "stream": True}
+    with served.http.stream("POST", "/v1/completions", json=body) as said:
+        for line in said.iter_lines():
+            if line.startswith("data: {") and not found:
+                name = json.loads(line.removeprefix("data: "))["id"]
+                found.append(served.http.get(f"/v1/recalls/{name}/passages?text=true").json())
+    last = served.http.get(f"/v1/recalls/{name}/passages").json()
+    data = served.http.get(f"/v1/recalls/{name}").json()
+    assert found[0]["text"].startswith(BODY["prompt"])
+    assert found[0]["document"] == found[0]["answer"] == found[0]["lengths"]["n"] == data["document"]
+    assert found[0]["tokens"] <= last["tokens"] == 60
+    assert "text" not in last
+    assert last["passages"] == data["runs"][0]["passages"]
+    assert served.http.get("/v1/recalls/none/passages").status_code == 404

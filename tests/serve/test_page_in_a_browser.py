@@ -22,17 +22,19 @@ def test_a_question_about_a_pasted_text_is_answered(served: Served, tmp_path: Pa
     with browser(CHROMIUM, tmp_path / "profile") as page:
         page.show(served.url, width, scheme=scheme)
         page.wait("document.querySelector('#status')?.textContent.startsWith('up to')")
+        page.wait("document.querySelector('#contexts input')")
         assert page.run("document.querySelector('#title').textContent") == "tiny"
         assert page.run("document.title").startswith("tiny")
-        page.run("document.querySelector('#context').value = ''")  # other tests of this server keep contexts
+        page.run("document.querySelector('#contexts [value=\"\"]').click()")  # other tests of this server keep contexts
         page.run(f"document.querySelector('#document').value = {json.dumps(TEXT)}")
         page.run("document.querySelector('#limit').value = 6")
         page.run("document.querySelector('#question').value = 'Who slept?'; document.querySelector('#question').focus()")
         page.key("Enter")
         page.wait("document.querySelector('.told')")
         told = page.run("document.querySelector('.told small').textContent")
-        assert "per token" in told
+        assert "tokens per second" in told
         assert "rows per token" in told
+        assert "were left unread" in told
         assert page.run("document.querySelector('.turn.asked').textContent") == "Who slept?"
         page.wait("document.querySelector('.pane .text').textContent.includes('A mouse had a long tale.')")
         assert page.run("document.documentElement.scrollWidth") == width
@@ -41,4 +43,26 @@ def test_a_question_about_a_pasted_text_is_answered(served: Served, tmp_path: Pa
         assert page.run("document.querySelector('#answer').getAttribute('role')") == "listbox"
         page.run("document.querySelector('#fresh').click()")
         assert page.run("document.querySelector('#turns').children.length") == 0
+        assert page.errors == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_two_methods_answer_side_by_side_and_a_text_is_kept(served: Served, tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    with browser(CHROMIUM, tmp_path / "profile") as page:
+        page.show(served.url, 1280)
+        page.wait("document.querySelector('#contexts input')")
+        page.run("document.querySelector('#contexts [value=\"\"]').click(); window.confirm = () => true")
+        page.run(f"document.querySelector('#document').value = {json.dumps(TEXT * 3)}")
+        page.run("document.querySelector('#name').value = 'tale'; document.querySelector('#keep').click()")
+        page.wait("document.querySelector('#contexts [value=\"tale\"]')?.checked")
+        assert page.run("document.querySelector('#own').hidden")
+        page.run("document.querySelector('#second').value = 'full'; document.querySelector('#limit').value = 6")
+        page.run("document.querySelector('#question').value = 'Who slept?'; document.querySelector('#ask').requestSubmit()")
+        page.wait("document.querySelectorAll('.told').length === 2")
+        headings = page.run("[...document.querySelectorAll('.one h3')].map((each) => each.textContent)")
+        assert headings == ["icecache", "full attention"]
+        assert "each head read all" in page.run("document.querySelectorAll('.told')[1].textContent")
+        page.run("document.querySelector('[aria-label=\"Delete tale\"]').click()")
+        page.wait("!document.querySelector('#contexts [value=\"tale\"]')")
         assert page.errors == []

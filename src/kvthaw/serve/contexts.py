@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, Response
@@ -18,6 +18,7 @@ from kvthaw.serve.fields import Name
 from kvthaw.serve.jobs import Job
 from kvthaw.serve.schema import ContextRequest
 from kvthaw.serve.service import Service
+from kvthaw.serve.turns import about_document
 
 router = APIRouter(prefix="/v1/contexts", route_class=BodyRoute)
 Salt = Annotated[str, Header(alias="Cache-Salt", max_length=256)]
@@ -31,14 +32,19 @@ async def create(body: ContextRequest, http: Request) -> Response:
     body.check()
     service.check(None, 1)
     service.kept()
-    if body.messages is not None:
+    about: Any = None
+    if body.document is not None:
+        param, ids = "document", await service.encode_document(body.document, client_of(http))
+        about = about_document(body.document) if service.chats else None
+    elif body.messages is not None:
+        param = "messages"
+        about = [message.model_dump(exclude_none=True) for message in body.messages]
         ids = await service.encode_chat(body.messages, answer=False, client=client_of(http))
     else:
+        param = "text"
         ids = await service.encode(body.text or "", param="text", client=client_of(http))
-    param = "text" if body.messages is None else "messages"
     if len(ids) + 1 > service.batch.capacity:
         raise too_long(len(ids), 1, service.batch.capacity, param)
-    about = None if body.messages is None else [message.model_dump(exclude_none=True) for message in body.messages]
     try:
         request = service.batch.request(ids, max_new_tokens=1, cache_salt=body.cache_salt, name=body.name, about=about)
     except ConfigError as error:

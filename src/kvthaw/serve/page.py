@@ -12,8 +12,9 @@ from fastapi.responses import Response, StreamingResponse
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.variant import Variant
-from kvthaw.inspect.page import asset, label, passage_data, replay_data, run_data, served, text_data, words
-from kvthaw.inspect.passages import RECENT
+from kvthaw.inspect.page import asset, label, passage_data, replay_data, run_data, served, text_data, texts, words
+from kvthaw.inspect.passages import RECENT, passages
+from kvthaw.inspect.recorder import Recording
 from kvthaw.inspect.run import replay
 from kvthaw.methods import METHODS, resolve
 from kvthaw.serve.answers import Json
@@ -55,6 +56,13 @@ async def recall(name: str, http: Request) -> Json:
     """Return what the tokens of an answer recalled, for the page."""
     service = service_of(http)
     return await asyncio.to_thread(_data, service, _recorded(service, name))
+
+
+@router.get("/v1/recalls/{name}/passages")
+async def passages_so_far(name: str, http: Request, text: bool = False) -> Json:
+    """Return the passages that an answer came from up to now, while it is given; text: and the text that they are in."""
+    service = service_of(http)
+    return await asyncio.to_thread(_so_far, service, _recalled(service, name), text=text)
 
 
 @router.post("/v1/recalls/{name}/runs")
@@ -103,10 +111,15 @@ async def answer(name: str, body: RecallRun, http: Request) -> StreamingResponse
     return StreamingResponse(sent(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-def _recorded(service: Service, name: str) -> Recall:
+def _recalled(service: Service, name: str) -> Recall:
     found = service.worker.watcher.recalls.get(name)
     if found is None:
         raise ApiError(404, f"nothing is recorded of {name!r}", param="name", code="recall_not_found")
+    return found
+
+
+def _recorded(service: Service, name: str) -> Recall:
+    found = _recalled(service, name)
     if found.open:
         raise ApiError(409, f"{name!r} has not ended", param="name", code="recall_open")
     return found
@@ -120,6 +133,18 @@ def _text(prompt: list[int]) -> list[int]:
 def _answer(recall: Recall) -> list[int]:
     """The tokens of the answer that are recorded."""
     return recall.request.tokens[: len(recall.recording.selected)]
+
+
+def _so_far(service: Service, recall: Recall, *, text: bool) -> Json:
+    prompt, selected = recall.request.ids.tolist(), list(recall.recording.selected)
+    if not recall.pieces:
+        recall.pieces = texts(service.tokenizer, _text(prompt))
+    if recall.open:
+        del selected[-1:]  # which may be on its way from the device
+    said = texts(service.tokenizer, recall.request.tokens[: len(selected)], prompt[-RECENT:])
+    found = passages(Recording(selected), recall.pieces, said)
+    told: Json = {"tokens": len(selected), "passages": [(one.start, one.stop, round(one.share, 3)) for one in found]}
+    return told | (text_data(service.tokenizer, prompt, (), ()) if text else {})
 
 
 def _data(service: Service, recall: Recall) -> Json:

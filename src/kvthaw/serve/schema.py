@@ -401,15 +401,17 @@ class RecallRun(Body):
 
 
 class ContextRequest(Body):
-    """Of POST /v1/contexts (kvthaw's): a text, or messages through the chat template, to be kept under a name."""
+    """Of POST /v1/contexts (kvthaw's): a text, a document that conversations are about, or messages, to be kept under a name. The
+    latter two go through the chat template."""
 
     name: Name
     text: Text | None = None
+    document: Text | None = None
     messages: _Messages | None = None
     cache_salt: str = Field("", max_length=256)
     wait: bool = Field(True, description="whether the answer comes when the document is kept; else at once, with a status")
 
     def check(self) -> None:
-        """Raise ApiError unless one of text and messages is given."""
-        if (self.text is None) == (self.messages is None):
-            raise ApiError(400, "give text or messages, and not both", param="text")
+        """Raise ApiError unless one of text, document and messages is given."""
+        if sum(one is not None for one in (self.text, self.document, self.messages)) != 1:
+            raise ApiError(400, "give one of text, document and messages", param="text")

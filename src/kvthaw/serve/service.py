@@ -120,6 +120,11 @@ class Service:
         read = partial(self._reader.tokens, text, param, special=special, behind=behind)
         return await self._reader.run(read, len(text), client)
 
+    async def encode_document(self, text: str, client: str) -> list[int]:
+        """Return the tokens of a document that conversations are about, as far as the first question; raises ApiError."""
+        opened = self.turns.opened(text) if self.chats else text
+        return await self.encode(opened, special=not self.chats, param="document", client=client)
+
     async def decode(self, tokens: Sequence[int], client: str) -> str:
         """Return the text of tokens."""
         decode = partial(self.tokenizer.decode, tokens, clean_up_tokenization_spaces=False)

@@ -33,11 +33,13 @@ class Turns:
         """Return the tokens of a conversation, with answer up to where the answer begins."""
         return read(self._render(messages, answer=answer))
 
+    def opened(self, text: str) -> str:
+        """Return a document as it stands in a conversation, with all that comes before it; the first question follows."""
+        return opening(self._draw()) + text.rstrip()
+
     def document(self, text: str) -> list[int]:
         """Return the tokens of a document that the first question follows."""
-        ids: list[int] = self._tokenizer(opening(self._draw()) + text.rstrip(), add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
+        ids: list[int] = self._tokenizer(self.opened(text), add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     def opens(self, kept: Sequence[int]) -> bool:

@@ -26,11 +26,12 @@ MOST_TOKENS = 256
 
 @dataclass(eq=False)
 class Recall:
-    """What a request's tokens recalled."""
+    """What a request's tokens recalled. pieces: the texts of the prompt's tokens before the question, once they are known."""
 
     request: Request
     exact: bool
     recording: Recording = field(default_factory=Recording)
+    pieces: list[str] = field(default_factory=list)
 
     @property
     def open(self) -> bool:

@@ -1,15 +1,19 @@
 "use strict";
 (() => {
-  const { $, make, bytes, bars, open, point, rows, piece } = window.kvthaw;
+  const { $, make, bytes, bars, open, mark, point, rows, piece } = window.kvthaw;
   const BEST = 3; // passages that are told below an answer
+  const LOOK = 1200; // milliseconds between two looks at what an answer recalls
   let model = null;
   let turns = []; // the conversation, for models with a chat template
   let about = ""; // the document that it is about
   let abort = null;
+  let wake = () => {}; // ends the wait before the next look
+  let streams = false; // whether an answer comes whose document is shown meanwhile
   let shown = null; // the answer whose recalls are shown: its id, and what it recalled
   const fetched = []; // bytes brought from the host, at each look
 
   const number = (n) => n.toLocaleString("en");
+  const titled = (method) => (method === "full" ? "full attention" : method);
   const seconds = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
 
   function ask(path, body, signal) {
@@ -31,11 +35,11 @@
     [$("source").hidden, $("ask").hidden] = [false, false];
     try {
       [model] = (await json("v1/models")).data;
-      const contexts = await json("v1/contexts").catch(() => ({ data: [] }));
-      const kept = contexts.data.map(({ id, tokens }) => make("option", { value: id }, `${id} (${number(tokens)} tokens, kept)`));
-      $("context").replaceChildren($("context").options[0], ...kept);
-      if (kept.length) $("context").value = kept[0].value;
-      choose();
+      await list();
+      const ways = model.methods.map((name) => make("option", { value: name }, titled(name)));
+      const { value } = $("second");
+      $("second").replaceChildren($("second").options[0], ...ways);
+      [$("second").value, $("second-row").hidden] = [value, true];
       $("title").textContent = model.id;
       document.title = `${model.id} – kvthaw`;
       $("status").textContent = `up to ${number(model.max_model_len)} tokens`;
@@ -45,8 +49,59 @@
     }
   }
 
+  /** Show the documents that are kept. wanted: the one to choose; without it the first where none is chosen. */
+  async function list(wanted) {
+    const { data } = await json("v1/contexts").catch(() => ({ data: [] }));
+    const before = wanted ?? (chosen() || data[0]?.id || "");
+    const item = (id, what, ...more) => {
+      const radio = make("input", { type: "radio", name: "context", value: id, checked: id === before });
+      radio.addEventListener("change", choose);
+      return make("li", {}, make("label", {}, radio, make("span", {}, id || "Another text"), make("small", {}, what)), ...more);
+    };
+    const kept = data.map(({ id, tokens, status }) => {
+      const drop = make("button", { type: "button", className: "drop", ariaLabel: `Delete ${id}`, title: `Delete ${id}` }, "✕");
+      drop.addEventListener("click", () => remove(id));
+      return item(id, status === "completed" ? `${number(tokens)} tokens, kept` : `${number(tokens)} tokens, being read`, drop);
+    });
+    $("contexts").replaceChildren(...kept, item("", "paste it, or open a file"));
+    if (!chosen()) $("contexts").querySelector('[value=""]').checked = true;
+    choose();
+  }
+
+  const chosen = () => document.querySelector('[name="context"]:checked')?.value ?? "";
+
   function choose() {
-    $("own").hidden = $("context").value !== "";
+    $("own").hidden = chosen() !== "";
+  }
+
+  async function remove(id) {
+    if (!confirm(`Delete ${id}? The server reads the text again if you need it later.`)) return;
+    try {
+      const headers = $("key").value ? { Authorization: `Bearer ${$("key").value}` } : {};
+      await answered(await fetch(`v1/contexts/${encodeURIComponent(id)}`, { method: "DELETE", headers }));
+      await list("");
+    } catch (error) {
+      $("status").textContent = error.message;
+    }
+  }
+
+  /** Keep the pasted text under a name, so that the next question about it need not wait for it. */
+  async function keep() {
+    const [name, text] = [$("name").value.trim(), $("document").value];
+    if (!name || !text.trim() || !$("name").checkValidity()) {
+      $("status").textContent = text.trim() ? "Give it a name of letters, digits, dots and dashes." : "There is no text to keep.";
+      return;
+    }
+    [$("keep").disabled, $("status").textContent] = [true, `Reading ${name} …`];
+    try {
+      await answered(await ask("v1/contexts", { name, document: text }));
+      await list(name);
+      $("status").textContent = `${name} is kept.`;
+    } catch (error) {
+      $("status").textContent = error.message;
+    } finally {
+      $("keep").disabled = false;
+    }
   }
 
   /** Show the bytes by place that the server's metrics have. */
@@ -61,12 +116,14 @@
   }
 
   function request(question) {
-    const document = $("context").value ? "" : $("document").value;
+    const [context, text] = [chosen(), $("document").value];
+    const document = context ? "" : text;
     const common = { max_tokens: Number($("limit").value), temperature: 0, stream: true, recall: $("exact").checked ? "exact" : "selected" };
-    if ($("context").value) common.context = $("context").value;
+    common.stream_options = { include_usage: true, continuous_usage_stats: true };
+    if (context) common.context = context;
     if (!model.chat_template) return ["v1/completions", { ...common, prompt: (document && `${document}\n`) + question }];
-    if (about !== $("context").value + document) turns = [];
-    about = $("context").value + document;
+    if (about !== context + document) turns = [];
+    about = context + document;
     const content = document && !turns.length ? `${document}\n\n${question}` : question;
     turns.push({ role: "user", content });
     return ["v1/chat/completions", { ...common, messages: [...turns] }];
@@ -90,65 +147,130 @@
     for (let part = await reader.read(); !part.done; part = await reader.read()) yield part.value;
   }
 
+  /** A place for an answer that streams: its text, and a line below that tells how fast it comes. */
+  class Answering {
+    constructor(heading) {
+      [this.text, this.line] = [make("div", { className: "turn answer waiting" }), make("small", { className: "live" })];
+      this.box = make("div", { className: "one" }, ...(heading ? [make("h3", {}, heading)] : []), this.text, this.line);
+      [this.begun, this.times] = [performance.now(), []];
+    }
+
+    /** The mean time of a token after the first, in milliseconds; NaN before there are two. */
+    get each() {
+      return this.times.length > 1 ? (this.times.at(-1) - this.times[0]) / (this.times.length - 1) : NaN;
+    }
+
+    add(piece) {
+      if (!piece) return;
+      this.times.push(performance.now() - this.begun);
+      this.text.append(piece);
+      if (Number.isFinite(this.each)) this.line.textContent = `${(1000 / this.each).toFixed(1)} tokens per second`;
+    }
+
+    /** End it. rows: read per head and token, of so many; NaN where all were. */
+    tell(name, rows, all, why = "", passages = []) {
+      this.text.classList.remove("waiting");
+      const speed = Number.isFinite(this.each) ? `, then ${(1000 / this.each).toFixed(1)} tokens per second` : "";
+      const whole = all * model.kv_bytes_per_token;
+      const left = (1 - rows / all) * whole * this.times.length;
+      const read = Number.isFinite(rows)
+        ? `${name}: each head chose ${number(Math.round(rows))} of ${number(all)} rows per token. ` +
+          `${bytes((rows / all) * whole)} of ${bytes(whole)} of KV per token; ${bytes(left)} were left unread.`
+        : `${name}: each head read all ${number(all)} rows per token, ${bytes(whole)} of KV${why && ` (${why})`}.`;
+      this.line.remove();
+      this.box.append(make("div", { className: "told" }, make("small", {}, `First token after ${seconds(this.times[0] ?? 0)}${speed}. ${read}`), ...passages));
+    }
+
+    fail(error) {
+      const stopped = error.name === "AbortError";
+      this.text.classList.remove("waiting");
+      this.text.classList.toggle("error", !stopped);
+      this.text.append(stopped ? " (stopped)" : error.message);
+    }
+  }
+
   async function send(event) {
     event.preventDefault();
     const question = $("question").value.trim();
     if (!question || abort) return;
-    const said = make("div", { className: "turn answer waiting" });
-    $("turns").append(make("div", { className: "turn asked" }, question), said);
+    const second = $("second").value;
+    const first = new Answering(second && titled(model.method));
+    const answers = make("div", { className: "answers" }, first.box);
+    $("turns").append(make("div", { className: "turn asked" }, question), answers);
     const before = turns.length;
     [$("send").disabled, $("stop").hidden, $("question").value] = [true, false, ""];
     abort = new AbortController();
-    const begun = performance.now();
-    const times = [];
+    let now = first;
     try {
       const [path, body] = request(question);
-      let id = null;
+      let [id, following] = [null, null];
+      streams = true;
       for await (const chunk of chunks(await answered(await ask(path, body, abort.signal)))) {
         if (chunk.error) throw new Error(chunk.error.message);
         ({ id } = chunk);
         const [choice] = chunk.choices;
-        const more = choice?.delta?.content ?? choice?.text ?? "";
-        if (more) times.push(performance.now() - begun);
-        said.append(more);
+        first.add(choice?.delta?.content ?? choice?.text ?? "");
+        following ??= follow(id, () => streams);
       }
-      said.classList.remove("waiting");
-      if (model.chat_template) turns.push({ role: "assistant", content: said.textContent });
+      streams = false;
+      wake();
+      await following;
+      if (model.chat_template) turns.push({ role: "assistant", content: first.text.textContent });
       await show(id);
-      said.after(tell(times, shown.data));
+      const { data } = shown;
+      const [run] = data.runs;
+      first.tell(run.full ? "Full attention" : run.name, rows(), data.answer, run.full, evidence(run.passages));
       await look();
+      if (second) {
+        now = new Answering(titled(second));
+        answers.append(now.box);
+        await beside(now, id, second);
+      }
     } catch (error) {
-      turns.length = before;
-      const stopped = error.name === "AbortError";
-      said.classList.remove("waiting");
-      said.classList.toggle("error", !stopped);
-      said.append(stopped ? " (stopped)" : error.message);
-      $("question").value ||= question;
+      if (now === first) turns.length = before;
+      now.fail(error);
+      if (now === first) $("question").value ||= question;
     } finally {
+      streams = false;
       abort = null;
       [$("send").disabled, $("stop").hidden, $("fresh").hidden] = [false, true, false];
       $("question").focus({ preventScroll: true });
     }
   }
 
-  /** What an answer took, how many rows its steps read, and the passages that it recalled most. */
-  function tell(times, data) {
-    const [run] = data.runs;
-    const each = times.length > 1 ? (times.at(-1) - times[0]) / (times.length - 1) : NaN;
-    const spent = `First token after ${seconds(times[0] ?? 0)}${Number.isFinite(each) ? `, then ${seconds(each)} per token` : ""}.`;
-    const read = rows();
-    const what = Number.isFinite(read)
-      ? `${run.name}: each head chose ${number(Math.round(read))} of ${number(data.answer)} rows per token.`
-      : `Full attention: each head read all ${number(data.answer)} rows${run.full ? ` (${run.full})` : ""}.`;
-    const list = (run.passages ?? []).slice(0, BEST).map(([from, to, share]) => {
+  /** Have another method answer what an answer was to, once that has ended, so that the two take no time from each other. */
+  async function beside(place, id, method) {
+    const way = method === "full" ? { method } : { method, budget: Number($("second-budget").value) };
+    let told = null;
+    for await (const part of chunks(await answered(await ask(`v1/recalls/${id}/answers`, way, abort.signal)))) {
+      if (part.error) throw new Error(part.error.message);
+      if (part.name) told = part;
+      else place.add(part.text);
+    }
+    if (told) place.tell(told.name, told.rows ?? NaN, told.tokens, "", evidence(told.passages));
+  }
+
+  /** The passages that an answer came from, as a list that shows them in the document. */
+  function evidence(passages) {
+    const list = (passages ?? []).slice(0, BEST).map(([from, to, share]) => {
       const words = piece(from, to).replace(/\s+/g, " ").trim();
       const button = make("button", { type: "button" }, words, make("small", {}, ` ${Math.round(100 * share)} % of heads`));
       button.addEventListener("click", () => point(from));
       return make("li", {}, button);
     });
-    const box = make("div", { className: "told" }, make("small", {}, `${spent} ${what}`));
-    if (list.length) box.append(make("ol", { ariaLabel: "Passages that the answer came from" }, ...list));
-    return box;
+    return list.length ? [make("ol", { ariaLabel: "Passages that the answer came from" }, ...list)] : [];
+  }
+
+  /** Show the document of an answer that streams, and mark in it what the answer recalls, until it has ended. */
+  async function follow(id, goes) {
+    let told = await json(`v1/recalls/${id}/passages?text=true`).catch(() => null);
+    if (!told || !goes()) return;
+    await open({ ...told, live: true, runs: [{ name: model.method, layers: [], heads: 0, grain: 1, passages: told.passages }] });
+    while (told && goes()) {
+      mark(told.passages);
+      await new Promise((done) => { wake = done; setTimeout(done, LOOK); });
+      told = goes() && (await json(`v1/recalls/${id}/passages`).catch(() => null));
+    }
   }
 
   async function show(id) {
@@ -191,10 +313,13 @@
     event.preventDefault();
     $("ask").requestSubmit();
   });
-  $("context").addEventListener("change", choose);
+  $("keep").addEventListener("click", keep);
+  $("second").addEventListener("change", () => { $("second-row").hidden = ["", "full"].includes($("second").value); });
   $("file").addEventListener("change", async () => {
     const [file] = $("file").files;
-    if (file) [$("document").value, $("context").value, $("own").hidden] = [await file.text(), "", false];
+    if (!file) return;
+    $("document").value = await file.text();
+    $("name").value ||= file.name.replace(/\.[^.]*$/, "").replace(/[^A-Za-z0-9._-]+/g, "-");
   });
   connect();
 })();

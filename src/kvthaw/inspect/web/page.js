@@ -71,7 +71,7 @@
     const view = { ...data, ends, tokens: lengths.length, steps: lengths.length - data.answer, series: [] };
     view.piece = (from, to = from + 1) => data.text.slice(ends[from], ends[to]);
     for (const run of data.runs) {
-      run.sets = await sets(run.selected, view.steps);
+      run.sets = run.selected ? await sets(run.selected, view.steps) : [];
       view.series.push({ run, name: run.name, sets: run.sets });
       if (run.exact) {
         run.best = await sets(run.exact, view.steps, run.sets);
@@ -184,9 +184,10 @@
       this.other = other && other.shown !== this.shown ? other : null;
       this.version = {};
       this.seen.forEach((each) => this.paint(each));
-      this.sum.textContent = `${this.heat.reduce((n, count) => n + (count > 0), 0).toLocaleString("en")} ${this.shown.run.grain > 1 ? "groups" : "tokens"} recalled`;
-      this.legend.textContent = !this.most ? "Every head read all tokens, so nothing is marked." : this.spots
+      this.sum.textContent = view.live ? "answering …" : `${this.heat.reduce((n, count) => n + (count > 0), 0).toLocaleString("en")} ${this.shown.run.grain > 1 ? "groups" : "tokens"} recalled`;
+      this.legend.textContent = this.spots
         ? "Marked: the passages that heads recalled while the answer said their words."
+        : view.live ? "Passages are marked as the answer recalls them." : !this.most ? "Every head read all tokens, so nothing is marked."
         : "Shade: how much more often than the average token it was recalled.";
       this.drawMap();
     }
@@ -370,6 +371,7 @@
     $("panes").replaceChildren($("empty"), ...panes.map((pane) => pane.root));
     listAnswer();
     render();
+    if (view.live) return;
     const grain = Math.max(...view.runs.map((run) => run.grain));
     const count = (n, what) => (n ? `${n.toLocaleString("en")} tokens of ${what}, ` : "");
     $("status").textContent = `${count(view.document, view.answer > view.document ? "document" : "prompt")}` +
@@ -384,6 +386,16 @@
   addEventListener("resize", () => panes.forEach((pane) => pane.drawMap()));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => panes.forEach((pane) => pane.drawMap()));
 
+  /** Mark the passages of an answer that goes on, and show the best one where it has changed. */
+  function mark(passages) {
+    const { run } = panes[0].shown;
+    const before = run.passages?.[0]?.[0];
+    run.passages = passages;
+    panes[0].update();
+    panes[0].refresh();
+    if (passages.length && passages[0][0] !== before) panes[0].show(passages[0][0]);
+  }
+
   /** Show a token in the document. */
   function point(token) {
     panes[0].show(token);
@@ -393,7 +405,7 @@
   /** How many rows a head chose in a step, on average; NaN where nothing was chosen. */
   const rows = () => quality(view.runs[0], { token: -1, layer: -1, head: -1 }).rows;
 
-  window.kvthaw = { $, make, bytes, bars, open, point, rows, piece: (from, to) => view.piece(from, to) };
+  window.kvthaw = { $, make, bytes, bars, open, mark, point, rows, piece: (from, to) => view.piece(from, to) };
   const embedded = $("data");
   if (embedded) {
     const data = JSON.parse(embedded.textContent);
