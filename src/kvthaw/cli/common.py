@@ -260,7 +260,7 @@ def as_its_makers(sampling: Sampling, given: Mapping[str, Any], model: PreTraine
 
 
 def cut_to(tokenizer: Any, text: str, most: int) -> str:
-    """Return a text of at most so many tokens, without its middle where it has more, which is told."""
+    """Return a text of at most `most` tokens: where it has more, leave out its middle, and tell the user."""
     from kvthaw.engine.cut import without_middle
 
     kept, left_out = without_middle(tokenizer, text, most)

@@ -50,9 +50,11 @@ def answer_all(
 ) -> None:
     """Prefill the prompt once under full attention, and answer each question under each method from a fork of it.
 
-    parts: tokens of each prompt before its question, and of its question. settings: of the forks' caches beside the limits of
-    `ways`. goes_on: whether an answer goes on the text of its prompt. live: print an answer as it comes. as_json: print an object
-    for each answer instead.
+    parts: for each prompt, its tokens before the question and those of the question.
+    settings: settings of all caches, without the limits of `ways`.
+    goes_on: the answer's text goes on the prompt's.
+    live: print an answer as it comes.
+    as_json: print an object for each answer instead.
     """
     from kvthaw.answering import Answer, Prompts, shared_tokens
     from kvthaw.evaluate.variant import whole
@@ -103,7 +105,7 @@ def _print(answer: Iterable[str], *, live: bool) -> None:
 
 
 def _kv(cache: Cache) -> str:
-    """Say where the KV lies."""
+    """Return a sentence about where the KV lies."""
     stats = cache.stats()
     host = f", {human(stats.kv_host_bytes)} on the host" if stats.kv_host_bytes else ""
     return f"KV: {human(stats.kv_device_bytes + stats.kv_dense_bytes)} on the device{host}."

@@ -10,12 +10,13 @@ _MARK = "\n\n[... {:,} characters are left out here ...]\n\n"
 _SPARE = 64
 """Tokens for that line, and for words that a cut divides."""
 _LETTERS = 16
-"""Characters that a token has at most, on average: a text that is longer than that is not tokenized whole."""
+"""Characters that a token has at most, on average: this function does not tokenize a longer text whole."""
 
 
 def without_middle(tokenizer: Any, text: str, most: int) -> tuple[str, int]:
-    """Return a text's beginning and end, with a line between them that says what is left out, and how many characters that are. A
-    text of at most `most` tokens stays whole. Raises ConfigError where so few tokens leave no room for both."""
+    """Return a text's beginning and end around a line about the gap, and the number of characters that are left out.
+
+    A text of at most `most` tokens stays whole. Raises ConfigError where `most` leaves no room for both."""
 
     def read(part: str) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])

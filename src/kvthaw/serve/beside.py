@@ -31,7 +31,8 @@ from kvthaw.serve.worker import Worker
 class Beside:
     """A second answer to a request's prompt. The worker's thread calls its methods.
 
-    settings: those of the server's cache that the kept blocks depend on. prefix: has the prompt's KV, or a part of it.
+    settings: the block size and the kv_dtype of the server's cache, which kept blocks have too.
+    prefix: keeps prompts; it may have this one's KV, or a part of it.
     """
 
     def __init__(
@@ -40,13 +41,13 @@ class Beside:
         tokenizer: Any,
         request: Request,
         variant: Variant,
-        settings: Json,
+        settings: dict[str, Any],
         prefix: PrefixCache | None,
     ) -> None:
         self._model, self._tokenizer, self._request, self._variant = model, tokenizer, request, variant
         self._prefix, self._recording, self._prompt = prefix, Recording(), request.ids.tolist()
         dense = resolve(variant.method).dense
-        limits = {"budget": variant.budget, "retrieved": variant.retrieved}
+        limits: dict[str, Any] = {"budget": variant.budget, "retrieved": variant.retrieved}
         if dense:
             settings, limits = settings | {"kv_dtype": None}, {}
         self._cache = Cache(model, variant.method, **settings, **limits)
@@ -54,7 +55,7 @@ class Beside:
         self._pieces: Iterator[str] = iter(())
 
     def begin(self) -> None:
-        """Take over what is kept of the prompt, and prefill the rest."""
+        """Load the part of the prompt that the prefix cache has, and prefill the rest."""
         request, taken = self._request, 0
         with torch.inference_mode(False), torch.no_grad(), suppress(CacheError):  # which keeps rows of another kv_dtype
             taken = 0 if self._prefix is None else self._prefix.fill(self._cache.kv, request.ids, salt=request.salt)

@@ -60,7 +60,10 @@ async def recall(name: str, http: Request) -> Json:
 
 @router.get("/v1/recalls/{name}/passages")
 async def passages_so_far(name: str, http: Request, text: bool = False) -> Json:
-    """Return the passages that an answer came from up to now, while it is given; text: and the text that they are in."""
+    """Return the passages that an answer came from up to now, also while it streams.
+
+    text: return the text of the prompt, too.
+    """
     service = service_of(http)
     return await asyncio.to_thread(_so_far, service, _recalled(service, name), text=text)
 

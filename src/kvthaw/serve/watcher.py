@@ -26,7 +26,10 @@ MOST_TOKENS = 256
 
 @dataclass(eq=False)
 class Recall:
-    """What a request's tokens recalled. pieces: the texts of the prompt's tokens before the question, once they are known."""
+    """What a request's tokens recalled.
+
+    pieces: texts of the prompt's tokens before the question; empty until a client asks for passages.
+    """
 
     request: Request
     exact: bool
