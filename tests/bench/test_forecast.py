@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvthaw import ConfigError
+from kvthaw import Cache, ConfigError
 from kvthaw.bench.forecast import Forecast, Forecaster
 from kvthaw.bench.gpus import GPUS, Machine, find_gpu, known_gpu
 from kvthaw.bench.shapes import config
@@ -84,6 +84,24 @@ def test_auto_is_what_a_cache_would_choose() -> None:
     assert small.in_force == "thaw", "full attention is the faster way, but does not fit"
     cpu = Forecaster(config("tiny"), torch.float32, Machine(cpu=True)).forecast("auto", 10_000)
     assert (cpu.in_force, cpu.fits, cpu.step_s) == ("icecache-digest", None, None)
+
+
+@pytest.mark.parametrize("shape", ["llama-3.1-8b", "qwen3-8b"])
+@pytest.mark.parametrize("weights", [None, 4.5], ids=["bfloat16", "four bits"])
+def test_plan_and_a_cache_agree_about_a_card_of_24_gb(
+    shape: str, weights: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 128k tokens; the cache is made as `attach` makes it, with the memory that plan leaves to it."""
+    planned = on(None, memory=24, shape=shape, weights=None if weights is None else int(weights * GIB))
+    told, room = planned.forecast("auto", 131_072), planned.room
+    monkeypatch.setitem(BEST, "cpu", BEST["cuda"])  # the meta device stands for the card
+    monkeypatch.setattr("kvthaw.engine.hf.cache.available_host_memory", lambda ranks: None)
+    cache = Cache(planned.model, device_memory=room, sized_for=(1, 131_072 + planned.new_tokens))
+    assert told.fits
+    assert cache.settings.method.name == told.in_force
+    needs = Cache(planned.model, told.in_force, device_memory=room).needs(1, 131_072, planned.new_tokens, pinned=True)
+    assert (needs.device, needs.host) == (told.needs.device, told.needs.host)
+    assert needs.device <= (room or 0)
 
 
 @pytest.mark.parametrize("memory", [18, 20, 22.4, 24])

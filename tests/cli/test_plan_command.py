@@ -38,6 +38,14 @@ def test_the_memory_of_a_card_is_what_it_is_sold_with() -> None:
     assert known["longest"] == pytest.approx(sold["longest"], rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("shape", "length", "told"), [("qwen3-8b", "64k", True), ("qwen3-8b", "8k", False), ("tiny", "64k", False)]
+)
+def test_a_length_that_the_published_model_was_not_trained_for_is_told(shape: str, length: str, told: bool) -> None:
+    said = Said("plan", "--shape", shape, "--length", length, "--method", "full", "--gpu", "none").out
+    assert ("qwen3-8b was trained for 40,960 positions; longer prompts need its RoPE scaled." in said) == told
+
+
 def test_tables_name_the_place_of_the_bytes() -> None:
     said = Said(*SHAPE, "--length", "262144", *GPU).out
     assert all(word in said for word in ("weights", "index", "rows", "NVIDIA L4", "longest prompt", "full", "estimated"))

@@ -29,6 +29,11 @@ SHAPES = {
 }
 """Name -> the kind of model and fields of its config."""
 
+TRAINED = {
+    "llama-3.1-8b": 131072, "llama-3.1-70b": 131072, "llama-3.2-1b": 131072, "qwen3-8b": 40960, "qwen3-4b": 40960,
+}  # fmt: skip
+"""Shape -> the positions that the published model was trained for. A shape itself has more, for measurements of time."""
+
 
 def config(shape: str) -> PreTrainedConfig:
     """Return the model's configuration."""

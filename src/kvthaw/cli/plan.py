@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvthaw.bench.gpus import GPUS, Machine, find_gpu, known_gpu
-from kvthaw.bench.shapes import SHAPES
+from kvthaw.bench.shapes import SHAPES, TRAINED
 from kvthaw.cli import options
 from kvthaw.cli.common import print_wide, stdout
 from kvthaw.cli.options import cache_settings, names_of, single, tokens_of
@@ -222,6 +222,9 @@ def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list
             said[-1] += " In brackets: with none of the selected rows on the device already."
     elif not (forecaster.machine.gpu or forecaster.machine.cpu):
         said.append("With --gpu it tells milliseconds a token, too.")
+    trained = TRAINED.get(about["model"])
+    if trained is not None and max(about["length"], one.longest or 0) + about["new_tokens"] > trained:
+        said.append(f"{about['model']} was trained for {trained:,} positions; longer prompts need its RoPE scaled.")
     quantised = getattr(forecaster.model.config, "quantization_config", None)
     if quantised is not None:
         said.append(f"The model is quantised; its weights are counted in {about['dtype']} unless --weights says otherwise.")

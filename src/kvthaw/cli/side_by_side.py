@@ -50,7 +50,7 @@ def answer_all(
 ) -> None:
     """Prefill the prompt once under full attention, and answer each question under each method from a fork of it.
 
-    parts: for each prompt, its tokens before the question and those of the question.
+    parts: for each prompt, the tokens before its question, and the tokens of its question.
     settings: settings of all caches, without the limits of `ways`.
     goes_on: the answer's text goes on the prompt's.
     live: print an answer as it comes.

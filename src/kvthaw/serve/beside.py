@@ -8,15 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kvthaw.answering import Answer
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.window import WindowLayer
+from kvthaw.engine.decode import generate
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.dry_run import head_dim, of_layer
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.request import Request
 from kvthaw.errors import CacheError
+from kvthaw.evaluate.text import AnswerText
 from kvthaw.evaluate.variant import Variant
 from kvthaw.inspect.page import label, passage_data
 from kvthaw.inspect.passages import RECENT
@@ -53,6 +55,8 @@ class Beside:
         self._cache = Cache(model, variant.method, **settings, **limits)
         self._name = "full attention" if dense else label(variant.method, variant.budget, variant.retrieved)
         self._pieces: Iterator[str] = iter(())
+        self._tokens: list[int] = []
+        self._finish = ""
 
     def begin(self) -> None:
         """Load the part of the prompt that the prefix cache has, and prefill the rest."""
@@ -61,33 +65,40 @@ class Beside:
             taken = 0 if self._prefix is None else self._prefix.fill(self._cache.kv, request.ids, salt=request.salt)
         logits = prefill(self._model, self._cache, self._prompt[taken:])
         self._cache.wait()
-        sampling = replace(request.sampling, max_tokens=min(request.limit, MOST_TOKENS), grammar=None)
-        self._recorder = Recorder(self._cache.kv)
-        self._answer = Answer(
-            self._model, self._tokenizer, self._cache, logits, sampling=sampling, prompt=self._prompt, after=request.text_after
-        )
-        self._pieces = iter(self._answer)
+        self._pieces = self._answer(logits, Recorder(self._cache.kv))
+
+    def _answer(self, logits: Tensor, recorder: Recorder) -> Iterator[str]:
+        """Yield the text that each token adds, and record what it recalled."""
+        request, limit = self._request, min(self._request.limit, MOST_TOKENS)
+        sampling = replace(request.sampling, max_tokens=limit, grammar=None)
+        out = AnswerText(self._tokenizer, sampling.stop, after=request.text_after)
+        how: Any = {"limit": limit, "stops": request.stop, "sampling": sampling, "prompt": self._prompt}
+        for token in generate(self._model, self._cache, logits, **how):
+            if self._tokens:
+                self._recording.take(0, recorder, None)
+            else:
+                self._recording.skip()  # the prefill chose it
+            self._tokens.append(token)
+            yield out.push(token)
+            if out.stopped:
+                break
+        self._finish = "length" if len(self._tokens) >= limit and not out.stopped else "stop"
+        yield out.finish()
 
     def step(self) -> str | None:
         """Return the text that the next token adds; None after the last."""
-        piece = next(self._pieces, None)
-        selected, answer = self._recording.selected, self._answer
-        if not selected:
-            self._recording.skip()
-        elif len(selected) < len(answer.tokens):
-            self._recording.take(0, self._recorder, None)
-        return piece
+        return next(self._pieces, None)
 
     def told(self) -> Json:
         """Return what the answer read and recalled."""
-        found = self._recording.selected[: len(self._answer.tokens)]
+        found = self._recording.selected
         counts = [(rows >= 0).sum(-1).float().mean().item() for step in found for rows in step.values()]
-        said: Json = {"name": self._name, "finish": self._answer.finish, "tokens": len(self._prompt) + len(found)}
+        said: Json = {"name": self._name, "finish": self._finish, "tokens": len(self._prompt) + len(found)}
         if counts:
             text = self._prompt[: len(self._prompt) - min(RECENT, len(self._prompt) // 2)]
             said |= {
                 "rows": sum(counts) / len(counts),
-                "passages": passage_data(self._recording, self._tokenizer, text, self._answer.tokens),
+                "passages": passage_data(self._recording, self._tokenizer, text, self._tokens),
             }
         return said
 
