@@ -52,7 +52,7 @@ def _root(
 ) -> None:
     """Attend to a context far larger than the accelerator's KV memory.
 
-    The KV cache lies in host memory; each decode step brings the few tokens that it needs to the device.
+    The KV cache lies in host memory. Each decode step copies only the few tokens that it needs to the device.
     """
 
 

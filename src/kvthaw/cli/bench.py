@@ -107,10 +107,10 @@ def decode(
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Time prefill and decoding, transformers' caches and full attention beside every method.
+    """Time prefill and decoding of every method, of full attention and of transformers' caches.
 
-    On random weights each method is first checked against transformers' own logits. --model times your own model, every cache on
-    the same tokens of your own prompt, and ends with a sentence that says what to do.
+    On random weights each method's logits are first checked against transformers'. --model times your own model with every
+    cache on the same tokens of your own prompt, and ends with a recommendation.
     """
     lengths = listed(length or options.LENGTH, tokens_of, "--length")
     names, batches, ways = names_of(method or _TIMED), listed(batch, int, "--batch"), listed(steps, str, "--steps")
@@ -184,7 +184,7 @@ def prefill(
 ) -> None:
     """Time the prefill of a prompt in chunks, which stream earlier KV back from the host, and in one pass.
 
-    First each method's logits are checked against those of transformers in one pass.
+    First each method's logits are checked against transformers' logits from one pass.
     """
     lengths, chunks = listed(length, tokens_of, "--length"), listed(chunk, tokens_of, "--chunk")
     names = names_of(method)

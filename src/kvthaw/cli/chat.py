@@ -53,7 +53,7 @@ SETTINGS: dict[str, tuple[str, type]] = {
     "max-new-tokens": ("max_tokens", int),
     "seed": ("seed", int),
 }
-"""What /set sets: fields of Sampling by the names of options, and what they are."""
+"""The settings of /set, by the names of options: fields of Sampling, and their descriptions."""
 HELP = {
     "/recalled [N]": "the N passages that the last answer came from, 5 if not given",
     "/recalled PAGE.html": "a page that shows what it recalled, token by token",
@@ -197,7 +197,7 @@ def _answer(talk: Conversation, question: str, sampling: Sampling, verbose: bool
 
 
 def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path) -> None:
-    """Do what a line that begins with a slash asks for."""
+    """Run the command of a line that begins with a slash."""
     if command == "/recalled":
         if argument and not argument.isdecimal() and not argument.endswith(".html"):
             raise ConfigError(f"/recalled: {argument!r} is neither a number nor the name of a page, PAGE.html")
@@ -223,7 +223,7 @@ def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path)
 
 
 def _set(sampling: Sampling, argument: str) -> Sampling:
-    """Return settings of which one is changed as a line asks for, and tell them."""
+    """Return the sampling settings with the one that a line changes, and print them."""
     name, _, value = argument.strip().replace("=", " ").partition(" ")
     name, value = name.lstrip("-").replace("_", "-"), value.strip()
     if name:
@@ -244,7 +244,7 @@ def _set(sampling: Sampling, argument: str) -> Sampling:
 
 
 def _recalled(talk: Conversation, argument: str) -> None:
-    """Tell which passages the last answer recalled, as many as are asked for, or write the page that shows them."""
+    """Print the passages that the last answer recalled, at most as many as the argument says, or write their page."""
     if talk.answer is None:
         raise ConfigError("nothing was recalled: no question was answered yet")
     if not any(talk.recording.selected):
@@ -264,7 +264,7 @@ def _recalled(talk: Conversation, argument: str) -> None:
 
 
 def _place(folder: Path, name: str, field: str) -> Path:
-    """Return where what has a name is kept. Raises ConfigError for one that no server could ask for, where nothing is kept."""
+    """Return the path of a saved conversation. Raises ConfigError for a new name that a server would refuse."""
     known = name and Path(name).name == name and not name.startswith(".") and (folder / name).exists()
     if not known:
         check_kept_name(name, field)
@@ -272,7 +272,7 @@ def _place(folder: Path, name: str, field: str) -> Path:
 
 
 def _lines() -> Iterator[str]:
-    """Yield what is typed, line by line, until the end of the input."""
+    """Yield typed lines until the end of the input."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
@@ -293,7 +293,8 @@ def _lines() -> Iterator[str]:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Within it Ctrl-C is noted; the second one interrupts. Yields what tells whether there was one."""
+    """Record the first Ctrl-C inside the context; let the second one interrupt. Yields a function that returns whether there
+    was one."""
     noted = list[bool]()
 
     def note(*_: object) -> None:

@@ -34,25 +34,25 @@ _KINDS = {
     b"PK\x03\x04": "a zip archive, as .docx and .epub files are, no text; pandoc -t plain makes text of documents",
     b"\x1f\x8b": "compressed by gzip, no text; gunzip unpacks it",
 }
-"""By how a file begins: what it is instead of text, and what makes text of it."""
+"""File formats that are not text, by first bytes: the name, and a command that converts it to text."""
 
 
 class Commands(TyperGroup):
-    """The command group: an error that kvthaw raises is one readable line and exit code 1; Ctrl-C is exit code 130."""
+    """The command group. It turns kvthaw's errors into one readable line and exit code 1, and Ctrl-C into exit code 130."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         _unwrap(self)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command; of one that is cut short, name those that begin so."""
+        """Find the command. For an abbreviation, list the commands with this beginning."""
         near = [name for name in self.list_commands(ctx) if args and name.startswith(args[0]) and args[0] not in self.commands]
         if near:
             ctx.fail(f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, near))}?")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for."""
+        """Run the requested command."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -70,7 +70,7 @@ class Commands(TyperGroup):
 
 
 def _unwrap(command: Any) -> None:
-    """Let paragraphs of help be as wide as the terminal, of a command and of those below it, and not as the source is."""
+    """Wrap the help of a command and its subcommands at the terminal's width, not at the source's."""
     if command.help is not None:
         command.help = "\n\n".join(" ".join(part.split()) for part in command.help.split("\n\n"))
     for each in getattr(command, "commands", {}).values():
@@ -90,8 +90,9 @@ def stdout() -> Console:
 def print_wide(table: Table) -> None:
     """Print a table on stdout between its title and its caption, each in one line.
 
-    A table that is wider than the terminal goes on below itself, with the columns that tell its rows apart. One with columns of
-    sentences folds these instead."""
+    A table that is wider than the terminal continues below, with the columns that identify its rows. A table with columns
+    of sentences wraps these instead.
+    """
     console = stdout()
     if table.title is not None:
         console.print(table.title, style="italic", highlight=False, soft_wrap=True)
@@ -148,14 +149,14 @@ def print_results(records: Iterable[dict[str, Any]], as_json: bool, tables: Call
 
 
 def save_plot(plot: Path | None, into: Callable[[Path], None]) -> None:
-    """Draw the plot that was asked for, and say so."""
+    """Draw the plot, if one is requested, and print its path."""
     if plot is not None:
         into(plot)
         stderr().print(f"wrote {plot}", style="dim")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole: where the disk is full, what stood there stays, and no part of the new one."""
+    """Write a text file atomically. If the disk is full, the old file stays, without a part of the new one."""
     path = path.resolve()
     if path.exists() and not path.is_file():  # a device, such as /dev/stdout
         path.write_text(text, encoding="utf-8")
@@ -172,14 +173,15 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def tell_outdated(outdated: Mapping[str, int]) -> None:
-    """Say of which methods results stand in the file or folder that are not those of their options today, and are made again."""
+    """Print the methods whose stored results are from other options and are computed again."""
     if outdated:
         each = ", ".join(f"{count:,} of {method}" for method, count in outdated.items())
         stderr().print(f"made again, since the methods' defaults were others: {each}", style="yellow", soft_wrap=True)
 
 
 def ended_as_shard(shard: Shard, out: Path | None) -> bool:
-    """Return whether a run was of a shard, whose results are not reported; say then where they are, and how they will be."""
+    """Return whether a run computed a shard, which has no report. If so, print the results' path and the command for the
+    report."""
     if shard[1] > 1:
         where = f"shard {shard[0]}/{shard[1]} is in {out}"
         stderr().print(f"{where}; the same command without --shard reports all of them", style="dim", soft_wrap=True)
@@ -189,9 +191,11 @@ def ended_as_shard(shard: Shard, out: Path | None) -> bool:
 def load_model(
     name: str, device: str | None, dtype: str, chat: Chat | None = None, template: str | None = None
 ) -> tuple[PreTrainedModel, Any]:
-    """Load a model under a spinner on stderr. template: a chat template instead of the tokenizer's.
+    """Load a model under a spinner on stderr.
 
-    Raises ConfigError, before weights are read, for a tokenizer whose template cannot do what `chat` asks for.
+    template: a chat template instead of the tokenizer's.
+
+    Raises ConfigError, before weights are read, for a tokenizer whose template does not support `chat`.
     """
 
     def prepare(tokenizer: Any) -> None:
@@ -208,8 +212,8 @@ def load_model(
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
-    """Return the prompt from the argument, the file, or stdin. Raises a usage error where there is none or more than one, and
-    ConfigError for one that is empty or not UTF-8."""
+    """Return the prompt from the argument, the file, or stdin. Raises a usage error unless exactly one is given, and
+    ConfigError for a prompt that is empty or not UTF-8."""
     if prompt is not None and file is not None:
         raise typer.BadParameter(
             "give a prompt or --file, not both; what is asked about a file is a --question", param_hint="PROMPT"
@@ -245,7 +249,7 @@ def sampling_given(
 
 
 def as_its_makers(sampling: Sampling, given: Mapping[str, Any], model: PreTrainedModel) -> Sampling:
-    """Return how a model samples: where nothing is given, as its generation config says, which is told."""
+    """Return a model's sampling settings. Fields without a given value come from its generation config; print these."""
     from kvthaw.engine.generation_config import as_generate_does
 
     unused = ("top_k", "top_p", "min_p") if given.get("temperature") == 0 else ()
@@ -270,7 +274,7 @@ def cut_to(tokenizer: Any, text: str, most: int) -> str:
 
 
 def tell_template(model: str, tokenizer: Any) -> None:
-    """Say that a model has a chat template, where it was not said whether to ask through it."""
+    """Print that a model has a chat template, if no option says whether to use it."""
     if getattr(tokenizer, "chat_template", None):
         warned(
             f"{model} has a chat template: --chat asks through it; --no-chat goes on with the text, as now, without this line"
@@ -278,5 +282,5 @@ def tell_template(model: str, tokenizer: Any) -> None:
 
 
 def warned(text: str) -> None:
-    """Say what went wrong and was helped."""
+    """Print a problem that the command has worked around."""
     stderr().print(text, style="yellow", soft_wrap=True)

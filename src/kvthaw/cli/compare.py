@@ -103,8 +103,8 @@ def compare(
 ) -> None:
     """Run every task under every method, budget and length, and report them side by side.
 
-    The report, report.html and report.md in the folder, has tables, differences over the same samples and plots; results.jsonl has
-    every sample. A run that was stopped continues where it was.
+    The report, report.html and report.md in the folder, has tables, differences over the same samples and plots;
+    results.jsonl has every sample. A stopped run continues.
     """
     questions, sizes = questions_of(question), tuple(listed(length, tokens_of, "--length"))
     limits, haystack = budget or ([] if retrieved else _BUDGETS), words(text)
@@ -193,7 +193,7 @@ def compare(
 
 
 def _report(out: Path, as_json: bool) -> None:
-    """Write the report beside the results, and print its summaries."""
+    """Write the report into the folder of the results, and print its summaries."""
     from kvthaw.errors import ConfigError
     from kvthaw.evaluate.compare import summaries
     from kvthaw.evaluate.overview import agreements, by_task, nearness, overview, perplexities

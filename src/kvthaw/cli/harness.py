@@ -26,9 +26,9 @@ EXAMPLES = (
 def lm_eval(context: typer.Context, plugin: options.Plugin = None) -> None:
     """Run lm-evaluation-harness with kvthaw as its model; every option is the harness's own.
 
-    It stands for `lm_eval --model kvthaw`, which cannot be: the harness finds no model of another package by its name. Answers are
-    decoded through the method. Likelihoods are scored in one dense pass, where a method has no part, unless sparse_tokens=N in
-    model_args sends the last N tokens of every prompt, and the continuation, through it one by one.
+    It replaces `lm_eval --model kvthaw`, because the harness finds no model of another package by its name. The method
+    decodes answers. Likelihoods come from one dense pass without the method. With sparse_tokens=N in model_args, the method
+    also decodes the last N tokens of every prompt, and the continuation, one by one.
     """
     for name in re.findall(r"(?<![^,=\s])pretrained=([^,\s]+)", " ".join(context.args)):
         offline(name)
@@ -42,8 +42,8 @@ def lm_eval(context: typer.Context, plugin: options.Plugin = None) -> None:
 
 
 def with_path(arguments: Sequence[str]) -> list[str]:
-    """Return the harness's arguments with the folder of the model that ships for its name: tasks that are made to a length, as
-    ruler's are, load the tokenizer by what `pretrained` says."""
+    """Return the harness's arguments with the shipped model's folder in place of its name. Tasks of a given length, such as
+    ruler's, load the tokenizer from `pretrained`."""
     from kvthaw.engine.hf.model import shipped_path
 
     return [re.sub(rf"(?<![^,=])pretrained={SHIPPED}(?![^,])", f"pretrained={shipped_path()}", one) for one in arguments]

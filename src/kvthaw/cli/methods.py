@@ -1,4 +1,4 @@
-"""kvthaw methods: what there is, and what each can be told."""
+"""kvthaw methods: all methods and their options."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def methods(
 ) -> None:
     """List the methods and when to choose each, or describe one and its options.
 
-    The recommended ones come first. One method also has its unit, which is what it selects, and whether its KV is dense, offloaded
-    or evicted. It says where it decides, and whether it is graph safe: then a step needs nothing from the host. Bytes a key are
-    what its index keeps on the device for a key of head_dim 128 in bf16.
+    The recommended ones come first. A single method also shows its unit of selection, and whether its KV is dense,
+    offloaded or evicted. It shows where the method selects, and whether it is graph safe: then a step needs nothing from
+    the host. Bytes a key are the index's device memory for a key of head_dim 128 in bf16.
     """
     from kvthaw.evaluate.describe import describe, word
     from kvthaw.evaluate.report import lay_out
@@ -68,7 +68,7 @@ def methods(
 
 
 _FACTS = ("unit", "kv", "decides", "graph_safe", "bytes_a_key")
-"""What is told of one method in a line."""
+"""Fields of a single method that take one line."""
 
 
 def _recommended_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ def _recommended_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _auto(as_json: bool) -> None:
-    """Tell what auto is in force as, by device."""
+    """Print the method that auto chooses on each device."""
     from kvthaw.evaluate.report import lay_out
     from kvthaw.method_names import AUTO
     from kvthaw.methods.auto import BEST

@@ -178,7 +178,10 @@ SEVERAL = "several by commas or repeated"
 
 
 def budgets(default: str) -> Any:
-    """Return the option --budget of a command that takes several. default: what is taken without it and without --retrieved."""
+    """Return the option --budget of a command that takes several.
+
+    default: the budget without --budget and without --retrieved.
+    """
     return typer.Option(
         "--budget",
         metavar="TOKENS",
@@ -409,7 +412,7 @@ def chat_of(chat: bool | None, system: str | None, thinking: bool | None) -> Cha
 
 
 def files_of(given: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
-    """Return the --data of each task; those with a name before them are for the tasks alone that it stands for. Raises a usage
+    """Return the --data of each task. A value with a task's or suite's name before it is for these tasks only. Raises a usage
     error for a name that is not among the tasks."""
     from kvthaw.evaluate.published import benchmarks
     from kvthaw.evaluate.tasks import SUITES, TASKS, named
@@ -431,7 +434,7 @@ def files_of(given: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
 
 
 def shard_of(shard: str, out: Path | None = None, *, needs_out: bool = True) -> Shard:
-    """Return the shard asked for. Raises a usage error for what is none, and for one without a file that the others share."""
+    """Return the requested shard. Raises a usage error for an invalid shard, and for one without a file to share."""
     from kvthaw.evaluate import job
 
     try:
@@ -456,8 +459,8 @@ def names_of(methods: Sequence[str]) -> list[str]:
 def variants_of(
     methods: Sequence[str], budget: Sequence[str] | None, retrieved: Sequence[str] | None, dense_layers: Sequence[str] | None
 ) -> list[Variant]:
-    """Return every method under every limit, BUDGET tokens where there is none; see read_variants. A wrong name or option costs no
-    loading of a model."""
+    """Return every method under every limit, or under BUDGET tokens without limits; see read_variants. A wrong name or option
+    fails before a model is loaded."""
     from kvthaw.evaluate.variant import read_variants
 
     return read_variants(
@@ -469,5 +472,5 @@ def variants_of(
 
 
 def many_dense(given: Sequence[str] | None) -> list[int]:
-    """Return the values of --dense-layers, none where they are left to the methods."""
+    """Return the values of --dense-layers; empty if the methods choose."""
     return [] if not given or list(given) == ["auto"] else listed(given, int, "--dense-layers")

@@ -1,4 +1,4 @@
-"""kvthaw plan: what a model and a length will take of a machine, and what fits, from the model's config alone."""
+"""kvthaw plan: memory and time for a model and a length, and the largest that fit, from the model's config alone."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def plan(
 ) -> None:  # fmt: skip
     """Estimate the memory and the time a token that a model, a method and a length take, before any weight is loaded.
 
-    Bytes are those that the cache itself allocates; it is made on torch's meta device, which holds nothing. Milliseconds a token
-    are of captured steps: expected where GPU and method were measured, estimated from bytes elsewhere. The number in brackets is of
-    steps with none of the selected rows on the device already.
+    Bytes are the cache's own allocations, on torch's meta device, which allocates no memory. Milliseconds a token are of
+    captured steps: expected if GPU and method were measured, otherwise estimated from bytes. The number in brackets is for
+    steps without a single cache hit.
     """
     settings = cache_settings(locals() | {"host_memory": None})  # which is the machine's here
     given, names = length and single(length, tokens_of, "--length"), names_of(method)
@@ -112,7 +112,7 @@ def plan(
 
 
 def _machine(gpu: str | None, gpu_memory: str | None, host_memory: str | None) -> Machine:
-    """Return what the options describe; this machine's GPU if they name none."""
+    """Return the machine of the options, with this machine's GPU by default."""
     memory, host = _memory(gpu_memory, "--gpu-memory"), _memory(host_memory, "--host-memory")
     if gpu == "none":
         if memory is not None:
@@ -190,7 +190,7 @@ def _longest(one: Forecast, most: int) -> str:
 
 
 def _time(one: Forecast) -> str:
-    """Return milliseconds a token, with ~ where they were estimated."""
+    """Return milliseconds a token, with ~ if estimated."""
     if one.step_s is None or one.step_no_hits_s is None:
         return ""
     digits = 1 if one.step_no_hits_s < 0.1 else 0
@@ -199,7 +199,7 @@ def _time(one: Forecast) -> str:
 
 
 def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list[str]:
-    """Return what the first forecast says, in sentences."""
+    """Return the first forecast in sentences."""
     needs = one.needs
     takes = "full attention" if needs.plan is None else f"at most {needs.plan.budget:,} tokens attended a step"
     if one.in_force not in ("full", one.method.partition(":")[0]):

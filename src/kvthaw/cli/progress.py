@@ -38,10 +38,9 @@ _LIVE: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_
 
 
 class Lines(Progress):
-    """Progress without a terminal: a line for what is finished, and one every EVERY seconds.
+    """Progress without a terminal: a line for each finished task, and one every EVERY seconds.
 
-    A task's field `line` says when it gets one beside: "end", or "step", whenever more of it is done, with the description that
-    comes with the update.
+    A task's field `line` asks for more lines: "end", or "step" for every update, with the update's description.
     """
 
     def __init__(self, console: Console) -> None:
@@ -85,7 +84,7 @@ class Lines(Progress):
 
 
 def bars() -> Progress:
-    """Return a context manager: progress bars on stderr, gone when done, or lines where that is no terminal."""
+    """Return a context manager: progress bars on stderr, removed when done, or lines if stderr is no terminal."""
     console = stderr()
     if not console.is_terminal:
         return Lines(console)
@@ -120,7 +119,7 @@ def shown(progress: Progress, what: str, total: int) -> Callable[[State], None]:
 
 
 def watched(progress: Progress, what: str) -> Callable[[str, int, int], None]:
-    """A bar over runs. Returns what moves it: watch(the one at hand, or that is finished, how many are done, of how many)."""
+    """Add a bar over runs. Returns a function that moves it: watch(current or finished run, runs done, all runs)."""
     task = progress.add_task(what, total=None, line="step")
 
     def watch(doing: str, done: int, of: int) -> None:
@@ -130,8 +129,11 @@ def watched(progress: Progress, what: str) -> Callable[[str, int, int], None]:
 
 
 class Reading:
-    """A bar over the tokens of a prompt, from its first token on until its last, when it goes: to be called with how many are
-    prefilled, of how many. kept: ends it, whatever happens."""
+    """A bar over the tokens of a prompt, from its first token to its last. Call it with the number of prefilled tokens and
+    their total.
+
+    kept: a context manager that always ends the bar.
+    """
 
     def __init__(self, kept: ExitStack) -> None:
         self._kept = kept.enter_context(ExitStack())
@@ -147,6 +149,6 @@ class Reading:
         progress.update(task, completed=done, total=total, description=description)
 
     def end(self) -> None:
-        """Take the bar away; the next call makes another."""
+        """Remove the bar; the next call makes another."""
         self._bar = None
         self._kept.close()

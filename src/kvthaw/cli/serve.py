@@ -205,7 +205,7 @@ def serve(
 
 
 def _told(service: Service, method: str) -> Iterator[str]:
-    """Yield what a server does, in lines."""
+    """Yield lines that describe a server."""
     batch, kept = service.batch, service.kept()
     budget = batch.cache.settings.budget
     limits = [method, *([] if budget is None else [f"budget {budget:,}"]), f"{batch.capacity:,} tokens a request"]
@@ -229,7 +229,7 @@ def _log_to_stderr(level: str) -> None:
 
 
 def _keys(file: Path) -> tuple[str, ...]:
-    """Read a key a line, but for those that begin with #."""
+    """Read a key from each line that does not begin with #."""
     lines = [line.strip() for line in prompt_text(None, file).splitlines()]
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:

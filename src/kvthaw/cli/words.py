@@ -1,4 +1,4 @@
-"""What generate and chat say of an answer: how it was attended to, and what took its time."""
+"""Sentences of generate and chat about an answer: its attention and its time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from kvthaw.engine.hf import Cache
 
 _MANY = 100
-"""Tokens of a prompt from which on its speed is told: a few say how long a step takes."""
+"""Fewest tokens of a prompt whose speed is printed: fewer measure the time of a step."""
 
 
 def attended(cache: Cache) -> str:
-    """Say in a sentence what each step attended to, and why to everything where it did."""
+    """Return a sentence about the tokens that each step attended to, with the reason if it attended to all."""
     stats, index = cache.stats(), cache.settings.method.name
     why = stats.no_choice
     if stats.method == "full":
@@ -26,7 +26,11 @@ def attended(cache: Cache) -> str:
 
 
 def took(prefilled: int, kept: int, first_s: float | None, token_s: float | None, new: int) -> str:
-    """Say in a sentence what the tokens of an answer took. prefilled, kept: tokens of the prompt that were new, and were there."""
+    """Return a sentence about the time of an answer.
+
+    prefilled: tokens of the prompt that were prefilled.
+    kept: tokens of the prompt that were in the cache.
+    """
     if first_s is None:
         return f"No token came after {prefilled:,} tokens of prompt."
     rate = f", {prefilled / first_s:,.0f} per second" if prefilled >= _MANY and first_s > 0 else ""

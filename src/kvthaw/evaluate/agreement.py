@@ -1,7 +1,7 @@
 """Compare methods' next-token distributions with full attention's on one's own prompts: `kvthaw eval agreement`.
 
-Full attention answers each prompt greedily, or a text continues by itself. Every method then decodes the same tokens in a
-fork of the prefilled cache. All compared distributions therefore follow the same tokens.
+Full attention answers each prompt greedily, or the tokens of a text are taken. Every method then decodes the same tokens in
+a fork of the prefilled cache. All compared distributions therefore follow the same tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvthaw.evaluate.variant import FULL, Variant, setting_of
 STEPS = 16
 """Tokens compared after a prompt, if nothing else is said."""
 RESAMPLES = 2000
-"""How often the prompts are drawn anew for an interval."""
+"""Bootstrap resamples of the prompts for an interval."""
 _MEASURES = ("held_budget", "attended_mean", "attended_max", *BYTES)
 
 
@@ -160,7 +160,7 @@ def summarize(records: Sequence[Record], seed: int = 0) -> dict[str, Any]:
 
 
 def interval(values: Sequence[Sequence[float]], seed: int = 0) -> tuple[float, float] | None:
-    """Return the 95 % percentile bootstrap interval of a mean over tokens, whose prompts are drawn anew; None of one prompt."""
+    """Return the 95 % bootstrap interval of a mean over tokens, resampled by prompt; None for a single prompt."""
     if len(values) < 2:
         return None
     rng, sums = random.Random(seed), [(sum(some), len(some)) for some in values]
@@ -173,7 +173,7 @@ def interval(values: Sequence[Sequence[float]], seed: int = 0) -> tuple[float, f
 
 
 class Agreement(Evaluator[Comparison, int]):
-    """Prompts under full attention and variants: see Evaluator. A sample is told by its place among the prompts."""
+    """Prompts under full attention and variants: see Evaluator. A sample's place is its index among the prompts."""
 
     def __init__(self, *given: Any, batch: int | None = None, **how: Any) -> None:
         super().__init__(*given, batch=batch, **how)

@@ -1,4 +1,4 @@
-"""Answers from a cache that holds contexts: many rows at once, each ending by itself."""
+"""Answers from a cache that holds contexts: many rows decode together, and each ends on its own."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Answers:
         return drawn
 
     def _take(self, row: int, token: int, limit: int) -> str | None:
-        """Give a row its next token. Returns the text it adds, None for a stop."""
+        """Append a row's next token. Return the text that it adds, or None for a stop."""
         text = self._texts[row]
         if token in self._stops or limit < 1:
             self.over[row] = self.stopped[row] = True

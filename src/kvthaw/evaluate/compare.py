@@ -25,7 +25,7 @@ from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
 
 Tell = Callable[[str, int, int], None]
-"""Is told what is computed or was computed last, and how many pieces of how many are done."""
+"""Called with a description of the current or latest piece, the number of pieces done, and their total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ Work = tuple[Evaluator[Any, Any], Any]
 
 
 def agreement(runner: Runner, examiner: Examiner, jobs: Iterable[Job], runs: Iterable[Run]) -> Comparison | None:
-    """Return the prompts of a fifth of the samples of jobs and runs, to compare next tokens on; None where none can be made that
-    leaves the model positions for these tokens."""
+    """Return the prompts of a fifth of the samples of jobs and runs, to compare next tokens on; None if every prompt is too
+    long for the model once these tokens are added."""
     made: dict[Prompt, None] = {}
     most = longest(runner.model, STEPS)
     asked = [partial(runner.prompts, job, job.cells()[: fifth(job.samples)]) for job in jobs]
@@ -153,8 +153,7 @@ def check_texts(records: Iterable[Record], wanted: Mapping[str, str] = MappingPr
 
 
 def summaries(records: Iterable[Record]) -> Summaries:
-    """Summarize records. Raises ConfigError where they are of several models, devices, versions or texts: those are not one
-    comparison."""
+    """Summarize records. Raises ConfigError if they mix models, devices, versions or texts, which cannot be compared."""
     records = list(records)
     check_texts(records)
     kinds: dict[str, dict[str, Cells]] = {measure: {} for measure in _WORK}
@@ -182,7 +181,7 @@ _WORK = {
     "scores": ("benchmark", *_ASKED, "stops", "temperature", "top_p", "judge"),
     "accuracy": ("task", "source", *_ASKED),
 }
-"""A measure that records of one kind alone have -> what tells their work apart."""
+"""A measure that only one kind of record has -> the key of such a record's work."""
 
 
 def _full(cells: Cells) -> Sequence[Record]:
@@ -197,6 +196,6 @@ def _perplexities(cells: Cells) -> list[dict[str, Any]]:
 
 
 def named(summary: dict[str, Any]) -> Sequence[str]:
-    """Return a variant in the words of a table's first columns: its method, what it was asked for, and its dense layers."""
+    """Return a variant as a table's first columns show it: its method, the requested budget, and its dense layers."""
     asked = Variant.of(summary)
     return asked.method, asked.limit or "-", str(asked.dense_layers)

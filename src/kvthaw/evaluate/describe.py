@@ -1,4 +1,4 @@
-"""What a method is, in words and one number, from its fields and an index made of it."""
+"""Describe a method in words and one number, from its fields and a sample index."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def describe(method: Method) -> dict[str, Any]:
 
 
 def _built(method: Method, prompt: int) -> Index:
-    """Return the index of a layer with one KV head after a prompt of random keys; asked for one row, so that no option has too
-    few."""
+    """Return the index of a layer with one KV head after a prompt of random keys. Its budget is one row, so that no option
+    lacks rows."""
     regions, first = method.regions.for_budget(256), method.regions.for_budget(256).sink
     store = HostStore(1, 1, _DIM, _DTYPE)
     context = IndexContext(0, 1, 1, _DIM, _DTYPE, torch.device("cpu"), store, regions, scale=_DIM**-0.5, rows=1)

@@ -12,7 +12,7 @@ from kvthaw.evaluate.tasks.base import read_asset
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A share with its 95 % interval and the samples it is of.
+    """A share with its 95 % interval and its number of samples.
 
     signed: a difference.
     """
@@ -44,7 +44,7 @@ Value = Share | str
 
 
 class Part(NamedTuple):
-    """A part of a report, as it stands in both forms."""
+    """A part of a report in both forms, HTML and Markdown."""
 
     html: str
     markdown: str
@@ -63,7 +63,7 @@ def paragraph(text: str) -> Part:
 def picture(svg: str, text: str) -> Part:
     """Return a drawing, inline SVG; HTML only.
 
-    text: what it shows.
+    text: its description.
     """
     drawn = f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>"
     return Part(drawn, f"*(In the HTML report: {_plain(text)})*")

@@ -19,12 +19,12 @@ from kvthaw.evaluate.variant import FULL, Variant, complete
 
 Work = TypeVar("Work")
 Place = TypeVar("Place")
-"""What tells the samples of one piece of work apart."""
+"""The key of a sample within one piece of work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece(Generic[Work, Place]):
-    """Samples that run side by side, and what is to be computed of each: what is done at once."""
+    """Samples that run in one batch, and the results to compute for each."""
 
     work: Work
     places: tuple[Place, ...]
@@ -61,11 +61,11 @@ class Evaluator(ABC, Generic[Work, Place]):
 
     @abstractmethod
     def places(self, work: Work) -> Sequence[Place]:
-        """Return what tells the samples of a piece of work apart."""
+        """Return the keys of the samples of a piece of work."""
 
     @abstractmethod
     def settings(self, work: Work, variant: Variant, places: Sequence[Place]) -> list[list[Setting]]:
-        """Return what the records of each sample under a complete variant depend on."""
+        """Return the settings that the records of each sample under a complete variant depend on."""
 
     @abstractmethod
     def rows(self, work: Work) -> int:
@@ -75,14 +75,14 @@ class Evaluator(ABC, Generic[Work, Place]):
     def compute(self, piece: Piece[Work, Place], tell: Tell = lambda *_: None) -> Iterator[list[Record]]:
         """Yield the records of a piece of work, all records of a variant at once.
 
-        tell: tell(tokens, of, doing) is called during a prefill and before every variant.
+        tell: the method calls tell(tokens, of, doing) during a prefill and before every variant.
         """
 
     def run(
         self, work: Work, variants: Sequence[Variant], progress: Watch = lambda _: None, *, shard: Shard = (1, 1)
     ) -> dict[Variant, list[Record]]:
-        """Return the records of every variant, and of FULL, in the order of the samples. Only what the results do not hold is
-        computed.
+        """Return the records of every variant, and of FULL, in the order of the samples. Compute only records that the results
+        lack.
 
         shard: (i, n) takes every n-th sample, from the i-th on.
 

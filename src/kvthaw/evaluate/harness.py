@@ -1,16 +1,16 @@
 """kvthaw as a model of lm-evaluation-harness: `kvthaw lm-eval --model_args pretrained=...,method=pariskv,budget=1024 --tasks ...`.
 
-Importing this module registers the model as "kvthaw", so that `lm_eval.simple_evaluate(model="kvthaw", ...)` finds it too. The
-harness finds models of other packages in no other way: `lm_eval --model kvthaw` cannot be typed, `kvthaw lm-eval` can.
+Importing this module registers the model as "kvthaw", so that `lm_eval.simple_evaluate(model="kvthaw", ...)` finds it too.
+The harness finds no models of other packages by name. Type `kvthaw lm-eval`, because `lm_eval --model kvthaw` fails.
 
 Which requests the method decides over:
 
-- generate_until (gsm8k, longbench, ruler, ...): the prompt is prefilled densely; every token of the answer after the first is
-  decoded through the method.
-- loglikelihood (multiple choice, perplexity): scored in one dense pass, so the method has no part in it: these scores are full
-  attention's.
-- both with `sparse_tokens=N`: the last N tokens of every prompt, where the question stands, and all of a continuation are sent
-  through the method one by one. A prompt at a time.
+- generate_until (gsm8k, longbench, ruler, ...): the prompt is prefilled densely; every token of the answer after the first
+  is decoded through the method.
+- loglikelihood (multiple choice, perplexity): scored in one dense pass, so the method has no part in it: these scores are
+  full attention's.
+- both with `sparse_tokens=N`: the last N tokens of every prompt, which hold the question, and all of a continuation go
+  through the method one by one. Prompts run one at a time.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class KvthawLM(HFLM):
         return logits
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        """HFLM's, from a cache that has seen the end of the prompt token by token where that is asked for."""
+        """Generate as HFLM does, from a cache that decoded the last `sparse_tokens` of the prompt one by one."""
         if self.sparse_tokens and context.shape[1] > 1:
             # all but the last token, which generate() sends through the cache by itself
             prompt = Prompt(self.model, context[0, :-1].tolist(), self.sparse_tokens - 1, self.seed, [self.variant])

@@ -1,4 +1,4 @@
-"""What a task is asked for: samples under many methods and budgets, in pieces that are computed at once."""
+"""A task's job: samples under many methods and budgets, in pieces that run as one batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Question = Literal["dense", "sparse"]
 QUESTIONS: tuple[Question, ...] = get_args(Question)
 """Ways to ask; see Job."""
 THINKING = 4096
-"""Tokens of an answer with its thoughts, where nobody asks for another number."""
+"""Default for the tokens of an answer with its thoughts."""
 LEAD = 24
 """Tokens of an answer through a chat template beyond the task's own: a model answers in a sentence there, which begins with the
 question's words."""
@@ -37,15 +37,15 @@ class Job:
     """Samples of one task at one length.
 
     length: tokens of context and question.
-    depths: where the samples' facts stand, 0..1, equally often; empty leaves it to the task.
-    question: "dense" prefills it with the context; "sparse" caches the context and sends the question's tokens through the
-        sparse path one by one.
+    depths: depths of the samples' facts, 0..1, equally often. If empty, the task chooses.
+    question: "dense" prefills it with the context. "sparse" prefills the context alone and decodes the question's tokens
+        one by one with sparse attention.
     probe: observe every n-th step, 0 for none.
-    text: the haystack, the book that ships if None.
-    data: files that the task's questions come from instead of what ships.
+    text: the haystack; None is the shipped book.
+    data: files with the task's questions; None is the shipped ones.
     chat: ask through the chat template, whose tokens length does not count.
-    max_new_tokens: the longest answer, thoughts included; None: the task's, LEAD more through a chat template, or THINKING
-        where thinking is on.
+    max_new_tokens: the longest answer, thoughts included; None: the task's, plus LEAD through a chat template, or THINKING
+        if thinking is on.
     """
 
     task: str
@@ -107,7 +107,7 @@ class Progress:
 
 
 Watch = Callable[[Progress], None]
-"""Is told how far a run is."""
+"""Called with the progress of a run."""
 Shard = tuple[int, int]
 """(i, n): every n-th piece of the work, from the i-th on."""
 

@@ -15,7 +15,7 @@ from kvthaw.version import __version__
 
 
 def identity(model: PreTrainedModel, name: str) -> dict[str, str]:
-    """Return what a result depends on besides its job and variant: the model, how it runs, and kvthaw's version."""
+    """Return the fields on which every result depends: the model, its weights, dtype and device, and kvthaw's version."""
     return {
         "model": name,
         "weights": fingerprint(model),
@@ -38,7 +38,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return what a result was made with."""
+    """Return the versions of kvthaw, torch, transformers and Python."""
     return {
         "kvthaw": __version__,
         "torch": torch.__version__,
@@ -53,7 +53,7 @@ def device_name(device: torch.device) -> str:
 
 
 def now(device: torch.device) -> float:
-    """Return seconds, after all that the device was asked for is done."""
+    """Synchronise the device and return the time in seconds."""
     synchronize(device)
     return time.perf_counter()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are numbers; None where there is none."""
+    """Return the mean of the values that are numbers; None if no value is."""
     known = [value for value in values if value is not None and not math.isnan(value)]
     return sum(known) / len(known) if known else None
 

@@ -117,7 +117,7 @@ def nearness(agreements: Iterable[Summary]) -> dict[Row, float]:
 
 
 def _compared(one: Summary) -> str:
-    """Return what the next tokens of a summary follow."""
+    """Return a description of the tokens that a summary's next tokens follow."""
     follows = "full attention's greedy answers" if one["answer"] == "greedy" else "the text that follows"
     lengths = f"{one['lengths'][0]:,}" + (f" to {one['lengths'][-1]:,}" if len(one["lengths"]) > 1 else "")
     return f"{one['tokens']:,} tokens of {follows}, {one['n']} prompts of {lengths} tokens"

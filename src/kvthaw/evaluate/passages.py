@@ -1,4 +1,4 @@
-"""Text as tokens: the book that ships or one of the user's, and what stands before a prompt."""
+"""Text as tokens: the shipped book or a user's text, and the tokens that begin a prompt."""
 
 from __future__ import annotations
 

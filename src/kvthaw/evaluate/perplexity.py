@@ -1,7 +1,7 @@
-"""Perplexity by position, over a text that is sent through every method: what `kvthaw eval perplexity` runs.
+"""Perplexity by position, over a text that every method decodes: `kvthaw eval perplexity`.
 
-As in ClusterKV's figure 10: prompts of growing length from one book, each brought into the cache at once; what then follows in the
-book is sent token by token (teacher-forced), so that every prediction that counts was made under the method's budget.
+As in ClusterKV's figure 10: prompts of growing length from one book are prefilled at once. The book's next tokens are then
+decoded one by one (teacher-forced), so that every counted prediction uses the method's budget.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from kvthaw.evaluate.variant import Variant, setting_of
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """Where in a text is measured.
+    """The positions of a text to measure.
 
-    length: tokens before a stretch, the opening ones included.
+    length: tokens before a stretch, including the opening ones.
     steps: predictions of a stretch.
-    samples: places in the text from which it is read: its beginning for seed 0, drawn by the seed for others.
-    text: None is the book that ships.
+    samples: number of starting points in the text. Seed 0 starts at its beginning, other seeds at a random place.
+    text: None is the shipped book.
     """
 
     length: int
@@ -92,7 +92,7 @@ def _apart(own: list[float], theirs: list[float]) -> dict[str, Any]:
 
 
 class Reader(Evaluator[Course, int]):
-    """Stretches of texts: see Evaluator. A sample is told by its seed."""
+    """Stretches of texts: see Evaluator. A sample's place is its seed."""
 
     def __init__(self, *given: Any, batch: int | None = None, **how: Any) -> None:
         super().__init__(*given, batch=batch, **how)

@@ -18,7 +18,7 @@ from kvthaw.evaluate.variant import Variant
 
 
 def check(path: Path | None) -> None:
-    """Raise ConfigError, before work is done for it, where no plot could be drawn into this file; None is no plot."""
+    """Raise ConfigError, before any work, if no plot could be drawn into this file. None asks for no plot."""
     if path is None:
         return
     kinds = new(1, 1).canvas.get_supported_filetypes()
@@ -30,7 +30,7 @@ def check(path: Path | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A value of a variant with its 95 % interval; full attention's is grey, and a line goes through it."""
+    """A value of a variant with its 95 % interval. Full attention's bar is grey, with a line at its value."""
 
     name: str
     value: float
@@ -89,7 +89,7 @@ def heat_maps(found: Found, path: Path, *, title: str) -> None:
 
 
 def _depths(records: Sequence[Record]) -> list[float | None]:
-    """Return where the facts of samples were asked to stand; None alone where there are no facts."""
+    """Return the requested depths of the samples' facts, or only None for samples without facts."""
     return sorted({one["depth"] for one in records if one["at"] is not None and one["depth"] is not None}) or [None]
 
 
@@ -254,7 +254,7 @@ def by_batch(axes: Any, records: Sequence[Record]) -> None:
 
 
 def series(records: Iterable[Record]) -> list[tuple[str, str, str, list[Record]]]:
-    """(name, steps, colour, records) of every method as asked for and way to take steps; a method keeps its colour."""
+    """Return (name, steps, colour, records) for every requested method and kind of step. A method keeps its colour."""
     found: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         found.setdefault((label(record), record["steps"]), []).append(record)
@@ -263,7 +263,7 @@ def series(records: Iterable[Record]) -> list[tuple[str, str, str, list[Record]]
 
 
 def label(record: Record) -> str:
-    """Return a timed method with what was asked of it."""
+    """Return the label of a timed method with its requested budget."""
     asked = record.setting
     words = [asked["method"]]
     if asked["budget"] is not None:

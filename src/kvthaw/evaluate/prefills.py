@@ -1,4 +1,4 @@
-"""Prompts brought into caches: once, with full attention, for all variants, or once for each."""
+"""Prefill prompts: once with full attention for all variants, or once for each variant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvthaw.evaluate.rows import Forks, joined
 from kvthaw.evaluate.variant import Variant, fork, whole
 
 Tell = Callable[[int, int, str], None]
-"""Is told how many tokens of how many are done, and what is done."""
+"""Called with the number of tokens done, their total, and a description."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Prefilled:
     """Prompts, a row each, under a variant.
 
     make: returns their cache, offloaded and indexed. logits [B, V]: after the last tokens.
-    full: the cache of full attention that holds the same tokens; None where there is none.
-    seconds: that each prompt's prefill took.
+    full: full attention's cache of the same tokens, or None.
+    seconds: duration of each prompt's prefill.
     """
 
     variant: Variant
@@ -38,11 +38,11 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Prefills:
-    """How prompts are brought into caches.
+    """How to prefill prompts.
 
-    full: once, with full attention, whose cache every variant forks; False: once for each variant, in chunks into its own
-        cache, so that the device never holds a prompt's whole KV.
-    kv_dir: where prompts' KV is kept.
+    full: True prefills once with full attention, and every variant forks that cache. False prefills each variant's own
+        cache in chunks, so that the device never holds a prompt's whole KV.
+    kv_dir: folder of saved prompts' KV.
     """
 
     model: PreTrainedModel

@@ -65,7 +65,7 @@ QUALITY = ("attention_mass", "recall_at_k", "output_error")
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Means over steps, layers and heads; None where nothing was observed.
+    """Means over steps, layers and heads; None if the probe observed nothing.
 
     observed: steps times layers times sequences. The others are as in Observation.
     """
@@ -135,7 +135,7 @@ class Probe(Observer):
         return Quality.of(self.observations)
 
     def row(self, seq: int, begin: int, end: int) -> Quality | None:
-        """Return the means over what was observed of a sequence as it grew from one length to another; None without any."""
+        """Return the means over the observations of a sequence between two lengths; None if there are no observations."""
         seen = [one for one in self.observations if one.seq == seq and begin < one.length <= end]
         return Quality.of(seen) if seen else None
 
@@ -248,7 +248,7 @@ class _Region:
         return found if among is None else among[found]
 
     def recall(self, chosen: Tensor, k: int) -> float:
-        """Return the share of the best k that stands among the places chosen [N]; NaN for k = 0 or an empty region."""
+        """Return the share of the best k that the selected positions [N] include; NaN for k = 0 or an empty region."""
         k = min(k, self.weights.shape[0])
         if k == 0:
             return math.nan

@@ -138,7 +138,7 @@ def _limit(row: Summary) -> str:
 
 
 def on(row: Summary) -> str:
-    """Return the model of a summary, what it ran on, and how it was asked where that was not plain text."""
+    """Return a summary's model and machine, and the form of its prompts unless that was plain text."""
     asked = ", chat template" if row.get("chat") else ""
     asked += f", system {row['system']!r}" if row.get("system") else ""
     asked += "" if row.get("thinking") is None else f", thinking {'on' if row['thinking'] else 'off'}"

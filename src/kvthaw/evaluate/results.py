@@ -21,7 +21,7 @@ Setting = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a result depends on, and what was measured; plain values, as JSON has them.
+    """A result's setting and its measurements, as plain JSON values.
 
     The setting's "options", a digest of a method's options, is no part of the key: a record with other options is out of date.
     """
@@ -57,10 +57,11 @@ def key_of(setting: Mapping[str, Any]) -> str:
 
 
 class ResultsFile:
-    """Records by setting, in a file if a path is given: what is in the file is known, what is added is appended at once.
+    """Records by setting, with an optional file: records in the file are known, and new ones are appended at once.
 
-    The latest record of a setting counts; iteration is in the order of writing. Several processes may share a file: each record is
-    written once. Raises FileNotFoundError for a path in no folder and ConfigError for a line that is no record.
+    The latest record of a setting counts; iteration is in the order of writing. Several processes may share a file: each
+    record is written once. Raises FileNotFoundError if the folder does not exist, and ConfigError for a line that is not a
+    record.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -86,7 +87,7 @@ class ResultsFile:
 
     @property
     def outdated(self) -> Counter[str]:
-        """How many settings were asked for whose record is out of date, by method."""
+        """The number of requested settings with an outdated record, by method."""
         return Counter(self._outdated.values())
 
     def add(self, *records: Record) -> None:
@@ -138,9 +139,9 @@ def _current(record: Record, setting: Setting) -> bool:
 def lacking(
     results: ResultsFile, settings: Mapping[K, Sequence[Sequence[Setting]]], places: Sequence[T]
 ) -> dict[tuple[K, ...], list[T]]:
-    """Return the places that lack records, by what they lack them under.
+    """Return the places without records, by the variant for which records are missing.
 
-    settings: of each place, under everything wanted.
+    settings: of each place under each requested variant.
     """
     found: dict[tuple[K, ...], list[T]] = {}
     for i, place in enumerate(places):
@@ -167,14 +168,14 @@ def largest(records: Sequence[Record], *names: str) -> dict[str, Any]:
 
 BYTES = ("kv_device_bytes", "kv_dense_bytes", "kv_host_bytes")
 CHAT = ("chat", "system", "thinking")
-"""How a prompt was asked; None where it was not given."""
+"""Fields for the form of a prompt; None if not given."""
 _MEANS = ("retrieved", "attention_mass", "recall_at_k", "output_error", "hit_rate", "attended_mean")
 SECONDS = ("prefill_s", "index_s", "ttft_s", "tt2t_s", "tpot_s")
 _SAME = ("task", "method", "dense_layers", "length", "question", "model", "weights", "dtype", "device")
 
 
 def asked_budget(record: Record) -> int | float | None:
-    """Return the budget that was asked for, or the one that the cache kept."""
+    """Return the requested budget, or the one that the cache used."""
     budget: int | float | None = record.setting["budget"]
     return budget if budget is not None else record["held_budget"]
 

@@ -37,7 +37,7 @@ class PerRequestStats(Observer):
         super().__init__(cache.kv)
 
     def ended(self, row: int) -> None:
-        """Stop counting a row: it has sent its last token, and what it holds on the host now is what counts."""
+        """Stop counting a row after its last token. Its current host bytes are the ones reported."""
         if row not in self._host:
             self._host[row] = sum(kv.host_bytes(row) for kv in self._cache.kv.offloaded)
             if self._choosing:
@@ -75,7 +75,7 @@ class PerRequestStats(Observer):
         }
 
     def __call__(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
-        """Count what a layer that chooses has chosen."""
+        """Count the rows that an index layer selected."""
         if layer.leader is not None or choice is None:
             return
         counts = choice.selection.counts.to(self._live.device, non_blocking=True)

@@ -13,7 +13,7 @@ from kvthaw.evaluate.variant import Variant, fork
 from kvthaw.methods import resolve
 
 MOST_ROWS = 64
-"""Rows of one cache, where nobody asks for another number."""
+"""Default for the rows of one cache."""
 MOST_BYTES = 5 << 30
 """Bytes of KV that their prompts take: 26 prompts of 32k of the model that ships."""
 

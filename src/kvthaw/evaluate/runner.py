@@ -101,7 +101,7 @@ class Runner(Evaluator[Job, SampleKey]):
     ) -> list[Record]:
         """Send the rests of the prompts through their cache, decode, and measure.
 
-        settings: of one variant, a row each.
+        settings: one per row, all of the same variant.
         """
         device, first = self.model.device, settings[0]
         start = now(device)
@@ -156,8 +156,8 @@ class Runner(Evaluator[Job, SampleKey]):
 def _timing(prefill_s: float, index_s: float, times: list[float], *, sent: bool) -> dict[str, float | None]:
     """Return the seconds of one sample alone.
 
-    times: of its tokens, or of the end without any.
-    sent: whether a part of the prompt was sent after the prefill.
+    times: seconds at each of its tokens, or at the end if it has no token.
+    sent: whether a part of the prompt was decoded after the prefill.
     """
     several = len(times) > 1
     return {

@@ -30,7 +30,7 @@ class AnswerText:
     """The text of an answer as its tokens come, up to one of the strings that end it.
 
     after_first_word: strings before the answer's first word do not end it.
-    after: tokens whose text it goes on; see TextStream.
+    after: tokens before the answer; see TextStream.
     text: all of it so far.
     stopped: whether a string ended it.
     """
@@ -86,7 +86,7 @@ class Chat:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def check(self, tokenizer: Any) -> None:
-        """Raise ConfigError for a tokenizer whose template does not do what is asked for."""
+        """Raise ConfigError if the tokenizer's template does not support these options."""
         if not has_template(tokenizer):
             raise ConfigError(f"chat, a system prompt or thinking is asked for, but the tokenizer has {templates(tokenizer)}")
         if self.system is not None and self.system.strip() not in self.render(tokenizer, "Hello."):
@@ -118,7 +118,7 @@ class Chat:
 
 
 def spoken(text: str, stops: Sequence[str] = ()) -> str:
-    """Return what a model wrote after it had thought, or all of it, up to the first of some strings behind its first word."""
+    """Return a model's output after its thoughts, if any, up to the first stop string that follows its first word."""
     said = text.rpartition("</think>")[2].lstrip() if "</think>" in text else text
     return said[
         : min((at for stop in stops if (at := said.find(stop, len(said) - len(said.lstrip()))) >= 0), default=len(said))
@@ -126,16 +126,16 @@ def spoken(text: str, stops: Sequence[str] = ()) -> str:
 
 
 def following(document: str, question: str) -> str:
-    """Return a question as it stands behind a document: on a line of its own."""
+    """Return a question as it follows a document: on a line of its own."""
     apart = not document or document.endswith("\n") or question[:1] in ("", "\n")
     return question if apart else f"\n{question}"
 
 
 def dates_of_kept(tokenizer: Any, chat: Chat, kept: Sequence[Sequence[int]], prompt: str) -> dict[str, str]:
-    """Return what a chat template is to say of the date, by format: what it said when that prompt was kept that has most of
-    this one; today's date where none has more than with this.
+    """Return the date that a chat template should print, by format. Use the date of the saved prompt that shares most tokens
+    with this one, or today's if no saved prompt shares more.
 
-    kept: tokens of prompts.
+    kept: tokens of saved prompts.
     """
     today = dates_of(tokenizer, datetime.now())
     draw = partial(chat.render, tokenizer)

@@ -112,7 +112,7 @@ def whole(model: PreTrainedModel, variants: Iterable[Variant], seed: int = 0) ->
 
 
 def setting_of(variant: Variant) -> dict[str, Any]:
-    """Return the fields of a setting that say how a complete variant attends."""
+    """Return the fields of a setting that describe a complete variant."""
     return {**asdict(variant), "dense_layers": variant.dense_layers or 0, "options": digest(resolve(variant.method))}
 
 

@@ -22,15 +22,19 @@ def pack(values: Tensor) -> Packed:
     return {"n": values.numel(), "planes": len(planes), "data": base64.b64encode(zlib.compress(data, 9)).decode()}
 
 
-def pack_sets(rows: Tensor, tokens: int, beside: Tensor | None = None) -> Packed:
-    """Pack sets of positions below `tokens`, [T, L, H, M] with -1 for none, as their differences: to the same layer and head's set
-    before, or to the same set of `beside`. Sets come by layer, head and then step, each as the number of positions that differ and
-    the gaps between them."""
+def pack_sets(rows: Tensor, tokens: int, base: Tensor | None = None) -> Packed:
+    """Pack sets of positions as differences from the previous step's set of the same layer and head, or from `base`.
+
+    The order of sets is layer, head, step. A set is stored as the number of differing positions and the gaps between them.
+
+    rows: [T, L, H, M] positions below `tokens`, padded with -1.
+    base: sets of the same shape to take the differences from.
+    """
     counts, gaps = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for layer in range(rows.shape[1]):
         own = _keys(rows[:, layer], tokens)
         steps, heads = rows.shape[0], rows.shape[2]
-        other = own[own // tokens % steps < steps - 1] + tokens if beside is None else _keys(beside[:, layer], tokens)
+        other = own[own // tokens % steps < steps - 1] + tokens if base is None else _keys(base[:, layer], tokens)
         keys, times = torch.cat((own, other)).unique(return_counts=True)
         keys = keys[times == 1]
         sets, at = keys // tokens, keys % tokens
@@ -48,7 +52,7 @@ def _keys(rows: Tensor, tokens: int) -> Tensor:
 
 
 def stacked(steps: Sequence[dict[int, Tensor]], fill: float) -> tuple[list[int], Tensor]:
-    """Return the layers that chose and [T, L, H, ...] of what they chose at each step, `fill` where nothing."""
+    """Return the index layers and their selections [T, L, H, ...] at each step, padded with `fill`."""
     layers = sorted({number for step in steps for number in step})
     sizes = [tensor.shape for step in steps for tensor in step.values()]
     largest = [max(size) for size in zip(*sizes, strict=True)] if sizes else [0, 0]

@@ -1,4 +1,4 @@
-"""The page that shows what was recalled, as one file, and the data that it reads."""
+"""The page that shows recalled tokens, as one file, and its data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvthaw.inspect.run import Inspection, Run
 from kvthaw.regions import BUDGET
 
 MOST_BYTES = 10_000_000
-"""Bytes of a page, unless another number is asked for."""
+"""Default for the largest page, in bytes."""
 
 
 def asset(name: str) -> str:
@@ -30,14 +30,17 @@ def asset(name: str) -> str:
 
 
 def label(method: str, budget: float | None, retrieved: float | None) -> str:
-    """Return what readers are told of a way to attend."""
+    """Return the label of a method and its budget."""
     return (
         f"{method}, budget {BUDGET if budget is None else budget}" if retrieved is None else f"{method}, {retrieved} retrieved"
     )
 
 
 def texts(tokenizer: Any, tokens: Sequence[int], after: Sequence[int] = ()) -> list[str]:
-    """Return the text that each token adds; a token within a character adds nothing. after: tokens whose text these go on."""
+    """Return the text that each token adds; a token within a character adds nothing.
+
+    after: tokens that precede these.
+    """
     stream = TextStream(tokenizer, after=after)
     pieces = [stream.push(token) for token in tokens]
     rest = stream.finish()
@@ -88,7 +91,7 @@ def passage_data(
 def replay_data(
     run: Run, tokenizer: Any, tokens: int, prompt: Sequence[int] = (), answer: Sequence[int] = (), *, grain: int = 1
 ) -> dict[str, Any]:
-    """Return what a run recalled, where the answer came from, the tokens that it would have said and its bytes by place."""
+    """Return a run's recalled tokens, the sources of its answer, its alternative tokens and its bytes by memory."""
     of = run.variant
     name, said = label(of.method, of.budget, of.retrieved), words(tokenizer, run.said)
     known = {"places": run.places} if any(run.places.values()) else {}
@@ -98,13 +101,13 @@ def replay_data(
 
 
 def words(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """Return the text of each token by itself."""
+    """Return the text of each token alone."""
     return [tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False) for token in tokens]
 
 
 def standalone(inspection: Inspection, tokenizer: Any, title: str, *, most_bytes: int = MOST_BYTES) -> str:
-    """Return the page with an inspection's data in it. Where that is too large, neighbouring positions count as one, as few as will
-    do; the page says how many. Raises ConfigError where nothing helps."""
+    """Return the page with an inspection's data. If it is too large, merge as few neighbouring positions as needed into one;
+    the page states their number. Raises ConfigError if no merging makes it small enough."""
     parts = inspection.document, inspection.question, inspection.answer
     head = {"title": title} | text_data(tokenizer, *parts)
     tokens, grain, size = sum(map(len, parts)), 1, most_bytes + 1

@@ -15,7 +15,7 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.evaluate.probe import Observer, exact_scores, stored_rows
 
 Rows = dict[int, Tensor]
-"""By layer: rows [H, M] int32, -1 padded, on the CPU; of layers that choose, not of those that follow them."""
+"""By layer: selected rows [H, M] int32, padded with -1, on the CPU. Layers that reuse another layer's selection are missing."""
 
 
 class Recorder(Observer):
@@ -39,8 +39,8 @@ class Recorder(Observer):
         held[: len(rows)].copy_(rows, non_blocking=True)
 
     def take(self, seq: int) -> Rows:
-        """Return what a sequence selected in the latest step, empty where all layers attend to everything. On a GPU the copy goes
-        behind the step; it has arrived once the device has done what it was given so far."""
+        """Return the rows that a sequence selected in the latest step; empty if all layers attend to everything. On a GPU the
+        copy is queued behind the step. Synchronise the device before reading it."""
         if not self._latest or self._kv.chooser.full:
             return {}
         own = [held[seq] for held in self._latest.values()]
@@ -50,12 +50,13 @@ class Recorder(Observer):
 
 
 class ExactTopK(Observer):
-    """Ranks all tokens of the retrieval region beside each selection of some sequences, which reads all of their keys: steps are
-    slow, and run eagerly.
+    """Rank all tokens of the retrieval region at each selection of some sequences. This reads all of their keys, so that steps
+    are slow and run eagerly.
 
-    reference: layers by number that hold the same first tokens in full. rows [H, M]: as many as each head
-    selected, the best by the largest softmax weight in its query group. mass [H]: the share of the exact softmax that sink, window,
-    buffer and the selected rows cover, the mean of the group.
+    reference: layers by number that hold the same first tokens in full.
+    rows: [H, M], the best by the largest softmax weight in the query group. Each head gets as many as it selected.
+    mass: [H], the share of the exact softmax that sink, window, buffer and the selected rows cover, averaged over the
+        group.
     """
 
     def __init__(self, kv: KVCache, seqs: Sequence[int] = (), reference: Sequence[LayerKV] = ()) -> None:
@@ -81,8 +82,14 @@ class ExactTopK(Observer):
 
 
 def exact_rows(layer: OffloadedLayer, seq: int, query: Tensor, selected: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the exact top-k [H, M] int32 for a query [Hq, D], k as many as each head selected of rows [H, M], and the attention
-    mass [H] that these cover with sink and ring. parts: all rows of the sequence, [H, n, 2, D] each."""
+    """Return the exact top-k rows and the attention mass that the selected rows cover with sink and ring.
+
+    query: [Hq, D].
+    selected: [H, M]; k is the number of rows that a head selected.
+    parts: all rows of the sequence, [H, n, 2, D] each.
+
+    Returns rows [H, M] int32 and mass [H].
+    """
     assert layer.plan is not None
     sink, ring, scores = layer.plan.regions.sink, layer.indexed(seq), exact_scores(layer, query, parts)
     weights = torch.softmax(scores, dim=2)

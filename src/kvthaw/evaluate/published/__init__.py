@@ -21,11 +21,11 @@ FAMILIES: dict[str, tuple[Benchmark, ...]] = {
     "gpqa": GPQA,
     "longgenbench": LONGGEN,
 }
-"""Names that stand for several, whose mean counts too."""
+"""Families: names of several benchmarks. Their mean is reported, too."""
 
 
 def benchmarks(name: str) -> tuple[Benchmark, ...]:
-    """Return the benchmarks that a name stands for, "-" being as good as "_"; none if it is no benchmark's and no family's."""
+    """Return the benchmarks of a name or family, where "-" equals "_"; empty for an unknown name."""
     name = name.strip().replace("-", "_")
     return FAMILIES.get(name) or ((BENCHMARKS[name],) if name in BENCHMARKS else ())
 

@@ -1,4 +1,4 @@
-"""Finding the answer in what a model wrote, and telling whether it is right."""
+"""Find the answer in a model's output, and decide whether it is right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what stands in the last \boxed{...} (or \fbox) of a text, braces matched; None without one that is closed."""
+    r"""Return the content of the last \boxed{...} (or \fbox) of a text, with matched braces; None if no closed one exists."""
     for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
         depth = 1
         for i in range(start, len(text)):
@@ -48,7 +48,8 @@ def choice(text: str, patterns: tuple[str, ...]) -> str | None:
 
 
 def same_math(gold: str, answer: str) -> bool:
-    """Return whether two LaTeX answers are mathematically equal, by math-verify. Raises ConfigError where that is not installed."""
+    """Return whether two LaTeX answers are mathematically equal, by math-verify. Raises ConfigError if math-verify is not
+    installed."""
     try:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     except ImportError:

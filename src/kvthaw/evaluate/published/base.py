@@ -107,7 +107,7 @@ class Benchmark(ABC):
     def load(self, data: str | None) -> list[Item]:
         """Return the questions of a file, of a folder that holds a file of this name, or of the hub.
 
-        Raises ConfigError if there are none. Nothing is downloaded unless asked for.
+        Raises ConfigError if there are none. Only data="hub" or an id downloads anything.
 
         data: the path, "hub", or the id of a copy on the hub.
         """

@@ -34,7 +34,7 @@ class LongBenchV2(Benchmark):
         return Item(str(record.get("_id", number)), context, f"{asked}\n\n{STEPS if self.steps else FORMAT}", gold)
 
     def follow_up(self, item: Item, output: str) -> tuple[str, Generation] | None:
-        """Return the prompt that asks for the letter, once the reasoning stands."""
+        """Return the prompt that asks for the letter after the reasoning."""
         if not self.steps:
             return None
         return f"{AGAIN}{item.gold['choices']}\n\n{STEPS} {output.strip()}\n\n{FINAL}", ANSWER

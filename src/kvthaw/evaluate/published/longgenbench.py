@@ -1,4 +1,4 @@
-"""LongGenBench (Wu et al., 2024, arXiv 2409.02076): one document of hundreds of entries, with things to stand in some of them."""
+"""LongGenBench (Wu et al., 2024, arXiv 2409.02076): one document of hundreds of entries, some with required content."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class LongGenBench(Benchmark):
 
 
 def entries(document: str, kind: str) -> dict[int, str]:
-    """Return the entries of a document by their number, told by "Floor 12", "Menu Week 3", ...; of two with one number, the
-    last."""
+    """Return the entries of a document by number, found by "Floor 12", "Menu Week 3", ... Of two entries with one number, the
+    last counts."""
     found = {}
     for block in document.partition("*** finished")[0].split("#*#"):
         named = re.search(rf"{re.escape(kind)} (\d+)", block)
@@ -62,7 +62,8 @@ def entries(document: str, kind: str) -> dict[int, str]:
 
 
 def holds(entry: str, what: str, ask: Ask | None = None) -> bool:
-    """Return whether an entry includes something: as a judge says, or by every content word, whole, in any case."""
+    """Return whether an entry includes something. A judge decides; without one, the entry must contain every content word as a
+    whole word, in any case."""
     if ask is not None:
         return "yes" in ask(JUDGE.format(entry=entry, what=what)).lower()
     needed = {word for word in re.findall(r"\w+", what.lower()) if word not in _STOP}

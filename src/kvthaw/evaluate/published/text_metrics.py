@@ -17,7 +17,7 @@ _CHINESE = frozenset(
 
 
 def overlap(predicted: Sequence[str], gold: Sequence[str]) -> float:
-    """F1 of two bags of words; 0 where they share none."""
+    """Return the F1 score of two bags of words, 0 if they share no word."""
     same = sum((Counter(predicted) & Counter(gold)).values())
     return 2 * same / (len(predicted) + len(gold)) if same else 0.0
 
@@ -46,9 +46,9 @@ def _bare(text: str) -> list[str]:
 def rouge_l(output: str, gold: str) -> float:
     """ROUGE-L's F over whole summaries, as the `rouge` package has it, which LongBench uses.
 
-    Sentences end at full stops. What counts are different words: of every pair of sentences the longest common subsequence,
-    all of them united, over the different words of either text. Blanks between two full stops are a sentence of one empty word
-    there, and so they are here.
+    Sentences end at full stops. The overlap is the set of words in the longest common subsequences of all pairs of
+    sentences. Precision and recall divide it by the number of different words in either text. Blanks between two full stops
+    are a sentence of one empty word there, and so they are here.
     """
     mine, theirs = (_sentences(text) for text in (output, gold))
     n, m = (len({word for sentence in text for word in sentence}) for text in (mine, theirs))
@@ -111,7 +111,8 @@ def retrieval(output: str, gold: str) -> float:
 
 
 def edit_similarity(output: str, gold: str) -> float:
-    """How alike the first line of code and the right one are, in whole percent of difflib's ratio (fuzzywuzzy's without C)."""
+    """Return the similarity of the first line of code to the right one: difflib's ratio in whole percent, as fuzzywuzzy
+    without C."""
     lines = output.lstrip("\n").split("\n")
     code = next((line for line in lines if not any(sign in line for sign in ("`", "#", "//"))), "")
     return round(100 * difflib.SequenceMatcher(None, code, gold).ratio()) / 100 if code and gold else 0.0

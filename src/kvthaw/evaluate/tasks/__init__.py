@@ -24,12 +24,12 @@ SUITES: dict[str, tuple[str, ...]] = {
     "ruler": tuple(task.name for task in ruler.GENERATORS),
     "babilong": tuple(task.name for task in babilong.GENERATORS),
 }
-"""Names that stand for tasks."""
+"""The suites: names of several tasks."""
 
 
 def named(names: str) -> list[str]:
-    """Return the tasks that names and suites, separated by commas, stand for, none twice; "-" is as good as "_". Raises
-    ConfigError."""
+    """Return the tasks of names and suites separated by commas, without repeats; "-" equals "_". Raises ConfigError for an
+    unknown name."""
     found: dict[str, None] = {}
     for name in (part.strip().replace("-", "_") for part in names.split(",")):
         if name not in SUITES and name not in TASKS:
@@ -39,8 +39,8 @@ def named(names: str) -> list[str]:
 
 
 def find(name: str, data: Path | None = None) -> Task:
-    """Return the task of that name, over the files at `data` if given. Raises ConfigError for an unknown name, for files that do
-    not fit the task, and for files where it takes none."""
+    """Return the task of that name, over the files at `data` if given. Raises ConfigError for an unknown name, for files that
+    do not fit the task, and for files given to a task without files."""
     if name not in TASKS:
         raise unknown("task", name, TASKS)
     task = TASKS[name]

@@ -20,7 +20,7 @@ LABELS = {
 }
 """What an answer can be."""
 SPREAD = 0.02
-"""Share of the text from one fact to the next where a depth is asked for."""
+"""Distance between consecutive facts if a depth is given, as a share of the text."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class BabiLong:
         return BabiLong(self.task, path)
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
-        """See Task.sample; the unit is a word. Facts stand at drawn places in their order; with `depth` they follow one another
-        closely, the first that is needed there. The sample's depth is that fact's. Questions come again when all have come."""
+        """See Task.sample; the unit is a word. Facts keep their order at random places. With `depth` they follow one another
+        closely, and the first needed fact is at that depth. The sample's depth is that fact's. Questions repeat once all
+        were used."""
         stories, rng = self._stories(self.path), random.Random(seed)
         turn, place = divmod(seed, len(stories))
         story = random.Random(turn).sample(stories, len(stories))[place]
@@ -117,7 +118,7 @@ def read_stories(file: Path) -> tuple[Story, ...]:
 
 
 def _last_of(text: str, facts: tuple[str, ...]) -> int:
-    """Return where the last of facts that follow one another in a text begins; the same words may stand there before."""
+    """Return the offset of the last of some consecutive facts in a text, where the same words may occur earlier, too."""
     begin, end = 0, 0
     for fact in facts:
         begin = text.index(fact, end)

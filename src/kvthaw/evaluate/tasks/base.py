@@ -1,4 +1,4 @@
-"""What every task shares: the sample, how it is scored, and how a prompt is made of a number of tokens."""
+"""The parts that every task shares: samples, scores, and prompts of a given number of tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Task(Protocol):
 
     @property
     def max_new_tokens(self) -> int:
-        """Enough for a whole answer under the shipped tokenizer, or what the published evaluation takes."""
+        """Enough for a whole answer under the shipped tokenizer, or the published evaluation's limit."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -78,12 +78,11 @@ class Reads(Protocol):
     """A task that can take its questions from files instead of what ships."""
 
     def reading(self, path: Path) -> Task:
-        """Return the same task over the file or folder `path`. Raises ConfigError, naming it, where that holds no such
-        questions."""
+        """Return the same task over the file or folder `path`. Raises ConfigError with its name if it holds no such questions."""
 
 
 def holds(output: str, answer: str) -> bool:
-    """Return whether `answer` stands in `output` as a whole: not inside a longer number, word or hyphenated key."""
+    """Return whether `output` contains `answer` as a whole, not inside a longer number, word or hyphenated key."""
     return re.search(rf"(?<![\w-]){re.escape(answer)}(?![\w]|-\w)", output) is not None
 
 
@@ -93,26 +92,26 @@ def score_answers(sample: Sample, output: str) -> float:
 
 
 class Whole:
-    """A task whose answers have to stand in the output as a whole; the share of them that do."""
+    """A task scored by the share of its answers that the output contains as whole words."""
 
     def score(self, sample: Sample, output: str) -> float:
         return score_answers(sample, output)
 
 
 class Anywhere:
-    """A task whose answers may stand anywhere in the output, upper or lower case: the share of them that do."""
+    """A task scored by the share of its answers that the output contains anywhere, in any case."""
 
     def score(self, sample: Sample, output: str) -> float:
         return match_all(sample.answers, output)
 
 
 def match_all(answers: tuple[str, ...], output: str) -> float:
-    """Return the share of the answers that stand in the output anywhere, upper or lower case: RULER's `string_match_all`."""
+    """Return the share of the answers that the output contains anywhere, in any case: RULER's `string_match_all`."""
     return sum(answer.lower() in output.lower() for answer in answers) / len(answers)
 
 
 def match_any(answers: tuple[str, ...], output: str) -> float:
-    """1 if one of the answers stands in the output anywhere, upper or lower case: RULER's `string_match_part`."""
+    """Return 1 if the output contains one of the answers anywhere, in any case: RULER's `string_match_part`."""
     return float(any(answer.lower() in output.lower() for answer in answers))
 
 
@@ -128,7 +127,7 @@ def _prompts() -> dict[str, dict[str, str]]:
 
 
 def prompts(task: str) -> list[str]:
-    """Return the published texts that a task's prompts are made of, in the order of assets/prompts.toml."""
+    """Return the published texts of a task's prompts, in the order of assets/prompts.toml."""
     return list(_prompts()[task].values())
 
 
@@ -170,9 +169,10 @@ def count(tokenizer: Any, text: str) -> int:
 def fit(tokenizer: Any, length: int, build: Callable[[int, str], Sample], *, most: int | None = None) -> Sample:
     """Return the sample of the most units whose prompt has `length` tokens, or the fewest less that the tokenizer allows.
 
-    build(n, spare) makes it of n units and of `spare`, a few words to be put where they disturb least.
-    most: how many units there are; None is no end of them. Raises ValueError if `build(0, "")` is longer than `length`
-        already, or all units shorter.
+    build(n, spare) makes it from n units and from `spare`, a few words to put where they disturb least.
+    most: the number of units; None if unlimited.
+
+    Raises ValueError if `build(0, "")` is longer than `length`, or all units together are shorter.
     """
     sizes: dict[tuple[int, str], int] = {}
 
@@ -220,7 +220,8 @@ def fit(tokenizer: Any, length: int, build: Callable[[int, str], Sample], *, mos
 
 
 def _spare(tokenizer: Any, tokens: int, short: Callable[[str], int]) -> str | None:
-    """Words that take `tokens` tokens where they stand: short(words), how many are still wanting, is 0. None if none do."""
+    """Return words that take `tokens` tokens in their place, so that short(words), the number of missing tokens, is 0. None if
+    no words do."""
     wanted = tokens
     for _ in range(6):
         words = _words(tokenizer, wanted)
@@ -239,7 +240,7 @@ def _filler(n: int) -> str:
 
 
 def _words(tokenizer: Any, tokens: int) -> str | None:
-    """Words of `tokens` tokens where a space stands before them: the filler's first, then a short one."""
+    """Return words of `tokens` tokens after a space: the filler's first words, then a short one."""
     if tokens <= 0:
         return "" if tokens == 0 else None
 
@@ -300,7 +301,7 @@ def ahead(spare: str, prompt: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file, gzip too. Raises ConfigError where there is none."""
+    """Return the text of a file, which may be gzipped. Raises ConfigError if the file does not exist."""
     try:
         raw = path.read_bytes()
         return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
@@ -311,7 +312,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds, or the list of a file of JSON lines. Raises ConfigError for any other."""
+    """Return the value in a JSON file, or the list in a file of JSON lines. Raises ConfigError for any other file."""
     text = read_text(path)
     try:
         return json.loads(text)
@@ -326,7 +327,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_records(path: Path, field: str) -> list[dict[str, Any]]:
-    """Return the records of a JSON-lines file. Raises ConfigError where it is none or a record has no `field`."""
+    """Return the records of a JSON-lines file. Raises ConfigError if the file has no JSON lines or a record lacks `field`."""
     found = read_json(path)
     records = found if isinstance(found, list) else [found]
     if not records or not all(isinstance(record, dict) and field in record for record in records):
@@ -336,7 +337,7 @@ def read_records(path: Path, field: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class FromFile:
-    """A task whose prompts a published file holds whole: sample i is the file's, as it stands there. The rest is the task's."""
+    """A task whose whole prompts come from a published file: sample i is the file's, verbatim. The rest is the task's."""
 
     name: str
     max_new_tokens: int
@@ -350,7 +351,8 @@ class FromFile:
         return FromFile(task.name, task.max_new_tokens, task.stops, task.score, tuple(samples))
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
-        """Return the file's sample number `seed`, with its own depth. Raises ValueError for one that is not there or longer."""
+        """Return the file's sample number `seed`, with its own depth. Raises ValueError if the file lacks it or it is longer
+        than `length`."""
         if not 0 <= seed < len(self.samples):
             raise ValueError(f"the file holds {len(self.samples)} samples, from 0 on; there is no sample {seed}")
         found = self.samples[seed]
@@ -372,5 +374,5 @@ def fingerprint_of(text: str | None, data: Path | None) -> str:
 
 
 def depth_of(context: str, fact: str) -> float:
-    """Return where `fact` stands in `context`: 0 if first of all, 1 if last."""
+    """Return the depth of `fact` in `context`: 0 at the beginning, 1 at the end."""
     return context.index(fact) / max(1, len(context) - len(fact))

@@ -85,7 +85,7 @@ class Documents:
         return fit(tokenizer, length, build, most=None if others else 0)
 
     def score(self, sample: Sample, output: str) -> float:
-        """1 if one of the answers stands in the output, upper or lower case (`string_match_part`)."""
+        """Return 1 if the output contains one of the answers, in any case (`string_match_part`)."""
         return match_any(sample.answers, output)
 
 
@@ -135,7 +135,7 @@ def read_hotpot(path: Path | None) -> Library:
 
 
 def invented(rng: random.Random, people: int = 200) -> Library:
-    """People, the towns where they were born and the rivers on which those lie; every question takes two documents."""
+    """Invent people, the towns where they were born and the rivers of those towns. Every question needs two documents."""
     nouns = [noun.capitalize() for noun in word_list("nouns.txt") if noun.isalpha() and 3 < len(noun) < 9]
     names = distinct(rng, lambda r: f"{r.choice(nouns)} {r.choice(nouns)}", people)
     towns = [f"{noun}ton" for noun in rng.sample(nouns, people)]
@@ -171,7 +171,7 @@ def _first_words(documents: Sequence[Sequence[str]], n: int, spare: str) -> list
 
 
 def _after(documents: Sequence[str], depth: float) -> int:
-    """Before which document a share `depth` of the text stands."""
+    """Return the number of documents that end within the first `depth` (0..1) of the text."""
     ends = list(itertools.accumulate(len(document) for document in documents))
     return sum(end <= depth * ends[-1] + 1 for end in ends) if ends else 0
 

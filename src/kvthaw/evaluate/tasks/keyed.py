@@ -34,7 +34,7 @@ class Keyed(Whole, ABC):
 
     @abstractmethod
     def write(self, records: Sequence[tuple[str, str]]) -> tuple[str, list[str]]:
-        """Return the published context over the records, and each as it stands there."""
+        """Return the published context over the records, and each record's text within it."""
 
     def ask(self, records: Sequence[tuple[str, str]], asked: int, spare: str = "") -> Sample:
         """Return the published prompt over the records, `spare` before it, asking for the one at index `asked`."""
@@ -43,7 +43,7 @@ class Keyed(Whole, ABC):
         return Sample(context, self.question.format(key=key), (value,), depth_of(context, parts[asked]))
 
     def with_records(self, n: int, seed: int, depth: float, spare: str = "") -> Sample:
-        """Return a sample of `n` records, whatever its length in tokens."""
+        """Return a sample of `n` records of any length in tokens."""
         return self.ask(self.make_pairs(n, seed), min(n - 1, round(depth * (n - 1))), spare)
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:

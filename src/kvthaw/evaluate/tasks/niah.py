@@ -29,11 +29,11 @@ class Niah(Whole):
 
     @property
     def max_new_tokens(self) -> int:
-        """Room for what is asked, which the prompt leads up to: 8 tokens, and 16 a number or 40 a UUID."""
+        """Room for the values of all requested keys: 8 tokens, and 40 for each UUID or 16 for each other value."""
         return 8 + self.queries * self.values * (40 if self.value_kind == "uuids" else 16)
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
-        """See Task.sample; the unit is a word, a line of filler or a needle. `depth` is that of the first key asked for."""
+        """See Task.sample; the unit is a word, a line of filler or a needle. `depth` is that of the first requested key."""
         rng = random.Random(seed)
         keys = distinct(rng, MAKE[self.key_kind], max(self.keys, self.queries))
         values = [distinct(rng, MAKE[self.value_kind], self.values) for _ in keys]

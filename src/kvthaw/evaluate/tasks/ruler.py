@@ -1,7 +1,7 @@
 """RULER (Hsieh et al., 2024): its 13 tasks, in the published generators' formats and under their names, `ruler_` before them.
 
-What differs: prompts have the tokens asked for, without the answer's, which RULER counts too; the book that ships is the
-haystack where no text is given; and the files behind qa_1 and qa_2 are the user's (see documents.py).
+Three things differ. The length of a prompt excludes the answer's tokens, which RULER includes. The shipped book is the
+default haystack. The user supplies the files of qa_1 and qa_2 (see documents.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .words import CommonWords, FrequentWords
 class Ruler(Anywhere):
     """A generator of this package under RULER's name, with its number of new tokens and its metric.
 
-    essay: whether the haystack is text, so that a text given is for it; RULER's own are Paul Graham's essays.
+    essay: whether the haystack is text, which a user's text replaces. RULER's own are Paul Graham's essays.
     """
 
     name: str

@@ -47,7 +47,7 @@ class VariableTracking(Whole):
         return fit(tokenizer, length, build)
 
     def _chains(self, rng: random.Random, letters: int, depth: float | None) -> tuple[list[str], list[str], list[float], str]:
-        """Return the first chain's variables, all assignments, where they stand, and the question."""
+        """Return the first chain's variables, all assignments, the position of each, and the question."""
         steps = self.hops + 1
         names = distinct(rng, lambda r: variable(r, letters), steps * self.chains)
         values = distinct(rng, lambda r: number(r, 5), self.chains)

@@ -18,14 +18,14 @@ ZETA_2 = math.pi**2 / 6
 
 @dataclass(frozen=True)
 class CommonWords(Anywhere):
-    """cwe: ten words that stand 30 times each in a list whose others stand 3 times (below 4,096 tokens 6 and 1), and an example."""
+    """cwe: a list with ten words 30 times each and the others 3 times (below 4,096 tokens: 6 times and once), and an example."""
 
     name: str
     max_new_tokens: int = 120
     stops: tuple[str, ...] = ()
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
-        """See Task.sample; the unit is an uncommon word with its repeats. `depth` and `text` have no use here: common words stand
+        """See Task.sample; the unit is an uncommon word with its repeats. `depth` and `text` have no effect: common words are
         everywhere. Raises ValueError for a length that all words of the package cannot fill."""
         rng = random.Random(seed)
         every = sorted({*word_list("nouns.txt"), *word_list("adjectives.txt"), *word_list("verbs.txt")})
@@ -46,8 +46,8 @@ class CommonWords(Anywhere):
 
 @dataclass(frozen=True)
 class FrequentWords(Anywhere):
-    """fwe: coded words whose frequencies fall as a zeta distribution of alpha 2; the most frequent is noise, the next three are
-    asked for. There are length / 50 different ones."""
+    """fwe: coded words with frequencies from a zeta distribution of alpha 2. The most frequent is noise, and the question asks
+    for the next three. There are length / 50 different words."""
 
     name: str
     max_new_tokens: int = 50
@@ -69,7 +69,7 @@ class FrequentWords(Anywhere):
 
 
 def _listed(words: Sequence[str], times: int, others: int, seed: int) -> tuple[str, list[str]]:
-    """Return a numbered list in which the first ten words stand `times` times and the others `others` times, and those ten."""
+    """Return a numbered list with ten words `times` times and the others `others` times, and the ten words."""
     common, rest = list(words[:COMMON]), list(words[COMMON:])
     order = common * times + rest * others
     random.Random(seed).shuffle(order)
