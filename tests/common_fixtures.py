@@ -45,7 +45,7 @@ vars(typer.testing)["_get_command"] = functools.cache(typer.main.get_command)  #
 
 LONG = (
     "tests/bench/",
-    "tests/benchmarks/",
+    "tests/lab/",
     "tests/cli/",
     "tests/methods/",
     "tests/reproduce/",

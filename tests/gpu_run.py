@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 SLOWEST = (
-    "tests/evaluate/", "compil", "tests/bench/", "tests/benchmarks/", "tests/reproduce/", "tests/engine/test_replay",
+    "tests/evaluate/", "compil", "tests/bench/", "tests/lab/", "tests/reproduce/", "tests/engine/test_replay",
     "tests/engine/", "tests/cli/", "tests/test_", "tests/inspected/", "tests/index/", "tests/cache/", "tests/methods/",
     "tests/kernels/",
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """State machines that use caches and batches in any order: each row must get what it gets alone.
 
-`tests/engine/test_machines.py` runs a few sequences of operations, `benchmarks/fuzz.py` as many as there is time for.
+`tests/engine/test_machines.py` runs a few sequences of operations, `lab/fuzz.py` as many as there is time for.
 """
 
 from __future__ import annotations

@@ -16,8 +16,6 @@ import yaml
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from benchmarks.cells import read_cells, write_cells
-from benchmarks.script import END, put
 from kvthaw import cli
 from kvthaw.evaluate.describe import markdown
 from kvthaw.evaluate.published import BENCHMARKS
@@ -25,7 +23,9 @@ from kvthaw.evaluate.tasks import SUITES, TASKS
 from kvthaw.evaluate.variant import read_variant
 from kvthaw.methods import METHODS, resolve
 from lab.__main__ import app as lab
+from lab.cells import read_cells, write_cells
 from lab.reproduce import command
+from lab.script import END, put
 from zoo import build, prompt
 
 ROOT = Path(__file__).parents[1]
@@ -87,7 +87,7 @@ def test_named_methods_exist(page: str) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/notes/")])
 def test_notes_name_results_that_are_kept(page: str) -> None:
     named = re.findall(r"`([\w-]+\.jsonl)`", (ROOT / page).read_text())
-    assert [name for name in named if not (ROOT / "benchmarks" / "results" / name).exists()] == []
+    assert [name for name in named if not (ROOT / "lab" / "results" / name).exists()] == []
 
 
 def test_every_note_is_listed() -> None:
@@ -114,19 +114,17 @@ def test_every_folder_and_file_of_the_package_has_its_place_in_the_architecture(
 
 
 def test_tables_of_the_comparison_come_from_its_cells() -> None:
-    compared = runpy.run_path(str(ROOT / "benchmarks" / "compared.py"))
-    cells = read_cells(ROOT / "benchmarks" / "results" / "compare.jsonl")
+    compared = runpy.run_path(str(ROOT / "lab" / "compared.py"))
+    cells = read_cells(ROOT / "lab" / "results" / "compare.jsonl")
     for page, text in compared["PAGES"].items():
         found = (ROOT / page).read_text().partition(compared["BEGIN"])[2].partition(END)[0]
-        assert found.strip() == text(cells, read_cells(compared["SEEDS"])), (
-            f"benchmarks/compared.py has not been run for {page}"
-        )
+        assert found.strip() == text(cells, read_cells(compared["SEEDS"])), f"lab/compared.py has not been run for {page}"
 
 
 def test_of_cells_that_are_published_again_the_last_counts(tmp_path: Path) -> None:
     compared, first = (
-        runpy.run_path(str(ROOT / "benchmarks" / "compared.py")),
-        ROOT / "benchmarks" / "results" / "compare.jsonl",
+        runpy.run_path(str(ROOT / "lab" / "compared.py")),
+        ROOT / "lab" / "results" / "compare.jsonl",
     )
     one = next(cell for cell in read_cells(first) if cell.method == "quest")
     write_cells([replace(one, method="quest:page=64"), replace(one, kv_host_bytes=1)], tmp_path / "new.jsonl")

@@ -118,7 +118,7 @@ assert model.config._attn_implementation == before
 assert len(model._forward_pre_hooks) == hooks
 assert "forward" not in vars(model)
 """
-    run(program + "".join(f"import benchmarks.{name}\n" for name in SCRIPTS))
+    run(program + "".join(f"import lab.{name}\n" for name in SCRIPTS))
 
 
 def test_settings_and_results_are_frozen() -> None:

@@ -16,7 +16,7 @@ from kvthaw.bench.shapes import config
 from kvthaw.methods.auto import BEST
 from zoo import build
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "decode.jsonl"
+RESULTS = Path(__file__).parents[2] / "lab" / "results" / "decode.jsonl"
 GIB = 1 << 30
 
 

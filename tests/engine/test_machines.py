@@ -1,4 +1,4 @@
-"""A few sequences of operations on caches and batches; `benchmarks/fuzz.py` runs as many as there is time for."""
+"""A few sequences of operations on caches and batches; `lab/fuzz.py` runs as many as there is time for."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import kvthaw
 import zoo
-from benchmarks.launches import launches
 from kvthaw.cache.index_api import Index, IndexContext, Selection
 from kvthaw.engine.graph_runner import GraphRunner, capturable, compiled_step
 from kvthaw.engine.hf.fused import fused
 from kvthaw.errors import ConfigError
 from kvthaw.index.exact import ExactIndex
 from kvthaw.methods import resolve
+from lab.launches import launches
 from stand_in import StandIn, captured_by
 
 

@@ -1,6 +1,6 @@
 """Random requests to every path: fields that fit and fields that do not, schemas, bodies that are cut or changed in a byte.
 
-`test_http_fuzz.py` sends some of them, `benchmarks/fuzz_http.py` as many as one likes. A seed always gives the same requests.
+`test_http_fuzz.py` sends some of them, `lab/fuzz_http.py` as many as one likes. A seed always gives the same requests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Estimate the time of a decode step from the bytes that it reads, with constants per GPU and method.
 
-The constants are fitted to benchmarks/results/decode.jsonl.
+The constants are fitted to lab/results/decode.jsonl.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class DecodeSetting:
     steps: one of STEPS.
     budget, retrieved, dense_layers: as for `kvthaw.Cache`.
     prompt: "run" prefills random tokens after a cold run of the same. "once" skips the cold run, so only step times are
-        warm. For the repository's benchmarks/, "filled" starts with a cache of random keys and values, "text" with KV of a
+        warm. For the repository's lab/, "filled" starts with a cache of random keys and values, "text" with KV of a
         model that read a book. "file" is for `kvthaw.bench.own`, where shape is a model's name.
     device: the GPU's name, or the CPU's kind.
     hits: the share in [0, 1) of rows that adjacent steps have in common. None: the index selects rows.

@@ -47,7 +47,7 @@ BEST = {
     "cpu": Best(("icecache-digest",), Crossing(((1, 8192),), 0, "measured on two cores, at one length")),
 }
 """By the beginning of a GPU's name, then other GPUs and the CPU. The H200's number for 24 sequences is scaled from an H100 by
-memory bandwidth. `python -m benchmarks.placement` prints such lines."""
+memory bandwidth. `python -m lab.placement` prints such lines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,0 @@
-"""vLLM and kvthaw on the same requests, each in a process of its own: what `benchmarks.beside_vllm` starts and reads."""

@@ -1,0 +1,241 @@
+"""How far next-token distributions are from full attention's on a pretrained model: KL(full || method) in nats a token.
+
+usage: python3 -m lab.real_models MODEL OUT.jsonl [--method all] [--budget 64,256,1024] [--prompts FILE | --text FILE] ...
+       python3 -m lab.real_models --publish OUT.jsonl...
+
+The first measures for `--seconds` what OUT.jsonl lacks. With `--prompts`, full attention answers each prompt of a file greedily,
+through the chat template where there is one. Without, windows of a text at every length are spread evenly over it: the text itself
+follows half of them, full attention's greedy answer to a question the other half. All variants see a block of prompts before any
+sees the next. MODEL: as for `kvthaw eval --model`. The second writes lab/results/real_models.jsonl, a line a model, text,
+kind of prompt and variant, and the tables of docs/results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvthaw.bench.card import provenance
+from kvthaw.cli.options import budget_of, listed, tokens_of, words
+from kvthaw.engine.hf.model import load, silence
+from kvthaw.errors import ConfigError, KvthawError
+from kvthaw.evaluate.agreement import (
+    STEPS,
+    Agreement,
+    Comparison,
+    Prompt,
+    longest,
+    questions,
+    read_prompts,
+    summarize,
+    windows,
+)
+from kvthaw.evaluate.overview import enough
+from kvthaw.evaluate.results import Record, ResultsFile
+from kvthaw.evaluate.tasks.base import read_asset
+from kvthaw.evaluate.text import Chat
+from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
+from kvthaw.methods import METHODS
+from lab.script import paragraph, put, run_as_script
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "lab" / "results" / "real_models.jsonl"
+BEGIN = "<!-- written by lab/real_models.py -->"
+QUESTION = "What happens here? Answer in one sentence."
+KINDS = {"greedy": "full attention's greedy answers", "text": "the text itself"}
+
+
+def prompts_of(
+    tokenizer: Any, text: str, lengths: Sequence[int], count: int, steps: int, chat: Chat | None = None
+) -> list[Prompt]:
+    """Return so many prompts of each length that the text follows, and as many that are answered, in turn."""
+    found: list[Prompt] = []
+    for length in lengths:
+        follow = windows(tokenizer, text, length, count, steps)
+        ask = questions(tokenizer, text, QUESTION, length, count, chat)
+        found += [one for pair in zip(follow, ask, strict=True) for one in pair]
+    return found
+
+
+def measure(by: Agreement, work: Comparison, variants: Sequence[Variant], until: float) -> bool:
+    """Add the records that the results lack, a block of prompts after the other. Returns whether there was time for all."""
+    wanted: list[Variant] = []
+    for variant in (FULL, *variants):
+        try:
+            wanted.append(complete(by.model, variant))
+        except KvthawError as error:
+            print(f"{variant} left out: {error}", file=sys.stderr)
+    for block in by.blocks(work, by.places(work)):
+        for piece in by.missing(work, wanted, block):
+            for records in by.compute(piece):
+                by.results.add(*records)
+                print(f"{records[0]['method']} {records[0]['budget']}: {len(records)} prompts", file=sys.stderr, flush=True)
+                if time.monotonic() > until:
+                    return False
+    return True
+
+
+def lines(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    """Summarize every variant of a model, text and kind of prompt over the prompts that all of its variants have."""
+    groups: dict[tuple[str, ...], dict[Variant, dict[str, Record]]] = {}
+    for record in records:
+        group = tuple(str(record[name]) for name in ("model", "text", "answer", "steps", "dtype", "device"))
+        groups.setdefault(group, {}).setdefault(Variant.of(record.setting), {})[record["prompt"]] = record
+    for variants in groups.values():
+        common = set.intersection(*map(set, variants.values()))
+        for found in variants.values():
+            if common:
+                yield _line([record for prompt, record in found.items() if prompt in common])
+
+
+def _line(records: list[Record]) -> dict[str, Any]:
+    found = summarize(records)
+    names = (
+        "model",
+        "method",
+        "budget",
+        "dense_layers",
+        "answer",
+        "n",
+        "tokens",
+        "lengths",
+        "kl",
+        "kl_95",
+        "kl_p99",
+        "same_top",
+    )
+    line = {name: found[name] for name in (*names, "attended_mean", "dtype", "device")}
+    rounded = {name: float(f"{line[name]:.4g}") for name in ("kl", "kl_p99", "same_top")}
+    line["kl_95"] = line["kl_95"] and [float(f"{value:.4g}") for value in line["kl_95"]]
+    return {**line, **rounded, "text": records[0]["text"], **records[0]["about"]}
+
+
+def tables(lines: Sequence[dict[str, Any]]) -> str:
+    """Write a table a model: of every method under every budget the KL, its interval over prompts, and the share of equal top
+    tokens, of answers and of the text."""
+    return "\n\n".join(
+        _table([one for one in lines if (one["model"], one["text"]) == group])
+        for group in dict.fromkeys((one["model"], one["text"]) for one in lines)
+    )
+
+
+def _table(some: Sequence[dict[str, Any]]) -> str:
+    budgets = sorted({one["budget"] for one in some if one["method"] != "full"})
+    kinds = [kind for kind in KINDS if any(one["answer"] == kind for one in some)]
+    cells = {(one["method"], one["dense_layers"], one["answer"], one["budget"]): one for one in some}
+    rows = dict.fromkeys((one["method"], one["dense_layers"]) for one in some if one["method"] != "full")
+    asked = [(kind, budget) for kind in kinds for budget in budgets]
+
+    def cell(row: tuple[str, int], kind: str, budget: int) -> str:
+        one = cells.get((*row, kind, budget))
+        if one is None:
+            return "-"
+        between = "" if one["kl_95"] is None else " ({} to {})".format(*map(_nats, one["kl_95"]))
+        return f"{_nats(one['kl'])}{between}, {one['same_top']:.1%}"
+
+    def order(row: tuple[str, int]) -> float:
+        known = [cells[*row, kind, 256]["kl"] for kind in kinds if (*row, kind, 256) in cells]
+        return sum(known) / len(known) if known else float("inf")
+
+    first, lengths = some[0], [length for one in some for length in one["lengths"]]
+    every = [next(one for one in some if one["answer"] == kind) for kind in kinds]
+    counts = " and ".join(f"{one['n']} prompts followed by {KINDS[one['answer']]} ({one['tokens']:,} tokens)" for one in every)
+    about = paragraph(
+        f"**{first['model']}**, {first['text']}: {counts}; prompts of {min(lengths):,} to {max(lengths):,} tokens; "
+        f"{first['dtype']}, {first['gpu'] or first['cpu']}, {first['commit']}."
+    )
+    head = ["method", "dense layers", *(f"{kind} {budget:,}" for kind, budget in asked)]
+    body = [[f"`{row[0]}`", str(row[1]), *(cell(row, *one) for one in asked)] for row in sorted(rows, key=order)]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))
+    said = [enough([one | {"retrieved": None} for one in some if one["answer"] == kind]) for kind in kinds]
+    ends = [
+        paragraph(one if len(kinds) == 1 else f"{KINDS[kind]}: {one}") for kind, one in zip(kinds, said, strict=True) if one
+    ]
+    return "\n\n".join([about, table, *ends])
+
+
+def _nats(value: float) -> str:
+    return f"{value:.4f}" if value < 0.1 else f"{value:.2f}"
+
+
+def publish(paths: Sequence[Path]) -> None:
+    """Write the results of files, in place of earlier ones of their models and texts, and the tables of the docs."""
+    made = list(lines(record for path in paths for record in ResultsFile(path)))
+    anew = {(one["model"], one["text"]) for one in made}
+    kept = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    made += [one for one in kept if (one["model"], one["text"]) not in anew]
+    made.sort(key=lambda one: (one["model"], one["text"], one["answer"], one["method"], one["budget"] or 0))
+    RESULTS.write_text("".join(json.dumps(one) + "\n" for one in made), encoding="utf-8")
+    put(ROOT / "docs" / "results.md", tables(made), BEGIN)
+
+
+class Noted(ResultsFile):
+    """Results that say which text they are of, and where they were computed."""
+
+    def __init__(self, path: Path, text: str, commit: str | None) -> None:
+        super().__init__(path)
+        self.text, self.card = text, provenance(commit)
+
+    def add(self, *records: Record) -> None:
+        """Add records with what is known of them all."""
+        super().add(*(Record(one.setting, {**one.measures, "text": self.text, "about": self.card}) for one in records))
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--publish", nargs="+", type=Path, help="files of results, for the tables")
+    parser.add_argument("--method", default="all", help="all, or methods as for kvthaw eval")
+    parser.add_argument("--budget", default="64,256,1024")
+    parser.add_argument("--dense-layers", default="", help="several numbers; default: two, or what the model's size says")
+    parser.add_argument("--prompts", type=Path, help='a JSON-lines file whose lines hold a "prompt"')
+    parser.add_argument("--text", type=Path, help="a book instead of the one that ships")
+    parser.add_argument("--length", default="2048,4096", help="tokens of a window")
+    parser.add_argument("--limit", type=int, help="most prompts, or windows of each length and kind; default: all, or 4")
+    parser.add_argument("--tokens", type=int, default=STEPS, help="tokens compared after each prompt")
+    parser.add_argument("--batch", type=int, help="prompts that share their steps")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many seconds")
+    parser.add_argument("--name", help="of the model, in the results")
+    parser.add_argument("--device")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--commit")
+    given = parser.parse_args()
+    if given.publish:
+        publish(given.publish)
+        return
+    if given.model is None or given.out is None:
+        parser.error("MODEL and OUT.jsonl, or --publish")
+    if given.prompts is not None and given.text is not None:
+        parser.error("give one of --prompts and --text")
+    until = time.monotonic() + given.seconds
+    silence()
+    names = ",".join(METHODS) if given.method == "all" else given.method
+    dense = listed([given.dense_layers], int, "--dense-layers") if given.dense_layers else []
+    variants = [one for one in read_variants(names, listed([given.budget], budget_of, "--budget"), (), dense) if one != FULL]
+    model, tokenizer = load(given.model, device=given.device, dtype=given.dtype)
+    chat = Chat() if getattr(tokenizer, "chat_template", None) is not None else None
+    if given.prompts is not None:
+        name, prompts = (
+            given.prompts.stem,
+            read_prompts(tokenizer, given.prompts, longest(model, given.tokens), chat, given.limit),
+        )
+    else:
+        text, name = (read_asset("book.txt"), "alice") if given.text is None else (words(given.text) or "", given.text.stem)
+        lengths = listed([given.length], tokens_of, "--length")
+        prompts = prompts_of(tokenizer, text, lengths, given.limit or 4, given.tokens, chat)
+    results = Noted(given.out, name, given.commit)
+    by = Agreement(model, tokenizer, results, name=given.name or Path(given.model).stem, batch=given.batch)
+    done = measure(by, Comparison(tuple(dict.fromkeys(prompts)), given.tokens), variants, until)
+    if not done:
+        raise ConfigError("the time is over; the same command goes on")
+
+
+if __name__ == "__main__":
+    run_as_script(main)

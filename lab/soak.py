@@ -1,0 +1,268 @@
+"""Let hostile clients at a server, and see what honest ones beside them notice.
+
+`python -m lab.soak --seconds 600`: a server of the model that ships, whose memory is bounded, answers honest clients alone,
+then beside hostile ones that send what is to be refused (bodies that are far too large or no requests, costly numbers and schemas,
+half of a request), then beside hostile ones that send what is to be served, too (long prompts, many outputs, documents that
+others delete), and leave. The last line has the honest clients' times, the answers by status, and the server's resident memory. It
+exits with 1 where an answer is 500 or above, an honest client got none, or the server ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import httpx2
+
+from kvthaw.errors import KvthawError
+from lab.script import Report, options, run_as_script
+
+JSON = {"Content-Type": "application/json"}
+LARGE = 1 << 20
+"""Bytes of a large body."""
+Send = Callable[[httpx2.AsyncClient, random.Random], Awaitable[int | None]]
+"""Sends something hostile. Returns the status of the answer, None where it did not wait for one."""
+
+
+def list_of(path: str, field: str, item: str, rest: str = "") -> Send:
+    """A list with as many items as a large body has room for."""
+    body = f'{{"{field}":[' + f"{item}," * (LARGE // (len(item) + 1)) + f"{item}]{rest}}}"
+    return posted(path, body)
+
+
+def posted(path: str, body: str | dict[str, Any], **headers: str) -> Send:
+    """A body, whatever it is."""
+    content = body if isinstance(body, str) else json.dumps(body)
+
+    async def send(client: httpx2.AsyncClient, rng: random.Random) -> int:
+        return (await client.post(path, content=content, headers=JSON | headers)).status_code
+
+    return send
+
+
+def asked(**more: Any) -> Send:
+    """A completion."""
+    return posted("/v1/completions", {"prompt": "the fox", "max_tokens": 4} | more)
+
+
+def shaped(schema: dict[str, Any]) -> Send:
+    """A completion that is to follow a schema."""
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return asked(response_format=named)
+
+
+async def leave(client: httpx2.AsyncClient, rng: random.Random) -> None:
+    """Ask for a long answer, and leave."""
+    body = {"prompt": "a dog", "max_tokens": 500, "ignore_eos": True, "stream": rng.random() < 0.5}
+    body |= {"kv_name": f"left-{rng.randrange(4)}"} if rng.random() < 0.3 else {}
+    try:
+        async with asyncio.timeout(rng.uniform(0.01, 1)):
+            await client.post("/v1/completions", json=body)
+    except TimeoutError:
+        return
+
+
+async def half(client: httpx2.AsyncClient, rng: random.Random) -> None:
+    """Send half of a request, or headers without an end."""
+    url = client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    try:
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n")
+        writer.write(b"X: " + b"y" * LARGE if rng.random() < 0.5 else b"Content-Length: 100\r\n\r\n{")
+        await writer.drain()
+        async with asyncio.timeout(rng.uniform(0.1, 2)):
+            await reader.read()
+    except (OSError, TimeoutError):
+        return
+    finally:
+        writer.close()
+
+
+async def document(client: httpx2.AsyncClient, rng: random.Random) -> int:
+    """Keep, replace, describe or delete one of a few documents."""
+    name, text = f"doc-{rng.randrange(4)}", "a b c d " * rng.choice((5, 50))
+    match rng.randrange(5):
+        case 0:
+            return (await client.delete(f"/v1/contexts/{name}")).status_code
+        case 1:
+            return (await client.get(f"/v1/contexts/{name}")).status_code
+        case 2:
+            return (await client.post("/v1/completions", json={"prompt": text, "max_tokens": 1, "kv_name": name})).status_code
+        case 3:
+            return (await client.get(f"/v1/contexts/..%2f{name}%00", headers={"Host": "evil.example"})).status_code
+        case _:
+            return (await client.post("/v1/contexts", json={"name": name, "text": text})).status_code
+
+
+REFUSED: dict[str, Send] = {
+    "empty messages": list_of("/v1/chat/completions", "messages", "{}"),
+    "empty input": list_of("/v1/responses", "input", "{}"),
+    "stop of numbers": list_of("/v1/completions", "stop", "1"),
+    "stop strings": list_of("/v1/completions", "stop", '"abc"', ',"prompt":"x"'),
+    "stop tokens": list_of("/v1/completions", "stop_token_ids", "7", ',"prompt":"x"'),
+    "prompts": list_of("/v1/completions", "prompt", '"a"'),
+    "tokens": list_of("/v1/completions", "prompt", "7"),
+    "parts": list_of("/v1/chat/completions", "x", '{"type":"text","text":"a"}', ',"messages":[]'),
+    "a long text": asked(prompt="the fox runs. " * (LARGE // 14)),
+    "a long word": asked(prompt="a" * LARGE),
+    "tokenized": posted("/tokenize", {"prompt": "the fox runs. " * (LARGE // 14)}),
+    "a large number": posted("/v1/completions", '{"prompt":"x","top_k":1' + "0" * 4000 + "}"),
+    "deep": posted("/v1/completions", '{"prompt":' + "[" * 100_000 + "]" * 100_000 + "}"),
+    "half a character": posted("/v1/chat/completions", '{"messages":[{"role":"user","content":"\\ud800"}]}'),
+    "no number": posted("/v1/completions", '{"prompt":"x","temperature":NaN}'),
+    "half a request": half,
+    "another host": posted("/v1/completions", {"prompt": "x", "max_tokens": 1}, Host="evil.example"),
+    "a pattern": shaped({"type": "string", "pattern": "(.{1,4000}){1,4000}"}),
+    "deep patterns": shaped({"type": "string", "pattern": "((a{1,1000}){1,1000}){1,1000}"}),
+    "a loop": shaped({"$ref": "#"}),
+    "a run": posted("/v1/recalls/x/runs", {"method": "clusterkv:clusters=1000000000"}),
+    "ids": posted("/detokenize", {"tokens": [2147483647] * 1000}),
+}
+"""What a server refuses, or never gets."""
+SERVED: dict[str, Send] = {
+    "arrays": shaped({"type": "array", "minItems": 4096, "items": {"type": "array", "minItems": 4096}}),
+    "no words": asked(prompt="\0" + "\x7f" * 9),
+    "many outputs": asked(n=68, max_tokens=16, ignore_eos=True),
+    "a long prompt": asked(prompt=[7 + i * 31 % 400 for i in range(1500)], max_tokens=1),
+    "log-probabilities": asked(logprobs=5, prompt_logprobs=5, echo=True),
+    "leaves": leave,
+    "documents": document,
+}
+"""What it serves to anyone who may ask."""
+
+
+async def honest(client: httpx2.AsyncClient, ends: float, number: int, seconds: list[float], answers: Counter[str]) -> None:
+    """Ask for short answers, one after the other."""
+    while time.monotonic() < ends:
+        began = time.monotonic()
+        body = {"prompt": f"Story {number}: the king", "max_tokens": 16, "ignore_eos": True, "temperature": 0}
+        try:
+            answers[str((await client.post("/v1/completions", json=body)).status_code)] += 1
+        except httpx2.TransportError as error:
+            answers[type(error).__name__] += 1
+        seconds.append(time.monotonic() - began)
+
+
+class Hostile:
+    """Clients that send what is hostile, one after the other. answers: by kind; longest: seconds until one came."""
+
+    def __init__(self, kinds: dict[str, Send], seed: int) -> None:
+        self.kinds, self.seed = kinds, seed
+        self.answers = {kind: Counter[str]() for kind in kinds}
+        self.longest = dict.fromkeys(kinds, 0.0)
+
+    async def __call__(self, client: httpx2.AsyncClient, ends: float, number: int) -> None:
+        rng = random.Random(f"{self.seed} {number}")
+        while (began := time.monotonic()) < ends:
+            kind = rng.choice(list(self.kinds))
+            try:
+                said = str(await self.kinds[kind](client, rng) or "left")
+            except httpx2.TransportError as error:
+                said = type(error).__name__
+            self.answers[kind][said] += 1
+            self.longest[kind] = max(self.longest[kind], time.monotonic() - began)
+            await asyncio.sleep(rng.uniform(0, 0.2))
+
+
+async def clients(url: str, seconds: float, good: int, bad: int = 0, hostile: Hostile | None = None) -> dict[str, Any]:
+    """Return what so many honest clients got in a time, beside so many hostile ones."""
+    times, answers, ends = list[float](), Counter[str](), time.monotonic() + seconds
+    limits = httpx2.Limits(max_connections=None)
+    async with (
+        httpx2.AsyncClient(base_url=url, timeout=120, limits=limits) as client,
+        httpx2.AsyncClient(base_url=url, timeout=120, limits=limits) as other,
+    ):
+        await asyncio.gather(
+            *(honest(client, ends, number, times, answers) for number in range(good)),
+            *(hostile(other, ends, number) for number in range(bad) if hostile is not None),
+        )
+    cuts = quantiles(times, n=100, method="inclusive") if len(times) > 1 else times * 99
+    return {"requests": len(times), "p50_s": cuts[49], "p99_s": cuts[98], "answers": answers}
+
+
+def resident(pid: int) -> int:
+    """MiB of a process that are resident now."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+
+
+@contextmanager
+def served(model: str, memory: int) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Serve a model with so many bytes of address space. Yields the process, and its URL once it takes requests. What it
+    logs goes to stderr in the end."""
+    sizes = ["--max-len", "2048", "--max-seqs", "8", "--prefix-memory", "1GB"]
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+b") as log:
+        command = [
+            sys.executable,
+            "-m",
+            "kvthaw",
+            "serve",
+            model,
+            "--port",
+            "0",
+            "--device",
+            "cpu",
+            *sizes,
+            "--kv-dir",
+            f"{folder}/kv",
+        ]
+        server = subprocess.Popen(
+            command, stderr=log, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        )
+        try:
+            url = None
+            while url is None and server.poll() is None:
+                time.sleep(0.2)
+                url = re.search(r"http://\S+", Path(log.name).read_text())
+            if url is None:
+                raise KvthawError(f"the server did not start: {Path(log.name).read_text()[-2000:]}")
+            yield server, url[0]
+        finally:
+            server.terminate()
+            server.wait(90)
+            print(Path(log.name).read_text(errors="replace")[-20_000:], file=sys.stderr)
+
+
+def measured(server: subprocess.Popen[bytes], url: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Return what honest clients see alone and beside hostile ones."""
+    asyncio.run(clients(url, 3, given.honest))  # what is made once
+    line: dict[str, Any] = {name: vars(given)[name] for name in ("seconds", "honest", "hostile", "model")}
+    before, answers, others = resident(server.pid), Counter[str](), Counter[str]()
+    for name, kinds, share in (("alone", {}, 0.25), ("refused", REFUSED, 0.375), ("served", REFUSED | SERVED, 0.375)):
+        hostile = Hostile(kinds, given.seed)
+        found = asyncio.run(clients(url, given.seconds * share, given.honest, given.hostile if kinds else 0, hostile))
+        line |= {f"{name}_{key}": found[key] for key in ("requests", "p50_s", "p99_s")}
+        line[f"{name}_p99_times"] = found["p99_s"] / line["alone_p99_s"]
+        answers += found["answers"]
+        others += sum(hostile.answers.values(), Counter[str]())
+        for kind, seconds in hostile.longest.items():
+            print(f"{name}: {kind}: {dict(hostile.answers[kind])}, {seconds:.2f} s at most", file=sys.stderr)
+    line |= {"honest_answers": dict(answers), "hostile_answers": dict(others)}
+    return line | {"mib_before": before, "mib_after": resident(server.pid)}
+
+
+def main() -> None:
+    given = options(__doc__, seconds=600.0, honest=8, hostile=32, memory_gib=9, model="shipped", seed=0, out=Path, commit=str)
+    report = Report(given.out, given.commit)
+    with served(given.model, given.memory_gib << 30) as (server, url):
+        line = measured(server, url, given)
+    report(line)
+    failed = any(status.startswith("5") for status in line["hostile_answers"])
+    sys.exit(bool(failed or set(line["honest_answers"]) != {"200"} or server.returncode))
+
+
+if __name__ == "__main__":
+    run_as_script(main)
