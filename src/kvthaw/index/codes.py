@@ -44,11 +44,11 @@ from kvthaw.kernels.topk import Merge, run_length, topk
 Policy = Literal["max", "mean", "mean_query", "each"]
 Centroids = Literal["signs", "learned"]
 _SHORT = 1 << 22
-"""Bytes of a layer's keys up to which they are summarised with those of other layers."""
+"""Largest size of a layer's keys, in bytes, that is summarised together with other layers' keys."""
 
 
 def once(rows: Tensor) -> Tensor:
-    """Rows [B, H, M], -1 padded, of which some may stand twice -> each once, in descending order, -1 padded. No host sync."""
+    """Remove repeated rows from [B, H, M], padded with -1. Returns rows in descending order, padded with -1. No host sync."""
     ordered = rows.sort(dim=2, descending=True).values
     again = torch.nn.functional.pad(ordered[..., 1:] == ordered[..., :-1], (1, 0))
     return ordered.masked_fill(again, -1).sort(dim=2, descending=True).values
@@ -57,34 +57,35 @@ def once(rows: Tensor) -> Tensor:
 class CodesIndex(Index):
     """Collisions choose candidates, 4-bit codes rank them.
 
-    policy: how the G query heads of a KV head agree. max, mean: votes and softmax weights are computed for each head and
-        the largest or the sum counts; mean_query: the mean of the queries stands for all. On the shipped model (32k tokens,
-        100 rows) they select 0.828, 0.792 and 0.566 of the exact rows and cover 0.676, 0.677 and 0.667 of the softmax, so
-        max is the default. each: a head selects budget // G rows alone, with its own candidates, and attends to no others;
-        G times the launches.
+    policy: how the G query heads of a KV head agree. "max" and "mean" compute votes and softmax weights for each head, and
+        use the largest or the sum. "mean_query" uses the mean of the queries. On the shipped model (32k tokens, 100 rows)
+        "max" selects 0.828 of the exact rows and covers 0.676 of the softmax. "mean" reaches 0.792 and 0.677, "mean_query"
+        0.566 and 0.667. With "each", a head selects budget // G rows from its own candidates and attends to no others. That
+        takes G times the launches.
     ratios: see Ratios.
-    rotate, centroids, normalise: for ablations; centroids="learned" learns them on the prompt, of keys normalised or not
-        (sign patterns do not depend on length).
-    graded: a key's votes are how similar its centroids are to the query, up to 127, instead of tiers by rank; ratios' rho
-        has no part then.
-    centre: the mean of a sequence's first keys is taken off all of its keys before they are summarised. That moves all
-        scores of a query by one number, so that no rank changes, and leaves shorter vectors whose signs say more.
-    dense_below: a sequence whose region is shorter is attended to whole, from its first keys and values, which the index
-        then keeps on the device, [L, H, dense_below, D] each; its rows are none and its attention is the selection's
-        partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
+    rotate, centroids, normalise: for ablations. centroids="learned" learns centroids from the prompt's keys, normalised or
+        not. Sign patterns do not depend on length.
+    graded: a key's votes are the similarity of its centroids to the query, up to 127, instead of tiers by rank. The rho of
+        ratios then has no effect.
+    centre: subtract the mean of a sequence's first keys from all of its keys before summarising them. This shifts all
+        scores of a query by the same number, so that ranks stay. The shorter vectors have more informative signs.
+    dense_below: attend in full to a sequence with a shorter region. The index keeps its first keys and values on the
+        device, [L, H, dense_below, D] each. The selection then has no rows; its partial holds the attention. The budget
+        does not limit this attention, and a softcap is not applied. 0 disables it.
     head_limit: a KV head may select up to head_limit x budget rows. The KV heads of a layer together select the heaviest
-        budget x heads. A row's weight is its share of the attention to candidates, sink and ring. 1: an equal number each.
-    tolerance: the index does not select a row whose weight is less, unless the budget covers a sequence. 0: it selects
-        as many as it may.
+        budget x heads rows. A row's weight is its share of the attention to candidates, sink and ring. With 1, each head
+        selects the same number.
+    tolerance: the index does not select a row whose weight is less, unless the budget covers a sequence. 0: it selects as
+        many as it may.
 
     tables: all tensors of the sequences, by name.
-    summaries: those of them that kernels read.
-    counts: tokens of each sequence;
-    learned: centroids, where there are any.
+    summaries: the tables that kernels read.
+    counts: tokens of each sequence.
+    learned: learned centroids, or None.
 
-    Summaries are allocated at a capacity that doubles; within one, all tensors stay where they are. Lengths and limits are
-    int32 on the device; how many candidates a sequence has follows from its own length alone. select() launches five kernels of
-    fixed shape on a GPU, six with policy="mean"; on a CPU the same steps run in torch.
+    The capacity of summaries doubles when it is full; otherwise no tensor moves. Lengths and limits are int32 on the
+    device. A sequence's number of candidates depends only on its own length. On a GPU select() launches five kernels of
+    fixed shape, six with policy="mean". On a CPU the same steps run in torch.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class CodesIndex(Index):
             self._update()
 
     def join(self) -> None:
-        """Run what was queued with other layers' work."""
+        """Run work that was queued with other layers."""
         self._deferred.flush_for(self)
 
     def _moved(self, seq: int, keys: Tensor) -> Tensor:
@@ -288,15 +289,15 @@ class CodesIndex(Index):
         return held_mass(query, keys, now.lengths[:batch], now.starts[:batch], centre, **how)
 
     def candidates(self, query: Tensor, budget: int) -> Tensor:
-        """The rows among which select(query, budget) chooses: what the collisions leave for the codes to rank, and so the
-        ceiling of what can be selected. [B, H, width] int32, token positions in ascending order, -1 padded.
+        """Return the rows that the collisions leave for the codes to rank: select(query, budget) selects a subset of them.
 
         query: [B, Hq, D].
 
-        ceil(beta n) rows of a region of n tokens, or the fixed number, at least budget, all of them where there are fewer; none
-        of a sequence that is attended to whole (dense_below). With policy "each" those of all heads, in descending order. Raises
-        ConfigError as select. For measurements: it changes nothing, but leaves the number wanted on the device as a select of the
-        same budget does.
+        A region of n tokens has ceil(beta n) candidates or the fixed number, at least budget and at most n. A sequence
+        below dense_below has none. With policy "each", the result joins the candidates of all heads in descending order.
+        For measurements: only the number of candidates on the device changes, as in a select of the same budget.
+
+        Returns [B, H, width] int32, token positions in ascending order, padded with -1. Raises ConfigError as select does.
         """
         self.join()
         self._enough(budget)
@@ -308,8 +309,8 @@ class CodesIndex(Index):
         return found[0] if len(found) == 1 else once(torch.cat(found, dim=2))
 
     def _collect(self, query: Tensor, budget: int) -> tuple[Rotated, Tensor, Tensor]:
-        """The first stage. Rotated queries [B, H, P, 8, subspaces], candidates [B, H, width] as positions, and how many of each
-        sequence's are wanted [B]."""
+        """Run the first stage. Returns rotated queries [B, H, P, 8, subspaces], positions of candidates [B, H, width], and the
+        number of candidates to use of each sequence [B]."""
         batch, mean = query.shape[0], self.policy == "mean_query"
         if batch > len(self.counts):
             self._reserve(batch, 0)
@@ -377,7 +378,7 @@ class CodesIndex(Index):
         self.learned = data.get("learned")
 
     def _reserve(self, seqs: int, length: int) -> None:
-        """Room for so many sequences and positions; what is there stays."""
+        """Grow the tables to hold `seqs` sequences of `length` positions, and keep their content."""
         have = self.tables["ids"].shape[3]
         if seqs <= len(self.counts) and length <= have and have:
             return
@@ -391,13 +392,12 @@ class CodesIndex(Index):
         self._bind()
 
     def _update(self) -> None:
-        """Lengths, candidates wanted and tier limits on the device follow the counts, in place; made and sent there once for all
-        layers."""
+        """Update lengths, numbers of candidates and tier limits on the device in place from the counts, once for all layers."""
         if self.counts:
             _update([self])
 
     def numbers(self) -> list[Tensor]:
-        """Return lengths, candidates wanted and tier limits of all sequences, on the device."""
+        """Return lengths, numbers of candidates and tier limits of all sequences, on the device."""
         key = "codes", tuple(self.counts), self._k, self.ratios, self.dense_below, self.context.device
         return self._deferred.once(key, self._numbers)
 
@@ -409,7 +409,7 @@ class CodesIndex(Index):
 
 
 def _summarise(given: Sequence[tuple[CodesIndex, Tensor]], seqs: Sequence[int], starts: Sequence[int]) -> None:
-    """Write summaries of the next keys [R, H, n, D] of some sequences in each of some alike indexes."""
+    """Write summaries of the next keys [R, H, n, D] of some sequences, in each of several indexes with equal settings."""
     first, every = given[0][0], [keys for _, keys in given]
     tables, centres = [index.summaries for index, _ in given], [index.tables["centre"] for index, _ in given if index.centred]
     encode(torch.cat(every) if len(every) > 1 else every[0], first.rotation, first.quantizer, tables, seqs, starts, centres)

@@ -1,4 +1,4 @@
-"""IceCache's index of one layer: a DCI-tree for every sequence and KV head, in C++."""
+"""IceCache's index of a layer: a DCI-tree for every sequence and KV head, in C++."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _STATE = {
 class TreeIndex(Index):
     """The DCI-trees of a layer, behind the Index protocol.
 
-    Keys are read from the layer's host store, by position, and never copied: rows must be in the store, and readable, before
-    build() or append() is told of them. Sequences that reorder() made of one share their trees until one of them changes.
+    Keys are read from the layer's host store, by position, and never copied: rows must be readable in the store before
+    build() or append(). Copies of a sequence made by reorder() share its trees until one of them changes.
 
-    threads: how many threads a call may use, the caller's included; 0: one for each core.
+    threads: most threads of a call, including the caller's; 0: one for each core.
     isa: the instruction set, None for the best; for tests.
     """
 
@@ -82,7 +82,8 @@ class TreeIndex(Index):
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> None:
         """Index a sequence from scratch: positions first .. first + T, T from keys [H, T, D], whose numbers come from the store.
 
-        Raises ValueError, with the sequence as it was, where a key is not finite; CacheError where the store lacks a row."""
+        Raises ValueError if a key is not finite, without changing the sequence, and CacheError if the store lacks a row.
+        """
         points = keys.shape[1]
         bases = self._addresses(seq, seq + 1, {seq: first + points})
         self.forest.build(seq, first, points, bases.data_ptr(), self.threads)
@@ -158,7 +159,7 @@ class TreeIndex(Index):
         return forest
 
     def swap_out(self, seq: int) -> Forest | None:
-        """See Tables. Trees are shared, as by a snapshot; they stand in host memory anyway."""
+        """See Tables. Trees are shared, as by a snapshot; they are in host memory already."""
         return self.snapshot(seq) if self.forest.has(seq) else None
 
     def swap_in(self, seq: int, held: Forest | None) -> None:
@@ -222,7 +223,8 @@ class TreeIndex(Index):
         return self.forest.nbytes()
 
     def _copy_pages(self, seqs: Sequence[int]) -> None:
-        """Have the store copy the rows of sequences in the order of their pages, if it keeps such copies and they lack a ninth."""
+        """Update the store's copies of rows in page order, if it keeps such copies and they lack over a ninth of a sequence's
+        rows."""
         store = self.context.store
         if (pages := store.pages) is None:
             return
@@ -231,7 +233,12 @@ class TreeIndex(Index):
                 store.rearrange(seq, self.state(self.snapshot(seq))["members"] + self.forest.first(seq))
 
     def _addresses(self, start: int, stop: int, lengths: dict[int, int]) -> Tensor:
-        """[stop - start, blocks] int64 of these sequences, as the store has them now; it must hold so many rows of some."""
+        """Return the store's current block table of sequences start .. stop, [stop - start, blocks] int64.
+
+        lengths: rows that the store must hold, by sequence.
+
+        Raises CacheError if the store holds fewer.
+        """
         store = self.context.store
         for seq, length in lengths.items():
             held = store.length(seq) if seq < store.seqs else 0

@@ -21,32 +21,36 @@ Answers = Literal["measured", "best"]
 
 @dataclass(frozen=True, slots=True)
 class TreeConfig:
-    """Settings of a DCI-tree. The defaults are the paper's, and our choice where it gives no number.
+    """Settings of a DCI-tree. The defaults are the paper's; ours if it gives no number.
 
-    promote: the ratio r of one level's points to those of the level below. promote_higher: another one from level 2 on; 0: the
-        same, as in the paper. promotion: "random", or "in_order" (every ceil(1 / r)-th point, as the authors' code).
+    promote: the ratio r of one level's number of points to the next lower level's.
+    promote_higher: the ratio from level 2 on; 0: the same, as in the paper.
+    promotion: "random", or "in_order" (every ceil(1 / r)-th point, as the authors' code).
     page_size: slots of a page.
-    composites, simples: P-DCI keeps `composites` composite indices of `simples` simple ones each.
-    descend: which points a query descends from. "node": the k best of every node that it visited (algorithm 4). "level": the best
-        of a level (the authors' field of view). "digest": of a level too, ranked by the best key that may lie below each: the
-        largest of its node's outliers and of mean + spread, see native/tree_digest.cpp.
-    query_beam, query_beam_share: from max(query_beam, query_beam_share * n) points, of a node or of a level, and no fewer than one
-        (of a level, two) for each page that the budget holds.
-    query_retrieve_share: the share of a node's points that P-DCI gives a true distance, those nearest in projection.
-        retrieve_batch: it stops after a whole number of batches of so many points.
-    insert_beam, insert_retrieve_share: the same for inserting a key: it descends from so many points of a level (the paper: 1).
-    build_beam, build_retrieve_share: for indexing a prompt; build_beam 0: compare with every point of the level above.
-    outliers: how many keys a digest names that its mean describes worst. spread: how many standard deviations above the mean a
-        key of a node is looked for.
-    unit: what a selection is made of. "page": the pages of the best tokens, whole (algorithm 3). "token": those tokens alone
-        (algorithm 4's own answer): a store that fetches single rows need not bring a page's other tokens.
-    answers: which points a selection ranks. "measured": all that got a true distance. "best": of every node the best that a query
-        may descend from, as algorithm 4 does; with descend="node" alone.
-    merge: how the query heads of one KV head share the budget. "union": all that the heads found, or in turn each head's best
-        where that is more than the budget. "share": by the best score, q.k times the attention's scale less the head's own
-        log-sum-exp over what it saw. "each": every head's own, of an equal share of the budget; all attend to the union, uncut, as
-        in the paper, whose budget is a query head's.
-    seed: of promotions and directions.
+    composites, simples: P-DCI has `composites` composite indices with `simples` simple ones each.
+    descend: the points from which a query descends. "node": the k best of every visited node (algorithm 4). "level": the
+        best of a level (the authors' field of view). "digest": also the best of a level, ranked by the
+        estimated best key below each point: the largest of its node's outliers and of mean + spread, see
+        native/tree_digest.cpp.
+    query_beam, query_beam_share: a query descends from max(query_beam, query_beam_share * n) points of a node or level. The
+        minimum is one point for each page of the budget, or two with levels.
+    query_retrieve_share: the share of a node's points, nearest in projection, for which P-DCI computes the true distance.
+    retrieve_batch: points of a batch. P-DCI stops only after whole batches.
+    insert_beam, insert_retrieve_share: the same for inserting a key, which descends from insert_beam points of a level (the
+        paper: 1).
+    build_beam, build_retrieve_share: the same for indexing a prompt. build_beam=0 compares with every point of the level
+        above.
+    outliers: number of keys that a digest lists because its mean describes them worst.
+    spread: standard deviations above the mean at which the best key of a node is expected.
+    unit: the unit of a selection. "page": whole pages of the best tokens (algorithm 3). "token": only the best tokens
+        (algorithm 4's own answer). A store that fetches single rows then need not fetch a page's other tokens.
+    answers: the points that a selection ranks. "measured": all points with a true distance. "best": the points of every
+        node from which a query may descend, as algorithm 4 does. It requires descend="node".
+    merge: how the query heads of one KV head share the budget. "union": all points that the heads found, or each head's
+        best in turn if these exceed the budget. "share": by the best score, which is q.k times the attention's scale minus
+        the head's log-sum-exp over its points. "each": every head selects its own equal share of the budget. All heads
+        attend to the whole union, as in the paper, where the budget is per query head.
+    seed: seed of promotions and directions.
     """
 
     promote: float = 0.05
