@@ -17,7 +17,7 @@ from kvthaw.serve.schema import ChatRequest, CompletionRequest, Sampled
 
 Json = dict[str, Any]
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-_TEXT = "\0"  # stands for a text in an event of which all else is known
+_TEXT = "\0"  # placeholder for the text of an event
 
 IMPOSSIBLE = -9999.0
 """The log-probability of tokens that cannot come; JSON knows no infinity."""
@@ -28,13 +28,16 @@ def _json(value: Json | str) -> bytes:
 
 
 class Answer:
-    """The outputs of a request as a client gets them: one JSON object, or the events of a stream. prompts: token ids."""
+    """The outputs of a request in the client's format: one JSON object, or the events of a stream.
+
+    prompts: token ids.
+    """
 
     prefix = ""
     ending = b""
     """Bytes at the end of a stream."""
     warning: str | None = None
-    """What else the client is told at the end."""
+    """A warning for the client at the end."""
 
     def __init__(self, body: Sampled, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
         self.id, self.created, self.model = f"{self.prefix}{uuid.uuid4().hex}", int(time.time()), model
@@ -48,7 +51,7 @@ class Answer:
         return []
 
     def parts(self, delta: Delta) -> list[Json]:
-        """Return the events of what a step added, none for what would say nothing; counts its tokens."""
+        """Return the events of a delta, none for an empty one, and count its tokens."""
         raise NotImplementedError
 
     def closing(self) -> list[Json]:
@@ -60,15 +63,15 @@ class Answer:
         return error.body()
 
     def whole(self, outputs: Sequence[Delta]) -> Json:
-        """Return the answer to a request that asked for no stream."""
+        """Return the answer to a request without streaming."""
         raise NotImplementedError
 
     def added(self, delta: Delta) -> bytes:
-        """Return the events of what a step added, as they are sent; counts its tokens."""
+        """Return the encoded events of a delta, and count its tokens."""
         return self.encode(self.parts(delta))
 
     def encode(self, events: Sequence[Json]) -> bytes:
-        """Return events as they are sent."""
+        """Return encoded events."""
         return b"".join(b"data: " + _json(event) + b"\n\n" for event in events)
 
     @property
@@ -151,7 +154,7 @@ class Completion(Answer):
         return counts | {"prompt_tokens_details": {"cached_tokens": sum(self._cached)}}
 
     def _kept(self, delta: Delta) -> Delta:
-        """Return a delta without what was not asked for: the scheduler gives every request a token, also for max_tokens=0."""
+        """Return a delta without unrequested tokens: the scheduler generates a token even for max_tokens=0."""
         if self._body.max_tokens != 0:
             return delta
         return replace(
@@ -187,7 +190,7 @@ class CompletionAnswer(Completion):
     def __init__(self, body: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
         super().__init__(body, prompts, tokenizer, model)
         self._echo = body.echo
-        self._begun = set[int]()  # outputs of which something was given
+        self._begun = set[int]()  # outputs with a sent event
         self._offsets: dict[int, Offsets] = {}  # by output
 
     def _choice(self, delta: Delta, *, whole: bool) -> Json:
@@ -212,7 +215,7 @@ class CompletionAnswer(Completion):
         return text
 
     def _places(self, index: int, tokens: Sequence[int], echoed: Sequence[int]) -> list[int]:
-        """Return where an output's next tokens begin in its text, the first of which are echoed."""
+        """Return the text offsets of an output's next tokens. The first ones are echoed prompt tokens."""
         after = [] if self._echo else self._prompts[index // self._outputs]
         offsets = self._offsets.setdefault(index, Offsets(self._tokenizer, self._bytes, after))
         found = [offsets.push(token) for token in tokens[: len(echoed)]]
@@ -221,7 +224,8 @@ class CompletionAnswer(Completion):
         return [*found, *(offsets.push(token) for token in tokens[len(echoed) :])]
 
     def _top(self, score: TokenLogprobs) -> dict[str, float]:
-        """Return the likeliest tokens and the token itself, by their texts; others of one text by their ids."""
+        """Return the log-probabilities of the likeliest tokens and of the token itself, by text. Tokens with the same text are
+        listed by id."""
         text = self._bytes.text
         names = {score.token: text(score.token)}
         for token, _ in score.top:

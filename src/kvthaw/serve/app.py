@@ -39,16 +39,19 @@ from kvthaw.version import __version__
 SAVING = 3.0
 """Seconds that documents have to be written once a server has ended all requests."""
 KEEP_ALIVE = 10.0
-"""Seconds of silence after which a stream gets a comment."""
+"""Seconds without an event after which a stream sends a comment."""
 MOST_VALUES, OTHER_VALUES = 1 << 20, 1 << 16
-"""Token ids of all prompts of a request, where one prompt has no more; and other values of its body."""
+"""Most token ids in a body, unless one sequence may have more, and most other values."""
 
 _STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 router = APIRouter(route_class=BodyRoute)
 
 
 def create_app(service: Service, *, api_keys: Sequence[str] = (), hosts: Collection[str] | None = None) -> FastAPI:
-    """Return the ASGI application, whose lifespan is that of the service's worker. api_keys, hosts: see `Guard`."""
+    """Return the ASGI application. Its lifespan starts and stops the service's worker.
+
+    api_keys, hosts: see `Guard`.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -71,7 +74,7 @@ def create_app(service: Service, *, api_keys: Sequence[str] = (), hosts: Collect
 
 
 def most_values(service: Service) -> int:
-    """Return how many values a body may have: as many as the tokens of all outputs at a time, or MOST_VALUES, and others."""
+    """Return the most values of a body: the tokens of all outputs at a time, at most MOST_VALUES, and OTHER_VALUES."""
     capacity = service.batch.capacity
     return OTHER_VALUES + max(capacity, min(MOST_VALUES, capacity * service.worker.room))
 
@@ -107,7 +110,7 @@ async def completions(body: CompletionRequest, http: Request) -> Response:
 
 @router.post("/v1/responses", responses=_STREAMS)
 async def responses(body: ResponsesRequest, http: Request) -> Response:
-    """Answer a conversation with a response, of which nothing is kept."""
+    """Answer a conversation with a response, which the server does not keep."""
     service = service_of(http)
     body = body.filled(service.defaults)
     body.check()
@@ -152,13 +155,13 @@ async def detokenize(body: DetokenizeRequest, http: Request) -> Json:
 
 @router.get("/health", response_class=Response)
 async def health(http: Request) -> Response:
-    """Say that the process lives and can compute."""
+    """Return 200 if the process is alive and can compute."""
     return Response(status_code=200 if service_of(http).worker.failure is None else 503)
 
 
 @router.get("/ready")
 async def ready(http: Request) -> JSONResponse:
-    """Say whether requests are taken."""
+    """Return whether the server accepts requests."""
     is_ready = service_of(http).ready
     return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
@@ -218,7 +221,7 @@ async def _events(service: Service, job: Job, answer: Answer, body: Sampled) -> 
 
 
 class EventStream(StreamingResponse):
-    """A stream of events whose job is cancelled when it ends for any reason."""
+    """A stream of events that cancels its job when it ends for any reason."""
 
     def __init__(self, service: Service, job: Job, events: AsyncIterator[bytes]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -259,6 +262,6 @@ async def _invalid(http: Request, error: Exception) -> Response:
 
 
 def _noted(http: Request, error: ApiError) -> Response:
-    """Return the response to an error, which the log tells."""
+    """Log an error and return its response."""
     http.state.error = str(error)
     return error.response()

@@ -1,4 +1,4 @@
-"""Read bodies, and say in one sentence what is wrong with one."""
+"""Read bodies, and describe an error in one sentence."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ SMALL = 64 << 10
 PART = 0.2
 """The part of the time in which larger ones are read."""
 WAITING = 64
-"""How many of these may wait for it."""
+"""Most large bodies that wait."""
 _OPENAIS = {
     "audio", "best_of", "context_management", "conversation", "function_call", "functions", "image_url", "input_audio",
     "max_tool_calls", "metadata", "modalities", "moderation", "parallel_tool_calls", "prediction", "previous_response_id",
     "prompt", "prompt_cache_retention", "reasoning", "reasoning_effort", "refusal", "response_format", "service_tier", "store",
     "stream_options", "suffix", "text", "tool_call_id", "tool_calls", "tool_choice", "tools", "verbosity", "web_search_options",
 }  # fmt: skip
-"""Fields of OpenAI's API, none of which is a misspelling of another."""
+"""Fields of OpenAI's API. None counts as a misspelling of another."""
 _WORDS = dict.fromkeys(("model_attributes_type", "model_type", "dict_type"), "it must be an object")
-"""What is said in place of pydantic's words."""
+"""Error messages that replace pydantic's."""
 
 
 class BodyRoute(APIRoute):
@@ -59,7 +59,7 @@ class _Request(Request):
     _wrong: Exception | None = None  # with a large body
 
     async def read(self) -> None:
-        """Read a large body when it is its turn. Raises ApiError where it has too many values, or too many others wait."""
+        """Read a large body in turn. Raises ApiError if it has too many values, or if too many others wait."""
         text = await self.body()
         if len(text) <= SMALL:
             return
@@ -136,8 +136,8 @@ def _is_unicode(said: Any) -> bool:
 
 
 def invalid(request: Request, error: RequestValidationError) -> ApiError:
-    """Name the first field that is wrong, one that is not known before others, without its value, and the field that a misspelled
-    one is like."""
+    """Return an error that names the first wrong field without its value. Unknown fields come before others, with the known
+    field of a similar spelling."""
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     where = _path(first["loc"][1:], error.body, whole=first["type"] in ("missing", "extra_forbidden"))
     if first["type"] == "json_invalid" or not where:
@@ -157,8 +157,8 @@ def invalid(request: Request, error: RequestValidationError) -> ApiError:
 
 
 def _path(loc: Sequence[int | str], body: Any, *, whole: bool) -> list[str]:
-    """Return where in a body an error is: of its location what the body has, and the last where it is of a field that it lacks. The
-    rest names types of which a field takes several."""
+    """Return the path of an error in a body: the parts of its location that the body has, and a missing field at its end.
+    Other parts name alternatives of a field with several types."""
     where: list[str] = []
     for place, part in enumerate(loc):
         inside = part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int)

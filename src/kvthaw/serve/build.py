@@ -1,4 +1,4 @@
-"""Build what a server serves from names and sizes."""
+"""Build the service of a server from names and sizes."""
 
 from __future__ import annotations
 
@@ -44,14 +44,17 @@ def build(
     progress: Callable[[str], AbstractContextManager[object]] = nullcontext,
     **settings: Any,
 ) -> Service:
-    """Load a model and allocate all that a step needs, so that what does not fit fails here.
+    """Load a model and allocate all memory of a step, so that a lack of memory fails here.
 
-    model, tp, device, dtype: see `load`; all processes of a model that is split build the same at the same time. prefix_memory: see
-    `PrefixCache`. kv_dir: documents with a name stay in this folder; of others as many bytes as prefix_disk
-    says go to a file there. contexts: texts that are prefilled and kept, by name, behind the beginning of the
-    chat template if there is one. name: what clients call the model; None: model. generation_config:
-    "auto" for the model's in the place of OpenAI's defaults. progress: wraps what takes long. settings: of
-    `Batch`.
+    model, tp, device, dtype: see `load`. All processes of a split model call this with the same arguments at the same time.
+    prefix_memory: see `PrefixCache`.
+    prefix_disk: bytes of a file in kv_dir for other prompts; see `PrefixCache`.
+    kv_dir: folder of named documents.
+    contexts: texts to prefill and keep, by name. Each follows the beginning of the chat template, if there is one.
+    name: the model's name for clients; None: model.
+    generation_config: "auto" uses the model's sampling settings instead of OpenAI's defaults.
+    progress: wraps each long phase.
+    settings: settings of `Batch`.
     """
     for title in contexts:
         check_kept_name(title, "contexts")
@@ -84,14 +87,20 @@ def build(
 
 
 def follow(model: str, method: str, how: Mapping[str, Any]) -> None:
-    """Be one of the other processes that a split model is served with, until the first one ends. how: as for build()."""
+    """Run another process of a served split model until the first one ends.
+
+    how: as for build().
+    """
     service = build(model, method, **how)
     service.worker.lockstep.follow(service.worker.scheduler, service.tokenizer)
     service.batch.cache.replay = None  # captured steps hold the group's collectives
 
 
 def _read(batch: Batch, prefix: PrefixCache, turns: Turns | None, tokenizer: Any, name: str, text: str) -> bool:
-    """Keep a text under a name. Returns whether it was not kept already. turns: None where there is no chat template."""
+    """Keep a text under a name. Returns False if it was already kept.
+
+    turns: None without a chat template.
+    """
     kept, about = prefix.entries.get(("", name)), None if turns is None else about_document(text)
     if kept is not None and turns is not None and kept.about == about and turns.opens(kept.ids.tolist()):
         return False

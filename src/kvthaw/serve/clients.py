@@ -25,7 +25,7 @@ def service_of(http: Request) -> Service:
 
 @asynccontextmanager
 async def attended(service: Service, job: Job, receive: Receive) -> AsyncIterator[None]:
-    """Cancel the job as soon as the client disconnects or the block ends; what it keeps under a name is saved in any case."""
+    """Cancel the job as soon as the client disconnects or the block ends. Its named prompt is saved in any case."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

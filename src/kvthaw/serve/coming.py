@@ -16,14 +16,15 @@ _FAILURES = 256  # that are told
 
 
 class Coming:
-    """Jobs by the key of what they keep, with the error of those that failed, until what has their key is made or deleted."""
+    """Jobs that keep a prompt, by its key, with the error of failed ones. A job leaves once its key's prompt is kept or
+    deleted."""
 
     def __init__(self) -> None:
         self.jobs: dict[Key, tuple[Job, ApiError | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, key: Key, job: Job, kept: Coroutine[Any, Any, object]) -> None:
-        """Have a job be there until what it keeps is `kept`."""
+        """Add a job until its prompt is `kept`."""
         self.jobs.pop(key, None)
         self.jobs[key] = job, None
         task = asyncio.create_task(self._end(key, job, kept))
@@ -31,7 +32,7 @@ class Coming:
         task.add_done_callback(self._tasks.discard)
 
     def take(self, key: Key) -> Job | None:
-        """Return a job, which is there no longer, None where there is none."""
+        """Remove and return a job, or None."""
         return self.jobs.pop(key, (None, None))[0]
 
     async def _end(self, key: Key, job: Job, kept: Coroutine[Any, Any, object]) -> None:

@@ -18,16 +18,16 @@ SHORT, LONG = 2, 1
 SHORT_TRIES = 5_000_000
 """How often compiling one of the former tries a token."""
 SECONDS = 30.0
-"""Seconds after which a request waits for its schema no longer."""
+"""Longest time in seconds that a request waits for its schema."""
 
 
 class Compilers:
-    """Compiles schemas for a tokenizer and a model of so many tokens.
+    """Compile schemas for a tokenizer and a model with a vocabulary of `vocabulary` tokens.
 
-    What a schema takes to compile is known before, and bounded: nothing ends it once it has begun. Schemas that take long wait for
-    each other alone, and clients take turns.
+    The work of a schema is estimated before and bounded, because a compilation cannot be cancelled. Long compilations wait
+    only for each other, and clients take turns.
 
-    begins: called in a thread, with the source of a grammar that it begins to compile.
+    begins: called in a thread with the source of a grammar, before its compilation.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, begins: Callable[[Source], None] = lambda source: None) -> None:
@@ -37,7 +37,7 @@ class Compilers:
         self._lanes = Lanes(SHORT, LONG)
 
     async def grammar(self, asked: JsonSchema | Literal["json_object"], field: str, client: str) -> Grammar:
-        """Return the grammar of what a field asks for. Raises ApiError, also where it takes too long."""
+        """Return the grammar that a field asks for. Raises ApiError for an invalid schema or a timeout."""
         try:
             return await asyncio.wait_for(self._grammar(asked, client), SECONDS)
         except TimeoutError:

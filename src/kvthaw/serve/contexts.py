@@ -27,7 +27,7 @@ Salt = Annotated[str, Header(alias="Cache-Salt", max_length=256)]
 
 @router.post("", responses={202: {"description": "it is being prefilled"}})
 async def create(body: ContextRequest, http: Request) -> Response:
-    """Prefill a document, and keep it in the place of what has its name."""
+    """Prefill a document and keep it. It replaces a document of the same name."""
     service = service_of(http)
     body.check()
     service.check(None, 1)
@@ -62,7 +62,7 @@ async def create(body: ContextRequest, http: Request) -> Response:
 
 @router.get("")
 async def contexts(http: Request, cache_salt: Salt = "") -> Json:
-    """List the documents that are kept, and those that are being prefilled without a client that waits."""
+    """List kept documents, and documents that are prefilled without a waiting client."""
     service, salt = service_of(http), _salt(cache_salt)
     names = {*service.kept(salt), *(name for own, name in service.coming.jobs if own == salt)}
     return {"object": "list", "data": [_card(service, (salt, name)) for name in sorted(names)]}
@@ -78,7 +78,7 @@ async def context(name: Name, http: Request, cache_salt: Salt = "") -> Json:
 
 @router.delete("/{name}", status_code=204)
 async def delete(name: Name, http: Request, cache_salt: Salt = "") -> Response:
-    """Let a document go, with its files."""
+    """Delete a document and its files."""
     service, key = service_of(http), (_salt(cache_salt), name)
     await service.refresh(key)
     if not service.has_files(key):
@@ -90,7 +90,7 @@ async def delete(name: Name, http: Request, cache_salt: Salt = "") -> Response:
 
 
 async def _kept(service: Service, job: Job) -> Json:
-    """Return the card of what a job keeps, once it is kept and saved; raises ApiError."""
+    """Wait until a job's document is kept and saved, and return its description; raises ApiError."""
     outputs, request = await job.whole(), job.requests[0]
     unsaved = await service.save(job)
     for output in outputs:
@@ -122,7 +122,7 @@ def _made(name: str | None, status: str) -> Json:
 
 
 def _salt(header: str) -> str:
-    """Return what stands for the salt of a header, which arrives as Latin-1 and may have been UTF-8."""
+    """Return the hash of a header's salt, which arrives as Latin-1 and may be UTF-8."""
     try:
         return hidden_salt(header.encode("latin-1").decode())
     except ValueError:

@@ -1,4 +1,4 @@
-"""Errors in the shape in which OpenAI's API tells them."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvthaw.errors import ConfigError, HostMemoryError
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong, its kind, and the field that it is in."""
+    """The message, its kind, and the wrong field."""
 
     message: str
     type: str
@@ -21,7 +21,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that is an error."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
@@ -30,11 +30,15 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "the request cannot be served"},
     "5XX": {"model": ErrorBody, "description": "the server cannot serve it"},
 }
-"""What OpenAPI's description says of them."""
+"""Their OpenAPI description."""
 
 
 class ApiError(Exception):
-    """An error response. param: the field that is wrong; headers: of the response."""
+    """An error response.
+
+    param: the wrong field.
+    headers: headers of the response.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """Return the response that tells a client of it."""
+        """Return the response for the client."""
         return JSONResponse(self.body(), self.status, headers=self.headers)
 
 
@@ -70,8 +74,10 @@ def shutting_down() -> ApiError:
 
 
 def as_api_error(error: Exception, name: str = "kv_name") -> ApiError:
-    """Convert an exception for the client. Only exceptions about its own request keep their message. name: the field that names
-    what the request keeps."""
+    """Convert an exception for the client. Only exceptions about its own request keep their message.
+
+    name: the field that names the prompt to keep.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ConfigError):

@@ -1,6 +1,6 @@
-"""What bodies are made of: objects without unknown fields, and kinds of fields whose lengths are bounded.
+"""Parts of request bodies: objects without unknown fields, and field types with bounded lengths.
 
-A wrong body costs a few errors, however long it is: a list ends at its first wrong item, and of many unknown fields one counts.
+A wrong body of any length produces few errors: checks end at the first wrong item of a list and the first unknown field.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Name = Annotated[str, Field(pattern=f"^{NAME}$")]
 
 
 def few(most: int) -> BeforeValidator:
-    """Refuse an object of more members before they are looked at, each of which could be an error."""
+    """Reject an object with more members before checking any of them, because each could be an error."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -70,7 +70,7 @@ class Only:
 
 
 def shape(value: Any) -> str | None:
-    """Return which of the types of a field that takes a text or a list a value is measured by, None where it is neither."""
+    """Return the type by which to check a value of a field that takes a text or a list; None if it is neither."""
     return "list" if isinstance(value, list) else "text" if isinstance(value, str) else None
 
 
@@ -82,7 +82,7 @@ def _kind(prompt: Any) -> str | None:
 
 
 def either(measured: Callable[[Any], str | None], says: str) -> Discriminator:
-    """Mark a union by what tells its types apart, and what to say of a value that is none of them."""
+    """Return the discriminator of a union: the function that names a value's type, and the error message for other values."""
     return Discriminator(measured, custom_error_type="kind", custom_error_message=says)
 
 
@@ -97,7 +97,7 @@ Prompt = Annotated[
 
 
 def _nullable(schema: dict[str, Any]) -> None:
-    """Let the description say that a field that need not be given may be null."""
+    """Mark optional fields as nullable in the OpenAPI description."""
     properties = schema.get("properties", {})
     for name in properties.keys() - schema.get("required", []):
         if {"type": "null"} not in properties[name].get("anyOf", []):
@@ -105,14 +105,14 @@ def _nullable(schema: dict[str, Any]) -> None:
 
 
 class Body(BaseModel):
-    """A JSON object without unknown fields; a field that is null is not given."""
+    """A JSON object without unknown fields. A null field counts as omitted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_nullable)
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, data: Any) -> Any:
-        """Leave out what is null, and all unknown fields but the first."""
+        """Remove null fields, and all unknown fields but the first."""
         if not isinstance(data, dict):
             return data
         known = cls.names()

@@ -16,17 +16,18 @@ from kvthaw.serve.errors import ApiError
 MOST_BYTES = 16 << 20
 """Bytes of a body."""
 PROBES = ("/health", "/ready")
-"""Paths that tell nothing, and need nothing."""
+"""Paths that reveal nothing, and need no key."""
 OPEN_PATHS = (*PROBES, *page.FILES)
 """Those that need no key."""
 
 
 class Guard:
-    """Refuses requests without a key, under a foreign host, bodies that are no JSON and bodies that are too large.
+    """Reject requests without a key, requests for a foreign host, bodies that are not JSON, and too large bodies.
 
-    api_keys: one of them must come with every request, where there are any. hosts: names that a request without a key may be sent
-    to, beside this machine's loopback addresses, and beside all addresses where one of them is not loopback; "*": any. None: any. A
-    web page of another site reaches a server without keys by a name of its own that it lets mean 127.0.0.1 (DNS rebinding).
+    api_keys: if not empty, every request must have one of them.
+    hosts: allowed host names of requests without a key. Loopback addresses are always allowed, and all addresses if `hosts`
+        has an address that is not loopback. "*" or None: any host. This stops DNS rebinding, by which another site's page
+        points its own name at 127.0.0.1.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], hosts: Collection[str] | None = None) -> None:

@@ -13,10 +13,10 @@ from kvthaw.engine.request import Request
 
 @dataclass(eq=False, slots=True)
 class Delta:
-    """What one or more steps added to an output.
+    """The tokens that one or more steps added to an output.
 
-    finished: why it ended, "abort" where the server ended it, "error" with the error. cached_tokens: of the prompt, with the first
-    token.
+    finished: why the output ended; "abort" if the server ended it, "error" with the error.
+    cached_tokens: cached tokens of the prompt, given with the first token.
     """
 
     index: int
@@ -30,8 +30,11 @@ class Delta:
 
 
 class Job:
-    """The outputs of one HTTP request. Only the event loop's thread uses it. numbers: of its requests among all. arrived, first:
-    when it came, and its first token did, by time.perf_counter(); 0 before."""
+    """The outputs of one HTTP request. Only the event loop's thread uses it.
+
+    numbers: numbers of its requests among all requests.
+    arrived, first: times of the request and of its first token, by time.perf_counter(); 0 before.
+    """
 
     def __init__(self, requests: Sequence[Request], numbers: Sequence[int]) -> None:
         self.requests, self.numbers, self.arrived = requests, numbers, time.perf_counter()
@@ -53,13 +56,13 @@ class Job:
                 self._changed.set()
 
     def close(self) -> None:
-        """End all outputs where they are."""
+        """End all outputs."""
         self.open.clear()
         self._changed.set()
 
     async def stream(self, patience: float) -> AsyncIterator[list[Delta]]:
-        """Yield what has been added, at most one delta an output and an error, until all outputs have ended; nothing after so many
-        seconds in which nothing was."""
+        """Yield new deltas, at most one per output and an error, until all outputs have ended. After `patience` seconds
+        without any, yield an empty list."""
         self._streamed, loop = True, asyncio.get_running_loop()
         while self.open or self._deltas:
             if not self._deltas:

@@ -18,10 +18,11 @@ NICE = 10
 
 
 class Lane:
-    """Runs work in at most so many threads at a time, and of one client one after the other.
+    """Run work in at most `threads` threads at a time, and a client's work one after the other.
 
-    Work that has begun goes on where nobody waits for it any longer, and keeps its place. No thread keeps the process from ending.
-    nice: how far the system prefers other threads, where it knows of threads' priorities (Linux).
+    Work that has begun continues without its caller, and occupies its thread. No thread keeps the process from ending.
+
+    nice: the threads' nice value, if the system has one for each thread (Linux).
     """
 
     def __init__(self, threads: int, nice: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: vLLM's names behind `kvthaw:`, and what the cache did."""
+"""Metrics for Prometheus: vLLM's names with the prefix `kvthaw:`, and the cache's statistics."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Metrics:
         self._finished.labels(**self._labels, finished_reason=reason).inc()
 
     def cache(self, stats: Stats, prefix: PrefixStats | None) -> None:
-        """Set what the cache and the prefix cache hold and did."""
+        """Set the metrics of the cache and the prefix cache."""
         if prefix is not None:
             _follow(self._prefix, self._looked_up, prefix)
         if prefix is not None:
@@ -98,7 +98,10 @@ class Metrics:
 
 
 def _follow(counters: Mapping[str, Counter], known: MutableMapping[str, int], source: object) -> None:
-    """Have counters be what attributes of their names have counted. known: what they had when they were last asked."""
+    """Increase counters by the growth of the source's attributes of the same name.
+
+    known: the attributes' values at the previous call.
+    """
     for field, counter in counters.items():
         now = getattr(source, field)
         counter.inc(now - known[field])

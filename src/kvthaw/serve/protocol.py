@@ -16,14 +16,14 @@ except ImportError:  # Windows
     resource = None
 
 HEAD_BYTES = 64 << 10
-"""Bytes of a request line and headers, and of all else that is no body; what one read brings may come on top."""
+"""Most bytes of the request line, headers and everything else but the body. A single read may exceed it."""
 FRAMED = 16
-"""Bytes beside the body that a byte of one may take: chunks of one byte each."""
+"""Most framing bytes for each byte of a body: chunks of one byte each."""
 HEAD_SECONDS, IDLE_SECONDS, WHOLE_SECONDS = 10.0, 15.0, 120.0
 """Seconds that a client has to send the headers of a request, each next part of its body, and all of it."""
 CONNECTIONS, OTHER_FILES = 1024, 40
-"""Connections at a time, and descriptors that the process keeps for other things where it may have few. Where there are more
-connections, the one that has waited longest for its request to be whole is closed."""
+"""Most open connections, and file descriptors reserved for other uses. Beyond that, the server closes the connection that has
+waited longest for its complete request."""
 
 
 def most_connections() -> int:
@@ -35,9 +35,10 @@ def most_connections() -> int:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Closes connections whose requests are too long or take too long to come.
+    """Close connections whose requests are too long or arrive too slowly.
 
-    httptools bounds neither; memory and descriptors would be had without a key."""
+    httptools limits neither, so that a client without a key could use up memory and descriptors.
+    """
 
     def __init__(self, *given: Any, **how: Any) -> None:
         super().__init__(*given, **how)
@@ -47,7 +48,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection, in the place of another where there are too many."""
+        """Accept a connection, and close another if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > most_connections():
             waiting = [one for one in self.connections if isinstance(one, BoundedProtocol) and not one.whole]
@@ -60,7 +61,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take what came, unless it is too much beside a body."""
+        """Parse received bytes, unless all but the body is too large."""
         self._taken += len(data)
         super().data_received(data)
         if self._taken - FRAMED * self._body > HEAD_BYTES + len(data) and not self.whole:
@@ -75,12 +76,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect(HEAD_SECONDS)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; none that follows a body."""
+        """Accept a header, except one that follows a body."""
         if not self._headed:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Give the client time for the body."""
+        """Extend the client's time for the body."""
         self._headed = True
         self._expect(IDLE_SECONDS)
         super().on_headers_complete()

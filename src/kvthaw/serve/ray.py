@@ -1,7 +1,8 @@
 """The server as a Ray Serve application: replicas behind an ingress that sends sessions and documents to the replica that has them.
 
-An ingress reads each request, hashes what its KV is likely shared by, and forwards it through Ray's consistent-hash router to a
-replica, which is a whole server without a socket. Replicas share nothing but the folder in which documents are kept.
+An ingress reads each request and hashes its session or first characters, which requests with common KV share. It forwards
+the request through Ray's consistent-hash router to a replica, a whole server without a socket. Replicas share only the
+folder of kept documents.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 NAME = "kvthaw"
 """Of the application on the cluster."""
 FIRST_BLOCK = 2048
-"""Characters of a prompt by which it is routed where the client names no session; a quarter as many tokens."""
+"""First characters of a prompt that route it if the client names no session; about 512 tokens."""
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _SENT = (
     "type",
@@ -86,7 +87,7 @@ def _beginning(prompt: Any) -> str:
 
 
 class Replica:
-    """A server that answers what an ingress forwards."""
+    """A server for the requests that an ingress forwards."""
 
     async def __init__(self, build: Callable[[], Service], api_keys: Sequence[str]) -> None:  # type: ignore[misc]  # Ray waits
         from ray.serve import get_replica_context
@@ -99,12 +100,12 @@ class Replica:
         self._service.worker.start()
 
     def check_health(self) -> None:
-        """Raise where the model cannot go on; Ray then starts another replica."""
+        """Raise if the model has failed; Ray then starts another replica."""
         if self._service.worker.failure is not None:
             raise KvthawError(f"the model cannot go on: {self._service.worker.failure}")
 
     async def drain(self, grace: float) -> None:
-        """Take no more requests, and write what they keep; end with "abort" those that run for longer than so many seconds."""
+        """Accept no more requests, and save their prompts. After `grace` seconds, end the remaining requests with "abort"."""
         worker, ends = self._service.worker, time.monotonic() + grace
         worker.draining = True
         while self._service.busy and time.monotonic() < ends:
@@ -112,7 +113,7 @@ class Replica:
         worker.abort()
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
-        """Yield the app's answer to a request, as many messages at a time as there are."""
+        """Yield the app's answer to a request, all available messages at a time."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         coming = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -144,7 +145,10 @@ class Replica:
 
 
 class Ingress:
-    """Forwards requests to replicas. most_bytes: of a body; no more of it is forwarded, and a replica says that it is too large."""
+    """Forward requests to replicas.
+
+    most_bytes: most bytes of a body to forward. A replica rejects a longer body.
+    """
 
     def __init__(self, replicas: Any, most_bytes: int) -> None:
         self._replicas, self._most_bytes = replicas.options(stream=True), most_bytes
@@ -172,7 +176,7 @@ class Ingress:
         await _relay(replicas.answer.remote(sent, bytes(body)), scope, receive, send)
 
     async def _all(self, path: str, scope: Scope) -> Response:
-        """Return one answer for those of all replicas."""
+        """Return one answer that merges the answers of all replicas."""
         answers = await self._replicas.broadcast("whole", scope, b"").results_async(return_exceptions=True)
         answers = [answer for answer in answers if not isinstance(answer, BaseException)]
         if not answers:
@@ -187,7 +191,7 @@ class Ingress:
 
 
 async def _relay(answer: AsyncIterator[list[Message]], scope: Scope, receive: Receive, send: Send) -> None:
-    """Send an answer; say so, in the stream where it is one, if its replica dies."""
+    """Send an answer. If its replica dies, send an error, within the stream if there is one."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import BackPressureError, RayServeException
 
@@ -244,10 +248,14 @@ def application(
 ) -> Any:
     """Return an application for `ray.serve.run`, `serve run` and `serve build`.
 
-    build: makes what a replica serves, in its process, with these max_seqs and max_waiting. replicas: the least and the most;
-    there are more while requests wait for upscale_delay seconds, that is, more than max_seqs a replica are open. num_gpus,
-    num_cpus: of a replica. grace: seconds that requests have to finish where a replica is taken away. api_keys: see `create_app`.
-    Raises ConfigError where Ray is not installed.
+    build: called in a replica's process, returns its service with these max_seqs and max_waiting.
+    replicas: fewest and most replicas. Ray adds one after more than max_seqs requests per replica were open for
+        upscale_delay seconds.
+    num_gpus, num_cpus: resources of a replica.
+    grace: seconds for requests to finish before a replica ends.
+    api_keys: see `create_app`.
+
+    Raises ConfigError if Ray is not installed.
     """
     serve = _import_ray().serve
     from kvthaw.serve.guard import MOST_BYTES
@@ -295,8 +303,12 @@ def run(
 ) -> None:
     """Serve on the cluster that this process belongs to or finds, or on a local one, until SIGTERM or Ctrl-C.
 
-    A replica has a GPU, where there are any and device is not "cpu", and the share of the cores that goes with it. ready: called
-    when all replicas are. settings: of `application`. Raises KvthawError if Ray cannot serve, and KeyboardInterrupt after Ctrl-C.
+    A replica gets a GPU, if there are any and device is not "cpu", and its share of the cores.
+
+    ready: called once all replicas are ready.
+    settings: settings of `application`.
+
+    Raises KvthawError if Ray cannot serve, and KeyboardInterrupt after Ctrl-C.
     """
     ray = _import_ray()
     joined = ray.is_initialized()

@@ -26,20 +26,25 @@ class Reader:
         self._lanes = Lanes(THREADS, THREADS)
 
     async def run(self, work: Callable[[], Result], size: int, client: str) -> Result:
-        """Return what work on so many characters returns, in a thread. Clients take turns; short texts wait for no long ones."""
+        """Run work on `size` characters in a thread and return its result. Clients take turns; short texts do not wait for
+        long ones."""
         lane = self._lanes.short if size <= SHORT else self._lanes.long
         return await lane.run(work, client)
 
     def tokens(self, text: str, param: str, *, special: bool = False, behind: Sequence[int] = ()) -> list[int]:
-        """Return the tokens of a text. behind: tokens that it goes on, see `tokens_after`. Raises ApiError, which names param, for
-        one that has too many, in the time that about as many take."""
+        """Return the tokens of a text.
+
+        behind: tokens that precede the text, see `tokens_after`.
+
+        Raises ApiError, with param, for a text with too many tokens. That takes about the time of tokenizing the limit.
+        """
         if len(text) > max(SHORT, _LONG_TOKEN * self._limit):
             self._count(text, param)
         return tokens_after(self._tokenizer, text) if behind else self._encode(text, special)
 
     def _count(self, text: str, param: str) -> None:
-        """Raise ApiError where a text certainly has too many tokens. A tokenizer may leave characters out, or take any number of
-        them for one token that is unknown, so its parts say it, not its length."""
+        """Raise ApiError if a text certainly has too many tokens. Count tokens of its parts. A tokenizer may drop characters
+        or merge any number into one unknown token, so that the length alone proves nothing."""
         found = 0
         for start in range(0, len(text), SHORT):
             found += max(0, len(self._encode(text[start : start + SHORT], special=False)) - _CUT)

@@ -1,4 +1,4 @@
-"""A line in the log for each request: what came, what was answered, and what it took. It has no text of prompts or answers."""
+"""A line in the log for each request: the request, its status, and its tokens and times. It has no text of prompts or answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvthaw.serve.jobs import Job
 
 _log = logging.getLogger(__name__)
 QUIET = frozenset({"/", "/page.css", "/page.js", "/chat.js", "/health", "/ready", "/metrics", "/version"})
-"""Paths that are asked for without a person who waits; their lines are for debugging."""
+"""Paths that browsers and probes request; their lines are for debugging."""
 
 
 class RequestLog:
@@ -46,7 +46,7 @@ class RequestLog:
 
 
 def told(job: Job, outputs: int) -> str:
-    """Say what a job took that has so many outputs of each prompt."""
+    """Return a text with the tokens and times of a job with `outputs` outputs of each prompt."""
     prompts = job.requests[::outputs]
     prompt, cached = sum(one.prompt for one in prompts), sum(one.cached_tokens for one in prompts)
     new = sum(len(one.tokens) for one in job.requests)
@@ -56,5 +56,5 @@ def told(job: Job, outputs: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return a text in one line, whatever a client had in it."""
+    """Return a client's text as one printable line."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)[:500]

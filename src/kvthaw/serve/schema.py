@@ -34,7 +34,7 @@ from kvthaw.serve.fields import (
 )
 
 MOST_LOGPROBS = 20
-"""The most likely tokens that are reported beside each."""
+"""Most alternatives that are reported for each token."""
 
 _StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_LENGTH)]
 _Stop = Annotated[
@@ -54,7 +54,10 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """What JSON is to look like. name and description say nothing more; strict: objects have no members but those named."""
+    """The format of JSON output. name and description have no effect.
+
+    strict: objects have only the named members.
+    """
 
     name: str = Field(max_length=64)
     description: Annotated[str, Field(max_length=1 << 14)] | None = None
@@ -131,7 +134,7 @@ class Sampled(Body):
         return None
 
     def filled(self, defaults: Mapping[str, float]) -> Self:
-        """Return the request with what it leaves out."""
+        """Return the request with default values for omitted fields."""
         return self.model_copy(update={name: value for name, value in defaults.items() if name not in self.model_fields_set})
 
     def check(self) -> None:
@@ -140,7 +143,7 @@ class Sampled(Body):
             raise ApiError(400, f"recall is given with n={self.outputs}; one output is recorded", param="recall")
 
     def sampling(self, grammar: Grammar | None) -> Sampling:
-        """Return how the tokens of one output are chosen; raises ConfigError."""
+        """Return the sampling settings of an output; raises ConfigError."""
         raise NotImplementedError
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> Sampling:
@@ -285,7 +288,8 @@ class ChatRequest(Generation):
 
 
 class InputPart(Body):
-    """A part of a message that a response is asked for. Of an earlier answer's parts annotations and logprobs say nothing more."""
+    """A part of a message in a request for a response. The annotations and logprobs of an earlier answer's parts have no
+    effect."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -294,7 +298,7 @@ class InputPart(Body):
 
 
 class InputMessage(Body):
-    """A turn of a conversation, or a message out of an earlier response, whose id and status say nothing more."""
+    """A turn of a conversation, or a message of an earlier response, whose id and status have no effect."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -318,7 +322,7 @@ class ResponseText(Body):
 
 
 class ResponsesRequest(Sampled):
-    """Of POST /v1/responses. Nothing is kept of a response, so none can be gone on from by its id."""
+    """Of POST /v1/responses. The server keeps no response, so that no request can refer to one by its id."""
 
     format_field = "text"
     input: Annotated[

@@ -23,8 +23,8 @@ from kvthaw.serve.service import Service
 
 _log = logging.getLogger(__name__)
 SWITCH = 0.0005
-"""Seconds that a thread keeps the interpreter from others. The worker asks for it again after each operation of a step; by Python's
-5 ms it would wait most of the time for threads that read requests."""
+"""The interpreter's switch interval in seconds. The worker needs the interpreter lock after each operation of a step. With
+Python's default of 5 ms it would mostly wait for threads that read requests."""
 LATE = 10.0
 """Seconds beyond its grace that a server has to end."""
 
@@ -45,12 +45,12 @@ class Server(uvicorn.Server):
         self._service, self._worker, self._grace = service, service.worker, grace
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take no more requests; called by signals."""
+        """Accept no more requests; signals call this."""
         self.ends = time.monotonic() + (self._grace if self.signal is None else 0)
         self.signal, self._worker.draining = sig, True
 
     async def on_tick(self, counter: int) -> bool:
-        """End when all requests have ended and what they keep is written, or their time has ended."""
+        """End when all requests have ended and their prompts are saved, or after the grace period."""
         if self._worker.draining:
             self._service.ending.set()
         if self._worker.failure is not None or (
@@ -76,8 +76,12 @@ def run(
     api_keys: Sequence[str] = (),
     hosts: Collection[str] | None = None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C, as the last thing that the process does: it ends even where a thread does not. api_keys,
-    hosts: see `Guard`. Raises KeyboardInterrupt after the latter and KvthawError where the model cannot go on."""
+    """Serve until SIGTERM or Ctrl-C, as the last action of the process, which then ends even if a thread does not.
+
+    api_keys, hosts: see `Guard`.
+
+    Raises KeyboardInterrupt after Ctrl-C, and KvthawError if the model has failed.
+    """
     server = Server(service, grace=grace, api_keys=api_keys, hosts=hosts)
     ended, interval = threading.Event(), sys.getswitchinterval()
     threading.Thread(target=_end, args=(server, ended), daemon=True).start()

@@ -1,4 +1,4 @@
-"""What the routes stand on: a model, its tokenizer and chat template, the worker, and the limits of one request."""
+"""The service behind the routes: a model, its tokenizer and chat template, the worker, and the limits of a request."""
 
 from __future__ import annotations
 
@@ -40,16 +40,19 @@ from kvthaw.serve.worker import Worker
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 FOLLOWED = 64
-"""Last tokens of a prompt that tell how a text goes on behind it."""
+"""Last tokens of a prompt that determine the tokenization of the text behind it."""
 
 
 class Service:
-    """Serves one model under one name.
+    """Serve one model under one name.
 
-    batch: has no requests of its own. chat_template: Jinja; None for the tokenizer's. max_waiting: how many requests may wait for a
-    place; more are told to come again. library: keeps prompts with a name on disk; those that it has are taken up. defaults:
-    of fields that requests leave out, instead of OpenAI's. The other
-    processes of a model that is split make a `Lockstep` at the same time, and follow.
+    batch: a batch without requests.
+    chat_template: Jinja; None for the tokenizer's.
+    max_waiting: most requests that may wait for a slot. The server rejects more with a request to retry.
+    library: keeps named prompts on disk. The service restores its prompts.
+    defaults: values of omitted fields, instead of OpenAI's.
+
+    The other processes of a split model create a `Lockstep` at the same time, and follow.
     """
 
     def __init__(
@@ -115,8 +118,12 @@ class Service:
     async def encode(
         self, text: str, *, special: bool = True, behind: Sequence[int] = (), param: str = "prompt", client: str = ""
     ) -> list[int]:
-        """Return the tokens of a text, which threads find when it is the client's turn. behind: tokens that it goes on, without
-        special ones then. Raises ApiError, which names param, for a text that has far too many."""
+        """Return the tokens of a text, computed in a thread when it is the client's turn.
+
+        behind: tokens that precede the text. The text then gets no special tokens.
+
+        Raises ApiError, with param, for a text with far too many tokens.
+        """
         read = partial(self._reader.tokens, text, param, special=special, behind=behind)
         return await self._reader.run(read, len(text), client)
 
@@ -131,14 +138,14 @@ class Service:
         return str(await self._reader.run(decode, len(tokens), client))
 
     def kept(self, salt: str = "") -> dict[str, Entry]:
-        """Return the prompts of a salt that are kept under names; raises ApiError where none can be."""
+        """Return the named prompts of a salt. Raises ApiError if the server keeps no prompts."""
         if self.batch.prefix_cache is None:
             raise ApiError(400, "this server keeps no prompts", param="context")
         return {name: entry for (own, name), entry in self.batch.prefix_cache.entries.items() if own == salt}
 
     def save(self, job: Job) -> asyncio.Future[str | None]:
-        """Have what a job keeps under a name be there after a restart, where there is a folder. Goes on without its caller. Returns
-        what to tell the client where it cannot be written."""
+        """Save a job's named prompt to the folder, if any, so that it survives a restart. The save continues if the caller is
+        cancelled. Returns an error message for the client if a file cannot be written."""
         named = None if self._library is None else next((one for one in job.requests if one.name is not None), None)
         if named is not None:
             return self.background(self._save((named.salt, named.name or "")))
@@ -148,11 +155,11 @@ class Service:
 
     @property
     def busy(self) -> bool:
-        """Whether requests are served, or what they keep is written."""
+        """Whether requests run or prompts are being saved."""
         return bool(self.worker.open or self._tasks)
 
     async def saved(self, seconds: float) -> None:
-        """Wait for what goes on without its callers, at most so long."""
+        """Wait for background work, at most `seconds`."""
         ends = time.monotonic() + seconds
         while self._tasks and self.worker.failure is None and (left := ends - time.monotonic()) > 0:
             await asyncio.wait(self._tasks, timeout=min(1, left))
@@ -160,20 +167,20 @@ class Service:
             _log.warning("the server ends before it has written %s", ", ".join(sorted(repr(name) for _, name in self._writing)))
 
     def background(self, work: Coroutine[Any, Any, Result]) -> asyncio.Future[Result]:
-        """Return what awaits work that goes on where nobody awaits it any longer."""
+        """Return a future of work that continues if the future is cancelled."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return asyncio.shield(task)
 
     async def forget(self, key: Key) -> None:
-        """Let a prompt that is kept under a name go; raises ApiError, with all as it was, where its files stay."""
+        """Delete a named prompt. Raises ApiError, and changes nothing, if its files cannot be deleted."""
         if (error := await self.background(self._forget(key))) is not None:
             says = f"the context {key[1]!r} is kept: its files cannot be deleted: {error.strerror or error}"
             raise ApiError(500, says, param="name", code="context_not_deleted")
 
     async def refresh(self, key: Key) -> None:
-        """Take up a prompt that another server kept under a name in the same folder, or let go one that it deleted."""
+        """Load a named prompt that another server saved in the same folder, or drop one that it deleted."""
         library = self._library
         if library is not None and key not in self._writing:
             async with self._lock(key):
@@ -234,7 +241,11 @@ class Service:
         return None if asked is None else await self._compilers.grammar(asked, body.format_field, client)
 
     def submit(self, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, param: str, name: str) -> Job:
-        """Let each prompt wait for its n outputs. param: the field that the prompts are of; name: the answer's. Raises ApiError."""
+        """Queue n outputs for each prompt. Raises ApiError.
+
+        param: the field of the prompts.
+        name: name of the answer.
+        """
         limit = self.batch.capacity
         for ids in prompts:
             if len(ids) + (sampling.max_tokens or 1) > limit:
@@ -267,7 +278,8 @@ class Service:
 
     @asynccontextmanager
     async def _changing(self, key: Key) -> AsyncIterator[None]:
-        """Be the only one who writes or deletes files of a name; who asks for the prompt meanwhile gets what memory has."""
+        """Exclude all others from writing or deleting the files of a name. Requests for the prompt get the one in memory
+        meanwhile."""
         async with self._lock(key):
             self._writing.add(key)
             try:
@@ -276,8 +288,8 @@ class Service:
                 self._writing.discard(key)
 
     async def _save(self, key: Key) -> str | None:
-        """Write what memory has under a name when its turn comes: nothing where that was deleted, and of several the last.
-        Returns what to say where it cannot be written."""
+        """Write the prompt that is in memory under a name, in turn. A deleted prompt is not written; of several, the last is.
+        Returns an error message if a file cannot be written."""
         library = self._library
         assert library is not None
         async with self._changing(key):
@@ -308,13 +320,13 @@ class Service:
 
 
 def refused(body: Body, error: ConfigError, param: str) -> ApiError:
-    """Return what a client is told of a setting that the engine refuses, by the first field that the message names."""
+    """Return the error response for a setting that the engine rejects, with the first field in its message."""
     words = [param if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
     return ApiError(400, str(error), param=next((word for word in words if word in type(body).model_fields), None))
 
 
 def _about(about: Any) -> Any:
-    """Return what was saved about a context: its messages, or its document, or None. Raises where it is none of them."""
+    """Check the saved description of a context: messages, a document, or None. Raises for any other value."""
     if document_of(about) is None:
         for each in () if about is None else about:
             Message.model_validate(each)

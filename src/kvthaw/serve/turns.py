@@ -1,4 +1,4 @@
-"""Conversations as texts and tokens, and those that go on from what is kept."""
+"""Conversations as texts and tokens, including ones that continue a kept prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from kvthaw.serve.schema import Message
 
 
 class Read(Protocol):
-    """Returns the tokens of a text that a template made. behind: tokens that it goes on."""
+    """Return the tokens of a rendered template.
+
+    behind: tokens that precede the text.
+    """
 
     def __call__(self, text: str, *, behind: Sequence[int] = ()) -> list[int]: ...
 
@@ -34,7 +37,7 @@ class Turns:
         return read(self._render(messages, answer=answer))
 
     def opened(self, text: str) -> str:
-        """Return a document as it stands in a conversation, with all that comes before it; the first question follows."""
+        """Return the beginning of a conversation about a document, up to the document's end. The first question follows."""
         return opening(self._draw()) + text.rstrip()
 
     def document(self, text: str) -> list[int]:
@@ -47,14 +50,17 @@ class Turns:
         return self._dates(self._text(kept)) is not None
 
     def after_messages(self, read: Read, kept: Sequence[int], before: Sequence[Message], new: Sequence[Message]) -> list[int]:
-        """Return the tokens of messages that were kept and of those that follow; kept tokens stay, whatever day it is."""
+        """Return the tokens of kept messages and of new ones. Kept tokens stay unchanged, even if the date has changed."""
         both = [*before, *new]
         ids = read(self._render(both))
         return ids if ids[: len(kept)] == list(kept) else self._after(read, kept, both, self._text(kept)) or ids
 
     def after_document(self, read: Read, kept: Sequence[int], about: Any, new: Sequence[Message]) -> list[int]:
-        """Return the tokens of a conversation whose first question follows a text that was kept. Kept tokens stay as they are where
-        they begin as conversations do. about: see `document_of`."""
+        """Return the tokens of a conversation whose first question follows a kept text. Kept tokens that begin like a
+        conversation stay unchanged.
+
+        about: see `document_of`.
+        """
         text, known, first = self._text(kept), document_of(about), len(_leading(new))
         if known is not None:
             document = known.rstrip()
@@ -68,17 +74,20 @@ class Turns:
         return self._after(read, kept, whole, text) or read(self._render(whole))
 
     def _after(self, read: Read, kept: Sequence[int], messages: Sequence[Message], text: str) -> list[int] | None:
-        """Return kept tokens and what follows them in a conversation, None where it does not begin with their text."""
+        """Return kept tokens and the tokens after them in a conversation; None if it does not begin with their text."""
         dates = self._dates(text, _leading(messages))
         whole = "" if dates is None else self._render(messages, dates)
         return [*kept, *read(whole[len(text) :], behind=kept)] if len(whole) > len(text) and whole.startswith(text) else None
 
     def _dates(self, text: str, leading: Sequence[Message] = ()) -> dict[str, str] | None:
-        """Return the dates that a text says, None where it does not begin as conversations do."""
+        """Return the dates in a text; None if it does not begin like a conversation."""
         return dates_said(text, self._draw(leading), dates_of(self._tokenizer, datetime.now(), self._template))
 
     def _draw(self, leading: Sequence[Message] = ()) -> Draw:
-        """Return what renders the first user's words. leading: messages before them."""
+        """Return a function that renders the first user message.
+
+        leading: messages before it.
+        """
         return lambda said, dates: self._render([*leading, Message(role="user", content=said)], dates)
 
     def _render(
@@ -99,10 +108,10 @@ def _leading(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def about_document(text: str) -> dict[str, str]:
-    """Return what is said about a document that is kept as the beginning of conversations."""
+    """Return the description to save with a document that begins conversations."""
     return {"document": text}
 
 
 def document_of(about: Any) -> str | None:
-    """Return the document that something is said about, None where it is about messages or nothing."""
+    """Return the document of a saved description; None for messages or no description."""
     return about["document"] if isinstance(about, dict) and isinstance(about.get("document"), str) else None

@@ -17,7 +17,7 @@ from kvthaw.evaluate.probe import observe, stored_rows
 from kvthaw.inspect.recorder import ExactTopK, Recorder, Recording
 
 EVERY = 256
-"""Steps of which one is compared with exact attention, in one layer and request by turns."""
+"""One of this many steps is compared with exact attention, in one layer and request in turn."""
 KEPT = 8
 """Recordings that are kept; the oldest go first."""
 MOST_TOKENS = 256
@@ -45,7 +45,7 @@ class Recall:
 class Watcher:
     """Watches the steps of a batch. Of the worker's thread, but for record() and recalls, which the event loop uses.
 
-    told_mass: takes the attention mass of a sampled step.
+    told_mass: called with the attention mass of a sampled step.
     """
 
     def __init__(self, batch: Batch, told_mass: Callable[[float], object]) -> None:

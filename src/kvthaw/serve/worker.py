@@ -1,4 +1,4 @@
-"""The thread that owns the model and its scheduler, and what it hands to the event loop."""
+"""The thread that owns the model and its scheduler, and its messages to the event loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Work to run between two steps. changes: what the other processes of a split model do at the same time."""
+    """Work to run between two steps.
+
+    changes: changes that the other processes of a split model make at the same time.
+    """
 
     run: Callable[[], None]
     changes: Sequence[Change] = ()
@@ -51,12 +54,13 @@ class _Task:
 
 @dataclass(eq=False)
 class Worker:
-    """Runs a scheduler in its own thread. The event loop calls its methods; none of them waits for a step.
+    """Run a scheduler in its own thread. The event loop calls its methods; none of them waits for a step.
 
-    room: the most requests at a time, running and waiting, and the most outputs beyond the first of each. Those of one request that
-    half of the places do not hold come behind other requests, so that none waits for all of them. draining: callers must submit no
-    more requests. failure: the exception that ended the thread; nothing is served afterwards. lockstep: keeps the other processes
-    of a split model in step.
+    room: most requests at a time, running and waiting, and most outputs beyond the first of each request. Outputs of a
+        request beyond half of the slots are queued behind other requests, so that no request waits for all of them.
+    draining: callers must submit no more requests.
+    failure: the exception that ended the thread. The worker serves nothing afterwards.
+    lockstep: keeps the other processes of a split model in step.
     """
 
     scheduler: Scheduler
@@ -70,7 +74,7 @@ class Worker:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _inbox: queue.SimpleQueue[_Task] = field(default_factory=queue.SimpleQueue)
     _outputs: dict[Request, _Output] = field(default_factory=dict)
-    _unsent: list[Request] = field(default_factory=list)  # those that the latest step gave a token, until it is sent
+    _unsent: list[Request] = field(default_factory=list)  # requests with an unsent token of the latest step
     _stepped: float = 0.0  # when that step ended
     _failed: bool = False  # whether the latest step did
     _ended: bool = False
@@ -81,7 +85,7 @@ class Worker:
         self._share = max(1, self.scheduler.batch.max_seqs // 2)  # places of one request where others wait
 
     def start(self) -> None:
-        """Start the thread; in the event loop that it is to serve."""
+        """Start the thread. Call this in the event loop that it serves."""
         self._loop = asyncio.get_running_loop()
         self.scheduler.batch.launched = self._flush
         self._inbox.put(_Task(partial(plan_attention, self.scheduler.batch)))  # plans are the thread's
@@ -121,7 +125,10 @@ class Worker:
         return job
 
     async def call(self, work: Callable[[], Result], changes: Sequence[Change] = ()) -> Result:
-        """Run work in the thread between two steps and return its result. changes: what other processes do meanwhile."""
+        """Run work in the thread between two steps and return its result.
+
+        changes: changes that other processes make at the same time.
+        """
         told: asyncio.Future[Result] = self._loop.create_future()
 
         def run() -> None:
@@ -141,7 +148,7 @@ class Worker:
             self._inbox.put(_Task(lambda: None, [change]))
 
     async def forget(self, key: Key) -> None:
-        """Delete a named prompt from the prefix cache, if it is there."""
+        """Delete a named prompt from the prefix cache, if present."""
         prefix, (salt, name) = self.scheduler.batch.prefix_cache, key
         assert prefix is not None
         await self.call(lambda: prefix.forget(name, salt) if key in prefix.entries else None, [Forget(salt, name)])
@@ -264,7 +271,7 @@ class Worker:
             self._send([self._failure(self._outputs.pop(request), error)])
 
     def _take(self, output: _Output, now: float) -> tuple[Job, Delta]:
-        """Return what a step added to an output, and record its metrics."""
+        """Return the delta that a step added to an output, and record its metrics."""
         request, metrics, arrived = output.request, self.metrics, output.job.arrived
         if request.finished is not None:
             del self._outputs[request]
@@ -292,8 +299,8 @@ class Worker:
         return output.job, Delta(output.index, finished="error", error=error)
 
     def _flush(self) -> None:
-        """Count and send what the latest step gave, if that has not been done. While requests decode the batch calls it once the
-        next step is on the device: text is decoded, and the event loop works, while this thread would wait for the device."""
+        """Count and send the latest step's tokens, unless already sent. While requests decode, the batch calls it after
+        launching the next step. Text decoding and the event loop then overlap with the device."""
         unsent, self._unsent = self._unsent, []
         if unsent:  # one whose next step failed has been told so already
             told = [self._take(self._outputs[request], self._stepped) for request in unsent if request in self._outputs]
