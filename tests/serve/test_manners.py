@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 import bytemodel
 from forked import forked
 from kvthaw.engine.sampling import Sampling
+from kvthaw.engine.token_bytes import TokenBytes
 from kvthaw.serve import app
 from kvthaw.serve.server import listen, run
 
@@ -122,6 +124,39 @@ def test_a_silent_stream_gets_comments(served: Served, monkeypatch: pytest.Monke
     text = served.post("/v1/completions", prompt="x" * 1500, max_tokens=2, stream=True).text
     assert text.startswith(": ")
     assert text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/completions", {"prompt": [65] * 400, "echo": True, "logprobs": 2, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": [65] * 400, "echo": True, "logprobs": 2, "max_tokens": 1, "stream": True}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 300, "include": ["message.output_text.logprobs"]}),
+    ],
+)
+def test_a_long_answer_is_written_while_others_are_answered(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, more: dict[str, Any]
+) -> None:
+    text, slow = TokenBytes.text, 0.0
+
+    def slowly(self: TokenBytes, token: int) -> str:
+        time.sleep(slow)
+        return text(self, token)
+
+    monkeypatch.setattr(TokenBytes, "text", slowly)
+    body = {"ignore_eos": True, "temperature": 0} | more
+    wanted = served.post(path, **body).text
+    slow = 0.003  # a second and more in all
+    with ThreadPoolExecutor() as pool:
+        coming, silent = pool.submit(served.post, path, **body), 0.0
+        while not coming.done():
+            began = time.perf_counter()
+            assert served.http.get("/health").status_code == 200
+            silent = max(silent, time.perf_counter() - began)
+            time.sleep(0.01)
+    assert silent < 0.5
+    own = re.compile(r'"(id|item_id)":"[\w-]+"|"created(_at)?":\d+')
+    assert own.sub("", coming.result().text) == own.sub("", wanted)
 
 
 def test_connections_send_without_delay() -> None:

@@ -420,10 +420,8 @@ class Batch:
                 logits = every[:, -1]
                 if n is not None:
                     next_ids = request.ids[begin + 1 : end + 1]
-                    request.scored.append(score(every[0, : len(next_ids)], next_ids, n))
-        if n is not None and stop == request.prompt:
-            request.prompt_logprobs = [None, *logprobs(torch.cat(request.scored))]
-            request.scored = []
+                    request.prompt_logprobs = request.prompt_logprobs if begin else [None]
+                    request.prompt_logprobs += logprobs(score(every[0, : len(next_ids)], next_ids, n))
         return logits
 
     @property

@@ -89,7 +89,6 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list, repr=False)
     error: Exception | None = field(default=None, repr=False)
     decoded: Detokenizer | None = field(default=None, repr=False)
-    scored: list[Tensor] = field(default_factory=list, repr=False)
     matcher: Matcher | None = field(init=False, repr=False)
     fetched: int = field(default=0, init=False, repr=False)  # prompt tokens requested from the prefix cache's file
     swapped: Swapped | None = field(default=None, init=False, repr=False)  # its state while it is swapped out
@@ -150,7 +149,7 @@ class Request:
     def rewind(self) -> None:
         """Reset its progress: prompt and output tokens go through the model again. Keeps the tokens."""
         self.drop_swapped()
-        self.prefilled, self.cached_tokens, self.fetched, self.fed, self.scored = 0, 0, 0, 0, []
+        self.prefilled, self.cached_tokens, self.fetched, self.fed = 0, 0, 0, 0
         if self.matcher is not None:
             self.matcher.reset()
 

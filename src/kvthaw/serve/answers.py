@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +21,43 @@ _TEXT = "\0"  # placeholder for the text of an event
 
 IMPOSSIBLE = -9999.0
 """The log-probability of tokens that cannot come; JSON knows no infinity."""
+_PIECE = 256
+"""Items of a list that are written at once; other threads run between two pieces."""
+_LISTS = 8
+"""How deep lists of log-probabilities lie in an answer."""
 
 
 def _json(value: Json | str) -> bytes:
     return _ENCODER.encode(value).encode()
+
+
+def written(answer: Json) -> bytes:
+    """Return a whole answer as JSON. Other threads run between pieces of its long lists."""
+    return "".join(_pieces(answer, _LISTS)).encode()
+
+
+def _pieces(value: Any, depth: int) -> Iterator[str]:
+    if depth and isinstance(value, dict) and value:
+        for i, (name, one) in enumerate(value.items()):
+            yield f"{',' if i else '{'}{_ENCODER.encode(name)}:"
+            yield from _pieces(one, depth - 1)
+        yield "}"
+    elif depth and isinstance(value, list) and 0 < len(value) <= _PIECE:
+        for i, one in enumerate(value):
+            yield "," if i else "["
+            yield from _pieces(one, depth - 1)
+        yield "]"
+    elif isinstance(value, list) and value:
+        for start in range(0, len(value), _PIECE):
+            yield ("," if start else "[") + _ENCODER.encode(value[start : start + _PIECE])[1:-1]
+        yield "]"
+    else:
+        yield _ENCODER.encode(value)
+
+
+def scores_in(deltas: Sequence[Delta]) -> int:
+    """Return how many tokens' log-probabilities steps brought."""
+    return sum(len(delta.logprobs) + len(delta.prompt_logprobs) for delta in deltas)
 
 
 class Answer:
@@ -57,6 +90,11 @@ class Answer:
     def closing(self) -> list[Json]:
         """Return the events that come after all tokens."""
         return []
+
+    @property
+    def repeats(self) -> int:
+        """How many tokens' log-probabilities these events repeat."""
+        return 0
 
     def failed(self, error: ApiError) -> Json:
         """Return the event that ends a stream with an error."""

@@ -16,13 +16,13 @@ from starlette.types import Receive, Scope, Send
 from kvthaw.errors import ConfigError
 from kvthaw.methods import METHODS
 from kvthaw.serve import contexts, page
-from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json
+from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json, scores_in, written
 from kvthaw.serve.beside import kv_bytes
 from kvthaw.serve.bodies import BodyRoute, LargeBodies, invalid
 from kvthaw.serve.clients import attended, client_of, service_of, while_connected
 from kvthaw.serve.errors import ERRORS, ApiError, as_api_error
 from kvthaw.serve.guard import Guard
-from kvthaw.serve.jobs import Job
+from kvthaw.serve.jobs import Delta, Job
 from kvthaw.serve.request_log import RequestLog
 from kvthaw.serve.responses import ResponseAnswer
 from kvthaw.serve.schema import (
@@ -194,7 +194,7 @@ async def _generate(
     job = service.submit(body, prompts, sampling, param, answer.id)
     http.state.job, http.state.outputs = job, body.outputs
     if body.stream:
-        return EventStream(service, job, _events(service, job, answer, body))
+        return EventStream(service, job, _events(service, job, answer, client_of(http)))
     async with attended(service, job, http.receive):
         outputs = await job.whole()
     answer.warning = await service.save(job)
@@ -202,22 +202,32 @@ async def _generate(
         raise as_api_error(outputs[-1].error)
     if len(outputs) < len(job.requests) or any(output.finished is None for output in outputs):
         return Response(status_code=499)  # nobody reads it
-    return JSONResponse(answer.whole(outputs))
+    said = await service.render(partial(_whole, answer, outputs), scores_in(outputs), client_of(http))
+    return Response(said, media_type="application/json")
 
 
-async def _events(service: Service, job: Job, answer: Answer, body: Sampled) -> AsyncIterator[bytes]:
+async def _events(service: Service, job: Job, answer: Answer, client: str) -> AsyncIterator[bytes]:
     """Yield server-sent events."""
     yield answer.encode(answer.opening())
     async for deltas in job.stream(KEEP_ALIVE):
         error = deltas[-1].error if deltas else None
-        added = b"".join(answer.added(delta) for delta in deltas if delta.error is None)
+        new = [delta for delta in deltas if delta.error is None]
+        added = await service.render(partial(_added, answer, new), scores_in(new), client)
         if error is not None:
             yield added + answer.encode([answer.failed(as_api_error(error))])
             return
         if added or not deltas:
             yield added or b": keep-alive\n\n"
     answer.warning = await service.save(job)
-    yield answer.encode(answer.closing()) + answer.ending
+    yield await service.render(lambda: answer.encode(answer.closing()), answer.repeats, client) + answer.ending
+
+
+def _added(answer: Answer, deltas: Sequence[Delta]) -> bytes:
+    return b"".join(map(answer.added, deltas))
+
+
+def _whole(answer: Answer, outputs: Sequence[Delta]) -> bytes:
+    return written(answer.whole(outputs))
 
 
 class EventStream(StreamingResponse):

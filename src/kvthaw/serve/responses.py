@@ -54,6 +54,10 @@ class ResponseAnswer(Answer):
             {"type": f"response.{self._status}", "response": response},
         ]
 
+    @property
+    def repeats(self) -> int:
+        return 4 * len(self._logprobs)
+
     def failed(self, error: ApiError) -> Json:
         return {"type": "response.failed", "response": self._response("failed", error)}
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from types import MappingProxyType
@@ -39,6 +39,10 @@ from kvthaw.serve.worker import Worker
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
+SCORES = 64
+"""Tokens whose log-probabilities are written in the event loop; each has up to 20 others beside it."""
+LETTERS = 512
+"""Characters of JSON that those of a token are about."""
 FOLLOWED = 64
 """Last tokens of a prompt that determine the tokenization of the text behind it."""
 
@@ -131,6 +135,11 @@ class Service:
         """Return the tokens of a document that conversations are about, as far as the first question; raises ApiError."""
         opened = self.turns.opened(text) if self.chats else text
         return await self.encode(opened, special=not self.chats, param="document", client=client)
+
+    async def render(self, work: Callable[[], Result], scores: int, client: str) -> Result:
+        """Return what work returns that writes so many tokens' log-probabilities: in a thread where they are many, when it is the
+        client's turn."""
+        return work() if scores <= SCORES else await self._reader.run(work, scores * LETTERS, client)
 
     async def decode(self, tokens: Sequence[int], client: str) -> str:
         """Return the text of tokens."""
