@@ -3,8 +3,8 @@
 `python -m lab.soak --seconds 600`: a server of the model that ships, whose memory is bounded, answers honest clients alone,
 then beside hostile ones that send what is to be refused (bodies that are far too large or no requests, costly numbers and schemas,
 half of a request), then beside hostile ones that send what is to be served, too (long prompts, many outputs, documents that
-others delete), and leave. The last line has the honest clients' times, the answers by status, and the server's resident memory. It
-exits with 1 where an answer is 500 or above, an honest client got none, or the server ended.
+others delete), and leave; all three several times by turns. The last line has the honest clients' times, the answers by status, and
+the server's resident memory. It exits with 1 where an answer is 500 or above, an honest client got none, or the server ended.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -138,11 +139,14 @@ SERVED: dict[str, Send] = {
     "no words": asked(prompt="\0" + "\x7f" * 9),
     "many outputs": asked(n=68, max_tokens=16, ignore_eos=True),
     "a long prompt": asked(prompt=[7 + i * 31 % 400 for i in range(1500)], max_tokens=1),
-    "log-probabilities": asked(logprobs=5, prompt_logprobs=5, echo=True),
+    "log-probabilities": asked(prompt=[7 + i % 400 for i in range(1500)], max_tokens=1, logprobs=20, echo=True),
     "leaves": leave,
     "documents": document,
 }
 """What it serves to anyone who may ask."""
+BOTH = REFUSED | SERVED
+SHARES = {"alone": 0.25, "refused": 0.375, "served": 0.375}
+"""Of the time: without hostile clients, beside those whose requests are refused, and beside all of them."""
 
 
 async def honest(client: httpx2.AsyncClient, ends: float, number: int, seconds: list[float], answers: Counter[str]) -> None:
@@ -157,10 +161,23 @@ async def honest(client: httpx2.AsyncClient, ends: float, number: int, seconds: 
         seconds.append(time.monotonic() - began)
 
 
+@dataclass
+class Noticed:
+    """What honest clients noticed: how long each of their requests took, and how many got which answer."""
+
+    seconds: list[float] = field(default_factory=list)
+    answers: Counter[str] = field(default_factory=Counter)
+
+    def percentile(self, n: int) -> float:
+        """Return within how many seconds n of a hundred requests were answered."""
+        cuts = quantiles(self.seconds, n=100, method="inclusive") if len(self.seconds) > 1 else self.seconds * 99
+        return cuts[n - 1]
+
+
 class Hostile:
     """Clients that send what is hostile, one after the other. answers: by kind; longest: seconds until one came."""
 
-    def __init__(self, kinds: dict[str, Send], seed: int) -> None:
+    def __init__(self, kinds: dict[str, Send], seed: int | str) -> None:
         self.kinds, self.seed = kinds, seed
         self.answers = {kind: Counter[str]() for kind in kinds}
         self.longest = dict.fromkeys(kinds, 0.0)
@@ -178,20 +195,19 @@ class Hostile:
             await asyncio.sleep(rng.uniform(0, 0.2))
 
 
-async def clients(url: str, seconds: float, good: int, bad: int = 0, hostile: Hostile | None = None) -> dict[str, Any]:
+async def clients(url: str, seconds: float, good: int, bad: int = 0, hostile: Hostile | None = None) -> Noticed:
     """Return what so many honest clients got in a time, beside so many hostile ones."""
-    times, answers, ends = list[float](), Counter[str](), time.monotonic() + seconds
+    found, ends = Noticed(), time.monotonic() + seconds
     limits = httpx2.Limits(max_connections=None)
     async with (
         httpx2.AsyncClient(base_url=url, timeout=120, limits=limits) as client,
         httpx2.AsyncClient(base_url=url, timeout=120, limits=limits) as other,
     ):
         await asyncio.gather(
-            *(honest(client, ends, number, times, answers) for number in range(good)),
+            *(honest(client, ends, number, found.seconds, found.answers) for number in range(good)),
             *(hostile(other, ends, number) for number in range(bad) if hostile is not None),
         )
-    cuts = quantiles(times, n=100, method="inclusive") if len(times) > 1 else times * 99
-    return {"requests": len(times), "p50_s": cuts[49], "p99_s": cuts[98], "answers": answers}
+    return found
 
 
 def resident(pid: int) -> int:
@@ -239,23 +255,37 @@ def served(model: str, memory: int) -> Iterator[tuple[subprocess.Popen[bytes], s
 def measured(server: subprocess.Popen[bytes], url: str, given: argparse.Namespace) -> dict[str, Any]:
     """Return what honest clients see alone and beside hostile ones."""
     asyncio.run(clients(url, 3, given.honest))  # what is made once
-    line: dict[str, Any] = {name: vars(given)[name] for name in ("seconds", "honest", "hostile", "model")}
-    before, answers, others = resident(server.pid), Counter[str](), Counter[str]()
-    for name, kinds, share in (("alone", {}, 0.25), ("refused", REFUSED, 0.375), ("served", REFUSED | SERVED, 0.375)):
-        hostile = Hostile(kinds, given.seed)
-        found = asyncio.run(clients(url, given.seconds * share, given.honest, given.hostile if kinds else 0, hostile))
-        line |= {f"{name}_{key}": found[key] for key in ("requests", "p50_s", "p99_s")}
-        line[f"{name}_p99_times"] = found["p99_s"] / line["alone_p99_s"]
-        answers += found["answers"]
-        others += sum(hostile.answers.values(), Counter[str]())
-        for kind, seconds in hostile.longest.items():
-            print(f"{name}: {kind}: {dict(hostile.answers[kind])}, {seconds:.2f} s at most", file=sys.stderr)
+    line: dict[str, Any] = {name: vars(given)[name] for name in ("seconds", "turns", "honest", "hostile", "model")}
+    before = resident(server.pid)
+    phases = {"alone": Hostile({}, given.seed), "refused": Hostile(REFUSED, given.seed), "served": Hostile(BOTH, given.seed)}
+    noticed = {name: Noticed() for name in phases}
+    for turn in range(given.turns):  # what else the machine does changes, and is to change all three alike
+        for name, hostile in phases.items():
+            hostile.seed = f"{given.seed} {turn}"
+            seconds, bad = given.seconds * SHARES[name] / given.turns, given.hostile if hostile.kinds else 0
+            found = asyncio.run(clients(url, seconds, given.honest, bad, hostile))
+            noticed[name].seconds += found.seconds
+            noticed[name].answers += found.answers
+    answers, others = Counter[str](), Counter[str]()
+    for name, found in noticed.items():
+        line |= {
+            f"{name}_requests": len(found.seconds),
+            f"{name}_p50_s": found.percentile(50),
+            f"{name}_p99_s": found.percentile(99),
+        }
+        line[f"{name}_p99_times"] = found.percentile(99) / noticed["alone"].percentile(99)
+        answers += found.answers
+        others += sum(phases[name].answers.values(), Counter[str]())
+        for kind, longest in phases[name].longest.items():
+            print(f"{name}: {kind}: {dict(phases[name].answers[kind])}, {longest:.2f} s at most", file=sys.stderr)
     line |= {"honest_answers": dict(answers), "hostile_answers": dict(others)}
     return line | {"mib_before": before, "mib_after": resident(server.pid)}
 
 
 def main() -> None:
-    given = options(__doc__, seconds=600.0, honest=8, hostile=32, memory_gib=9, model="shipped", seed=0, out=Path, commit=str)
+    given = options(
+        __doc__, seconds=600.0, turns=4, honest=8, hostile=32, memory_gib=9, model="shipped", seed=0, out=Path, commit=str
+    )
     report = Report(given.out, given.commit)
     with served(given.model, given.memory_gib << 30) as (server, url):
         line = measured(server, url, given)

@@ -662,6 +662,47 @@ def test_a_long_prompt_that_comes_first_lets_a_short_one_by() -> None:
     assert long.prefilled <= 1536
 
 
+@pytest.fixture(scope="module")
+def deep() -> PreTrainedModel:
+    return build_exact("llama", max_position_embeddings=4096)
+
+
+@pytest.mark.parametrize("max_seqs", [2, 3])
+def test_long_prompts_leave_the_last_place_to_short_ones(deep: PreTrainedModel, max_seqs: int) -> None:
+    scheduler = Scheduler(Batch(deep, "full", max_seqs=max_seqs, capacity=2400, **settings_of("full")))
+    asked = [(prompt(1, 2300, seed=i)[0], 3) for i in range(max_seqs + 1)] + [(prompt(1, 9, seed=i)[0], 2) for i in range(2)]
+    longs = [scheduler.submit(ids, max_new_tokens=new, stop=()) for ids, new in asked[:-2]]
+    scheduler.step()
+    shorts = [scheduler.submit(ids, max_new_tokens=new, stop=()) for ids, new in asked[-2:]]
+    for _ in range(8):
+        scheduler.step()
+    assert all(one.finished for one in shorts)
+    assert not any(one.tokens for one in longs)
+    order = list[Request]()
+    while scheduler.busy:
+        order += [one for one in scheduler.step() if one.finished]
+    assert order == longs, "none of them waits for those behind it"
+    assert [one.tokens for one in (*longs, *shorts)] == alone(deep, "full", *asked, capacity=2400)
+
+
+def test_a_long_prompt_that_is_known_gets_the_last_place(deep: PreTrainedModel) -> None:
+    """So does one that is more urgent than the one that is read."""
+    batch = Batch(deep, "full", max_seqs=2, capacity=2400, prefix_cache=PrefixCache(), **settings_of("full"))
+    scheduler, known = Scheduler(batch), prompt(1, 1500, seed=5)[0]
+    scheduler.submit(known, max_new_tokens=1, stop=())
+    while scheduler.busy:
+        scheduler.step()
+    long = scheduler.submit(prompt(1, 2300, seed=6)[0], max_new_tokens=1, stop=())
+    scheduler.step()
+    again = scheduler.submit(known, max_new_tokens=1, stop=())
+    for _ in range(2):
+        scheduler.step()
+    assert (again.finished, long.finished) == ("length", None)
+    urgent = scheduler.submit(prompt(1, 1500, seed=7)[0], max_new_tokens=1, stop=(), priority=-1)
+    scheduler.step()
+    assert urgent.seq >= 0
+
+
 @pytest.mark.parametrize(
     ("lengths", "first"), [([20, 20, 20, 20], [20, 20, 20, 0]), ([20, 50, 30], [20, 0, 30]), ([150, 9, 40], [0, 9, 40])]
 )

@@ -22,8 +22,8 @@ def test_hostile_clients_are_refused_or_served(tmp_path: Path, monkeypatch: pyte
     hostile = soak.Hostile(soak.REFUSED | soak.SERVED, seed=1)
     with serving(model, tokenizer, kv_dir=tmp_path / "kv") as served:
         found = asyncio.run(soak.clients(served.url, 1.0, 2, 8, hostile))
-    assert set(found["answers"]) == {"200"}
-    assert found["p50_s"] <= found["p99_s"]
+    assert set(found.answers) == {"200"}
+    assert found.percentile(50) <= found.percentile(99)
     answers = {status for each in hostile.answers.values() for status in each}
     assert answers <= {"left", "200", "204", "400", "403", "404", "413", "429"}
     refused = {status for kind in soak.REFUSED for status in hostile.answers[kind]}

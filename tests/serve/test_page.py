@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
-from servers import Served, serving
+from servers import Served, serving, until
 
+from kvthaw.inspect.recorder import Recorder
 from kvthaw.serve import watcher
 
 BODY: dict[str, Any] = {"prompt": "A long tale of a mouse. " * 10, "max_tokens": 6, "ignore_eos": True, "temperature": 0}
@@ -109,6 +113,63 @@ def test_the_model_says_what_the_page_needs(served: Served) -> None:
     assert card["method"] == "icecache"
     assert {"full", "quest"} <= set(card["methods"])
     assert card["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("path", ["runs", "answers"])
+def test_steps_of_others_come_between_those_of_a_run(served: Served, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    name = served.post("/v1/completions", **BODY | {"max_tokens": 30}, recall="selected").json()["id"]
+    path, take, taken = f"/v1/recalls/{name}/{path}", Recorder.take, 0
+
+    def slowly(self: Recorder, seq: int) -> Any:
+        nonlocal taken
+        taken += 1
+        time.sleep(0.05)
+        return take(self, seq)
+
+    monkeypatch.setattr(Recorder, "take", slowly)
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(served.post, path, method="quest", budget=128) for _ in range(2)]
+        until(lambda: taken > 0)
+        for _ in range(3):
+            assert served.post("/v1/completions", prompt="Hi", max_tokens=2).status_code == 200
+        assert taken < 29, "the first run has not ended"
+        assert runs[0].result().text == runs[1].result().text
+
+
+@pytest.mark.parametrize("path", ["runs", "answers"])
+def test_a_prompt_of_a_run_comes_in_chunks(served: Served, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    body = BODY | {"prompt": [7] * 1200, "cache_salt": f"{path} alone", "kv_name": None}
+    name = served.post("/v1/completions", **body, recall="selected").json()["id"]
+    assert served.service.batch.prefix_cache is not None
+    served.service.batch.prefix_cache.clear()
+    forward, sizes = served.model.forward, list[int]()
+
+    def told(*given: Any, **more: Any) -> Any:
+        sizes.append(more["input_ids"].shape[1])
+        return forward(*given, **more)
+
+    monkeypatch.setattr(served.model, "forward", told)
+    assert served.post(f"/v1/recalls/{name}/{path}", method="quest", budget=128).status_code == 200
+    assert sum(size for size in sizes if size > 1) == 1200
+    assert max(sizes) == served.service.worker.scheduler.step_tokens
+
+
+def test_a_run_ends_where_its_client_leaves(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = served.post("/v1/completions", **BODY | {"max_tokens": 30}, recall="selected").json()["id"]
+    path, take, taken = f"/v1/recalls/{name}/runs", Recorder.take, 0
+
+    def slowly(self: Recorder, seq: int) -> Any:
+        nonlocal taken
+        taken += 1
+        time.sleep(0.1)
+        return take(self, seq)
+
+    monkeypatch.setattr(Recorder, "take", slowly)
+    with pytest.raises(httpx2.TimeoutException):
+        served.http.post(path, json={"method": "quest", "budget": 128}, timeout=0.7)
+    until(lambda: not served.service.busy)
+    assert 0 < taken < 30
+    assert served.post(path, budget=64).status_code == 200
 
 
 @pytest.mark.parametrize(

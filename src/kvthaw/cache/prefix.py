@@ -142,6 +142,10 @@ class PrefixCache:
             more = len(self._in_memory(kv, path[:wanted])) == wanted
         return bool(kv.settings.ranks.least(more))
 
+    def known(self, kv: KVCache, ids: Tensor, *, salt: str = "") -> int:
+        """Return how many tokens of a prompt [T] fill() would take."""
+        return 0 if refusal(kv) or not self._kind else max(0, self._usable(ids.cpu(), self._own(kv, salt))[1])
+
     def keep(
         self,
         kv: KVCache,

@@ -146,6 +146,16 @@ class Batch:
         stores = [layer.store for layer in kv.offloaded if layer.plan and self.model.device.type == "cuda"]
         return any(split or not block.on_device for store in stores for block in store.blocks(request.seq))
 
+    def left(self, request: Request) -> int:
+        """Return how many tokens of a request's prompt have yet to go through the model, if it gets a place now."""
+        if request.swapped is not None:
+            return 0
+        prefixes = None if request.seq >= 0 or request.sampling.prompt_logprobs is not None else self.prefix_cache
+        known = request.prefilled
+        if prefixes is not None and request.embeddings is None:
+            known = prefixes.known(self.cache.kv, request.ids, salt=request.salt)
+        return request.prompt - known
+
     def stats(self) -> Stats:
         """Return statistics of the batch's cache, over all requests so far."""
         return self.cache.stats()

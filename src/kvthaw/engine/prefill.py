@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ DENSE_CHUNK = 2048
 """CHUNK if all KV stays on the device."""
 
 
-@torch.no_grad()
 def prefill(
     model: PreTrainedModel,
     cache: Cache,
@@ -34,14 +33,29 @@ def prefill(
         state take the whole prompt at once.
     progress: progress(done, total), in tokens, is called at the start and after every layer of every chunk.
     """
+    logits = torch.empty(0)
+    for after in chunks(model, cache, ids, chunk=chunk, progress=progress):
+        logits = after
+    return logits
+
+
+@torch.no_grad()
+def chunks(
+    model: PreTrainedModel,
+    cache: Cache,
+    ids: Sequence[int],
+    *,
+    chunk: int | None = None,
+    progress: Tell = lambda done, total: None,
+) -> Iterator[Tensor]:
+    """Yield the logits [V] after each chunk of a prompt, which is brought into a cache as `prefill` does."""
     total, told = len(ids), PrefillProgress(model, progress)
     told.begin(total)
     size = total if cache.prefills_whole else chunk or (DENSE_CHUNK if cache.settings.method.dense else CHUNK)
     tokens = torch.tensor([list(ids)], device=model.device)
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    logits = torch.empty(0)
     with cache.prompt(total):
         for start, stop in spans(total, max(1, size)):
             with told.part(stop - start), fused(model):
                 logits = model(input_ids=tokens[:, start:stop], past_key_values=cache, use_cache=True, **keep).logits[0, -1]
-    return logits
+            yield logits

@@ -68,6 +68,7 @@ class Scheduler:
     - When full attention ends (method="auto"), device_memory may not hold the index of all slots. There are then fewer
       slots until all requests have ended. Requests that lose theirs are prefilled again.
     - Of the prompts in slots, the earliest and the shortest take turns.
+    - While one of them is long, the last slot is for a short prompt; a second long one would only wait there.
     - If a model is split over processes, every process makes the same calls (see `kvthaw.engine.lockstep`). Only a lack of
       host memory, which all notice alike, is handled there. Other errors are raised, since other processes may be inside a
       step.
@@ -249,13 +250,13 @@ class Scheduler:
             return lambda: [last]
 
     def _place(self) -> None:
-        """Give slots to waiting requests in their order, while there are slots and memory."""
+        """Give slots to waiting requests in their order, while there are slots and memory; the last one as `_next` says."""
         if len(self.batch.requests) >= self._short:
             return
         self._short = self.batch.max_seqs
         while self._waiting and self.batch.free:
-            request = self._waiting[0]
-            if not self.batch.admission.fits(request, self.batch.requests, self._waiting):
+            request = self._next()
+            if request is None or not self.batch.admission.fits(request, self.batch.requests, self._waiting):
                 return
             preempted = request.swapped is not None
             try:
@@ -266,9 +267,25 @@ class Scheduler:
                 _log.warning("a request waits until another has ended: %s", error)
                 self._short = len(self.batch.requests)
                 return  # the others' tokens must still be reported
-            del self._waiting[0]
+            self._waiting.remove(request)
             self.resumed += preempted and request in self.batch.decoding
             self.recomputed += preempted and request not in self.batch.decoding
+
+    def _next(self) -> Request | None:
+        """Return who gets the next slot, None for nobody: the first waiting request, but for the last slot.
+
+        While a long prompt of no higher number is prefilled, the last slot goes to the first short prompt of the same number.
+        The processes of a split model may know different prefixes, so there the first request gets every slot."""
+        first, short = self._waiting[0], self.step_tokens if self._alone is None else self._alone
+        if self.batch.free > 1 or self.split or not self.batch.requests:
+            return first
+        priority, left = self._rank[first][0], self.batch.left
+        read = (one for one in self.batch.prefilling if self._rank[one][0] <= priority)
+        if first.prompt <= short or not any(left(one) > short for one in read) or left(first) <= short:
+            return first
+        if not self.batch.admission.fits(first, self.batch.requests, self._waiting):
+            return None
+        return next((one for one in self._waiting if one.prompt <= short and self._rank[one][0] == priority), None)
 
     def _make_way(self) -> None:
         """Preempt the last decoding request if a waiting one has a lower priority number."""

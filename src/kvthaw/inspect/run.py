@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvthaw.cache.layer_base import LayerKV
 from kvthaw.engine.decode import decode
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.model import check_prompt, check_text, positions
-from kvthaw.engine.prefill import prefill
+from kvthaw.engine.prefill import chunks, prefill
 from kvthaw.engine.sampling import GREEDY, Sampler, Sampling
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.text import Chat, following, split_prompt, stop_tokens
@@ -79,22 +79,38 @@ def inspect(
     for variant in variants:
         run = Run(variant)
         stops = stop_tokens(model, tokenizer)
-        _record(model, fork(base, variant), base.kv.layers, logits, run, answer, exact, stops, limit, sampling, before + asked)
+        steps = _record(
+            model, fork(base, variant), base.kv.layers, logits, run, answer, exact, stops, limit, sampling, before + asked
+        )
+        for _ in steps:
+            pass
         runs.append(run)
     return Inspection(before, asked, answer, runs)
 
 
 def replay(
-    model: PreTrainedModel, variant: Variant, prompt: Sequence[int], answer: Sequence[int], *, exact: bool = False
-) -> Run:
+    model: PreTrainedModel,
+    variant: Variant,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    *,
+    exact: bool = False,
+    chunk: int | None = None,
+) -> Generator[Run]:
     """Record what a variant recalls for an answer that was given after a prompt. exact: rank all tokens beside every step.
-    Raises ConfigError for a method that retrieves nothing."""
+    chunk: as for `prefill`.
+
+    Yields the run after each chunk and token, when other work may go on; it is whole with the last. Raises ConfigError for a
+    method that retrieves nothing."""
     check_retrieves(variant)
     cache, run = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved), Run(variant)
-    logits = prefill(model, cache, prompt)
+    logits = torch.empty(0)
+    for after in chunks(model, cache, prompt, chunk=chunk):
+        logits = after
+        yield run
     cache.wait()
-    _record(model, cache, (), logits, run, list(answer), exact, frozenset(), len(answer))
-    return run
+    for _ in _record(model, cache, (), logits, run, list(answer), exact, frozenset(), len(answer)):
+        yield run
 
 
 def check_retrieves(variant: Variant) -> None:
@@ -115,8 +131,8 @@ def _record(
     limit: int,
     sampling: Sampling = GREEDY,
     prompt: Sequence[int] = (),
-) -> None:
-    """Send the answer through a cache that holds the prompt; an answer that is empty is filled."""
+) -> Iterator[None]:
+    """Send the answer through a cache that holds the prompt; an answer that is empty is filled. Yields between tokens."""
     given, sampler = list(answer), Sampler(1, logits.shape[-1], logits.device)
     sampler.join(0, sampling, prompt, stops)
     recorder = Recorder(cache.kv)
@@ -140,8 +156,10 @@ def _record(
         ended = step + 1 == (len(given) or limit) or (not given and token in stops)
         return None if ended else [token]
 
-    for _ in decode(model, cache, logits[None], choose):
-        pass
-    recorder.detach()
-    if ranked is not None:
-        ranked.detach()
+    try:
+        for _ in decode(model, cache, logits[None], choose):
+            yield
+    finally:
+        recorder.detach()
+        if ranked is not None:
+            ranked.detach()

@@ -30,7 +30,6 @@ from kvthaw.serve.schema import (
     CompletionRequest,
     DetokenizeRequest,
     ResponsesRequest,
-    Sampled,
     TokenizeRequest,
 )
 from kvthaw.serve.service import Service, refused

@@ -15,7 +15,7 @@ from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.decode import generate
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.dry_run import head_dim, of_layer
-from kvthaw.engine.prefill import prefill
+from kvthaw.engine.prefill import chunks
 from kvthaw.engine.request import Request
 from kvthaw.errors import CacheError
 from kvthaw.evaluate.text import AnswerText
@@ -35,6 +35,7 @@ class Beside:
 
     settings: the block size and the kv_dtype of the server's cache, which kept blocks have too.
     prefix: keeps prompts; it may have this one's KV, or a part of it.
+    chunk: tokens of the prompt that a step takes.
     """
 
     def __init__(
@@ -45,30 +46,34 @@ class Beside:
         variant: Variant,
         settings: dict[str, Any],
         prefix: PrefixCache | None,
+        chunk: int,
     ) -> None:
         self._model, self._tokenizer, self._request, self._variant = model, tokenizer, request, variant
-        self._prefix, self._recording, self._prompt = prefix, Recording(), request.ids.tolist()
+        self._chunk, self._prefix, self._recording, self._prompt = chunk, prefix, Recording(), request.ids.tolist()
         dense = resolve(variant.method).dense
         limits: dict[str, Any] = {"budget": variant.budget, "retrieved": variant.retrieved}
         if dense:
             settings, limits = settings | {"kv_dtype": None}, {}
         self._cache = Cache(model, variant.method, **settings, **limits)
         self._name = "full attention" if dense else label(variant.method, variant.budget, variant.retrieved)
-        self._pieces: Iterator[str] = iter(())
+        self._pieces = self._answer()
         self._tokens: list[int] = []
         self._finish = ""
 
-    def begin(self) -> None:
-        """Load the part of the prompt that the prefix cache has, and prefill the rest."""
+    def _prefill(self, chunk: int) -> Iterator[Tensor]:
+        """Load the part of the prompt that the prefix cache has, and yield the logits after each chunk of the rest."""
         request, taken = self._request, 0
         with torch.inference_mode(False), torch.no_grad(), suppress(CacheError):  # which keeps rows of another kv_dtype
             taken = 0 if self._prefix is None else self._prefix.fill(self._cache.kv, request.ids, salt=request.salt)
-        logits = prefill(self._model, self._cache, self._prompt[taken:])
+        yield from chunks(self._model, self._cache, self._prompt[taken:], chunk=chunk)
         self._cache.wait()
-        self._pieces = self._answer(logits, Recorder(self._cache.kv))
 
-    def _answer(self, logits: Tensor, recorder: Recorder) -> Iterator[str]:
-        """Yield the text that each token adds, and record what it recalled."""
+    def _answer(self) -> Iterator[str]:
+        """Yield nothing for each chunk of the prompt, then the text that each token adds. Record what it recalled."""
+        logits = torch.empty(0)
+        for logits in self._prefill(self._chunk):
+            yield ""
+        recorder = Recorder(self._cache.kv)
         request, limit = self._request, min(self._request.limit, MOST_TOKENS)
         sampling = replace(request.sampling, max_tokens=limit, grammar=None)
         out = AnswerText(self._tokenizer, sampling.stop, after=request.text_after)
@@ -86,7 +91,7 @@ class Beside:
         yield out.finish()
 
     def step(self) -> str | None:
-        """Return the text that the next token adds; None after the last."""
+        """Take a chunk of the prompt, or return the text that the next token adds; None after the last."""
         return next(self._pieces, None)
 
     def told(self) -> Json:
@@ -105,9 +110,9 @@ class Beside:
     async def events(self, worker: Worker) -> AsyncIterator[Json]:
         """Yield pieces of the answer, and at the end what it read."""
         try:
-            await worker.call(self.begin)
             while (piece := await worker.call(self.step)) is not None:
-                yield {"text": piece}
+                if piece:
+                    yield {"text": piece}
             yield await worker.call(self.told)
         except Exception as error:
             yield as_api_error(error).body()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -15,15 +15,16 @@ from kvthaw.evaluate.variant import Variant
 from kvthaw.inspect.page import asset, label, passage_data, replay_data, run_data, served, text_data, texts, words
 from kvthaw.inspect.passages import RECENT, passages
 from kvthaw.inspect.recorder import Recording
-from kvthaw.inspect.run import replay
+from kvthaw.inspect.run import Run, replay
 from kvthaw.methods import METHODS, resolve
 from kvthaw.serve.answers import Json
 from kvthaw.serve.beside import Beside
 from kvthaw.serve.bodies import BodyRoute
-from kvthaw.serve.clients import service_of
+from kvthaw.serve.clients import client_of, service_of, while_connected
 from kvthaw.serve.errors import ApiError
+from kvthaw.serve.lanes import FullError
 from kvthaw.serve.schema import RecallRun
-from kvthaw.serve.service import Service, refused
+from kvthaw.serve.service import MOST_RUNS, Service, refused
 from kvthaw.serve.watcher import Recall
 
 FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript", "/chat.js": "text/javascript"}
@@ -70,9 +71,9 @@ async def passages_so_far(name: str, http: Request, text: bool = False) -> Json:
 
 @router.post("/v1/recalls/{name}/runs")
 async def run(name: str, body: RecallRun, http: Request) -> Json:
-    """Send the tokens of an answer through another method or budget, and return what they recalled there. Other requests wait for
-    it."""
-    service = service_of(http)
+    """Send the tokens of an answer through another method or budget, and return what they recalled there. The worker takes steps of
+    other requests between its chunks and tokens. One run goes on at a time."""
+    service, client = service_of(http), client_of(http)
     found = _recorded(service, name)
     body.check(service.batch.capacity)
     service.check(None, 1)
@@ -80,17 +81,34 @@ async def run(name: str, body: RecallRun, http: Request) -> Json:
         raise ApiError(400, "method: a model that is split compares no methods", param="method")
     prompt, answer = found.request.ids.tolist(), _answer(found)
     variant = Variant(body.method or service.batch.cache.settings.method.name, body.budget, body.retrieved)
+    chunk = service.worker.scheduler.step_tokens
+    steps = replay(service.batch.model, variant, prompt, answer, exact=found.exact, chunk=chunk)
     try:
-        ran = await service.worker.call(partial(replay, service.batch.model, variant, prompt, answer, exact=found.exact))
+        ran = await while_connected(service, _ran(service, steps, client), http.receive)
     except ConfigError as error:
         raise refused(body, error, "method") from None
+    except FullError:
+        raise _full() from None
     return await asyncio.to_thread(replay_data, ran, service.tokenizer, len(prompt) + len(answer), _text(prompt), answer)
+
+
+async def _ran(service: Service, steps: Generator[Run], client: str) -> Run:
+    """Return the run that is whole with the last step. The worker takes these steps between its own, when it is the client's turn.
+    Raises FullError."""
+    ran = list[Run]()
+    async with service.replays.turn(client):
+        try:
+            while (more := await service.worker.call(lambda: next(steps, None))) is not None:
+                ran = [more]
+        finally:
+            service.background(service.worker.call(steps.close))
+    return ran[0]
 
 
 @router.post("/v1/recalls/{name}/answers")
 async def answer(name: str, body: RecallRun, http: Request) -> StreamingResponse:
-    """Answer the prompt again under another method or budget, as a stream of events: pieces of text, then what was read. Tokens
-    come between the steps of other requests."""
+    """Answer the prompt again under another method or budget, as a stream of events: pieces of text, then what was read. Chunks and
+    tokens come between the steps of other requests."""
     service = service_of(http)
     found, batch = _recorded(service, name), service.batch
     body.check(batch.capacity)
@@ -100,18 +118,27 @@ async def answer(name: str, body: RecallRun, http: Request) -> StreamingResponse
     mine = batch.cache.settings
     variant = Variant(body.method or mine.method.name, body.budget, body.retrieved)
     settings = {"block_size": mine.block_size, "kv_dtype": mine.kv_dtype}
-    make = partial(Beside, batch.model, service.tokenizer, found.request, variant, settings, batch.prefix_cache)
+    chunk = service.worker.scheduler.step_tokens
+    make = partial(Beside, batch.model, service.tokenizer, found.request, variant, settings, batch.prefix_cache, chunk)
     try:
         second = await service.worker.call(make)
     except ConfigError as error:
         raise refused(body, error, "method") from None
 
     async def sent() -> AsyncIterator[bytes]:
-        async with service.besides:
-            async for event in second.events(service.worker):
-                yield f"data: {json.dumps(event)}\n\n".encode()
+        try:
+            async with service.replays.turn(client_of(http)):
+                async for event in second.events(service.worker):
+                    yield f"data: {json.dumps(event)}\n\n".encode()
+        except FullError:
+            yield f"data: {json.dumps(_full().body())}\n\n".encode()
 
     return StreamingResponse(sent(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _full() -> ApiError:
+    says = f"{MOST_RUNS} runs wait"
+    return ApiError(429, says, code="rate_limit_exceeded", headers={"Retry-After": "10"})
 
 
 def _recalled(service: Service, name: str) -> Recall:

@@ -30,6 +30,7 @@ from kvthaw.serve.compilers import Compilers
 from kvthaw.serve.errors import ApiError, shutting_down, too_long
 from kvthaw.serve.fields import Body
 from kvthaw.serve.jobs import Job
+from kvthaw.serve.lanes import Share
 from kvthaw.serve.metrics import Metrics
 from kvthaw.serve.reader import Reader
 from kvthaw.serve.schema import CompletionRequest, Message, Sampled
@@ -43,6 +44,8 @@ SCORES = 64
 """Tokens whose log-probabilities are written in the event loop; each has up to 20 others beside it."""
 LETTERS = 512
 """Characters of JSON that those of a token are about."""
+MOST_RUNS = 16
+"""How many recordings may wait to be compared with another method."""
 FOLLOWED = 64
 """Last tokens of a prompt that determine the tokenization of the text behind it."""
 
@@ -81,11 +84,11 @@ class Service:
             batch.max_seqs + max_waiting,
             Lockstep(batch.cache.kv.settings.ranks),
         )
-        self.besides = asyncio.Lock()  # one second answer at a time
         self.ending = asyncio.Event()  # set: those whose prompts are not submitted wait for nothing
         self._compilers = Compilers(tokenizer, batch.vocabulary, lambda source: self.worker.tell(Compile(source)))
         self._reader = Reader(tokenizer, batch.capacity)
         self.turns = Turns(tokenizer, chat_template)
+        self.replays = Share(1.0, MOST_RUNS)
         self._library = library
         self._locks: WeakValueDictionary[Key, asyncio.Lock] = WeakValueDictionary()  # one reads, writes or deletes at a time
         self.coming = Coming()
