@@ -246,6 +246,17 @@ def test_a_setting_that_differs_is_named(tmp_path: Path, llama: PreTrainedModel,
         Cache.load(path, other, "full")
 
 
+def test_a_saved_cache_is_of_its_rotary_angles(tmp_path: Path, llama: PreTrainedModel) -> None:
+    """Some scripts stretch them in the module, and leave the config as it is. Devices round them differently."""
+    saved(llama, tmp_path / "doc")
+    near, other = copy.deepcopy(llama), copy.deepcopy(llama)
+    near.model.rotary_emb.inv_freq *= 1 + 2e-7
+    assert Cache.load(tmp_path / "doc", near, "full").get_seq_length()
+    other_angles(other)
+    with pytest.raises(CacheError, match="angles"):
+        Cache.load(tmp_path / "doc", other, "full")
+
+
 def test_angles_that_follow_the_length_are_the_same_model(tmp_path: Path) -> None:
     model = build(
         "llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}, max_position_embeddings=64

@@ -105,6 +105,38 @@ def test_a_misspelled_field_within_another_is_answered_too(
     assert f"did you mean {meant!r}?" in message
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "where"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "x", "cache_control": {}}]}, "messages.0.cache_control"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "x", "reasoning_content": ""}]}, "messages.0.reasoning_content"),
+        (CHAT, {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]}, "messages.0.tool_calls"),
+        ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]}, "input.0.call_id"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_field_of_another_api_is_not_served_and_no_misspelling(
+    served: Served, path: str, fields: dict[str, Any], where: str
+) -> None:
+    message = served.post(path, **fields).json()["error"]["message"]
+    assert message.startswith(f"{where}: is not served")
+    assert "did you mean" not in message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"instructions": ""},
+        {"prompt_cache_retention": "24h"},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+        {"reasoning": {"effort": None}, "tools": []},
+    ],
+    ids=str,
+)
+def test_what_asks_for_nothing_is_no_error(served: Served, fields: dict[str, Any]) -> None:
+    assert served.post("/v1/responses", input="Hi", max_output_tokens=2, **fields).status_code == 200
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "3", '"x"', '{"prompt": "\\ud800"}', "\xff", ""])
 def test_bodies_that_are_no_request(served: Served, text: str) -> None:
     said = served.http.post(TEXT, content=text.encode("latin1"), headers={"content-type": "application/json"})

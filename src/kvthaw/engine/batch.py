@@ -147,7 +147,7 @@ class Batch:
         return any(split or not block.on_device for store in stores for block in store.blocks(request.seq))
 
     def left(self, request: Request) -> int:
-        """Return how many tokens of a request's prompt have yet to go through the model, if it gets a place now."""
+        """Return how many tokens of a request's prompt the model has yet to read, if the request has a place or gets one now."""
         if request.swapped is not None:
             return 0
         prefixes = None if request.seq >= 0 or request.sampling.prompt_logprobs is not None else self.prefix_cache

@@ -97,11 +97,13 @@ def replay(
     exact: bool = False,
     chunk: int | None = None,
 ) -> Generator[Run]:
-    """Record what a variant recalls for an answer that was given after a prompt. exact: rank all tokens beside every step.
+    """Record what a variant recalls for an answer that was given after a prompt.
+
+    exact: rank all tokens at every step.
     chunk: as for `prefill`.
 
-    Yields the run after each chunk and token, when other work may go on; it is whole with the last. Raises ConfigError for a
-    method that retrieves nothing."""
+    Yields the run after each chunk and each token, so that a caller may do other work there. The run is whole with the last one.
+    Raises ConfigError for a method that retrieves nothing."""
     check_retrieves(variant)
     cache, run = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved), Run(variant)
     logits = torch.empty(0)

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from kvthaw.errors import hint
 from kvthaw.serve.errors import ApiError
-from kvthaw.serve.fields import Body, names_within
+from kvthaw.serve.fields import Body, names_at, names_within
 from kvthaw.serve.lanes import FullError, Share
 from kvthaw.serve.values import count_values
 
@@ -28,14 +28,17 @@ PART = 0.2
 WAITING = 64
 """Most large bodies that wait."""
 _OPENAIS = {
-    "audio", "best_of", "context_management", "conversation", "function_call", "functions", "image_url", "input_audio",
-    "max_tool_calls", "metadata", "modalities", "moderation", "parallel_tool_calls", "prediction", "previous_response_id",
-    "prompt", "prompt_cache_retention", "reasoning", "reasoning_effort", "refusal", "response_format", "service_tier", "store",
-    "stream_options", "suffix", "text", "tool_call_id", "tool_calls", "tool_choice", "tools", "verbosity", "web_search_options",
+    "arguments", "audio", "best_of", "call_id", "context_management", "conversation", "detail", "encrypted_content", "file",
+    "file_id", "function_call", "functions", "image_url", "input_audio", "max_tool_calls", "metadata", "modalities", "moderation",
+    "output", "parallel_tool_calls", "prediction", "previous_response_id", "prompt", "prompt_cache_retention", "reasoning",
+    "reasoning_effort", "refusal", "response_format", "service_tier", "store", "stream_options", "suffix", "summary", "text",
+    "tool_call_id", "tool_calls", "tool_choice", "tools", "verbosity", "web_search_options",
 }  # fmt: skip
 """Fields of OpenAI's API. None counts as a misspelling of another."""
 _WORDS = dict.fromkeys(("model_attributes_type", "model_type", "dict_type"), "it must be an object")
 """Error messages that replace pydantic's."""
+_FIRST = {"extra_forbidden": 0, "not_served": 1}
+"""The errors that say most about what a client asks for, in their order."""
 
 
 class BodyRoute(APIRoute):
@@ -136,9 +139,11 @@ def _is_unicode(said: Any) -> bool:
 
 
 def invalid(request: Request, error: RequestValidationError) -> ApiError:
-    """Return an error that names the first wrong field without its value. Unknown fields come before others, with the known
+    """Return an error that names the first wrong field without its value.
+
+    Unknown fields come before those that are not served, and these before others. An unknown field comes with the known
     field of a similar spelling."""
-    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+    first = min(error.errors(), key=lambda one: _FIRST.get(one["type"], len(_FIRST)))
     where = _path(first["loc"][1:], error.body, whole=first["type"] in ("missing", "extra_forbidden"))
     if first["type"] == "json_invalid" or not where:
         return ApiError(400, "the body is not a JSON object with Content-Type: application/json")
@@ -147,8 +152,7 @@ def invalid(request: Request, error: RequestValidationError) -> ApiError:
         where.append(first["ctx"]["discriminator"].strip("'"))
         says = f"it must be one of {first['ctx']['expected_tags']}"
     if first["type"] == "extra_forbidden":
-        body = request.scope["route"].body_field.field_info.annotation
-        known = body.names() if len(where) == 1 else names_within(Body)
+        known = names_at(request.scope["route"].body_field.field_info.annotation, where[:-1])
         shown = where[-1][:64]
         where[-1] = shown
         real = shown in _OPENAIS | names_within(Body)

@@ -6,8 +6,8 @@ A wrong body of any length produces few errors: checks end at the first wrong it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
@@ -126,6 +126,23 @@ class Body(BaseModel):
     def names(cls) -> set[str]:
         """Return the names of its fields."""
         return {field.alias or name for name, field in cls.model_fields.items()}
+
+
+def names_at(kind: type[Body], where: Sequence[str]) -> set[str]:
+    """Return the names of the fields of what may stand at a place within a kind of object."""
+    kinds = {kind}
+    for part in where:
+        if not part.isdigit():  # of a list
+            fields = [field for one in kinds for name, field in one.model_fields.items() if part in (name, field.alias)]
+            kinds = {inner for field in fields for inner in _kinds_in(field.annotation)}
+    return set().union(*(one.names() for one in kinds))
+
+
+def _kinds_in(annotation: Any) -> Iterator[type[Body]]:
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _kinds_in(inner)
 
 
 def names_within(kind: type[Body]) -> set[str]:

@@ -101,6 +101,7 @@ class Sampled(Body):
     user: Short | None = None
     safety_identifier: Short | None = None
     prompt_cache_key: Short | None = None
+    prompt_cache_retention: Short | None = None
     # vLLM's
     top_k: int = Field(0, ge=-1, lt=1 << 31, description="0 and -1: all")
     min_p: float = Field(0.0, ge=0, le=1)
@@ -330,7 +331,7 @@ class ResponsesRequest(Sampled):
         | Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag("list")],
         TextOrList,
     ]
-    instructions: Text | None = None
+    instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     text: ResponseText = ResponseText()
     include: Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=16, fail_fast=True)] = Field([])
@@ -338,6 +339,7 @@ class ResponsesRequest(Sampled):
     metadata: Annotated[
         dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], few(16), Field(max_length=16)
     ] = Field({})
+    stream_options: Annotated[dict[str, Any], Only({}, {"include_obfuscation": False})] = Field({})
     background: Annotated[bool, Only(False)] = False
     truncation: Annotated[str, Only("disabled")] = "disabled"
     reasoning: Annotated[dict[str, Any], Only({})] = Field({})

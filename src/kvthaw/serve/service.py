@@ -41,9 +41,9 @@ from kvthaw.serve.worker import Worker
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 SCORES = 64
-"""Tokens whose log-probabilities are written in the event loop; each has up to 20 others beside it."""
+"""Tokens whose log-probabilities the event loop writes at once; each comes with up to 20 others."""
 LETTERS = 512
-"""Characters of JSON that those of a token are about."""
+"""Characters of JSON that the log-probabilities of a token take, about."""
 MOST_RUNS = 16
 """How many recordings may wait to be compared with another method."""
 FOLLOWED = 64
@@ -140,8 +140,8 @@ class Service:
         return await self.encode(opened, special=not self.chats, param="document", client=client)
 
     async def render(self, work: Callable[[], Result], scores: int, client: str) -> Result:
-        """Return what work returns that writes so many tokens' log-probabilities: in a thread where they are many, when it is the
-        client's turn."""
+        """Return what work returns, which writes the log-probabilities of `scores` tokens. Where these are many a thread does it,
+        when it is the client's turn."""
         return work() if scores <= SCORES else await self._reader.run(work, scores * LETTERS, client)
 
     async def decode(self, tokens: Sequence[int], client: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvthaw.cache.prefix_kept import Key
 from kvthaw.engine.lockstep import Cancel, Change, Forget, Lockstep
@@ -135,9 +135,13 @@ class Worker:
             try:
                 result = work()
             except Exception as error:
-                self._loop.call_soon_threadsafe(told.set_exception, error)
+                self._loop.call_soon_threadsafe(end, told.set_exception, error)
             else:
-                self._loop.call_soon_threadsafe(told.set_result, result)
+                self._loop.call_soon_threadsafe(end, told.set_result, result)
+
+        def end(tell: Callable[[Any], None], what: Any) -> None:
+            if not told.cancelled():
+                tell(what)
 
         self._inbox.put(_Task(run, changes))
         return await told

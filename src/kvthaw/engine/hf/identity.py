@@ -33,8 +33,8 @@ _NO_EFFECT_PARTS = ("_token_id", "_token_ids", "dropout", "pdrop", "initializer_
 def identity(model: PreTrainedModel) -> dict[str, str]:
     """Return what must be equal for two models to have interchangeable keys and values, by name.
 
-    These are its class, its dtype, the settings of its config that matter, its active adapters and its weights (some values
-    of each).
+    These are its class, its dtype, the settings of its config that matter, its active adapters, its rotary angles and its
+    weights (some values of each).
     """
     weights, active = hashlib.sha256(), adapters(model)
     for name, weight in kv_weights(model):
@@ -47,6 +47,7 @@ def identity(model: PreTrainedModel) -> dict[str, str]:
         "autocast": _autocast(model.device),
         **{f"config.{name}": value for name, value in settings(model).items()},
         "adapters": _named(active),
+        "angles": _digest(_rounded(_angles(model))),
         "weights": weights.hexdigest(),
     }
 
@@ -169,6 +170,13 @@ def _digest(known: object) -> str:
 def _autocast(device: torch.device) -> str:
     on = torch.is_autocast_enabled(device.type)
     return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.") if on else "off"
+
+
+def _rounded(known: Any) -> Any:
+    """Return values without the digits in which devices differ."""
+    return (
+        [_rounded(one) for one in known] if isinstance(known, list) else f"{known:.4g}" if isinstance(known, float) else known
+    )
 
 
 def _angles(model: PreTrainedModel) -> list[Any]:
