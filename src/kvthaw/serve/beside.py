@@ -71,7 +71,8 @@ class Beside:
     def _answer(self) -> Iterator[str]:
         """Yield nothing for each chunk of the prompt, then the text that each token adds. Record what it recalled."""
         logits = torch.empty(0)
-        for logits in self._prefill(self._chunk):
+        for after in self._prefill(self._chunk):
+            logits = after
             yield ""
         recorder = Recorder(self._cache.kv)
         request, limit = self._request, min(self._request.limit, MOST_TOKENS)
