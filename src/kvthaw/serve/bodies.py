@@ -141,7 +141,7 @@ def _is_unicode(said: Any) -> bool:
 def invalid(request: Request, error: RequestValidationError) -> ApiError:
     """Return an error that names the first wrong field without its value.
 
-    Unknown fields come before those that are not served, and these before others. An unknown field comes with the known
+    Unknown fields come first, then fields that are not served, then others. An unknown field comes with the known
     field of a similar spelling."""
     first = min(error.errors(), key=lambda one: _FIRST.get(one["type"], len(_FIRST)))
     where = _path(first["loc"][1:], error.body, whole=first["type"] in ("missing", "extra_forbidden"))
