@@ -46,10 +46,10 @@ def test_a_query_is_handed_through_five_files_none_twice(method: str) -> None:
         assert len(files) == len(set(files)) <= 5, files
 
 
-@pytest.mark.parametrize(("method", "most"), [("quest", (18, 16)), ("full", (5, 4))])
+@pytest.mark.parametrize(("method", "most"), [("quest", (15, 15)), ("full", (5, 4))])
 def test_all_calls_of_a_layers_step_cross_few_files(method: str, most: tuple[int, int]) -> None:
-    """Whatever they carry, in a layer that neither begins the step nor commits it: files outside kernels/, and how often one is
-    entered again. These numbers only fall."""
+    """Whatever they carry, in a layer that neither begins the step nor commits it, once an index's first choices are checked: files
+    outside kernels/, and how often one is entered again. These numbers only fall."""
     llama = zoo.build("llama", num_hidden_layers=3)
     cache = kvthaw.Cache(llama, method, **({} if method == "full" else {"budget": 64, "dense_layers": 0}))
     entered: list[tuple[str, str]] = []
@@ -62,7 +62,8 @@ def test_all_calls_of_a_layers_step_cross_few_files(method: str, most: tuple[int
     with torch.no_grad():
         llama(zoo.prompt(1, 100), past_key_values=cache)
         cache.wait()
-        llama(zoo.prompt(1, 1), past_key_values=cache)
+        for _ in range(3):
+            llama(zoo.prompt(1, 1), past_key_values=cache)
         sys.setprofile(note)
         try:
             llama(zoo.prompt(1, 1), past_key_values=cache)

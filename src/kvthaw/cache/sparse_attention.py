@@ -171,9 +171,9 @@ class SparseAttention:
     def wait_on_stream(self) -> None:
         """Make the device wait for offloaded rows. For a transfer that gathers on the host, the host waits."""
         if self.transfer is None or self.transfer.graph_safe:
-            self.storage.offloader.wait_on_stream()
+            self.storage.store.order(self.storage.slab.data.device)
         else:
-            self.storage.offloader.wait()
+            self.storage.store.wait()
 
     def update_table(self) -> None:
         """Copy the addresses of new blocks to the device, which then waits for their rows."""

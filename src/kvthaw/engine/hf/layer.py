@@ -257,11 +257,8 @@ class CacheLayer(CacheLayerMixin):
             whole = batch == count or (cache.sequences.room and cache.sequences.filling is None and batch < count)
             if held and not whole:  # a running batch may leave out its last sequences
                 raise CacheError(f"the cache holds {count} rows and was given {batch}; use one cache for each batch")
-            if (
-                serves(cache) or cache.sequences.room
-            ):  # nothing is padded; some models still make a mask of ones (OPT, until 5.23)
-                mask = None
-            mask = None if mask is None else as_bool(mask)
+            if mask is not None:  # in a batch nothing is padded; some models still make a mask of ones (OPT, until 5.23)
+                mask = None if cache.sequences.room or serves(cache) else as_bool(mask)
             pads, own = shared.read_mask(mask, batch, before, steps)
             if new and self.first:
                 if steps > 1 or before == 0:
