@@ -1,7 +1,7 @@
 """What the papers and this project claim of accuracy, and what came of it over the cells of a comparison.
 
 usage: python3 -m lab.claims OUT...    OUT: a folder of kvthaw compare. Prints the claims that each says something of,
-and accuracy by task at 256 tokens; the tables of docs/results.md are written by lab/compared.py.
+and accuracy by task at 256 tokens; the tables of docs/notes/shipped-model.md are written by lab/compared.py.
 """
 
 from __future__ import annotations

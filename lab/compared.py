@@ -1,5 +1,6 @@
-"""Publish a comparison: copy its cells to lab/results/compare.jsonl, write the summary tables of docs/results.md, and take
-docs/compare.png from the report (where Chromium is installed). Claims count those of compare_seeds.jsonl, too.
+"""Publish a comparison: copy its cells to lab/results/compare.jsonl, write the summary tables of
+docs/notes/shipped-model.md, and take docs/compare.png from the report (where Chromium is installed). Claims count those of
+compare_seeds.jsonl, too.
 
 usage: python3 -m lab.compared OUT... [REPORT.html]    OUT: a folder of kvthaw compare or eval, or a file of cells
 
@@ -76,7 +77,7 @@ def newest(paths: Sequence[Path]) -> list[Cell]:
     return list({cell.asked: cell for path in paths for cell in read_cells(path)}.values())
 
 
-PAGES = {"docs/results.md": summary}  # what stands between the marks of each
+PAGES = {"docs/notes/shipped-model.md": summary}  # what stands between the marks of each
 
 
 def photograph(page: str, to: Path) -> None:

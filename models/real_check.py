@@ -23,7 +23,7 @@ from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import read_variants
 
 TOKENS = 12
-COVERING = ("full", "oracle", "icecache-digest", "pariskv-plus", "clusterkv-plus")
+COVERING = ("full", "thaw", "icecache-digest", "pariskv-plus", "clusterkv-plus")
 QUESTIONS = {
     "What happens here?": 128,
     "Who speaks here, and to whom?": 192,
@@ -74,7 +74,7 @@ def distances(model: Any, tokenizer: Any, name: str) -> list[str]:
     chat, book = Chat() if tokenizer.chat_template else None, read_asset("book.txt")
     asked = questions(tokenizer, book, "What happens here?", 1024, 2, chat)
     followed = windows(tokenizer, book, 1024, 2, TOKENS)
-    variants = read_variants("icecache-digest,pariskv-plus,streaming", [64, 256])
+    variants = read_variants("icecache-digest,thaw,streaming", [64, 256])
     variants += read_variants("icecache-digest", [1024 + 2 * TOKENS])
     wrong = []
     for what, prompts in (("answers", asked), ("the text", followed)):
@@ -84,7 +84,7 @@ def distances(model: Any, tokenizer: Any, name: str) -> list[str]:
         kl = {(variant.method, variant.budget): one["kl"] for variant, one in found.items()}
         if (covered := kl["icecache-digest", 1024 + 2 * TOKENS]) > 1e-5:
             wrong.append(f"{what}: a budget that covers everything is {covered:.2g} nats from full attention")
-        for method in ("icecache-digest", "pariskv-plus"):
+        for method in ("icecache-digest", "thaw"):
             if not kl[method, 256] < min(kl[method, 64], kl["streaming", 256]):
                 wrong.append(f"{what}: {method} under 256 tokens is no nearer than under 64, or than streaming")
     return wrong

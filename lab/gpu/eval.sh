@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the accuracy tables of docs/results.md lack. Nothing is timed: it may run beside other parts that are not timed.
+# What the accuracy tables of docs/notes/shipped-model.md lack. Nothing is timed: it may run beside other parts that are not timed.
 # usage: lab/gpu/eval.sh OUT COMMIT SECONDS [PROCESSES [LENGTHS]]    4 processes of up to 8 GB; 450 s beside other parts
 # In order of worth; what stands in OUT is not run again:
 #   pairs   claims of a point on seeds that compare.jsonl does not have: icecache at 256 tokens (goal: 99 % of full attention, 672 pairs,
