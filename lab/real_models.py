@@ -138,9 +138,11 @@ def _table(some: Sequence[dict[str, Any]]) -> str:
         between = "" if one["kl_95"] is None else " ({} to {})".format(*map(_nats, one["kl_95"]))
         return f"{_nats(one['kl'])}{between}, {one['same_top']:.1%}"
 
-    def order(row: tuple[str, int]) -> float:
-        known = [cells[*row, kind, 256]["kl"] for kind in kinds if (*row, kind, 256) in cells]
-        return sum(known) / len(known) if known else float("inf")
+    def order(row: tuple[str, int]) -> tuple[bool, float]:
+        for budget in (256, *budgets):  # those that 256 tokens were not measured of come last
+            if known := [cells[*row, kind, budget]["kl"] for kind in kinds if (*row, kind, budget) in cells]:
+                return (budget != 256, sum(known) / len(known))
+        return (True, float("inf"))
 
     first, lengths = some[0], [length for one in some for length in one["lengths"]]
     every = [next(one for one in some if one["answer"] == kind) for kind in kinds]
