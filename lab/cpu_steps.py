@@ -19,11 +19,11 @@ from statistics import fmean, median
 import torch
 
 import kvthaw
-from lab.script import Report, options, run_as_script
 from kvthaw.cli.options import budget_of, listed, tokens_of
 from kvthaw.engine.hf.model import load, silence
 from kvthaw.evaluate.passages import tokens_of as tokenize
 from kvthaw.evaluate.tasks.base import read_asset
+from lab.script import Report, options, run_as_script
 
 Asked = tuple[str, int | float | None]
 """A method, and its budget if it has one."""
