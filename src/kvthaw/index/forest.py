@@ -11,7 +11,7 @@ from torch import Tensor
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.index.tree_config import CHOICES, TreeConfig, directions
-from kvthaw.native import ELEMENTS, Forest, Isa, isa_code
+from kvthaw.native import ELEMENTS, Effort, Forest, Isa, TreeSettings, isa_code
 
 _STATE = {
     "radius2": torch.float64,
@@ -46,38 +46,13 @@ class TreeIndex(Index):
         c = self.config
         units = torch.stack([directions(c, context.layer, h, context.head_dim) for h in context.heads]).contiguous()
         self.forest = Forest(
-            context.store.seqs,
-            context.kv_heads,
-            context.head_dim,
-            ELEMENTS[element],
-            context.store.block_size,
-            context.layer,
-            units.data_ptr(),
-            c.page_size,
-            c.composites,
-            c.simples,
-            *c.ratios,
-            c.promotion == "in_order",
-            c.seed,
-            CHOICES["descend"].index(c.descend),
-            c.query_beam,
-            c.query_beam_share,
-            c.query_retrieve_share,
-            c.insert_beam,
-            c.insert_retrieve_share,
-            c.build_beam,
-            c.build_retrieve_share,
-            c.retrieve_batch,
-            int(c.merge == "share"),
-            context.scale,
-            CHOICES["unit"].index(c.unit),
-            c.outliers,
-            c.spread,
-            c.answers == "best",
-            isa_code(isa),
+            _settings(c, context, ELEMENTS[element]),
+            seqs=context.store.seqs,
+            heads=context.kv_heads,
+            block_size=context.store.block_size,
+            directions=units.data_ptr(),
+            isa=isa_code(isa),
         )
-        if context.heads[0]:
-            self.forest.number_heads(context.heads[0])
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> None:
         """Index a sequence from scratch: positions first .. first + T, T from keys [H, T, D], whose numbers come from the store.
@@ -248,3 +223,21 @@ class TreeIndex(Index):
         if start == missing == 0:
             return table
         return (torch.nn.functional.pad(table, (0, 0, 0, missing)) if missing > 0 else table)[start:stop]
+
+
+def _settings(config: TreeConfig, context: IndexContext, dtype: int) -> TreeSettings:
+    """Return what the trees of a layer have in common, as the extension takes it."""
+    found, batch = TreeSettings(), config.retrieve_batch
+    found.dim, found.layer, found.dtype, found.scale = context.head_dim, context.layer, dtype, context.scale
+    found.first_head = context.heads[0]
+    found.page_size, found.composites, found.simples = config.page_size, config.composites, config.simples
+    found.promote, found.promote_higher = config.ratios
+    found.in_order, found.seed = config.promotion == "in_order", config.seed
+    found.query = Effort(keep=config.query_beam, retrieve=config.query_retrieve_share, batch=batch)
+    found.insert = Effort(keep=config.insert_beam, retrieve=config.insert_retrieve_share, batch=batch)
+    found.build = Effort(keep=config.build_beam, retrieve=config.build_retrieve_share, batch=batch)
+    found.query_beam_share = config.query_beam_share
+    found.unit, found.descend = CHOICES["unit"].index(config.unit), CHOICES["descend"].index(config.descend)
+    found.merge, found.strict = int(config.merge == "share"), config.answers == "best"
+    found.outliers, found.spread = config.outliers, config.spread
+    return found

@@ -18,7 +18,7 @@ from kvthaw.errors import NotBuiltError
 
 try:
     import kvthaw.native._native as _native
-    from kvthaw.native._native import Forest, cores
+    from kvthaw.native._native import Effort, Forest, TreeSettings, cores
 except ImportError as error:
     raise NotBuiltError(
         f"kvthaw's C++ part is not built for this Python ({error}); `make demo` builds it, and so does "
@@ -28,8 +28,10 @@ except ImportError as error:
 __all__ = [
     "DTYPES",
     "ELEMENTS",
+    "Effort",
     "Forest",
     "Isa",
+    "TreeSettings",
     "admit",
     "cores",
     "gather_rows",

@@ -13,15 +13,38 @@ def dots(query: int, rows: int, count: int, stride: int, dim: int, dtype: int, o
 def dots_together(queries: int, many: int, rows: int, count: int, dim: int, out: int, isa: int, /) -> None: ...
 def log_sum_exp(x: int, count: int, scale: float, isa: int, /) -> float: ...
 
+class Effort:
+    def __init__(self, *, keep: int, retrieve: float, batch: int) -> None: ...
+
+class TreeSettings:
+    dim: int
+    layer: int
+    page_size: int
+    composites: int
+    simples: int
+    promote: float
+    promote_higher: float
+    in_order: bool
+    seed: int
+    query: Effort
+    insert: Effort
+    build: Effort
+    query_beam_share: float
+    unit: int
+    merge: int
+    descend: int
+    outliers: int
+    spread: float
+    scale: float
+    dtype: int
+    first_head: int
+    strict: bool
+    def __init__(self) -> None: ...
+
 class Forest:
     def __init__(
-        self, seqs: int, heads: int, dim: int, dtype: int, block_size: int, layer: int, directions: int, page_size: int,
-        composites: int, simples: int, promote: float, promote_higher: float, in_order: bool, seed: int, descend: int,
-        query_beam: int, query_beam_share: float, query_retrieve_share: float, insert_beam: int, insert_retrieve_share: float,
-        build_beam: int, build_retrieve_share: float, batch: int, merge: int, scale: float, unit: int, outliers: int,
-        spread: float, strict: bool, isa: int, /
+        self, settings: TreeSettings, *, seqs: int, heads: int, block_size: int, directions: int, isa: int
     ) -> None: ...  # fmt: skip
-    def number_heads(self, first: int, /) -> None: ...
     def copy(self) -> Forest: ...
     @property
     def heads(self) -> int: ...

@@ -44,12 +44,6 @@ void Forest::grow(int seqs) {
     if (seqs > this->seqs()) trees_.resize(seqs, std::vector<std::shared_ptr<Tree>>(heads_));
 }
 
-void Forest::number_heads(int first) {
-    auto settings = std::make_shared<Settings>(*settings_);
-    settings->first_head = first;
-    settings_ = std::move(settings);
-}
-
 void Forest::share(int seq, const Forest& other, int its) {
     std::vector<std::shared_ptr<Tree>> trees;
     {

@@ -32,7 +32,6 @@ public:
     void truncate(int seq, int length, const int64_t* bases);
     void reorder(const std::vector<int>& seqs);
     void share(int seq, const Forest& other, int its);  // the trees of another forest's sequence, until either changes
-    void number_heads(int first);  // before anything is built
     void grow(int seqs);  // at least so many sequences, the new ones without trees
 
     int seqs() const { return static_cast<int>(trees_.size()); }

@@ -78,42 +78,49 @@ NB_MODULE(_native, m) {
         [](uintptr_t x, size_t count, float scale, int isa) { return kernels_named(isa).log_sum_exp(at<float>(x), count, scale); },
         kFree);
 
+    nb::class_<Effort>(m, "Effort")
+        .def(nb::init<int, double, int>(), nb::kw_only(), nb::arg("keep"), nb::arg("retrieve"), nb::arg("batch"));
+    nb::class_<Settings>(m, "TreeSettings")
+        .def(nb::init<>())
+        .def_rw("dim", &Settings::dim)
+        .def_rw("layer", &Settings::layer)
+        .def_rw("page_size", &Settings::page_size)
+        .def_rw("composites", &Settings::composites)
+        .def_rw("simples", &Settings::simples)
+        .def_rw("promote", &Settings::promote)
+        .def_rw("promote_higher", &Settings::promote_higher)
+        .def_rw("in_order", &Settings::in_order)
+        .def_rw("seed", &Settings::seed)
+        .def_rw("query", &Settings::query)
+        .def_rw("insert", &Settings::insert)
+        .def_rw("build", &Settings::build)
+        .def_rw("query_beam_share", &Settings::query_beam_share)
+        .def_rw("outliers", &Settings::outliers)
+        .def_rw("spread", &Settings::spread)
+        .def_rw("scale", &Settings::scale)
+        .def_rw("first_head", &Settings::first_head)
+        .def_rw("strict", &Settings::strict)
+        .def_prop_rw("unit", [](const Settings& s) { return static_cast<int>(s.unit); },
+                     [](Settings& s, int unit) { s.unit = static_cast<Unit>(unit); })
+        .def_prop_rw("merge", [](const Settings& s) { return static_cast<int>(s.merge); },
+                     [](Settings& s, int merge) { s.merge = static_cast<Merge>(merge); })
+        .def_prop_rw("descend", [](const Settings& s) { return static_cast<int>(s.descend); },
+                     [](Settings& s, int descend) { s.descend = static_cast<Descend>(descend); })
+        .def_prop_rw("dtype", [](const Settings& s) { return static_cast<int>(s.dtype); },
+                     [](Settings& s, int dtype) { s.dtype = static_cast<Dtype>(dtype); });
     nb::class_<Forest>(m, "Forest")
         .def(
             "__init__",
-            [](Forest* self, int seqs, int heads, int dim, int dtype, int block_size, int layer, uintptr_t directions, int page_size,
-               int composites, int simples, double promote, double promote_higher, bool in_order, uint64_t seed, int descend,
-               int query_beam, double query_beam_share, double query_retrieve, int insert_beam, double insert_retrieve,
-               int build_beam, double build_retrieve, int batch, int merge, double scale, int unit, int outliers, double spread,
-               bool strict, int isa) {
-                Settings settings{dim,
-                                  layer,
-                                  page_size,
-                                  composites,
-                                  simples,
-                                  promote,
-                                  promote_higher,
-                                  in_order,
-                                  seed,
-                                  {query_beam, query_retrieve, batch},
-                                  {insert_beam, insert_retrieve, batch},
-                                  {build_beam, build_retrieve, batch},
-                                  query_beam_share,
-                                  static_cast<Unit>(unit),
-                                  static_cast<Merge>(merge),
-                                  static_cast<Descend>(descend),
-                                  static_cast<Descend>(descend) == Descend::digest ? outliers : 0,
-                                  static_cast<float>(spread),
-                                  static_cast<float>(scale),
-                                  static_cast<Dtype>(dtype),
-                                  &kernels_named(isa),
-                                  {}};
+            [](Forest* self, const Settings& given, int seqs, int heads, int block_size, uintptr_t directions, int isa) {
+                Settings settings = given;
+                if (!settings.digests()) settings.outliers = 0;
+                settings.kernels = &kernels_named(isa);
                 const auto* from = at<const float>(directions);
-                settings.strict = strict;
-                settings.directions.assign(from, from + static_cast<size_t>(heads) * settings.indices() * (dim + 1));
+                settings.directions.assign(from, from + static_cast<size_t>(heads) * settings.indices() * (settings.dim + 1));
                 new (self) Forest(std::move(settings), seqs, heads, block_size);
-            })
-        .def("number_heads", &Forest::number_heads)
+            },
+            nb::arg("settings"), nb::kw_only(), nb::arg("seqs"), nb::arg("heads"), nb::arg("block_size"), nb::arg("directions"),
+            nb::arg("isa"))
         .def("copy", [](const Forest& self) { return new Forest(self); }, nb::rv_policy::take_ownership)
         .def_prop_ro("heads", &Forest::heads)
         .def("nbytes", &Forest::nbytes)

@@ -28,9 +28,9 @@ enum class Descend : int { node = 0, level = 1, digest = 2 };
 // keep: how many points a search descends from, of every node or of a whole level. retrieve: the share of a node's members that
 // P-DCI gives a true distance, rounded up to whole batches.
 struct Effort {
-    int keep;
-    double retrieve;
-    int batch;
+    int keep = 1;
+    double retrieve = 1;
+    int batch = 1;
 
     int retrieved(int members) const {
         if (retrieve >= 1) return members;
@@ -41,20 +41,20 @@ struct Effort {
 
 // What the trees of one layer have in common.
 struct Settings {
-    int dim, layer, page_size, composites, simples;
-    double promote, promote_higher;
-    bool in_order;  // every n-th point is promoted; otherwise at random
-    uint64_t seed;
+    int dim = 0, layer = 0, page_size = 1, composites = 1, simples = 1;
+    double promote = 0, promote_higher = 0;
+    bool in_order = false;  // every n-th point is promoted; otherwise at random
+    uint64_t seed = 0;
     Effort query, insert, build;  // build.keep 0: every point of the level above is compared
-    double query_beam_share;
-    Unit unit;
-    Merge merge;
-    Descend descend;
-    int outliers;
-    float spread;
-    float scale;  // of q.k in attention
-    Dtype dtype;
-    const Kernels* kernels;
+    double query_beam_share = 0;
+    Unit unit = Unit::page;
+    Merge merge = Merge::take_turns;
+    Descend descend = Descend::node;
+    int outliers = 0;
+    float spread = 0;
+    float scale = 1;  // of q.k in attention
+    Dtype dtype = Dtype::f32;
+    const Kernels* kernels = nullptr;
     std::vector<float> directions;  // [heads][indices][dim + 1]
     int first_head = 0;  // the number of the first head among those of all processes, for random choices
     bool strict = false;  // of every node that a query visited only the best query.keep are answers
