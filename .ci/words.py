@@ -39,7 +39,7 @@ def prose(text: str, line: int) -> Found:
     for rule, pattern in ANYWHERE.items():
         for match in re.finditer(pattern, text):
             yield rule, line + text.count("\n", 0, match.start()), match[0]
-    for sentence in re.split(r"(?<=[.:;!?])\s+|\n\s*\n|\n\s*[-|#]", text):
+    for sentence in re.split(r"(?<=[.:;!?])\s+|\n\s*\n|\n\s*[-|#]|\s\|\s", text):  # a cell of a table is a sentence
         if len(sentence.split()) > LONG:
             yield "4 length", line + text.count("\n", 0, text.find(sentence)), " ".join(sentence.split())[:60]
 

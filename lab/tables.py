@@ -33,8 +33,8 @@ def gather(lines: Iterable[Line], commit: str) -> Iterable[Line]:
 
 
 def share(value: float | None) -> str:
-    """Three digits, without the zero before the point."""
-    return "" if value is None else f"{value:.3f}".removeprefix("0") if value < 1 else f"{value:.2f}"
+    """Three decimals below 1, otherwise two."""
+    return "" if value is None else f"{value:.3f}" if value < 1 else f"{value:.2f}"
 
 
 def asked(line: Line) -> str:

@@ -39,7 +39,7 @@ def clusterkv_plus(
         keep,
         differs="32 tokens a cluster, not 80; k-means starts from covering keys, not random ones, and takes 8 iterations; "
         "generated tokens leave by 16, not 320",
-        choose="the least device memory among fast methods, with some 1,000 tokens",
+        choose="the least device memory among fast methods, with about 1,000 tokens",
         policy=policy,
         distance=distance,
         tokens_per_cluster=tokens_per_cluster,
