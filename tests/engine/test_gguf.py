@@ -37,6 +37,29 @@ def test_a_file_is_the_model_it_was_written_from(tmp_path: Path) -> None:
 
 
 @needs_gguf
+def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For config, tokenizer and weights; gguf is as it was afterwards, also behind an error."""
+    import gguf
+
+    parsed, plain = [], gguf.GGUFReader
+    build = plain._build_fields
+
+    def counted(self: Any, *given: Any) -> Any:
+        parsed.append(self)
+        return build(self, *given)
+
+    monkeypatch.setattr(plain, "_build_fields", counted)
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny())
+    load(str(path), device="cpu")
+    assert len(parsed) == 1
+    path.write_bytes(path.read_bytes()[:600])
+    with pytest.raises(ConfigError):
+        load(str(path), device="cpu")
+    assert gguf.GGUFReader is plain
+
+
+@needs_gguf
 @pytest.mark.parametrize(
     ("how", "said"),
     [({"leave_out": "blk.1.ffn_up.weight"}, "lacks 1 weights"), ({"parts": 3}, "one of 3 parts")],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -109,7 +109,8 @@ def _found(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     source = name if path is None else str(path.parent if is_file else path)
     broken = gguf_file.BROKEN if is_file else ()
     try:
-        yield source, {"local_files_only": cached, **({"gguf_file": path.name} if path is not None and is_file else {})}
+        with gguf_file.read_once() if is_file else nullcontext():
+            yield source, {"local_files_only": cached, **({"gguf_file": path.name} if path is not None and is_file else {})}
     except ConfigError:
         raise
     except (OSError, ValueError, *broken) as error:
