@@ -98,6 +98,19 @@ def test_a_chat_template_that_is_not_used_is_told(model: str, tmp_path: Path) ->
     )
 
 
+def test_a_question_goes_through_the_template_that_there_is(model: str, tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}[user]{{ m['content'] }}[end]{% endfor %}")
+    (tmp_path / "text.txt").write_text("The grass is green. ")
+    asked = ("generate", "--file", str(tmp_path / "text.txt"), "--question", "Why?", "--model", model, "--max-new-tokens", "3")
+    template = (*asked, "--chat-template", str(tmp_path / "template.jinja"))
+    by_itself = Said(*template)
+    assert by_itself.out == Said(*template, "--chat").out
+    assert "asking through the model's chat template; --no-chat" in by_itself.err
+    lengths = [Said(*one, "--json").records[0]["prompt_tokens"] for one in (template, (*template, "--no-chat"), asked)]
+    assert lengths[0] == lengths[1] + len("[user][end]")
+    assert lengths[1] == lengths[2]
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [

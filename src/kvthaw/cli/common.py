@@ -273,9 +273,15 @@ def cut_to(tokenizer: Any, text: str, most: int) -> str:
     return kept
 
 
-def tell_template(model: str, tokenizer: Any) -> None:
-    """Print that a model has a chat template, if no option says whether to use it."""
-    if getattr(tokenizer, "chat_template", None):
+def tell_template(model: str, tokenizer: Any, *, taken: bool) -> None:
+    """Print that a model has a chat template, if no option says whether to use it.
+
+    taken: the command asks through it.
+    """
+    if taken:
+        said = "asking through the model's chat template; --no-chat puts the question behind the bare text"
+        stderr().print(said, style="dim", soft_wrap=True)
+    elif getattr(tokenizer, "chat_template", None):
         warned(
             f"{model} has a chat template: --chat asks through it; --no-chat goes on with the text, as now, without this line"
         )

@@ -37,7 +37,8 @@ def generate(
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="Ask this after the prompt; may be repeated: the prompt is prefilled once, and each question is answered alone.",
+            help="Ask this after the prompt, through the chat template of a model that has one; may be repeated: the prompt is "
+            "prefilled once, and each question is answered alone.",
         ),
     ] = None,
     cut: options.Cut = False,
@@ -116,13 +117,14 @@ def generate(
     if not several:
         check_name(method)  # a wrong name costs no loading
     from kvthaw.answering import Answer, Prompts, shared_tokens
+    from kvthaw.engine.chat_template import has_template
     from kvthaw.engine.hf import Cache, attach
     from kvthaw.engine.hf.chunks import CHUNK
     from kvthaw.engine.hf.kv_dir import KvDir, fill, keep, saved_tokens
     from kvthaw.engine.hf.model import check_prompt, check_text, positions
     from kvthaw.engine.sampling import Sampling
     from kvthaw.evaluate.machine import now, versions
-    from kvthaw.evaluate.text import dates_of_kept, following, split_prompt
+    from kvthaw.evaluate.text import Chat, dates_of_kept, following, split_prompt
 
     given = sampling_given(temperature, top_k, top_p, min_p, repetition_penalty)
     sampling = Sampling(
@@ -132,8 +134,10 @@ def generate(
     template = None if chat_template is None else prompt_text(None, chat_template)
     llm, tokenizer = load_model(model, device, dtype, asked, template)
     sampling = as_its_makers(sampling, given, llm)
-    if chat is None and asked is None and not as_json:
-        tell_template(model, tokenizer)
+    if chat is None and asked is None:
+        asked = Chat() if question and has_template(tokenizer) else None
+        if not as_json:
+            tell_template(model, tokenizer, taken=asked is not None)
     questions, folder, dates = question or [""], None if kv_dir is None else KvDir(kv_dir, warned), dict[str, str]()
     if cut and (limit := positions(llm)) is not None:
         rest = max(sum(map(len, split_prompt(tokenizer, ".", following(".", one), asked))) for one in questions)

@@ -53,15 +53,17 @@ def inspect(
     if not os.access(out.parent, os.W_OK):
         raise ConfigError(f"--out is {str(out)!r}; its folder does not exist or cannot be written to")
     document, asked = prompt_text(None, file), chat_of(chat, system, thinking)
+    from kvthaw.engine.chat_template import has_template
     from kvthaw.engine.sampling import Sampling
-    from kvthaw.evaluate.text import AnswerText, stop_tokens
+    from kvthaw.evaluate.text import AnswerText, Chat, stop_tokens
     from kvthaw.evaluate.variant import complete
     from kvthaw.inspect.page import standalone
     from kvthaw.inspect.run import inspect as run
 
     llm, tokenizer = load_model(model, device, dtype, asked)
     if chat is None and asked is None:
-        tell_template(model, tokenizer)
+        asked = Chat() if has_template(tokenizer) else None
+        tell_template(model, tokenizer, taken=asked is not None)
     given: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
     sampling = as_its_makers(Sampling(seed=seed, **given), given, llm)
     variants = [complete(llm, variant) for variant in variants]

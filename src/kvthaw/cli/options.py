@@ -258,7 +258,11 @@ Data = Annotated[
     ),
 ]
 UseChat = Annotated[
-    bool | None, typer.Option("--chat/--no-chat", help="Ask through the tokenizer's chat template; --system implies it.")
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Ask through the tokenizer's chat template; --system implies it.",
+    ),
 ]
 Cut = Annotated[
     bool, typer.Option("--cut", help="Leave out the middle of a text that is longer than the model's positions, and say so.")
