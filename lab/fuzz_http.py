@@ -39,6 +39,7 @@ def client(url: str | None) -> Iterator[httpx2.Client]:
     with tempfile.TemporaryDirectory() as folder:
         model, tokenizer = load(str(bytemodel.save(Path(folder) / "model")), dtype="float32")
         with serving(model, tokenizer, chat_template=TEMPLATE, kv_dir=Path(folder) / "kv") as served:
+            served.http.timeout = 300  # an answer without a limit of its own has all tokens that there are
             yield served.http
 
 

@@ -313,6 +313,22 @@ def test_a_document_may_come_while_nobody_waits(start: Any, gate: Gate) -> None:
         assert status(served, "large") == 404
 
 
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_document_replaces_one_of_its_name_that_is_still_coming(
+    start: Any, monkeypatch: pytest.MonkeyPatch, wait: bool
+) -> None:
+    """Nobody waits for the earlier one, whose longer prompt would be whole after the later one's."""
+    with start() as served:
+        forward = served.model.forward
+        monkeypatch.setattr(served.model, "forward", lambda *given, **how: time.sleep(0.1) or forward(*given, **how))
+        assert served.post("/v1/contexts", name="doc", text=DOCUMENT * 6, wait=False).status_code == 202
+        assert served.post("/v1/contexts", name="doc", text="short", wait=wait).status_code == (200 if wait else 202)
+        until(lambda: not served.service.busy)
+        assert served.http.get("/v1/contexts/doc").json()["tokens"] == len("short")
+    with start() as served:
+        assert served.http.get("/v1/contexts/doc").json()["tokens"] == len("short")
+
+
 def _full_disk(*_: Any) -> Any:
     raise OSError(28, "No space left on device")
 

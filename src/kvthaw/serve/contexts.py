@@ -50,9 +50,11 @@ async def create(body: ContextRequest, http: Request) -> Response:
     except ConfigError as error:
         raise ApiError(400, str(error), param=param) from None
     service.check(None, 1)
-    job = service.worker.submit([request])
+    job, key = service.worker.submit([request]), (request.salt, body.name)
+    if (earlier := service.coming.take(key)) is not None:  # nobody waits for it, and it may be whole later than this one
+        service.worker.cancel(earlier)
     if not body.wait:
-        service.coming.add((request.salt, body.name), job, _kept(service, job))
+        service.coming.add(key, job, _kept(service, job))
         return JSONResponse(_coming(job, None), 202)
     http.state.job, http.state.outputs = job, 1
     async with attended(service, job, http.receive):
