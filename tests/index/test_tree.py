@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
+from kvthaw.cache.ranks import Ranks
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.index.each_head import EachHeadTreeIndex
 from kvthaw.index.forest import TreeIndex
@@ -62,6 +63,7 @@ def make_index(
     layer: int = 3,
     isa: Isa | None = None,
     threads: int = 2,
+    ranks: Ranks | None = None,
 ) -> TreeIndex:
     """An index over sequences of keys [H, T, D] that the store holds; nothing is built."""
     heads, _, dim = keys[0].shape
@@ -69,7 +71,7 @@ def make_index(
     for seq, own in enumerate(keys):
         store.append(seq, torch.stack([own, own.flip(1)], 2))
     shape = IndexContext(layer, q_heads, heads, dim, keys[0].dtype, torch.device("cpu"), store, Regions(4, 16, 16), scale=0.2)
-    return TreeIndex(shape, config, threads=threads, isa=isa)
+    return TreeIndex(dataclasses.replace(shape, ranks=ranks or Ranks()), config, threads=threads, isa=isa)
 
 
 def defined(index: TreeIndex, head: int, first: int = 0) -> DciTree:
@@ -302,6 +304,16 @@ def test_every_instruction_set_makes_the_same_tree(isa: Isa, dtype: torch.dtype)
     check_trees(index)
     query = random_keys(1, 4, 80, seed=9)
     assert selected(index, query, 100) == selected(plain, query, 100)
+
+
+def test_the_heads_of_one_process_have_the_trees_that_they_have_among_all() -> None:
+    keys = random_keys(4, 600, 64, seed=5)
+    alone, part = make_index([keys], 4, BUSY), make_index([keys[2:]], 2, BUSY, ranks=Ranks(1, 2, splits_heads=True))
+    for index, own in ((alone, keys), (part, keys[2:])):
+        index.build(0, 0, own[:, :500])
+        index.append([0], own[None, :, 500:])
+    for mine, theirs in zip(snapshots(part, 0), snapshots(alone, 0)[2:], strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_threads_change_nothing() -> None:
