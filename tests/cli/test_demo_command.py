@@ -36,6 +36,7 @@ def test_a_number_inside_a_longer_one_is_no_answer(model: str, monkeypatch: pyte
     assert (said.out.count("right"), said.out.count("wrong")) == (1, 10)  # once on the card
     assert "What is fact 3?" in said.out
     assert "attention mass covered" in said.out
+    assert " - " not in said.out, "what full attention does not have is blank"
 
 
 def test_the_guide_says_what_is_asked() -> None:

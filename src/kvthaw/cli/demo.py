@@ -186,5 +186,5 @@ def card(outcome: Outcome) -> Panel:
         "time per output token": [seconds(side.tpot_s) for side in sides],
     }
     for name, cells in rows.items():
-        table.add_row(name, *cells)
+        table.add_row(name, *("" if cell == "-" else cell for cell in cells))  # such as a budget of full attention
     return Panel.fit(table, title="what it took")
