@@ -140,3 +140,14 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(talk: Any, monkeypatch: 
     assert said.code == 0
     assert " Stopped." in said.err
     assert len(tokens) == 3 + 5
+
+
+def test_a_text_that_is_too_long_may_lose_its_middle(model: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The grass is green. " * 500)
+    asked = ("chat", "--model", model, "--file", str(tmp_path / "text.txt"), "--max-new-tokens", "3")
+    said = Said(*asked, "--cut", stdin="Why?\n")
+    assert said.code == 0
+    assert "--cut leaves out" in said.err
+    tokens = re.search(r"text.txt: ([\d,]+) tokens", said.err)
+    assert tokens is not None
+    assert 1500 < int(tokens[1].replace(",", "")) < 1900
