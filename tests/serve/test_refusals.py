@@ -137,6 +137,14 @@ def test_what_asks_for_nothing_is_no_error(served: Served, fields: dict[str, Any
     assert served.post("/v1/responses", input="Hi", max_output_tokens=2, **fields).status_code == 200
 
 
+def test_a_number_that_is_not_finite_is_told_in_few_words(served: Served) -> None:
+    for number in ("NaN", "Infinity", "1" + "0" * 400):
+        body = f'{{"prompt": "Hi", "repetition_penalty": {number}}}'
+        said = served.http.post(TEXT, content=body, headers={"content-type": "application/json"}).json()["error"]
+        assert said["param"] == "repetition_penalty"
+        assert len(said["message"]) < 100
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "3", '"x"', '{"prompt": "\\ud800"}', "\xff", ""])
 def test_bodies_that_are_no_request(served: Served, text: str) -> None:
     said = served.http.post(TEXT, content=text.encode("latin1"), headers={"content-type": "application/json"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -105,7 +104,7 @@ class Sampled(Body):
     # vLLM's
     top_k: int = Field(0, ge=-1, lt=1 << 31, description="0 and -1: all")
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=sys.float_info.max)
+    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
     min_tokens: Count = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[Token], Field(max_length=MOST_TOKEN_RULES, fail_fast=True)] = Field([])
