@@ -28,7 +28,7 @@ class Answer:
 
     logits [V]: after the prompt.
     prompt: the prompt's tokens, for penalties.
-    after: tokens whose text the answer continues; without them its text begins anew.
+    after: tokens whose text the answer continues; without them its text is tokenized as a beginning.
     sampling: max_tokens None means 128.
     text, tokens: so far.
     times: when each token came, by `time.perf_counter`.

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from kvthaw.errors import ConfigError, unknown
 
 AUTO = "auto"
-"""Stands for no method: see `kvthaw.methods.auto`."""
+"""The name auto, which is not a method: see `kvthaw.methods.auto`."""
 GROUP = "kvthaw.methods"
 """The entry points of packages that have methods: the name is the method's, the value the function that makes it."""
 NAMES = (

@@ -124,7 +124,7 @@ class Bench:
         with attention(self.model, self.attends):
             for one in group:
                 self.check(one)
-        with attention(self.model, self.attends):  # again: the checks' caches brought kvthaw's
+        with attention(self.model, self.attends):  # again: the checks' caches installed kvthaw's
             yield from self._records(group)
 
     def prepare(self, shape: str, seed: int = 0) -> None:

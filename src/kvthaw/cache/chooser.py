@@ -275,7 +275,7 @@ class Chooser:
             assert isinstance(dense, DenseLayer | FullLayer)
             try:
                 clone_from(layer, dense, lengths, self.preallocator)
-            except BaseException:  # this layer and those behind it go on with full attention
+            except BaseException:  # this layer and all later ones continue with full attention
                 layer.reset()
                 raise
             self._put({i: layer})

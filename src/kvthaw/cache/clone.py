@@ -44,7 +44,7 @@ def join(kv: KVCache, others: Sequence[KVCache]) -> None:
 
 
 def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> PrefillKV | None:
-    """Copy the tokens of another cache's layer, which are the step's tokens. Returns the KV that is to be stored, or None.
+    """Copy the tokens of another cache's layer, which are the step's tokens. Returns the KV to store, or None.
 
     Rows that the other layer has on the host are shared. An index that would be the same is copied instead of built.
     """

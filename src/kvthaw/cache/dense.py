@@ -69,7 +69,7 @@ class DenseLayer(DeviceLayer):
         return [self._data, self._tickets] if self._allocated else []
 
     def offloaded(self, block_size: int, format: RowFormat) -> HostStore:
-        """Return a host store with this layer's full blocks, which forks share. Nobody writes into a full block.
+        """Return a host store with this layer's full blocks, which forks share. No sequence writes into a full block.
 
         The rows are copied once, and this call waits for that. The store is kept until this layer's rows change.
         """

@@ -89,7 +89,7 @@ class KVCache:
 
         query: [B, Hq, T, D]. B is 1 for a prompt of one sequence.
         key, value: [B, H, T, D].
-        left_pad: padding of each sequence as far as it is known; None: unchanged.
+        left_pad: known padding of each sequence; None: unchanged.
 
         Returns [B, Hq, T, D], 0 for padding.
         """

@@ -21,7 +21,7 @@ from kvthaw.kernels.dense import BLOCK, LONG, RUN, runs
 from kvthaw.kernels.stream_keys import stream_rows
 
 _HELD = 1 << 30  # bytes of a buffer for rows that are copied on the device, unless RUN rows take more
-_STAGED = 1 << 28  # bytes prefetched and not yet attended to: what the bus brings during a layer's products
+_STAGED = 1 << 28  # bytes prefetched and not yet attended to: the bytes that the bus transfers during a layer's products
 
 
 def longest_run(token_bytes: int, queries: int) -> int:

@@ -112,8 +112,7 @@ class LayerKV(Protocol):
 
     @property
     def home(self) -> Any:
-        """An object that identifies the layer's allocation, to detect that it was allocated anew; None before the first
-        prompt."""
+        """An object that identifies the layer's allocation, to detect a new allocation; None before the first prompt."""
 
     def swap_out(self, seq: int, memory: HostMemory) -> SwappedLayer:
         """Copy a sequence's state to host memory. Raises HostMemoryError and CacheError; see kvthaw.cache.swap."""

@@ -98,7 +98,7 @@ class Offloader:
         return ((rows[None, :, :, 0], rows[None, :, :, 1]) for rows in chain(blocks, ring))
 
     def refill(self, seq: int, start: int, stop: int) -> None:
-        """Copy positions start .. stop from the store back into the ring, as far as the store has them."""
+        """Copy positions start .. stop from the store back into the ring; only those in the store."""
         stop = min(stop, self.store.length(seq))
         if start < stop:
             self.slab.write(seq, start, self.store.read(seq, start, stop))

@@ -1,4 +1,4 @@
-"""Loops over the layers of a cache, with few launches where layers are alike.
+"""Loops over the layers of a cache, with few launches for layers of equal shape.
 
 One layer's share of 1,000 tokens keeps an H200 busy for less than 0.1 ms, but its launches, about fifteen, take the host 1
 ms.

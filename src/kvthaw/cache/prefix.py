@@ -358,7 +358,7 @@ class PrefixCache:
         return self._tree
 
     def _keep_rows(self, kv: KVCache, ids: Tensor, seq: int, salt: str) -> str:
-        """Share the blocks of a sequence's first tokens, as far as memory allows. Returns their salt."""
+        """Share the blocks of a sequence's first tokens, as many as memory allows. Returns their salt."""
         layers = [layer for layer in kv.layers if not isinstance(layer, WindowLayer)]
         tree = self._open(kv, {layer.number: LayerShape.of(layer, seq, kv.settings.kv_dtype) for layer in layers})
         last, salt = None, self._own(kv, salt)

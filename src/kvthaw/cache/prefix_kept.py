@@ -91,7 +91,7 @@ class Indexes:
 
     @property
     def saved(self) -> bool:
-        """Whether the snapshots are tensors read from a file, which each sequence loads anew."""
+        """Whether the snapshots are tensors from a file, which each sequence loads itself."""
         return any(isinstance(one.index, Mapping) for one in self.layers.values())
 
     def nbytes(self) -> int:

@@ -13,9 +13,9 @@ from torch import Tensor
 class Ranks:
     """The processes that a model is split over, and this process's rank; one process by default.
 
-    All processes run the same program on the same tokens, so they decide alike without communication. least() agrees on
-    values that depend on a process's own memory. gather() collects values of all heads of a layer. All processes must call
-    both in the same order. A graph can capture gather(); least() waits for the device.
+    All processes run the same program on the same tokens, so that they take the same decisions without communication.
+    least() agrees on values that depend on a process's own memory. gather() collects values of all heads of a layer. All
+    processes must call both in the same order. A graph can capture gather(); least() waits for the device.
 
     rank, size: the number of this process, and the number of processes.
     group: their process group.

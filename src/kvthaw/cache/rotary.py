@@ -15,7 +15,7 @@ class Rotary:
     """Apply a model's rotary embedding to keys, or invert it.
 
     The tables cos, sin [T, R] float32 grow by doubling. The first `width` channels rotate: R, or 2 R if the tables hold
-    each angle once. A constant offset of positions rotates all keys alike, which changes no ranking.
+    each angle once. A constant offset of positions rotates all keys equally, which changes no ranking.
 
     angles: the model's own, positions [1, T] -> cos and sin [1, T, R].
     apply: the model's own, (queries, keys [N, n, T, D], cos, sin [N, T, R]) -> both rotated.

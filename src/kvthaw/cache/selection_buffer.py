@@ -29,8 +29,8 @@ class HostSelectionBuffer:
         self.answer = host_tensor((sum(self._bytes),), torch.uint8, pinned=pinned)
 
     def parts(self, answer: Tensor) -> Parts:
-        """Split an answer into rows [B, H, M] and counts [B, H] of a selection, and slots, fetch [B, H, M] and live [B, H, C]
-        of a choice."""
+        """Split an answer into a selection and a choice: rows [B, H, M], counts [B, H]; slots, fetch [B, H, M], live [B, H,
+        C]."""
         pieces = zip(answer.split(self._bytes), self._parts, strict=True)
         rows, counts, slots, fetch, live = (piece.view(dtype).view(size) for piece, (size, dtype) in pieces)
         return rows, counts, slots, fetch, live

@@ -172,7 +172,7 @@ class Streams:
         return self._threads[name].submit(run)
 
     def run_beside(self, job: Callable[[], None]) -> None:
-        """Run a job that nobody waits for on a background thread."""
+        """Run a job on a background thread. No caller waits for it."""
         self._on("kvthaw-memory", None, job)
 
     def drain(self) -> None:

@@ -52,7 +52,7 @@ def answer_all(
 
     parts: for each prompt, the tokens before its question, and the tokens of its question.
     settings: settings of all caches, without the limits of `ways`.
-    goes_on: the answer's text goes on the prompt's.
+    goes_on: the answer's text continues the prompt's.
     live: print an answer as it comes.
     as_json: print an object for each answer instead.
     """

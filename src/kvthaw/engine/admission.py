@@ -56,8 +56,8 @@ class Admission:
         return sum(layer.storage.host_need(new) for layer in kv.offloaded if layer.plan) <= free
 
     def leaves_room(self) -> bool:
-        """Return whether named entries leave host memory for a request of maximum length, or half of it. They then block
-        nobody for good."""
+        """Return whether named entries leave host memory for a request of maximum length, or half of it. They then block no
+        other request forever."""
         kv, limit = self.kv, self.kv.settings.host_bytes
         longest = kv.settings.in_blocks(kv.sequences.room) // kv.settings.block_size
         return limit is None or self._blocks_on_host(longest) <= limit or 2 * self._blocks_on_host(0) <= limit

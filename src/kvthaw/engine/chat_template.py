@@ -15,7 +15,7 @@ from kvthaw.errors import ConfigError
 
 _CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.+?)(?P=quote)\s*\)""")  # how templates ask for the date
 
-_MARKS = 0xE000  # the first of the characters that stand in for dates
+_MARKS = 0xE000  # the first placeholder character for dates
 Draw = Callable[[str, Mapping[str, str]], str]
 """Renders a conversation with this first user message, and dates by format; see `render`."""
 
@@ -34,7 +34,7 @@ def dates_of(tokenizer: Any, now: datetime, template: str | None = None) -> dict
 def dates_in(text: str, head: str, dates: Mapping[str, str]) -> dict[str, str] | None:
     """Return the dates in a text that begins with `head`, by format; None if it does not.
 
-    dates: the characters that stand in for dates in the head, by format.
+    dates: placeholder characters for dates in the head, by format.
     """
     pattern = re.escape(head)
     for i, mark in enumerate(dates.values()):

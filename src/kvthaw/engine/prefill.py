@@ -48,7 +48,7 @@ def chunks(
     chunk: int | None = None,
     progress: Tell = lambda done, total: None,
 ) -> Iterator[Tensor]:
-    """Yield the logits [V] after each chunk of a prompt, which is brought into a cache as `prefill` does."""
+    """Prefill a prompt as `prefill` does. Yields the logits [V] after each chunk."""
     total, told = len(ids), PrefillProgress(model, progress)
     told.begin(total)
     size = total if cache.prefills_whole else chunk or (DENSE_CHUNK if cache.settings.method.dense else CHUNK)

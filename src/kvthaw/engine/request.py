@@ -30,7 +30,8 @@ class RequestOptions(TypedDict, total=False):
     max_new_tokens: None: sampling.max_tokens, or all that the capacity allows.
     stop: token ids that end the output, besides sampling.stop_token_ids. None: the ones of the model's generation config.
     tokenizer: a transformers tokenizer, which decodes `Request.text`. Stop strings need one.
-    text_after: tokens whose text the output continues, such as the prompt; without them the text begins anew.
+    text_after: tokens whose text the output continues, such as the prompt; without them the text is tokenized as a
+        beginning.
     cache_salt: the prefix cache shares prompts only within a salt.
     name: the prefix cache keeps this prompt under a name.
     about: any JSON value, kept with the name.

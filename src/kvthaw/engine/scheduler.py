@@ -70,8 +70,8 @@ class Scheduler:
     - Of the prompts in slots, the earliest and the shortest take turns.
     - While one of them is long, the last slot is for a short prompt; a second long one would only wait there.
     - If a model is split over processes, every process makes the same calls (see `kvthaw.engine.lockstep`). Only a lack of
-      host memory, which all notice alike, is handled there. Other errors are raised, since other processes may be inside a
-      step.
+      host memory, which all processes notice, is handled there. Other errors are raised, since other processes may be
+      inside a step.
 
     batch: without requests of its own.
     step_tokens: about the tokens of a step, at the start of a prompt; None: 4,096 on a GPU, 64 to 128 on a CPU.
@@ -219,7 +219,7 @@ class Scheduler:
             return [request] if self.batch.prefill(request, self._chunk(request, decoded)) else []
         except Exception as error:
             if self.split and not isinstance(error, HostMemoryError):
-                del self._rank[request]  # it has lost its slot, and nobody is told
+                del self._rank[request]  # it has lost its slot; no client is notified
                 raise
             if isinstance(error, MEMORY_ERRORS) and (self.batch.requests or self._drop_swapped(error)):
                 self._wait_again(request)
@@ -272,10 +272,11 @@ class Scheduler:
             self.recomputed += preempted and request not in self.batch.decoding
 
     def _next(self) -> Request | None:
-        """Return who gets the next slot, None for nobody: the first waiting request, but for the last slot.
+        """Return the request that gets the next slot, or None. It is the first waiting request, except for the last slot.
 
         While a long prompt of no higher number is prefilled, the last slot goes to the first short prompt of the same number.
-        The processes of a split model may know different prefixes, so there the first request gets every slot."""
+        The processes of a split model may know different prefixes, so there the first request gets every slot.
+        """
         first, short = self._waiting[0], self.step_tokens if self._alone is None else self._alone
         if self.batch.free > 1 or self.split or not self.batch.requests:
             return first

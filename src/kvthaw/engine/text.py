@@ -12,7 +12,7 @@ from kvthaw.errors import ConfigError
 
 _HALF = "�"  # how tokenizers decode bytes that are no character, or not yet
 _LONGEST = 64  # limit on tokens to hold back; a character takes at most four
-_MARK = 0xD800  # the first of the code points that occur in no text; some stand in for special tokens
+_MARK = 0xD800  # the first of the code points that occur in no text; some are placeholders for special tokens
 _NONE: Mapping[Any, str] = MappingProxyType({})
 
 
@@ -124,7 +124,7 @@ class StopStrings:
 
     include: the text ends after the stop string instead of before it.
     special: special tokens that the strings may spell, and that the text does not show.
-    marks: the characters that stand in for these tokens in the pieces.
+    marks: placeholder characters for these tokens in the pieces.
     found: the string that ended the text; None before.
     """
 

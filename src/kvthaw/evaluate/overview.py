@@ -54,7 +54,7 @@ def perplexities(summaries: Sequence[Summary]) -> RichTable:
     title = f"perplexity of {first['steps']} tokens after so many, {places} in the text, {on(first)}"
     sparse = [row for row in name.values() if row[0] != "full"]
     for column, place in (("budget", 1), ("dense layers", 2)):
-        if len({row[place] for row in sparse}) == 1:  # it stands in the title
+        if len({row[place] for row in sparse}) == 1:  # the title has it
             del columns[column]
             title += f", {column} {sparse[0][place]}"
     rows = sorted(summaries, key=lambda one: (one["length"], one["method"] != "full", one["nll"]))

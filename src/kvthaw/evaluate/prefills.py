@@ -71,7 +71,7 @@ class Prefills:
     def _fill(
         self, caches: Sequence[Cache], prompts: Sequence[Sequence[int]], tell: Tell, doing: str
     ) -> tuple[Tensor, list[float]]:
-        """Bring each prompt into its cache. Returns the logits after them and the seconds that each took."""
+        """Prefill each prompt into its cache. Returns the logits after the prompts and the seconds of each."""
         total, before = sum(map(len, prompts)), 0
         logits, seconds = [], []
         for cache, prompt in zip(caches, prompts, strict=True):

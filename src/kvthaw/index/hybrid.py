@@ -244,7 +244,7 @@ class HybridIndex(ObservedIndex):
             host, turn, static = self.seqs[seq], self.turns[seq], self.statics[seq]
             if turn.since >= self.interval and turn.rows is not None and self.stored(seq, host.tokens - n):
                 turn.since = 0
-                share = (seq,) if static.share is None else static.share  # which is told apart with its keys
+                share = (seq,) if static.share is None else static.share  # which its keys distinguish
                 alike.setdefault((host.tokens, share), []).append((seq, own))
         for (tokens, _), some in alike.items():
             most = max(1, _KEYS // (tokens * row))
@@ -268,9 +268,7 @@ class HybridIndex(ObservedIndex):
             return keys[0]
 
         def read(own: slice, at: int) -> None:
-            there = [
-                i for i in range(len(seqs))[own] if self.stored(seqs[i], old)
-            ]  # of others nobody asks for the plan any more
+            there = [i for i in range(len(seqs))[own] if self.stored(seqs[i], old)]  # the plans of others are obsolete
             whole = len(there) == len(seqs[own])
             for some in [own] if whole else [slice(i, i + 1) for i in there]:
                 self._read(seqs[some], at, held()[some, :, at : min(at + most, old)])

@@ -164,7 +164,7 @@ class TokenIndex(Index):
         """Return the logs of the softmax weights over the indexed keys, so that weights too small for float32 still have a
         rank.
 
-        scores: [B, H, P, T] of q.k. The result has the same shape, with -inf where there is no token.
+        scores: [B, H, P, T] of q.k. The result has the same shape, with -inf for missing tokens.
         """
         held = self.held(scores.shape[0], scores.shape[3])[:, :, None]
         return log_shares((scores.float() * self.scale).masked_fill(~held, -torch.inf))

@@ -344,7 +344,7 @@ class UnitIndex(Index):
         stop = before + found.shape[1]
         self.digests[seq, :, before:stop] = found.to(self.digests.dtype)
         ends = torch.arange(begin, begin + (stop - before + 1) * self.size, self.size, dtype=torch.int32, device=keys.device)
-        self.stops[seq, :, before : stop + 1] = ends.clamp_(max=begin + n)  # the first as it is, but for a sequence's first
+        self.stops[seq, :, before : stop + 1] = ends.clamp_(max=begin + n)  # the first unchanged, except a sequence's first
         if self.mapped:
             span = (self.first + begin + known, self.first + begin + n)
             self.order[seq, :, begin + known : begin + n] = torch.arange(*span, dtype=torch.int32, device=keys.device)

@@ -17,7 +17,7 @@ LONGEST, SHORTEST = 64, 6
 _END = re.compile(r"[.!?][\"'”’)\]]*(?=\s)|\n\s*\n")
 _WORD = re.compile(r"\w+")
 RECENT = 48
-"""Tokens at the end of a prompt that are taken for the question, where nobody says where it begins."""
+"""Tokens at the end of a prompt that count as the question if its beginning is not given."""
 _LEAST = 0.2
 """A passage scores at least this share of the best one's score."""
 
@@ -34,13 +34,15 @@ class Passage:
 
 
 def passages(recording: Recording, pieces: Sequence[str], said: Sequence[str], most: int = 5) -> list[Passage]:
-    """Return the passages of a prompt that an answer came from, best first; none where every step attended to everything.
+    """Return the passages of a prompt that an answer came from, best first; empty if every step attended to everything.
 
-    `pieces` and `said` are the texts of the tokens of the prompt and of the answer. Heads recall headings and what came last
-    whatever is asked, so how often a token is recalled tells little. We count a token when the answer says its word or the
-    next one. It counts by how many more heads than on average recall it then. It counts more behind other words that the answer
-    said, and less where its word stands in many places. Where the answer says no word of the prompt, every token counts by how many
-    more heads recall it than on average.
+    Heads recall headings and the end of a prompt for any question, so that the number of recalls alone says little. A token
+    scores at a step whose answer token is its word or the next one. Its score is the number of heads that recall it then, less
+    the average. It scores more after other words of the answer, and less if its word occurs often in the prompt. If the answer
+    has no word of the prompt, every token scores by the number of heads that recall it, less the average.
+
+    pieces: texts of the prompt's tokens.
+    said: texts of the answer's tokens.
     """
     words, steps = [_word(piece) for piece in pieces], [step for step in recording.selected if step]
     scores, shares, places = torch.zeros(len(pieces)), torch.zeros(len(pieces)), dict[str, list[int]]()

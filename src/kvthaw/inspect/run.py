@@ -24,8 +24,11 @@ from kvthaw.methods import resolve
 
 @dataclass(eq=False)
 class Run:
-    """What one method recalled. said: the token that it would have chosen at each step. places: bytes of KV by place, and bytes
-    fetched so far, after each step."""
+    """The recall of one method.
+
+    said: its most likely token at each step.
+    places: after each step, bytes of KV by memory, and bytes fetched so far.
+    """
 
     variant: Variant
     recording: Recording = field(default_factory=Recording)
@@ -35,7 +38,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A document's tokens, a question's, and those of the answer that the first run gave."""
+    """The tokens of a document, of a question, and of the first run's answer."""
 
     document: list[int]
     question: list[int]
@@ -58,9 +61,13 @@ def inspect(
 ) -> Inspection:
     """Prefill a document and a question once, as `kvthaw generate` does, then send the answer through each variant, token by token.
 
-    The first variant answers as sampling says; the others are given its tokens. The prefill, which attends to everything, chooses
-    the first token. exact: rank all tokens beside every step. chat: as one message. Raises ConfigError for a question without
-    tokens, a method that retrieves nothing and a tokenizer without a template.
+    The first variant answers with these sampling settings; the others decode its tokens. The prefill, which attends to
+    everything, chooses the first token.
+
+    exact: rank all tokens at every step.
+    chat: send document and question as one message.
+
+    Raises ConfigError for a question without tokens, a method that retrieves nothing and a tokenizer without a template.
     """
     at_least(1, max_new_tokens=limit)
     for variant in variants:
@@ -97,13 +104,14 @@ def replay(
     exact: bool = False,
     chunk: int | None = None,
 ) -> Generator[Run]:
-    """Record what a variant recalls for an answer that was given after a prompt.
+    """Record the recall of a variant for a given prompt and answer.
 
     exact: rank all tokens at every step.
     chunk: as for `prefill`.
 
-    Yields the run after each chunk and each token, so that a caller may do other work there. The run is whole with the last one.
-    Raises ConfigError for a method that retrieves nothing."""
+    Yields the run after each chunk and each token, so that a caller may do other work between. The last one completes the
+    run. Raises ConfigError for a method that retrieves nothing.
+    """
     check_retrieves(variant)
     cache, run = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved), Run(variant)
     logits = torch.empty(0)

@@ -275,8 +275,8 @@ def encode(keys: Tensor, rotation: Rotation, quantizer: Quantizer, layers: Seque
     """Summarise keys [N R, H, n, d] of N layers, one layer's after the other's: of each, keys[i] become positions starts[i] ..
     starts[i] + n of sequence seqs[i].
 
-    Writes ids, codes and weights of the layers' summaries, which are alike, not sizes. centres [L, H, d] float32: of each layer,
-    subtracted from a sequence's keys first, in their dtype.
+    Writes ids, codes and weights of the layers' summaries, which have equal shapes, but not sizes. centres [L, H, d]
+    float32: of each layer, subtracted from a sequence's keys first, in their dtype.
     """
     n = keys.shape[2]
     if n == 0:

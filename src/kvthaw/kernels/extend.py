@@ -146,7 +146,7 @@ def launch(
 ) -> None:
     """Launch the Triton kernel; arguments as in `definition`.
 
-    The elements of a key are contiguous, as are all tables. Keys of all layers are laid out alike.
+    The elements of a key are contiguous, as are all tables. Keys of all layers have the same layout.
     """
     like, (recent, *_, mapped, made) = every[0].keys, every[0].tables
     (rows, heads, new, dim), numbers = like.shape, [number for place in places for number in place]

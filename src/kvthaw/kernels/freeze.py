@@ -114,8 +114,8 @@ def freeze(
 ) -> None:
     """Launch the kernel: as `definition`, on the slabs' current stream, without a sync.
 
-    slabs: contiguous and alike. tables [B, blocks] int64: of each layer the addresses of its blocks, pinned if the slabs are on a
-    GPU, on the slabs' device; None where nothing is to be stored.
+    slabs: contiguous, with equal shapes. tables [B, blocks] int64: of each layer the addresses of its blocks, pinned if the
+        slabs are on a GPU, on the slabs' device; None stores nothing.
     """
     like, numbers = slabs[0], [number for span in spans for number in span]
     for slab, table in zip(slabs, tables, strict=True):

@@ -79,10 +79,11 @@ class Selected:
 def definition(
     selected: Selected, blocks: Sequence[Sequence[Tensor]], keys: Tensor, values: Tensor, held: int
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, H, held + M, D] of sink, ring and the selected rows; zeros where there is no row.
+    """Return keys and values [B, H, held + M, D] of sink, ring and the selected rows; zeros for missing rows.
 
     keys, values [B, H, N, D]: a slab whose first `held` slots are sink and ring. blocks[b][e]: block e of sequence b, whose
-    address the table has."""
+    address the table has.
+    """
     assert selected.rows is not None
     rows, format = selected.rows, selected.format or RowFormat(keys.shape[3], keys.dtype)
     there = keys.new_zeros((*rows.shape, 2, keys.shape[3]))

@@ -42,7 +42,7 @@ def probes(centroids: Tensor, distance: Distance) -> tuple[Tensor, Tensor]:
 
 
 def whole(pieces: Generator[None, None, _Made]) -> _Made:
-    """Do all pieces of a work, and return what comes of it."""
+    """Run all pieces of a work, and return its result."""
     while True:
         try:
             next(pieces)

@@ -51,7 +51,7 @@ def definition(every: Sequence[Added], starts: Sequence[Start], page: int) -> No
             for size in _cuts(count, n, page):
                 rows = new[:, at - count : at - count + size]
                 opened = at // page * page
-                if opened < at:  # the page was open: only the first cut can go on with one
+                if opened < at:  # the page was open: only the first cut can continue one
                     there = torch.arange(opened, at, device=tail.device) % ring
                     rows = torch.cat((tail[seq].index_select(1, there), rows), dim=1)
                 width = min(page, rows.shape[1])
@@ -126,8 +126,9 @@ if HAS_TRITON:
 def launch(every: Sequence[Added], starts: Sequence[Start], page: int) -> None:
     """Launch the Triton kernel; arguments as in `definition`.
 
-    The elements of a row are contiguous, as are all tables. Keys of all layers are laid out alike, and so are values. The host does
-    not wait."""
+    The elements of a row are contiguous, as are all tables. Keys of all layers have the same layout, and so have values.
+    The host does not wait.
+    """
     like, other, tail, _ = every[0]
     (seqs, heads, n, dim), numbers = like.shape, [number for start in starts for number in start]
     for keys, values, own, means in every:

@@ -39,10 +39,10 @@ TILE = 64
 class Estimates:
     """Estimated scores of candidates, with what top-k needs to skip and to weigh them.
 
-    scores [L, H, P, width] float32: estimates of q.k, -inf (from the launcher: undefined) where there is no candidate. Only the
+    scores [L, H, P, width] float32: estimates of q.k, -inf (from the launcher: undefined) without a candidate. Only the
     launcher fills the rest. parts [L, H, P, programs, 2] float32: each program's maximum and sum of exponentials of scale x
-    score. peaks [L, H, P, ceil(width / TILE) TILE / run] float32: the maximum over each `run` consecutive candidates, undefined
-    past the last candidate.
+    score. peaks [L, H, P, ceil(width / TILE) TILE / run] float32: the maximum over each `run` consecutive candidates,
+    undefined past the last candidate.
     """
 
     scores: Tensor

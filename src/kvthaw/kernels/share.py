@@ -27,7 +27,7 @@ def definition(
     """Keep the `most` heaviest rows of each sequence over all heads. Ties go to the lowest head, then to the first place.
 
     rows: [B, H, W] int32, ascending, -1 padded.
-    weights: [B, H, W] float32, -inf where there is no row.
+    weights: [B, H, W] float32, -inf without a row.
     lengths: [B] int32, the tokens of each sequence.
     least: rows of less weight go too, in sequences of more than `whole` tokens.
 
@@ -100,7 +100,7 @@ def fits(rows: Tensor) -> int:
 def share(
     rows: Tensor, weights: Tensor, lengths: Tensor, most: int, least: float = -math.inf, whole: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """See `definition`; torch sorts where there are more rows than a program holds."""
+    """See `definition`; torch sorts more rows than a program holds."""
     if HAS_TRITON and rows.is_cuda and fits(rows) <= MOST:
         return launch(rows, weights, lengths, most, least, whole)
     return definition(rows, weights, lengths, most, least, whole)

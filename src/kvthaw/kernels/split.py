@@ -88,7 +88,7 @@ if HAS_TRITON:
 
     @triton.jit
     def own_range(first, last, split, splits, BLOCK_N: tl.constexpr):
-        # Return the range of a split: whole blocks, but for the last.
+        # Return the range of a split: whole blocks, except the last.
         run = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), splits), BLOCK_N) * BLOCK_N
         return first + split * run, tl.minimum(first + (split + 1) * run, last)
 

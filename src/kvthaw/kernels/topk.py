@@ -280,9 +280,9 @@ def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: in
     """Select the k heaviest of the first wanted[l] candidates: rows [L, H, k] int32, ascending, -1 padded, and counts [L, H]
     int32.
 
-    first: added to every position. held [L, H, P] float32: for each query head the log of the sum of exponentials over tokens that
-    are no candidates. Weights are then shares of all of them. weights [L, H, k] float32: filled with the log weights of the rows,
-    -inf where there is none. Raises ConfigError if k exceeds the width of the candidates.
+    first: added to every position. held [L, H, P] float32: for each query head the log of the sum of exponentials over
+        tokens that are no candidates. Weights are then shares of all of them. weights [L, H, k] float32: filled with the
+        log weights of the rows, -inf without a row. Raises ConfigError if k exceeds the width of the candidates.
     """
     width = candidates.shape[2]
     if k > width:

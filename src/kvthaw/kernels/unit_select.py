@@ -41,7 +41,7 @@ def definition(
         around its keys, with score q.c + |q|.delta, the maximum of q.k over the box.
     counts: [B] int32, units of a sequence; later entries are undefined.
     stops: [B, H, U + 1] int32; unit u is order[stops[u] : stops[u + 1]].
-    order: [B, H, T] int32, positions; None stands for first, first + 1, ...
+    order: [B, H, T] int32, positions; None means first, first + 1, ...
 
     Tokens before stops[0] are static: always selected, up to the budget. Units are selected whole, except that the last one
     is cut. The result lists the static rows, then the rows of the units in unit order, then -1. Ties go to the earlier

@@ -1,4 +1,4 @@
-"""Options of methods: read from a name, checked against what a method says that it takes, and told apart by a digest."""
+"""Options of methods: read from a name, checked against the method's parameters, and identified by a digest."""
 
 from __future__ import annotations
 

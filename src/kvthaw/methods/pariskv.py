@@ -41,7 +41,7 @@ def pariskv(
     candidates: a fixed number of them instead of beta.
     policy: how the query heads of a group agree; the paper does not say. "max", "mean" and "mean_query" choose one set of
         rows for all. With "each" every head chooses and attends to its own rows, an equal share of the KV head's.
-    preset: "paper" has policy "max"; "code", as the authors' code, "mean_query": a group's mean query stands for all its
+    preset: "paper" has policy "max"; "code", as the authors' code, "mean_query": a group's mean query represents all its
         heads.
     votes: six tiers (appendix B.2.1) or one.
     rotate, normalise, centroids: the ablations of figure 10.

@@ -29,8 +29,8 @@ def prkv_plus(
         most 64 queries per KV head count. A static token leaves its page, so that no row is selected twice. It stays in the
         page's bounding volume, so the rest of its line still ranks by its best key.
 
-    A fourth makes steps alike: a refresh (every `interval` tokens) reads the keys of the pages that rank best for these queries,
-    some thousand a head, not all keys.
+    A fourth makes the times of steps equal: a refresh (every `interval` tokens) reads the keys of the pages that rank best
+    for these queries, some thousand a head, not all keys.
 
     Host: the rows, from which a refresh reads those keys. Device: as for prkv. Other options, and how the query heads of a group
     agree on pages: as in prkv.

@@ -10,8 +10,10 @@ from kvthaw.regions import Regions
 def streaming(*, sink: int = 4) -> Method:
     """Sink and window fill the whole budget. Keys keep the positions that they have in the text.
 
-    The paper gives keys positions within the cache, which lets a model go on beyond the positions that it has; here it cannot.
-    Host: rows of all other tokens lie there unread, so that a long continuation, a fork or another prompt may attend to them."""
+    The paper gives keys positions within the cache, with which a model can continue beyond its positions; here it cannot.
+    Host: rows of all other tokens lie there unread, so that a long continuation, a fork or another prompt may attend to
+    them.
+    """
     at_least(0, sink=sink)
     return Method(
         "streaming",

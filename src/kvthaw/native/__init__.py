@@ -74,12 +74,12 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) 
 
 
 def gather_rows(addresses: Tensor, block_size: int, rows: Tensor, out: Tensor, *, threads: int = 0) -> tuple[int, Tensor]:
-    """Bring scattered rows together, K and V, for one copy to the device.
+    """Gather scattered rows, K and V, for one copy to the device.
 
     addresses: [B, blocks] int64, a HostStore's tables, 0 padded.
     rows: [B, H, M] int32 positions, -1 skips.
-    out: [N, *tail] in the store's format, on the host (pinned if it is to be copied), with N at least the number of rows
-        wanted. Later rows stay unchanged.
+    out: [N, *tail] in the store's format, on the host (pinned for a copy), with N at least the number of rows wanted. Later
+        rows stay unchanged.
 
     Returns the number n of rows wanted, and the flat index of each into rows, [n] int64. Raises ValueError if out is too
     small.

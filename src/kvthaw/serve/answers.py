@@ -56,7 +56,7 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
 
 
 def scores_in(deltas: Sequence[Delta]) -> int:
-    """Return how many tokens' log-probabilities steps brought."""
+    """Return the number of tokens with log-probabilities in deltas."""
     return sum(len(delta.logprobs) + len(delta.prompt_logprobs) for delta in deltas)
 
 
@@ -145,7 +145,7 @@ class Completion(Answer):
         super().__init__(body, prompts, tokenizer, model)
         self._body = body
         self._head = {"id": self.id, "created": self.created, "model": model}
-        # By output, what stands before and behind the text in its events after the first.
+        # By output, the bytes before and after the text in its events after the first.
         self._around: dict[int, list[bytes]] = {}
 
     def added(self, delta: Delta) -> bytes:

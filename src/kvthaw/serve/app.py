@@ -200,7 +200,7 @@ async def _generate(
     if outputs and outputs[-1].error is not None:
         raise as_api_error(outputs[-1].error)
     if len(outputs) < len(job.requests) or any(output.finished is None for output in outputs):
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # no client reads it
     said = await service.render(partial(_whole, answer, outputs), scores_in(outputs), client_of(http))
     return Response(said, media_type="application/json")
 

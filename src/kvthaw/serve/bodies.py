@@ -51,7 +51,7 @@ class BodyRoute(APIRoute):
         async def handler(request: Request) -> Response:
             own = _Request(request.scope, request.receive)
             if own.method == "POST":
-                with suppress(ClientDisconnect):  # nobody is answered
+                with suppress(ClientDisconnect):  # the client has left
                     await own.read()
             return await handle(own)
 

@@ -12,7 +12,7 @@ from kvthaw.serve.errors import ApiError, as_api_error
 from kvthaw.serve.jobs import Job
 
 _log = logging.getLogger(__name__)
-_FAILURES = 256  # that are told
+_FAILURES = 256  # that are listed
 
 
 class Coming:

@@ -129,7 +129,7 @@ class Body(BaseModel):
 
 
 def names_at(kind: type[Body], where: Sequence[str]) -> set[str]:
-    """Return the names of the fields of what may stand at a place within a kind of object."""
+    """Return the names of the fields that are allowed at a place within a kind of object."""
     kinds = {kind}
     for part in where:
         if not part.isdigit():  # of a list

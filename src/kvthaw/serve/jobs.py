@@ -40,7 +40,7 @@ class Job:
         self.requests, self.numbers, self.arrived = requests, numbers, time.perf_counter()
         self.first = 0.0
         self.open = set(range(len(requests)))
-        self._deltas: list[Delta] = []  # that nobody has read
+        self._deltas: list[Delta] = []  # unread
         self._changed = asyncio.Event()
         self._streamed = False
 

@@ -71,8 +71,8 @@ async def passages_so_far(name: str, http: Request, text: bool = False) -> Json:
 
 @router.post("/v1/recalls/{name}/runs")
 async def run(name: str, body: RecallRun, http: Request) -> Json:
-    """Send the tokens of an answer through another method or budget, and return what they recalled there. The worker takes steps of
-    other requests between its chunks and tokens. One run goes on at a time."""
+    """Send the tokens of an answer through another method or budget, and return what they recalled there. The worker takes
+    steps of other requests between its chunks and tokens. One run proceeds at a time."""
     service, client = service_of(http), client_of(http)
     found = _recorded(service, name)
     body.check(service.batch.capacity)

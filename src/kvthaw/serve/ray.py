@@ -129,7 +129,7 @@ class Replica:
                     ready.append(messages.get_nowait())
                 yield [self._signed(message) for message in ready if message is not None]
             if (error := task.exception()) is not None:
-                _log.error("a request failed", exc_info=error)  # its client was told
+                _log.error("a request failed", exc_info=error)  # its client got the error
         finally:
             task.cancel()
 

@@ -93,7 +93,7 @@ class Service:
         self._locks: WeakValueDictionary[Key, asyncio.Lock] = WeakValueDictionary()  # one reads, writes or deletes at a time
         self.coming = Coming()
         self._writing: set[Key] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()  # that go on without who began them
+        self._tasks: set[asyncio.Task[Any]] = set()  # that continue without their callers
         if library is not None:
             library.restore(_about)
 
@@ -135,7 +135,7 @@ class Service:
         return await self._reader.run(read, len(text), client)
 
     async def encode_document(self, text: str, client: str) -> list[int]:
-        """Return the tokens of a document that conversations are about, as far as the first question; raises ApiError."""
+        """Return the tokens of a document that conversations are about, up to the first question; raises ApiError."""
         opened = self.turns.opened(text) if self.chats else text
         return await self.encode(opened, special=not self.chats, param="document", client=client)
 

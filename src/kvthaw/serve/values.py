@@ -7,7 +7,7 @@ import numpy as np
 PIECE = 1 << 18
 """Bytes that an array has."""
 _BEFORE = b",:[{"
-"""What stands before each value but the first, and before the end of an empty list or object."""
+"""The bytes before each value but the first, and before the end of an empty list or object."""
 
 
 def count_values(text: bytes) -> int:

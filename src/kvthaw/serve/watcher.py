@@ -43,7 +43,7 @@ class Recall:
 
 
 class Watcher:
-    """Watches the steps of a batch. Of the worker's thread, but for record() and recalls, which the event loop uses.
+    """Watches the steps of a batch. Only the worker's thread uses it, except record() and recalls, which the event loop uses.
 
     told_mass: called with the attention mass of a sampled step.
     """
@@ -56,7 +56,7 @@ class Watcher:
         self._steps = 0
 
     def record(self, name: str, request: Request, *, exact: bool) -> None:
-        """Record a request that is to be submitted."""
+        """Record a request before it is submitted."""
         self.recalls[name] = Recall(request, exact)
         while len(self.recalls) > KEPT:
             self.recalls.popitem(last=False)

@@ -26,7 +26,7 @@ from kvthaw.serve.watcher import Watcher
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
-_HEARTBEAT = 60.0  # seconds after which other processes are told that there is nothing to do
+_HEARTBEAT = 60.0  # seconds after which other processes get an empty inbox
 
 
 @dataclass(eq=False, slots=True)
@@ -306,7 +306,7 @@ class Worker:
         """Count and send the latest step's tokens, unless already sent. While requests decode, the batch calls it after
         launching the next step. Text decoding and the event loop then overlap with the device."""
         unsent, self._unsent = self._unsent, []
-        if unsent:  # one whose next step failed has been told so already
+        if unsent:  # a job whose next step failed has its error already
             told = [self._take(self._outputs[request], self._stepped) for request in unsent if request in self._outputs]
             self._send(told)
             self.metrics.generation_tokens.inc(sum(len(delta.tokens) for _, delta in told))

@@ -185,7 +185,7 @@ class Layer:
         rebuilt."""
         shape, n = self.text.shape, self.cache.sequences.padded_length
         pads, begins = torch.tensor(self.text.pads)[:, None], torch.tensor(step.begins)[:, None]
-        at = torch.arange(n + 1) - pads  # the last place stands for rows that are none
+        at = torch.arange(n + 1) - pads  # the last place is for padding
         visible = (at >= begins) | ((at >= 0) & (at < self.plan.regions.sink))
         visible = visible[:, None].repeat(1, shape.heads, 1)
         keys, values = (pad(x[:, :, :n], (0, 0, 0, 1)) for x in (self.text.keys, self.text.values))

@@ -52,7 +52,7 @@ def clean(parent: Path, name: str | None = None) -> None:
 def delete_folder(path: Path) -> None:
     """Delete a saved cache, if there is one, and leftovers of saves of it.
 
-    Raises OSError if files remain. A cache that could not be deleted is moved back, as far as it is complete.
+    Raises OSError if files remain. A cache that could not be deleted is moved back if it is complete.
     """
     if not os.path.lexists(path):
         clean(path.parent, path.name)

@@ -33,8 +33,7 @@ _NO_EFFECT_PARTS = ("_token_id", "_token_ids", "dropout", "pdrop", "initializer_
 def identity(model: PreTrainedModel) -> dict[str, str]:
     """Return what must be equal for two models to have interchangeable keys and values, by name.
 
-    These are its class, its dtype, the settings of its config that matter, its active adapters, its rotary angles and its
-    weights (some values of each).
+    These are its class, dtype, relevant config settings, active adapters and rotary angles, and some values of each weight.
     """
     weights, active = hashlib.sha256(), adapters(model)
     for name, weight in kv_weights(model):

@@ -32,7 +32,7 @@ class Sample:
     context: str  # what is cached first
     question: str  # what follows the context; prompt = context + question
     answers: tuple[str, ...]  # what the task's score compares an output with
-    depth: float | None  # where the (first) fact stands, 0..1 of the context
+    depth: float | None  # depth of the (first) fact, 0..1 of the context
 
     @property
     def prompt(self) -> str:

@@ -20,7 +20,7 @@ class Niah(Whole):
 
     name: str
     haystack: Literal["book", "grass", "needles"] = "book"
-    keys: int = 1  # how many keys stand in the text (needles: besides the haystack's own)
+    keys: int = 1  # number of keys in the text (needles: without the haystack's own)
     values: int = 1  # values a key
     queries: int = 1  # keys that are asked for
     key_kind: Kind = "words"

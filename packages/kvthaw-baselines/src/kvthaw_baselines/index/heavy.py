@@ -106,7 +106,7 @@ class HeavyIndex(KeptIndex):
         tables = {name: table[:seqs] for name, table in self.tables.items()}
         near, length, end = tables["near"], tables["length"], torch.clamp(tables["ends"], min=self.first)
         newest = torch.where(length > 0, newest_place(length, self.context.regions), places)[:, None, None]
-        near.scatter_(2, newest.expand(-1, near.shape[1], 1), 0.0)  # another token stood there before
+        near.scatter_(2, newest.expand(-1, near.shape[1], 1), 0.0)  # the slot had another token before
         in_slab = held(length, end, self.context.regions)[:, None, None]
         kept = (tables["kept"] >= 0) & (length > 0)[:, None, None]
         known = torch.cat((in_slab.expand(-1, near.shape[1], -1, -1), kept[:, :, None]), dim=3)
