@@ -21,7 +21,10 @@ _PAPERS = Path(__file__).parent / "papers"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What a paper says. rows: a method with its options -> its values by column."""
+    """What a paper says.
+
+    rows: a method with its options -> its values by column.
+    """
 
     columns: tuple[str, ...]
     rows: dict[str, dict[str, Value]]
@@ -48,7 +51,10 @@ def _value(text: str) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A number of ours, and what it was measured on. parts: by depth, where samples have one."""
+    """A number of ours, and what it was measured on.
+
+    parts: by depth, where samples have one.
+    """
 
     value: Value
     on: str
@@ -76,9 +82,14 @@ class Measurement(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """name: the paper's and its table or figure, such as icecache-t1. says: the paper's model or machine -> its numbers; the first
-    is taken for any other model. unit: of the numbers. form: one of `lab.reproduce.draw.FORMS`. minutes: expected on one H100,
-    roughly. note: what else a reader of the two numbers must know."""
+    """name: the paper's and its table or figure, such as icecache-t1.
+
+    says: the paper's model or machine -> its numbers; the first is taken for any other model.
+    unit: of the numbers.
+    form: one of `lab.reproduce.draw.FORMS`.
+    minutes: expected on one H100, roughly.
+    note: what else a reader of the two numbers must know.
+    """
 
     name: str
     title: str
@@ -120,8 +131,11 @@ def experiments(paper: str, plans: Mapping[str, Measurement]) -> tuple[Experimen
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The paper's numbers beside ours. differs: in what the run differs from the paper's, settings that it does not give aside.
-    left_out: a sentence for each of the columns that could not be measured here."""
+    """The paper's numbers beside ours.
+
+    differs: in what the run differs from the paper's, settings that it does not give aside.
+    left_out: a sentence for each of the columns that could not be measured here.
+    """
 
     experiment: Experiment
     model: str

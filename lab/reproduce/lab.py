@@ -36,10 +36,17 @@ class _Unchecked(Bench):
 
 @dataclass
 class Lab:
-    """name: of the model. load: brings model and tokenizer when they are first needed. data: a file or folder of published data, or
-    "hub". text: a book instead of the one that ships. quick: run everything as small as it can be. limit: of a benchmark's
-    questions, or a task's samples. host_bytes: most host memory for KV where shapes are timed; None: as much as is free. known: of
-    times, show what the results hold of a GPU of this name, and measure none. left_out: sentences on columns that were."""
+    """name: of the model.
+
+    load: brings model and tokenizer when they are first needed.
+    data: a file or folder of published data, or "hub".
+    text: a book instead of the one that ships.
+    quick: run everything as small as it can be.
+    limit: of a benchmark's questions, or a task's samples.
+    host_bytes: most host memory for KV where shapes are timed; None: as much as is free.
+    known: of times, show what the results hold of a GPU of this name, and measure none.
+    left_out: sentences on columns that were.
+    """
 
     name: str | None
     load: Load
@@ -102,8 +109,11 @@ class Lab:
         return f"{Path(self.name or '').name}, {self.same['dtype']}, {self.same['device']}"
 
     def variant(self, row: str, *, each_head: bool = False) -> Variant:
-        """Return the variant of a row such as "pqcache:budget=0.2", smaller if quick. each_head: the row's budget is of each query
-        head where the method's heads of a KV head can choose apart, see `apart`."""
+        """Return the variant of a row such as "pqcache:budget=0.2", smaller if quick.
+
+        each_head: the row's budget is of each query head where the method's heads of a KV head can choose apart, see
+            `apart`.
+        """
         asked = read_variant(row)
         small = asked if asked == FULL else self.shrunk(asked)
         return self.apart(small) if each_head else small

@@ -26,8 +26,10 @@ QUICK = 448
 
 
 class Score(NamedTuple):
-    """A benchmark's metric: "score" is avg@k, "pass" pass@k of all samples; others as the benchmark counts them. scale: 100 for per
-    cent."""
+    """A benchmark's metric: "score" is avg@k, "pass" pass@k of all samples; others as the benchmark counts them.
+
+    scale: 100 for per cent.
+    """
 
     benchmark: str
     metric: str = "score"
@@ -36,9 +38,14 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """Published benchmarks, asked as published. mean: the column that is the mean of all others. length: where prompts are cut in
-    the middle. samples, new_tokens: of a benchmark, 1 and its own if not there. options: what a benchmark adds to a method's.
-    each_head: budgets are of each query head, see Lab.variant."""
+    """Published benchmarks, asked as published.
+
+    mean: the column that is the mean of all others.
+    length: where prompts are cut in the middle.
+    samples, new_tokens: of a benchmark, 1 and its own if not there.
+    options: what a benchmark adds to a method's.
+    each_head: budgets are of each query head, see Lab.variant.
+    """
 
     columns: Mapping[str, Score]
     length: int | None = None
@@ -113,8 +120,12 @@ def metric(records: Sequence[Record], score: Score) -> float | None:
 
 @dataclass(frozen=True)
 class Asked:
-    """Tasks that are made. columns: -> task, and tokens of the prompt, or words if so many. depths: where the facts stand.
-    each_head: budgets are of each query head, see Lab.variant."""
+    """Tasks that are made.
+
+    columns: -> task, and tokens of the prompt, or words if so many.
+    depths: where the facts stand.
+    each_head: budgets are of each query head, see Lab.variant.
+    """
 
     columns: Mapping[str, tuple[str | tuple[str, ...], int]]
     samples: int

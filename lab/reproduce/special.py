@@ -63,8 +63,10 @@ class Together:
 
 @dataclass(frozen=True)
 class Special:
-    """A function of its own. settings: what it is given besides lab and rows, part of what a result depends
-    on."""
+    """A function of its own.
+
+    settings: what it is given besides lab and rows, part of what a result depends on.
+    """
 
     of: Callable[..., tuple[Found, str]]
     columns: tuple[str, ...]
@@ -137,7 +139,10 @@ def _chosen(lab: Lab, source: View, variants: Sequence[Variant]) -> list[list[tu
 
 def ranks(lab: Lab, rows: Sequence[str], source: View, steps: tuple[int, ...]) -> tuple[Found, str]:
     """Return the rank of single tokens, by attention weight in one head, at steps; and how many of the best 1,024 a page of 16
-    holds that holds any. rows: "token-N" of a prompt of source.length, and "page-16"."""
+    holds that holds any.
+
+    rows: "token-N" of a prompt of source.length, and "page-16".
+    """
     small = View("text", QUICK // 2, 8, layer=source.layer) if lab.quick else source
     (seen,) = _chosen(lab, small, [lab.variant("oracle:retrieved=1024")])
     found: Found = {row: {} for row in rows}

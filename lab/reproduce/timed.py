@@ -51,7 +51,10 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Timed:
-    """Runs of the decode benchmark after a prefill of random tokens. steps: how they are taken; eager where that cannot be."""
+    """Runs of the decode benchmark after a prefill of random tokens.
+
+    steps: how they are taken; eager where that cannot be.
+    """
 
     columns: Mapping[str, Timing]
     shape: str = "llama-3.1-8b"

@@ -34,8 +34,16 @@ DEPTH = 32
 
 
 class View(NamedTuple):
-    """What a column shows. prompt: "text", the name of a task or of a benchmark. length: of the prompt, cut to it; 0: as it is.
-    field: of Quality. options: added to the row's. layer: one alone, of DEPTH. part: of the steps. every: n-th step."""
+    """What a column shows.
+
+    prompt: "text", the name of a task or of a benchmark.
+    length: of the prompt, cut to it; 0: as it is.
+    field: of Quality.
+    options: added to the row's.
+    layer: one alone, of DEPTH.
+    part: of the steps.
+    every: n-th step.
+    """
 
     prompt: str
     length: int
