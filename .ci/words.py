@@ -25,7 +25,9 @@ LONG, COLUMNS, CELL = 25, 132, 300
 ANYWHERE = {
     "2 agent": r"\b(?:so|as) (?:many|much)\b(?! as)|\bthose (?:that|of|which)\b|\bof (?:which|whom)\b|\bwhat is \w+ of\b",
     "3 numbers": r"(?<![\w.])\.\d|\bsome \d|\bbeside\b",
-    "5 terms": r"\b(?:page-lock\w*|by and by|gives? (?:its|their) places? (?:up|back)|foresee\w*|no longer there)\b",
+    "5 terms": r"\b(?:page-lock\w*|by and by|gives? back|gives? (?:its|their) places? (?:up|back)|foresee\w*|no longer there|alike"
+    r"|anew|(?:is|are|been) told|none where|nobody|in the place of|(?:goes|go) on|but for|what is left|whatever is asked"
+    r"|stands? (?:in|where|behind|before|for))\b",
 }
 FIRST = re.compile(r"(?:Have|Let|Say|Be|Tell)\b")
 """Rule 1: what a docstring does not begin with."""

@@ -28,7 +28,7 @@ from lab.reproduce.lab import Lab
 from lab.reproduce.plans import QUICK, family, said
 
 BINS = 16
-"""Parts of the steps that are told apart."""
+"""Parts of the steps, each with its own mean."""
 DEPTH = 32
 """Layers of the papers' models: a layer is the one at the same share of another model's depth."""
 

@@ -87,7 +87,7 @@ class Settings(CacheConfig):
         if self.kv_dtype is not None and self.method.dense:
             raise ConfigError(
                 f"kv_dtype is {self.kv_dtype!r}, and {self.method.name} keeps all KV on the device in the model's dtype; it "
-                "must be None but for a method that offloads"
+                "must be None unless the method offloads"
             )
         if self.retrieved is not None and ((self.fraction is None and self.retrieved < 1) or self.method.index is None):
             raise ConfigError(f"retrieved is {self.retrieved}; it must be at least 1, for a method that retrieves")

@@ -51,7 +51,7 @@ async def create(body: ContextRequest, http: Request) -> Response:
         raise ApiError(400, str(error), param=param) from None
     service.check(None, 1)
     job, key = service.worker.submit([request]), (request.salt, body.name)
-    if (earlier := service.coming.take(key)) is not None:  # nobody waits for it, and it may be whole later than this one
+    if (earlier := service.coming.take(key)) is not None:  # no client waits for it, and it may end later than this one
         service.worker.cancel(earlier)
     if not body.wait:
         service.coming.add(key, job, _kept(service, job))

@@ -102,7 +102,7 @@ class Replica:
     def check_health(self) -> None:
         """Raise if the model has failed; Ray then starts another replica."""
         if self._service.worker.failure is not None:
-            raise KvthawError(f"the model cannot go on: {self._service.worker.failure}")
+            raise KvthawError(f"the model failed: {self._service.worker.failure}")
 
     async def drain(self, grace: float) -> None:
         """Accept no more requests, and save their prompts. After `grace` seconds, end the remaining requests with "abort"."""

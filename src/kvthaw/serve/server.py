@@ -93,7 +93,7 @@ def run(
         sys.setswitchinterval(interval)
         ended.set()
     if service.worker.failure is not None:
-        raise KvthawError(f"the model cannot go on: {service.worker.failure}")
+        raise KvthawError(f"the model failed: {service.worker.failure}")
     if server.signal == signal.SIGINT:
         raise KeyboardInterrupt
 
