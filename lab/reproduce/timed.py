@@ -63,7 +63,9 @@ class Timed:
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
         if not (lab.quick or lab.gpu):
-            raise ConfigError(f"this times the shape {self.shape} on a GPU, and there is none; --quick runs a tiny shape")
+            raise ConfigError(
+                f"this times the shape {self.shape} on a GPU, but this machine has no GPU; --quick runs a tiny shape"
+            )
         asked = {(row, column): self._setting(lab, row, timing) for row in rows for column, timing in self.columns.items()}
         if lab.known is None:
             lab.bench.run(sorted(dict.fromkeys(asked.values()), key=lambda one: one.length * one.batch))

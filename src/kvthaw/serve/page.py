@@ -93,7 +93,7 @@ async def run(name: str, body: RecallRun, http: Request) -> Json:
 
 
 async def _ran(service: Service, steps: Generator[Run], client: str) -> Run:
-    """Return the run that is whole with the last step. The worker takes these steps between its own, when it is the client's turn.
+    """Take the steps of a run in the worker between its own, when it is the client's turn, and return the complete run.
     Raises FullError."""
     ran = list[Run]()
     async with service.replays.turn(client):

@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
         self.signal, self._worker.draining = sig, True
 
     async def on_tick(self, counter: int) -> bool:
-        """End when all requests have ended and their prompts are saved, or after the grace period."""
+        """Exit if the worker failed. While draining, exit once all prompts are saved, or after the grace period."""
         if self._worker.draining:
             self._service.ending.set()
         if self._worker.failure is not None or (

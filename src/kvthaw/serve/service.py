@@ -140,8 +140,8 @@ class Service:
         return await self.encode(opened, special=not self.chats, param="document", client=client)
 
     async def render(self, work: Callable[[], Result], scores: int, client: str) -> Result:
-        """Return what work returns, which writes the log-probabilities of `scores` tokens. Where these are many a thread does it,
-        when it is the client's turn."""
+        """Run work that writes the log-probabilities of `scores` tokens, and return its result. Above SCORES tokens a thread
+        runs it when it is the client's turn."""
         return work() if scores <= SCORES else await self._reader.run(work, scores * LETTERS, client)
 
     async def decode(self, tokens: Sequence[int], client: str) -> str:

@@ -56,7 +56,7 @@ class Watcher:
         self._steps = 0
 
     def record(self, name: str, request: Request, *, exact: bool) -> None:
-        """Record a request before it is submitted."""
+        """Record a request, which the caller submits next. The latest KEPT recordings stay."""
         self.recalls[name] = Recall(request, exact)
         while len(self.recalls) > KEPT:
             self.recalls.popitem(last=False)
