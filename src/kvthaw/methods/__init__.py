@@ -34,8 +34,9 @@ def resolve(method: str | Method, **options: Any) -> Method:
     "icecache:promote=0.1:merge=union".
 
     Every method that retrieves also takes sink, window and buffer, in tokens, instead of its own regions. Every method
-    takes kv_dtype. A method whose index is on the device takes remainder, the tokens of a page. The unselected tokens are
-    then estimated from the mean key and the mean value of each page (`kvthaw.index.remainder`); 0: they are left out.
+    takes kv_dtype. A method whose index is on the device takes remainder, the tokens of a page. On a CPU every index counts
+    as such. The unselected tokens are then estimated from the mean key and the mean value of each page
+    (`kvthaw.index.remainder`); 0: they are left out.
 
     Raises ConfigError for a name that is not in METHODS, naming the nearest, and for options that the method does not take.
     """
