@@ -38,7 +38,7 @@ def tokenizer() -> Any:
 
 def test_a_long_text_is_refused_by_its_beginning(tokenizer: Any) -> None:
     counted, text = Counted(tokenizer), read_asset("book.txt") * 20
-    with pytest.raises(ConfigError, match=r"some [\d,]+ tokens, [\d,]+ characters; the model's positions end at 8,192"):
+    with pytest.raises(ConfigError, match=r"about [\d,]+ tokens, [\d,]+ characters; the model's positions end at 8,192"):
         check_text(counted, text, 8192)
     assert counted.longest < len(text) / 10
     check_text(counted, text, None)
@@ -63,6 +63,6 @@ def test_everything_that_reads_a_text_refuses_it(model: str) -> None:
         lambda: inspect(llm, tokenizer, text, "Why?", [Variant("quest", 64)]),
     )
     for read in reads:
-        with pytest.raises(ConfigError, match=r"some 1,000,000 tokens, [\d,]+ characters; the model's positions end at 2,048"):
+        with pytest.raises(ConfigError, match=r"about 1,000,000 tokens, [\d,]+ characters; the model's positions end at 2,048"):
             read()
     assert tokenizer.longest < 200_000
