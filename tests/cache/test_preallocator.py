@@ -164,7 +164,7 @@ def test_where_memory_is_short_it_is_said_once_and_an_error_when_it_is_needed(
     with caplog.at_level(logging.WARNING), pytest.raises(HostMemoryError):
         taken(stack, blocks, 60)
     assert blocks.left == 0
-    assert len([record for record in caplog.records if "taken ahead" in record.message]) == 1
+    assert len([record for record in caplog.records if "allocated ahead" in record.message]) == 1
     window = stack.layers[0].plan.regions.window
     assert stack.kv.sequences.padded_length > stack.stores[0].block_size * 3 + window, "not before it is needed"
     blocks.left = 1000

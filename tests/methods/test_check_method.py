@@ -65,7 +65,7 @@ class Guesses(ExactIndex):
 @pytest.mark.parametrize(
     ("index", "words"),
     [
-        (Twice, r"mine breaks the rule keeps_the_budget \(48\), .*none twice.*: CacheError: .* row \d+ is there twice"),
+        (Twice, r"mine breaks the rule keeps_the_budget \(48\), .*without repeats.*: CacheError: .* row \d+ is there twice"),
         (Fails, r"mine breaks the rule keeps_the_budget \(48\), .*IndexError: no such page"),
     ],
 )

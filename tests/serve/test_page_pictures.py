@@ -26,7 +26,10 @@ QUESTION = "Who built the organ of the church?"
 @pytest.mark.skipif(not MODEL.exists(), reason=f"needs {MODEL}, which kvthaw demo fetches")
 def test_pictures_of_an_answer_and_where_it_came_from(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     assert CHROMIUM is not None
-    folder = Path(request.config.getoption("--pictures") or tmp_path)
+    asked = request.config.getoption("--pictures")
+    if not asked:
+        pytest.skip("--pictures FOLDER takes them, in half a minute; test_page_in_a_browser.py tries the page")
+    folder = Path(asked)
     silence()
     text = (resources.files("kvthaw") / "assets" / "skarholm.txt").read_text(encoding="utf-8")
     how = {"method": "thaw", "budget": 256, "block_size": 512, "max_seqs": 1, "capacity": 2048, "name": "SmolLM2-135M-Instruct"}

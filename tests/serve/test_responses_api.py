@@ -72,7 +72,8 @@ def test_a_stream_tells_the_same_by_named_events(served: Served, stop: list[int]
         *(({name: value}, name) for name, value in {
             "previous_response_id": "resp_1", "store": True, "background": True, "truncation": "auto", "tools": [{}],
             "reasoning": {"effort": "low"}, "max_output_tokens": 0, "top_logprobs": 1, "include": ["reasoning.encrypted_content"],
-            "text": {"verbosity": "low"}, "n": 2, "stream_options": {"include_obfuscation": True}, "conversation": "x", "metadata": {"x": 1},
+            "text": {"verbosity": "low"}, "n": 2, "stream_options": {"include_obfuscation": True},
+            "conversation": "x", "metadata": {"x": 1},
         }.items()),
     ],
 )  # fmt: skip
