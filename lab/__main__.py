@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from kvthaw.cli.common import Commands
+from kvthaw.cli.common import APP
 from lab.reproduce import command
 
-app = typer.Typer(
-    name="python -m lab",
-    cls=Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = typer.Typer(name="python -m lab", **APP)
 app.command("reproduce", epilog=command.EXAMPLES)(command.reproduce)
 
 

@@ -7,16 +7,11 @@ from typing import Annotated
 import typer
 
 from kvthaw.cli import bench, chat, compare, demo, evaluate, generate, harness, inspect, methods, plan, serve
-from kvthaw.cli.common import Commands
+from kvthaw.cli.common import APP
 
 app = typer.Typer(
     name="kvthaw",
-    cls=Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    **APP,
     epilog="Examples:\n\n  kvthaw chat --model Qwen/Qwen3-8B --file book.txt\n\n"
     "  kvthaw plan --model Qwen/Qwen3-8B --length 128k --gpu H100\n\n"
     "Exit codes: 0 done, 1 it failed (one line on stderr says why), 2 wrong usage, 130 stopped by Ctrl-C.",

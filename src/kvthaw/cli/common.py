@@ -69,6 +69,17 @@ class Commands(TyperGroup):
             raise typer.Exit(1) from None
 
 
+APP: dict[str, Any] = {
+    "cls": Commands,
+    "no_args_is_help": True,
+    "add_completion": False,
+    "rich_markup_mode": "rich",
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+"""Settings of a program of several commands, for typer.Typer."""
+
+
 def _unwrap(command: Any) -> None:
     """Wrap the help of a command and its subcommands at the terminal's width, not at the source's."""
     if command.help is not None:
