@@ -115,24 +115,30 @@ def test_the_model_says_what_the_page_needs(served: Served) -> None:
     assert card["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
 
 
-@pytest.mark.parametrize("path", ["runs", "answers"])
-def test_steps_of_others_come_between_those_of_a_run(served: Served, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    name = served.post("/v1/completions", **BODY | {"max_tokens": 30}, recall="selected").json()["id"]
-    path, take, taken = f"/v1/recalls/{name}/{path}", Recorder.take, 0
+def slow_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[int]:
+    """Make each recorded step take so long; returns a list that grows by one with each."""
+    take, taken = Recorder.take, list[int]()
 
     def slowly(self: Recorder, seq: int) -> Any:
-        nonlocal taken
-        taken += 1
-        time.sleep(0.05)
+        taken.append(seq)
+        time.sleep(seconds)
         return take(self, seq)
 
     monkeypatch.setattr(Recorder, "take", slowly)
+    return taken
+
+
+@pytest.mark.parametrize("path", ["runs", "answers"])
+def test_steps_of_others_come_between_those_of_a_run(served: Served, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    name = served.post("/v1/completions", **BODY | {"max_tokens": 30}, recall="selected").json()["id"]
+    path = f"/v1/recalls/{name}/{path}"
+    taken = slow_steps(monkeypatch, 0.05)
     with ThreadPoolExecutor() as pool:
         runs = [pool.submit(served.post, path, method="quest", budget=128) for _ in range(2)]
-        until(lambda: taken > 0)
+        until(lambda: len(taken) > 0)
         for _ in range(3):
             assert served.post("/v1/completions", prompt="Hi", max_tokens=2).status_code == 200
-        assert taken < 29, "the first run has not ended"
+        assert len(taken) < 29, "the first run has not ended"
         assert runs[0].result().text == runs[1].result().text
 
 
@@ -156,19 +162,12 @@ def test_a_prompt_of_a_run_comes_in_chunks(served: Served, monkeypatch: pytest.M
 
 def test_a_run_ends_where_its_client_leaves(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     name = served.post("/v1/completions", **BODY | {"max_tokens": 30}, recall="selected").json()["id"]
-    path, take, taken = f"/v1/recalls/{name}/runs", Recorder.take, 0
-
-    def slowly(self: Recorder, seq: int) -> Any:
-        nonlocal taken
-        taken += 1
-        time.sleep(0.1)
-        return take(self, seq)
-
-    monkeypatch.setattr(Recorder, "take", slowly)
+    path = f"/v1/recalls/{name}/runs"
+    taken = slow_steps(monkeypatch, 0.1)
     with pytest.raises(httpx2.TimeoutException):
         served.http.post(path, json={"method": "quest", "budget": 128}, timeout=0.7)
     until(lambda: not served.service.busy)
-    assert 0 < taken < 30
+    assert 0 < len(taken) < 30
     assert served.post(path, budget=64).status_code == 200
 
 
