@@ -85,7 +85,7 @@ class CodesIndex(Index):
 
     The capacity of summaries doubles when it is full; otherwise no tensor moves. Lengths and limits are int32 on the
     device. A sequence's number of candidates depends only on its own length. On a GPU select() launches five kernels of
-    fixed shape, six with policy="mean". On a CPU the same steps run in torch.
+    fixed shape, six with policy="mean", and two more with head_limit or tolerance. On a CPU the same steps run in torch.
     """
 
     def __init__(
