@@ -64,6 +64,7 @@ def check(seqs: Seqs, budget: int = 20, step: int = 100) -> Selection:
     found = seqs.index.select(query, budget)
     out, lse = estimated(seqs, query, found.rows)
     assert found.partial is not None
+    found.partial.wait()
     torch.testing.assert_close(found.partial.lse.double(), lse, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.partial.out.double(), out, rtol=1e-4, atol=1e-4)
     return found
@@ -84,6 +85,7 @@ def test_the_rows_are_those_of_the_index_alone(name: str) -> None:
 def test_all_rows_selected_leave_nothing(name: str) -> None:
     found = check(Seqs(WITH[name], [30, 9, 0]), 40)
     assert found.partial is not None
+    found.partial.wait()
     assert found.partial.lse.eq(-torch.inf).all()
 
 
@@ -124,6 +126,7 @@ def test_means_and_counts_are_exact_after_any_moves(name: str, moves: list[tuple
                 after = check(seqs)
                 assert before.partial is not None
                 assert after.partial is not None
+                after.partial.wait()
                 if seqs.index.reversible:
                     assert torch.equal(before.partial.out, after.partial.out)
             case ("reorder", tuple(which), None):

@@ -37,7 +37,7 @@ class Selection:
     rows: [B, H, M] int32 token positions in the sequence (left padding not counted), padded with -1; the budget fixes M.
     counts: [B, H] int32, the number of rows among the M.
     log_weight: [B, Hq, M] float32, added to the logits of each query head; -inf: this head did not draw the row.
-    partial: attention that the index computed itself, over tokens that are not in rows.
+    partial: attention that the index computes itself, over tokens that are not in rows; `Partial.wait` before it is read.
     """
 
     rows: Tensor

@@ -73,6 +73,7 @@ class SparseAttention:
                         f"{self.retriever.method.name} attends to some tokens itself, without the softcap of {attention.softcap} "
                         "that the model has; it works with models that have none"
                     )
+                selection.partial.wait()
                 partials.append(selection.partial)
             if selection.log_weight is not None:
                 log_weight = self._by_place(selection.log_weight, None if reads else choice.slots)

@@ -19,11 +19,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kvthaw.cache.aux_stream import AuxStream
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Tables
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.around import AroundIndex
 from kvthaw.index.tables import grown, row_from_host, row_to_host
+from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.page_means import RING, Added, Start, page_means
 from kvthaw.kernels.remainder import remainder
 
@@ -193,7 +195,8 @@ class RemainderIndex(AroundIndex):
     """An index, and an estimate of the attention to the tokens that it does not select.
 
     A page has n tokens, mean key C and mean value V, and a step selects m of its tokens. The rest weigh (n - m) exp(scale q.C)
-    and have the value V; see `kvthaw.kernels.remainder`. What selects, and its rows, do not change.
+    and have the value V; see `kvthaw.kernels.remainder`. What selects, and its rows, do not change. On a GPU the side stream
+    computes the estimate while the current stream fetches the rows.
 
     make: builds the index that selects.
     page: tokens of a page, int.
@@ -219,6 +222,7 @@ class RemainderIndex(AroundIndex):
         self.pages.reserve(context.store.seqs, 0)
         super().__init__(context, inner, self.pages)
         self.traits = replace(self.traits, attends=True, snapshots=traits.snapshots)
+        self._beside = context.aux or AuxStream()
 
     def snapshot(self, seq: int) -> Any:
         return self.inner.snapshot(seq)
@@ -241,6 +245,11 @@ class RemainderIndex(AroundIndex):
             raise ConfigError(f"remainder is {pages.page}; it must be 0 where each query head has rows or weights of its own")
         pages.reserve(batch, 0)
         means = pages.means[:batch, :, : pages.looked_at(batch)]
-        known, scale = pages.known[:batch], self.context.scale
-        rest = remainder(query, means, found.rows, known, first=pages.first, page=pages.page, scale=scale)
-        return Selection(found.rows, found.counts, partial=rest)
+        known, scale, estimates = pages.known[:batch], self.context.scale, list[Partial]()
+
+        def estimate() -> None:
+            rest = remainder(query, means, found.rows, known, first=pages.first, page=pages.page, scale=scale)
+            estimates.append(rest)
+
+        done = self._beside.run(query.device, estimate)  # while the selected rows are fetched
+        return Selection(found.rows, found.counts, partial=replace(estimates[0], done=done))

@@ -21,14 +21,21 @@ PARTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Attention over some of the keys, ready to be merged with the rest.
+    """Attention over some of the keys, to be merged with the rest.
 
     out: [B, Hq, D] float32; 0, never NaN, where lse is -inf.
     lse: [B, Hq] float32, natural log of the sum of exponentials. gpt-oss sinks are ``Partial(0, s_aux)``.
+    done: the event after which out and lse are written, if another stream than the current one writes them.
     """
 
     out: Tensor
     lse: Tensor
+    done: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Make the current stream wait until out and lse are written."""
+        if self.done is not None:
+            torch.cuda.current_stream(self.out.device).wait_event(self.done)
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
