@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test check words types quick bench docs real clean
 
 demo: $(STAMP)
-	$(BIN)/kvthaw demo
+	$(BIN)/python -m lab demo
 
 test: $(STAMP)
 	$(BIN)/pytest -n 2 --dist worksteal

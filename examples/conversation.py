@@ -4,17 +4,22 @@ import torch
 
 import kvthaw
 from kvthaw.engine.hf.model import load_shipped
-from kvthaw.evaluate.tasks import niah
+from kvthaw.evaluate.files import read_asset
 
 facts = {"quiet-harbor": "4417382", "amber-lantern": "9052816", "rusty-compass": "2760935"}
 model, tokenizer = load_shipped()
-needles = [niah.NEEDLE.format(kind="numbers", key=key, value=value) for key, value in facts.items()]
-book = niah.Haystack.of(None).with_facts(1200, needles, [0.2, 0.5, 0.8])
-context = niah.INTRO.format(kind="numbers") + book
+words = read_asset("book.txt").split()[:1200]
+for at, (key, value) in zip((960, 600, 240), facts.items(), strict=True):
+    words.insert(at, f"One of the special magic numbers for {key} is: {value}.")
+context = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about the "
+)
+context += "numbers afterwards.\n" + " ".join(words)
 
 with kvthaw.attach(model, "icecache-digest", budget=256, prefix_cache=kvthaw.PrefixCache()) as handle:
     for key, value in facts.items():
-        question = niah.QUESTION_ONE.format(one="number", query=key)
+        asked = f"the special magic number for {key} mentioned in the provided text"
+        question = f"\nWhat is {asked}? {asked.capitalize()} is"
         prompt = tokenizer(context + question, return_tensors="pt").input_ids.to(model.device)
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
         text = tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True).strip()

@@ -1,22 +1,21 @@
 """Prefill once, then fork the cache to see what each method and budget answers."""
 
 import kvthaw
+from kvthaw.answering import Answer
 from kvthaw.engine.hf.model import load_shipped
 from kvthaw.engine.prefill import prefill
-from kvthaw.evaluate.answers import Answers
-from kvthaw.evaluate.probe import Probe
-from kvthaw.evaluate.tasks import TASKS
+from kvthaw.evaluate.files import read_asset
 
 model, tokenizer = load_shipped()
-sample = TASKS["niah_single"].sample(tokenizer, length=1024, seed=2, depth=0.4)
+words = read_asset("book.txt").split()[:700]
+words.insert(280, "One of the special magic numbers for quiet-harbor is: 4417382.")
+asked = "the special magic number for quiet-harbor mentioned in the provided text"
+prompt = tokenizer(f"{' '.join(words)}\nWhat is {asked}? {asked.capitalize()} is")["input_ids"]
 base = kvthaw.Cache(model, "full")
-logits = prefill(model, base, tokenizer(sample.prompt)["input_ids"])
+logits = prefill(model, base, prompt)
 
-print("planted:", sample.answers[0])
 for method in ("oracle", "icecache-digest", "streaming"):
     for budget in (64, 256):
         cache = base.fork(method, budget=budget)
-        probe = Probe(cache, reference=base)
-        answers = Answers(model, tokenizer, cache)
-        text = "".join(piece or "" for (piece,) in answers.stream(logits[None], [[]], 12)).strip()
-        print(f"{method:10} {budget:4}: {text:20} attention mass {probe.quality().attention_mass:.2f}")
+        text = "".join(Answer(model, tokenizer, cache, logits, sampling=kvthaw.Sampling(max_tokens=12, stop=["\n"])))
+        print(f"{method:15} {budget:4}: {text.strip():20} {cache.stats().attended_mean:.0f} of {len(prompt)} tokens attended")

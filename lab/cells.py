@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.metrics import mean, wilson
-from kvthaw.evaluate.results import Record, ResultsFile
+from kvthaw.evaluate.results import Record, ResultsFile, mean
+from lab.evaluate.metrics import wilson
 
 T = TypeVar("T")
 _MEANS = ("attended_mean", "retrieved", "hit_rate", "attention_mass", "recall_at_k", "output_error")
@@ -112,10 +112,10 @@ def cells_of(records: Iterable[Record]) -> list[Cell]:
 
 
 def read_cells(path: Path) -> list[Cell]:
-    """The cells of a folder of kvthaw compare, or of a file that `write_cells` wrote. Raises ConfigError where there are none."""
+    """The cells of a folder of python -m lab compare, or of a file that `write_cells` wrote. Raises ConfigError without any."""
     cells = _parsed(path, Cell.from_json) if path.is_file() else cells_of(ResultsFile(path / "results.jsonl"))
     if not cells:
-        raise ConfigError(f"{str(path)!r} holds no results of kvthaw compare")
+        raise ConfigError(f"{str(path)!r} holds no results of python -m lab compare")
     return cells
 
 
@@ -125,7 +125,7 @@ def write_cells(cells: Iterable[Cell], path: Path) -> None:
 
 
 def records_of(cells: Iterable[Cell]) -> list[Record]:
-    """A record a sample, for the report of kvthaw compare; what was measured is the mean of the cell's."""
+    """A record a sample, for the report of python -m lab compare; what was measured is the mean of the cell's."""
     found = []
     for cell in cells:
         about = dict(zip(_ABOUT, cell.about, strict=True))
@@ -139,7 +139,7 @@ def records_of(cells: Iterable[Cell]) -> list[Record]:
 
 
 def read_stretches(path: Path) -> list[Record]:
-    """The records of perplexity in a folder of kvthaw compare, or in the file beside one that `write_cells` wrote."""
+    """The records of perplexity in a folder of python -m lab compare, or in the file beside one that `write_cells` wrote."""
     if not path.is_file():
         return [record for record in ResultsFile(path / "results.jsonl") if "nll" in record.measures]
     beside = _beside(path)
@@ -177,5 +177,5 @@ def _parsed(path: Path, read: Callable[[str], T]) -> list[T]:
         try:
             found.append(read(raw.decode("utf-8")))
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"line {number} of {str(path)!r} is not a cell of kvthaw compare: {error}") from error
+            raise ConfigError(f"line {number} of {str(path)!r} is not a cell of python -m lab compare: {error}") from error
     return found

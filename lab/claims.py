@@ -1,6 +1,6 @@
 """What the papers and this project claim of accuracy, and what came of it over the cells of a comparison.
 
-usage: python3 -m lab.claims OUT...    OUT: a folder of kvthaw compare. Prints the claims that each says something of,
+usage: python3 -m lab.claims OUT...    OUT: a folder of python -m lab compare. Prints the claims that each says something of,
 and accuracy by task at 256 tokens; the tables of docs/notes/shipped-model.md are written by lab/compared.py.
 """
 
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvthaw.evaluate.document import Share, Table, Value
-from kvthaw.evaluate.metrics import paired, wilson
 from kvthaw.methods import METHODS
 from lab.cells import Cell, read_cells
+from lab.evaluate.document import Share, Table, Value
+from lab.evaluate.metrics import paired, wilson
 
 OURS = ("icecache-digest", "pariskv-plus", "clusterkv-plus", "prkv-plus")
 """kvthaw's own methods, which the project's claims are about."""

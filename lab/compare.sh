@@ -3,7 +3,7 @@
 # Resumable: what stands in OUT is not run again. The large table comes first; what is left of MINUTES (8) is for the other parts, side by side.
 # PROCESSES (8) share the GPU, best under NVIDIA's MPS; each holds up to 5 GiB of prompts, as much for indexes, and as much pinned on the host.
 # SEED (1000): samples from there on; kvthaw's own methods were designed on 0 to 49.
-# Afterwards, on any machine with matplotlib: kvthaw compare --report-only --out OUT; python3 -m lab.compared OUT publishes it.
+# Afterwards, on any machine with matplotlib: python -m lab compare --report-only --out OUT; python3 -m lab.compared OUT publishes it.
 set -euo pipefail
 out=$1 minutes=${2:-8} jobs=${3:-8} seed=${4:-1000}
 end=$(( $(date +%s) + $(awk -v m="$minutes" 'BEGIN { print int(60 * m) }') ))
@@ -12,7 +12,7 @@ run() { # by so many processes, in the time that is left
   left=$(( end - $(date +%s) ))
   if (( left < 20 )); then echo "no time left for: $*" >&2; return; fi
   for i in $(seq "$many"); do
-    timeout -s INT "$left" python3 -m kvthaw compare --shard "$i/$many" --out "$out" --samples 50 --seed "$seed" "$@" || echo "not all of: $*" >&2 &
+    timeout -s INT "$left" python3 -m lab compare --shard "$i/$many" --out "$out" --samples 50 --seed "$seed" "$@" || echo "not all of: $*" >&2 &
   done
   wait $(jobs -p)
 }

@@ -2,7 +2,7 @@
 docs/notes/shipped-model.md, and take docs/compare.png from the report (where Chromium is installed). Claims count those of
 compare_seeds.jsonl, too.
 
-usage: python3 -m lab.compared OUT... [REPORT.html]    OUT: a folder of kvthaw compare or eval, or a file of cells
+usage: python3 -m lab.compared OUT... [REPORT.html]    OUT: a folder of python -m lab compare or eval, or a file of cells
 
 Only what every task and length has under every method is published, so that all numbers are of the same samples; of a cell that
 several OUT have, the last. To add methods to what is published: lab/results/compare.jsonl NEW, which may come from another
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvthaw.evaluate.compare import summaries
-from kvthaw.evaluate.overview import overview
 from lab.cells import Cell, read_cells, read_stretches, records_of, write_cells, write_stretches
 from lab.claims import EXACT, Asked, by_budget, by_task, complete, verdicts
+from lab.evaluate.compare import summaries
+from lab.evaluate.overview import overview
 from lab.script import paragraph, put
 
 HERE = Path(__file__).parents[1]

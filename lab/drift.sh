@@ -12,7 +12,7 @@ given="--length 8192 --steps 8192 --probe 64"
 [ "$size" = tiny ] && given="--length 1024 --steps 32 --probe 4"
 learned=pariskv,pariskv-plus,pariskv:centroids=learned,icecache,pqcache,magicpig budgeted=icecache-digest,pariskv,pariskv-plus,clusterkv,clusterkv-plus,prkv,quest
 
-# A line a process: its name, then what kvthaw eval is given. The slowest come first.
+# A line a process: its name, then what python -m lab eval is given. The slowest come first.
 jobs() {
   local method
   for method in ${budgeted//,/ }; do echo "drift-256-$method drift $given --method $method --budget 256"; done

@@ -15,8 +15,8 @@ from typing import Any
 from kvthaw.bench.card import noted, where
 from kvthaw.bench.settings import DecodeSetting
 from kvthaw.errors import ConfigError, at_least, unknown
-from kvthaw.evaluate import plot
 from kvthaw.evaluate.results import Record, ResultsFile
+from lab.evaluate import plot
 from lab.filled import FilledBench
 from lab.plans import FIGURES, PLANS, Common
 from lab.script import printing, run_as_script

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.passages import opening, tokens_of
-from kvthaw.evaluate.tasks import TASKS
+from lab.evaluate.tasks import TASKS
 
 NEEDLE = TASKS["niah_multikey"]
 

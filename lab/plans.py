@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvthaw.bench.settings import DecodeSetting, possible, setting
-from kvthaw.evaluate import plot
+from kvthaw.bench.settings import DecodeSetting, label, possible, setting
 from kvthaw.evaluate.results import Record
+from kvthaw.formatting import short
+from lab.evaluate import plot
 
 FIGURES = {
     "overview": "The README's: full attention, transformers' offloaded cache and pariskv-plus, 36k to 512k",
@@ -140,7 +141,7 @@ def _baseline(c: Common) -> list[DecodeSetting]:
 
 def _draw_baseline(figure: Any, lines: list[Record]) -> None:
     left, right = figure.subplots(1, 2)
-    names = [f"{plot.label(line)} ({line['steps']})" for line in lines]
+    names = [f"{label(line)} ({line['steps']})" for line in lines]
     left.barh(names, [line["tt2t_s"] or 0.0 for line in lines], color="C7", label="until the second token")
     right.barh(names, [1e3 * line["tpot_s"] for line in lines], color="C0", label="each further token")
     left.set(xlabel="seconds")
@@ -194,7 +195,7 @@ def _draw_batches(figure: Any, lines: list[Record]) -> None:
             x = [r["batch"] for r in mine]
             panels[0][column].plot(x, [r["tokens_per_s"] for r in mine], marker="o", color=colour, label=f"{name} ({steps})")
             panels[1][column].plot(x, [1e3 * r["tpot_s"] for r in mine], marker="o", color=colour)
-        panels[0][column].set(title=plot.short(length), ylim=(0, None))
+        panels[0][column].set(title=short(length), ylim=(0, None))
         panels[1][column].set(xlabel="batch, rows", ylim=(0, None))
     panels[0][0].set_ylabel("tokens a second")
     panels[1][0].set_ylabel("time per output token, ms")
@@ -215,13 +216,13 @@ def _draw_prkv(figure: Any, lines: list[Record]) -> None:
     _stacked(right, middle, [line["tpot_s"] * _MOST for line in middle])
     if asked:
         one = asked[0]
-        left.set(title=f"{plot.short(one['length'])} + {plot.short(one['new_tokens'])}")
+        left.set(title=f"{short(one['length'])} + {short(one['new_tokens'])}")
         left.legend(fontsize=7)
-    right.set(title=f"400 + {plot.short(_MOST)}, by steps in its middle")
+    right.set(title=f"400 + {short(_MOST)}, by steps in its middle")
 
 
 def _stacked(axes: Any, lines: list[Record], decoding: list[float]) -> None:
-    names, prompt = [plot.label(line) for line in lines], [line["ttft_s"] or 0.0 for line in lines]
+    names, prompt = [label(line) for line in lines], [line["ttft_s"] or 0.0 for line in lines]
     axes.barh(names, prompt, label="prompt", color="C7")
     axes.barh(names, decoding, left=prompt, label="decoding", color="C0")
     axes.invert_yaxis()

@@ -9,9 +9,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from kvthaw.evaluate.document import Share
 from lab.cells import read_cells
 from lab.claims import by_budget
+from lab.evaluate.document import Share
 
 HERE = Path(__file__).parent
 STYLES = ("-", "--", ":", "-.")

@@ -26,7 +26,7 @@ else
 fi
 drift="drift --length $prompt --steps $after --probe $probe"
 
-# A line a process: its name, then what kvthaw eval is given. The longest come first.
+# A line a process: its name, then what python -m lab eval is given. The longest come first.
 jobs() {
   local k seed method length task
   for k in "${rows[@]}"; do

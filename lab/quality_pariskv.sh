@@ -28,7 +28,7 @@ else
   recall_lengths=(32768 8192) steps=16 after=(8192 4096) prompt=8192 samples=20 probe=32
 fi
 
-# A line a process: its name, then what kvthaw eval is given. The longest come first.
+# A line a process: its name, then what python -m lab eval is given. The longest come first.
 jobs() {
   local n length seed task
   for n in "${after[@]}"; do

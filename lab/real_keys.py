@@ -22,7 +22,7 @@ from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cli.options import budget_of, listed, tokens_of, words
-from kvthaw.evaluate.tasks.base import read_asset
+from kvthaw.evaluate.files import read_asset
 from kvthaw.methods import METHODS, resolve
 from lab.script import Report, options, run_as_script
 from models.real_keys import STEPS, Head, capture

@@ -6,7 +6,7 @@ usage: python3 -m lab.real_models MODEL OUT.jsonl [--method all] [--budget 64,25
 The first measures for `--seconds` what OUT.jsonl lacks. With `--prompts`, full attention answers each prompt of a file greedily,
 through the chat template where there is one. Without, windows of a text at every length are spread evenly over it: the text itself
 follows half of them, full attention's greedy answer to a question the other half. All variants see a block of prompts before any
-sees the next. MODEL: as for `kvthaw eval --model`. The second writes lab/results/real_models.jsonl, a line a model, text,
+sees the next. MODEL: as for `python -m lab eval --model`. The second writes lab/results/real_models.jsonl, a line a model, text,
 kind of prompt and variant, and the tables of docs/results.md.
 """
 
@@ -35,9 +35,9 @@ from kvthaw.evaluate.agreement import (
     summarize,
     windows,
 )
-from kvthaw.evaluate.overview import enough
+from kvthaw.evaluate.files import read_asset
+from kvthaw.evaluate.report import enough
 from kvthaw.evaluate.results import Record, ResultsFile
-from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
 from kvthaw.methods import METHODS
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--publish", nargs="+", type=Path, help="files of results, for the tables")
-    parser.add_argument("--method", default="all", help="all, or methods as for kvthaw eval")
+    parser.add_argument("--method", default="all", help="all, or methods as for python -m lab eval")
     parser.add_argument("--budget", default="64,256,1024")
     parser.add_argument("--dense-layers", default="", help="several numbers; default: two, or what the model's size says")
     parser.add_argument("--prompts", type=Path, help='a JSON-lines file whose lines hold a "prompt"')

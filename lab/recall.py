@@ -23,13 +23,13 @@ from kvthaw.engine.hf.model import check_prompt, load
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import ConfigError, at_least, one_of
-from kvthaw.evaluate import plot
 from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.passages import text_name
-from kvthaw.evaluate.probe import Probe, Quality
 from kvthaw.evaluate.results import Record, ResultsFile, Setting, shared
 from kvthaw.evaluate.variant import Variant, complete, fork, setting_of, whole
 from kvthaw.methods import resolve
+from lab.evaluate import plot
+from lab.evaluate.probe import Probe, Quality
 from lab.passages import PASSAGES, Passage
 from lab.script import run_as_script
 

@@ -36,7 +36,7 @@ class Record:
     @torch.no_grad()
     def __init__(self, config: PretrainedConfig, length: int, device: torch.device) -> None:
         from kvthaw.engine.hf.model import load_shipped, positions
-        from kvthaw.evaluate.tasks.base import read_asset
+        from kvthaw.evaluate.files import read_asset
 
         config = config.get_text_config(decoder=True)
         self.heads, self.q_heads, self.dim = config.num_key_value_heads, config.num_attention_heads, config.head_dim

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.document import Table
 from kvthaw.evaluate.results import ResultsFile
 from lab.compared import HERE
+from lab.evaluate.document import Table
 from lab.reproduce import EXPERIMENTS, Lab, Outcome, run
 from lab.reproduce.draw import picture, shown
 from lab.reproduce.experiment import Cell, Cells

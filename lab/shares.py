@@ -18,9 +18,8 @@ from kvthaw.engine.hf.model import check_prompt, load
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.machine import identity, versions
-from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.passages import text_name
-from kvthaw.evaluate.results import Record, ResultsFile
+from kvthaw.evaluate.results import Record, ResultsFile, mean
 from lab.passages import PASSAGES
 from lab.reproduce.special import static_shares
 from lab.script import options, run_as_script

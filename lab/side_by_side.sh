@@ -1,4 +1,4 @@
-# Sourced by scripts that define jobs and together, each of which prints a line a process: its name, then what kvthaw eval is given.
+# Sourced by scripts that define jobs and together, each of which prints a line a process: its name, then what python -m lab eval is given.
 # What stands in OUT/parts is not run again; those of `together` (all-NAME) start from the lines of all NAME-*.
 
 run() { # OUT NAME ARGUMENTS...
@@ -6,7 +6,7 @@ run() { # OUT NAME ARGUMENTS...
   shift 2
   [ -s "$out/parts/$name.done" ] && return
   case $name in all-*) cat "$out/parts/${name#all-}"-*.jsonl > "$out/parts/$name.jsonl" ;; esac
-  local command="kvthaw eval" json=--json
+  local command="lab eval" json=--json
   case $1 in recall | drift) command=lab.recall json= ;; esac
   if python3 -m $command "$@" $json --out "$out/parts/$name.jsonl" > "$out/parts/$name.json" 2> "$out/parts/$name.err"; then
     mv "$out/parts/$name.json" "$out/parts/$name.done"

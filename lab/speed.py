@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvthaw.evaluate import plot
-from kvthaw.evaluate.document import Table
 from kvthaw.evaluate.results import Record as Result
+from kvthaw.formatting import short
+from lab.evaluate import plot
+from lab.evaluate.document import Table
 from lab.script import paragraph, put
 
 HERE = Path(__file__).parent
@@ -213,12 +214,10 @@ def _lengths(device: str, filled: list[Record]) -> Iterable[str]:
         "compiled and captured (`attach(compile=True)`) in one CUDA graph, or where the tree is on the host in one more than "
         "there are searches,"
     )
-    there = f"; at {', '.join(map(plot.short, shared))} layers share one layer's rows on the host" if shared else ""
+    there = f"; at {', '.join(map(short, shared))} layers share one layer's rows on the host" if shared else ""
     what = f"{device}, mean (median, 95th percentile) milliseconds a token, index updates counted"
     yield f"{what}, {how} unless marked ({commit(used)}{there}):"
-    yield Table(
-        ["", *(plot.short(n) for n in columns), "KV and index on the device, dense layers too, of full's"], rows
-    ).markdown()
+    yield Table(["", *(short(n) for n in columns), "KV and index on the device, dense layers too, of full's"], rows).markdown()
 
 
 def batches(lines: list[Record]) -> Iterable[str]:
@@ -240,7 +239,7 @@ def batches(lines: list[Record]) -> Iterable[str]:
         rate = f"{most['tokens_per_s'] / least['tokens_per_s']:.1f}"
         alone = [next((line for line in of if asked(line)["batch"] == 1), None) for of in (mine, full)]
         ours, theirs = (f"{line['tokens_per_s']:.0f}" for line in (most, least))
-        words = f"At {plot.short(length)}, captured, {method} gives {ours} tokens a second with {asked(most)['batch']} rows, "
+        words = f"At {short(length)}, captured, {method} gives {ours} tokens a second with {asked(most)['batch']} rows, "
         words += f"full attention {theirs} with {asked(least)['batch']}: {rate} times"
         if alone[0] and alone[1]:
             words += f"; one row takes {ms(alone[0])} and {ms(alone[1])} ms a token"
@@ -263,7 +262,7 @@ def peaks(lines: list[Record]) -> Iterable[str]:
         name = one["method"] + (f", {one['kv_dtype']} rows" if one.get("kv_dtype") else "")
         name += ", compiled" if one.get("compile") else ""
         place = "" if line["device_rate"] in (None, 1.0) else f" ({percent([line['device_rate']])} of its rows on the device)"
-        cells = [name + place, plot.short(one["length"]), str(one["seqs"]), f"{line['mean_ms']:.1f} ({line['median_ms']:.1f})"]
+        cells = [name + place, short(one["length"]), str(one["seqs"]), f"{line['mean_ms']:.1f} ({line['median_ms']:.1f})"]
         rows.append([*cells, f"{rate:,.0f}", f"{rate / best_rate:.2f}" if best_rate else ""])
     if rows:
         where = f"{asked(lines[0])['device']}, {commit(lines)}"
@@ -279,7 +278,7 @@ def prefills(lines: list[Record]) -> Iterable[str]:
     parts = []
     for line in known:
         one = asked(line)
-        way = "one pass" if one["chunk"] >= one["length"] else f"chunks of {plot.short(one['chunk'])}"
+        way = "one pass" if one["chunk"] >= one["length"] else f"chunks of {short(one['chunk'])}"
         layers = "" if one.get("layers") is None else f", {one['layers']} of the layers"
         times = f"{line['indexed_s']:.2f} s"
         if one["length"] in base and one["method"] != "hf-dynamic" and not layers:
@@ -288,7 +287,7 @@ def prefills(lines: list[Record]) -> Iterable[str]:
             times += f" ({line['over_floor']:.2f} times what the hardware allows)"
         if "tt2t_s" in line and one["length"] in second:
             times += f", second token after {line['tt2t_s']:.2f} s ({line['tt2t_s'] / second[one['length']]:.2f})"
-        parts.append(f"{one['method']} {plot.short(one['length'])} in {way}{layers} {times}")
+        parts.append(f"{one['method']} {short(one['length'])} in {way}{layers} {times}")
     if parts:
         yield (
             "A prompt until all of it is offloaded and indexed, beside transformers' own "
@@ -303,8 +302,8 @@ def served(lines: list[Record]) -> Iterable[str]:
         one, most = lines[0], max(line["captures"] for line in lines)
         each = "; ".join(f"{line['method']} {line['step_ms_p50']:.1f} ({line['step_ms_p95']:.1f})" for line in lines)
         yield (
-            f"A batch of {one['max_seqs']} sequences that prompts of {plot.short(one['length'] // 2)} to "
-            f"{plot.short(one['length'])} keep joining and leaving, captured {'once' if most == 1 else f'{most} times'}, "
+            f"A batch of {one['max_seqs']} sequences that prompts of {short(one['length'] // 2)} to "
+            f"{short(one['length'])} keep joining and leaving, captured {'once' if most == 1 else f'{most} times'}, "
             f"{lines[-1]['budget']} tokens: "
             f"median (95th percentile) milliseconds a step {each} "
             f"([serving.jsonl](../lab/results/serving.jsonl), {', '.join(dict.fromkeys(line['commit'] for line in lines))})."

@@ -1,4 +1,4 @@
-"""Markdown tables of what kvthaw eval printed with --json: tasks, recall, drift, shares.
+"""Markdown tables of what python -m lab eval printed with --json: tasks, recall, drift, shares.
 
 usage: tables.py FILE...            tables of JSON lines
        tables.py --gather COMMIT    the lines of stdin, shortened and marked, for lab/results
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from kvthaw.evaluate.document import Table
+from lab.evaluate.document import Table
 
 Line = dict[str, Any]
 

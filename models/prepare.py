@@ -1,6 +1,6 @@
 """Tokenises what training needs: a part of the books, the tasks' wording, and the evaluation prompts.
 
-    python models/prepare.py --data DATA --out FOLDER
+    python -m models.prepare --data DATA --out FOLDER
 
 DATA holds books/books_train.jsonl.gz, pg_essays/*.txt, words/, longeval/ and lost_in_the_middle/. The book that ships
 is held out, and the Paul Graham essays serve as haystacks in the evaluation only.
@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
-from kvthaw.evaluate.tasks import TASKS, Sample, keyed, niah, passkey, variable_tracking
-from kvthaw.evaluate.tasks.base import GRASS, word_list
+from lab.evaluate.tasks import TASKS, Sample, keyed, niah, passkey, variable_tracking
+from lab.evaluate.tasks.base import GRASS, word_list
 
 TOPICS = ["number", "code", "password", "secret code", "access code", "phone number", "price", "score", "weight"]
 TOPICS += ["badge", "ticket", "serial number", "locker", "account", "room", "box"]

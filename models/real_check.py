@@ -17,8 +17,8 @@ from rich.console import Console
 import kvthaw
 from kvthaw.engine.hf.model import load, silence
 from kvthaw.evaluate.agreement import Agreement, Comparison, questions, summarize, windows
-from kvthaw.evaluate.overview import agreements
-from kvthaw.evaluate.tasks.base import read_asset
+from kvthaw.evaluate.files import read_asset
+from kvthaw.evaluate.report import agreements
 from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import read_variants
 

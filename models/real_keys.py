@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvthaw.engine.hf.model import load, silence
 from kvthaw.evaluate.agreement import questions
-from kvthaw.evaluate.tasks.base import read_asset
+from kvthaw.evaluate.files import read_asset
 from kvthaw.evaluate.text import Chat
 
 TOKENS, STEPS, QUERIES = 760, 8, 72

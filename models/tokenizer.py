@@ -179,7 +179,8 @@ def words(path: Path) -> list[str]:
 
 
 def main() -> None:
-    assets = Path(__file__).parents[1] / "src" / "kvthaw" / "assets"
+    root = Path(__file__).parents[1]
+    assets, words_of = root / "src" / "kvthaw" / "assets", root / "lab" / "assets"
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=assets / "model")
@@ -193,7 +194,7 @@ def main() -> None:
             total += len(texts[-1])
             if total > 20_000_000:
                 break
-    tokenizer = build(texts, words(assets / "adjectives.txt"), words(assets / "nouns.txt"), args.size)
+    tokenizer = build(texts, words(words_of / "adjectives.txt"), words(words_of / "nouns.txt"), args.size)
     save(tokenizer, args.out)
     book = (assets / "book.txt").read_text(encoding="utf-8")
     print(tokenizer.get_vocab_size(), len(tokenizer.encode(book).ids), len(book))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from kvthaw.cli import main
+from said import program
 
 
 class Forked:
@@ -39,7 +39,7 @@ def _run(arguments: tuple[str, ...], out: int, err: int) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
     sys.argv = ["kvthaw", *arguments]
     try:
-        main()
+        program(arguments)()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
     except BaseException:

@@ -16,15 +16,15 @@ import yaml
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
+import lab.cli
 from kvthaw import cli
 from kvthaw.evaluate.describe import markdown
-from kvthaw.evaluate.published import BENCHMARKS
-from kvthaw.evaluate.tasks import SUITES, TASKS
 from kvthaw.evaluate.variant import read_variant
 from kvthaw.methods import METHODS, resolve
-from lab.__main__ import app as lab
+from lab.__main__ import app as laboratory
 from lab.cells import read_cells, write_cells
-from lab.reproduce import command
+from lab.evaluate.published import BENCHMARKS
+from lab.evaluate.tasks import SUITES, TASKS
 from lab.script import END, put
 from zoo import build, prompt
 
@@ -149,27 +149,23 @@ def test_every_command_that_is_shown_can_be_given(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("kvthaw.methods.METHODS.load_plugin", lambda _: [])
     monkeypatch.setattr("typer.rich_utils.rich_format_help", lambda **_: None)  # whose tables nobody reads here
     texts = [(ROOT / page).read_text().replace("\\\n", " ") for page in (*PAGES, "Makefile")]
-    for one in pkgutil.iter_modules(cli.__path__):
-        module = vars(importlib.import_module(f"kvthaw.cli.{one.name}"))
-        texts += [value for name, value in module.items() if name.endswith("EXAMPLES")]
-    texts.append(command.EXAMPLES)
-    commands = "eval|generate|chat|compare|bench|reproduce|demo|methods|serve|inspect|plan"
-    shown = [
-        line
-        for text in texts
-        for line in re.findall(
-            rf"(?:kvthaw|python -m lab) ((?:{commands}) [^`\n#|>)]*--[a-z][^`\n#|>)]*)", text.replace("[/]", "`")
-        )
+    modules = [
+        importlib.import_module(f"{of.__name__}.{one.name}")
+        for of in (cli, lab.cli)
+        for one in pkgutil.iter_modules(of.__path__)
     ]
+    texts += [value for module in modules for name, value in vars(module).items() if name.endswith("EXAMPLES")]
+    commands = "eval|generate|chat|compare|bench|reproduce|demo|methods|serve|inspect|plan"
+    pattern = rf"(?:kvthaw|python -m lab) (?:{commands}) [^`\n#|>)]*--[a-z][^`\n#|>)]*"
+    shown = [line for text in texts for line in re.findall(pattern, text.replace("[/]", "`"))]
     assert shown
     parts = {line: shlex.split(line) for line in shown}
     kinds = {tuple(part for part in split if part.startswith("--") or part in COMMANDS): line for line, split in parts.items()}
     for line in kinds.values():  # one of each command and its options, whatever their values
         at = parts[line].index("--plugin") if "--plugin" in parts[line] else len(parts[line])  # a file that is not here
         asked = [*parts[line][:at], "--help", *parts[line][at:]]
-        said = CliRunner().invoke(
-            lab if asked[0] == "reproduce" else cli.app, asked
-        )  # options are looked up before help is shown
+        program, words = (cli.app, asked[1:]) if asked[0] == "kvthaw" else (laboratory, asked[3:])
+        said = CliRunner().invoke(program, words)  # options are looked up before help is shown
         assert said.exit_code == 0, f"{line}: {said.output}"
 
 

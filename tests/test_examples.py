@@ -15,7 +15,7 @@ EXPECTED = {
         "prompt tokens were there already",
         "of the selected rows were on the device already",
     ],
-    "one_prefill_many_budgets.py": ["oracle", "streaming", "attention mass"],
+    "one_prefill_many_budgets.py": ["oracle", "streaming", "tokens attended"],
     "own_method.py": ["sign-keys: "],
     "ray_serve.py": ["replica ", "12345"],
     "serving.py": ["tokens in sequence 0", "tokens in sequence 1", "tokens attended a step"],

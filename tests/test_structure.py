@@ -36,8 +36,6 @@ ORDER = [
         "serve",
         "bench",
         "answering",
-        "demo_texts",
-        "demo",
         "conversation",
         "cli",
     ),

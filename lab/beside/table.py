@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvthaw.evaluate.plot import short
 from kvthaw.evaluate.results import Record
+from kvthaw.formatting import short
 from lab.beside.cases import LONG, VLLM, Case
 
 Found = Sequence[tuple[Case, Record]]

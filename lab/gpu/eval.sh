@@ -25,7 +25,7 @@ compare() { # FOLDER TASKS SAMPLES SEED METHODS [OPTIONS]: its shards side by si
   local what="$1, $2 of $3" begin=$SECONDS i running=()
   for i in $(seq "$many"); do
     ((end - SECONDS > 15)) || { echo "no time left: $what"; return; }
-    timeout -k 3 $((end - SECONDS)) python3 -m kvthaw compare --out "$out/$1" --task "$2" --samples "$3" --seed "$4" --method "full,$5" \
+    timeout -k 3 $((end - SECONDS)) python3 -m lab compare --out "$out/$1" --task "$2" --samples "$3" --seed "$4" --method "full,$5" \
       --length "$lengths" --dense-layers 0 --batch 16 --shard "$i/$many" "${@:6}" > /dev/null || echo "not all: $what" &
     running+=($!)
   done

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvthaw.evaluate import plot
+from lab.evaluate import plot
 from lab.reproduce.experiment import Outcome, Value
 
 Numbers = dict[str, dict[str, Value]]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.published import BENCHMARKS
+from lab.evaluate.published import BENCHMARKS
 
 if TYPE_CHECKING:
     from lab.reproduce.lab import Lab

@@ -14,14 +14,14 @@ from kvthaw.bench.card import where
 from kvthaw.bench.decode import Bench
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.errors import ConfigError, HostMemoryError
-from kvthaw.evaluate.job import Progress
+from kvthaw.evaluate.evaluator import Progress
 from kvthaw.evaluate.machine import identity
-from kvthaw.evaluate.published import Benchmark, Item
 from kvthaw.evaluate.results import ResultsFile
-from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import FULL, Variant, read_variant
 from kvthaw.methods import resolve
+from lab.evaluate.assets import read_own
+from lab.evaluate.published import Benchmark, Item
 
 BUDGET = 64
 """Of all quick runs."""
@@ -154,5 +154,5 @@ class Lab:
 
 def _stand_in(benchmark: str) -> dict[str, Any]:
     """Return a record in the layout of a benchmark's file, not the benchmark's own, for runs that only show that all works."""
-    known = json.loads(read_asset("stand_ins.json"))
+    known = json.loads(read_own("stand_ins.json"))
     return next(record for prefix, record in known.items() if benchmark.startswith(prefix))

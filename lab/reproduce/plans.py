@@ -7,17 +7,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from kvthaw.evaluate.job import EVEN_DEPTHS, Job
-from kvthaw.evaluate.metrics import mean
-from kvthaw.evaluate.perplexity import Course, Reader
-from kvthaw.evaluate.perplexity import summarize as summarize_perplexity
-from kvthaw.evaluate.published import BENCHMARKS
-from kvthaw.evaluate.published.results import summarize
-from kvthaw.evaluate.published.runner import Examiner, Run
-from kvthaw.evaluate.results import Record
-from kvthaw.evaluate.runner import Runner
-from kvthaw.evaluate.tasks import find
+from kvthaw.evaluate.results import Record, mean
 from kvthaw.evaluate.variant import FULL, Variant, complete
+from lab.evaluate.job import EVEN_DEPTHS, Job
+from lab.evaluate.perplexity import Course, Reader
+from lab.evaluate.perplexity import summarize as summarize_perplexity
+from lab.evaluate.published import BENCHMARKS
+from lab.evaluate.published.results import summarize
+from lab.evaluate.published.runner import Examiner, Run
+from lab.evaluate.runner import Runner
+from lab.evaluate.tasks import find
 from lab.reproduce.experiment import Cell, Cells
 from lab.reproduce.lab import Lab
 

@@ -14,14 +14,13 @@ from kvthaw.engine.decode import feed
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.prefill import prefill
-from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.probe import exact_scores
-from kvthaw.evaluate.published import BENCHMARKS
-from kvthaw.evaluate.results import Record
+from kvthaw.evaluate.results import Record, mean
 from kvthaw.evaluate.variant import Variant, complete, fork, whole
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.kernels.kmeans import kmeans
 from kvthaw.methods import resolve
+from lab.evaluate.published import BENCHMARKS
 from lab.reproduce.experiment import Cell, Cells, Measurement
 from lab.reproduce.lab import Lab
 from lab.reproduce.plans import QUICK

@@ -14,15 +14,15 @@ from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
-from kvthaw.evaluate.job import Progress
+from kvthaw.evaluate.evaluator import Progress
 from kvthaw.evaluate.passages import opening, tokens_of
-from kvthaw.evaluate.probe import Probe, Quality
-from kvthaw.evaluate.published import BENCHMARKS
-from kvthaw.evaluate.published.base import truncate
 from kvthaw.evaluate.results import Record, Setting
-from kvthaw.evaluate.tasks import TASKS
 from kvthaw.evaluate.text import split_prompt
 from kvthaw.evaluate.variant import Variant, complete, fork, setting_of, whole
+from lab.evaluate.probe import Probe, Quality
+from lab.evaluate.published import BENCHMARKS
+from lab.evaluate.published.base import truncate
+from lab.evaluate.tasks import TASKS
 from lab.reproduce.experiment import Cell, Cells
 from lab.reproduce.lab import Lab
 from lab.reproduce.plans import QUICK, family, said

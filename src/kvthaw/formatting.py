@@ -45,3 +45,11 @@ def number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+
+
+def short(tokens: int) -> str:
+    """36,864 as 36k, 1,048,576 as 1M."""
+    for many, name in ((1 << 20, "M"), (1 << 10, "k")):
+        if tokens >= many:
+            return f"{tokens / many:.3g}{name}"
+    return str(tokens)

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from said import Said, refused
 
-from kvthaw.evaluate.tasks.base import read_asset
+from kvthaw.evaluate.files import read_asset
+from said import Said, refused
 
 
 @pytest.fixture

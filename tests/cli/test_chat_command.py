@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from said import Said, refused
 
 from kvthaw.evaluate.text import AnswerText
+from said import Said, refused
 
 DOCUMENT = "Down the rabbit hole. " * 30
 

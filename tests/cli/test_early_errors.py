@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from said import Said, refused
 
+from kvthaw.cli import app
 from kvthaw.methods import METHODS
+from said import Said, program, refused
 
 HEAVY = ("torch", "transformers", "triton", "numpy")
+ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
-from kvthaw.cli import app
+from {module} import app
 try:
     app(sys.argv[1:])
 except SystemExit as end:
@@ -56,8 +59,11 @@ except SystemExit as end:
 def test_nothing_heavy_is_imported_before(given: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Some text.")
     places = {"FILE": str(tmp_path / "text.txt"), "FOLDER": str(tmp_path)}
-    command = [sys.executable, "-c", PROGRAM.format(heavy=set(HEAVY)), *(places.get(one, one) for one in given)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    module = "kvthaw.cli" if program(given) is app else "lab.__main__"
+    command = [sys.executable, "-c", PROGRAM.format(module=module, heavy=set(HEAVY)), *(places.get(one, one) for one in given)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60
+    )
     assert done.returncode in (1, 2), done.stderr
     assert "loaded:\n" in done.stdout, done.stdout
     said = " ".join(done.stderr.replace("│", " ").split())

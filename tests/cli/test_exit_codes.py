@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from said import Said, refused
 
 from forked import forked
+from said import Said, refused
 
 
 def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None:

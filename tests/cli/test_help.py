@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import typer
-from said import Said
 
 import kvthaw
 from kvthaw.cli import app
-from kvthaw.evaluate.published import BENCHMARKS
-from kvthaw.evaluate.tasks import TASKS
+from lab.__main__ import app as laboratory
+from lab.evaluate.published import BENCHMARKS
+from lab.evaluate.tasks import TASKS
+from said import Said, refused
 
 
 def _commands(group: Any, *names: str) -> Iterator[list[str]]:
@@ -25,20 +26,30 @@ def _commands(group: Any, *names: str) -> Iterator[list[str]]:
         yield from _commands(one, *names, name) if hasattr(one, "commands") else [[*names, name]]
 
 
-COMMANDS = list(_commands(typer.main.get_command(app)))
+COMMANDS = [("kvthaw", app, *command) for command in _commands(typer.main.get_command(app))]
+COMMANDS += [("python -m lab", laboratory, *command) for command in _commands(typer.main.get_command(laboratory)) if command]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_help_has_examples(command: list[str]) -> None:
-    said = Said(*command, "--help")
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join([command[0], *command[2:]]))
+def test_every_help_has_examples(command: tuple[Any, ...]) -> None:
+    name, program, *words = command
+    said = Said(*words, "--help", app=program)
     assert said.code == 0
     assert "Examples:" in said.out
-    assert f"kvthaw {' '.join(command)}".removesuffix(" task").removesuffix(" published") in said.out
+    assert f"{name} {' '.join(words)}".removesuffix(" task").removesuffix(" published") in said.out
+
+
+def test_commands_of_the_repository_are_pointed_to() -> None:
+    for words in (("demo",), ("compare", "--task", "niah"), ("eval", "passkey"), ("reproduce", "list")):
+        command = " ".join(words[: 1 + (words[0] == "eval")])
+        refused(Said(*words, app=app), 2, f"python -m lab {command}")
+    assert "python -m lab" not in Said("eval", "agreemen", app=app).err
 
 
 def test_examples_name_methods_that_there_are() -> None:
-    from kvthaw.cli import agreement, chat, compare, demo, evaluate, generate, harness, inspect, perplexity, serve
+    from kvthaw.cli import agreement, chat, generate, harness, inspect, serve
     from kvthaw.evaluate.describe import describe
+    from lab.cli import compare, demo, evaluate, perplexity
 
     texts = [one.EXAMPLES for one in (agreement, chat, compare, demo, evaluate, generate, harness, inspect, perplexity, serve)]
     examples = " ".join(texts)
@@ -50,8 +61,8 @@ def test_examples_name_methods_that_there_are() -> None:
 
 def test_help_lists_commands_and_exit_codes() -> None:
     said = Said("--help")
-    assert all(name in said.out for name in ("generate", "methods", "eval", "demo", "bench", "130"))
-    tasks, benchmarks = Said("eval", "--help").out, Said("eval", "gsm8k", "--help").out
+    assert all(name in said.out for name in ("generate", "methods", "eval", "bench", "130"))
+    tasks, benchmarks = Said("eval", "--help", app=laboratory).out, Said("eval", "gsm8k", "--help").out
     assert all(task in tasks for task in TASKS)
     assert all(name in benchmarks for name in BENCHMARKS)
 

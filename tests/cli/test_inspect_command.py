@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from said import Said, refused
 
 from kvthaw.cli.common import write_whole
+from said import Said, refused
 
 
 def test_it_writes_a_page(model: str, tmp_path: Path) -> None:

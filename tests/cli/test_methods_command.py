@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from said import Said, refused
 
 import kvthaw
 from kvthaw import METHODS
+from said import Said, refused
 
 
 def test_methods_are_those_of_the_list() -> None:

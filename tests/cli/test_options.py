@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import typer
-from said import Said, refused
 
 from kvthaw.cli import app
 from kvthaw.cli.options import budget_of, listed, tokens_of, variants_of
+from said import Said, refused
 
 OWN = ("--data", "--question", "--context")
 """What is a text to ask, or a name, where one prompt is answered, and a way to ask, or a file, where there are many."""

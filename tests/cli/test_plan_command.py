@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from said import Said, refused
 from transformers import T5Config
 
+from said import Said, refused
 from zoo import build
 
 SHAPE = ("plan", "--shape", "llama-3.2-1b", "--method", "auto,full")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import typer
-from said import Said, refused
 
 from kvthaw import METHODS
 from kvthaw.cli import app
+from said import Said, refused
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples/own_method.py")
 

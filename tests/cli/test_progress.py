@@ -9,11 +9,10 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 from rich.console import Console
-from said import Said
 
-from kvthaw.cli import app, progress
-from kvthaw.evaluate.job import Progress as State
-from lab.__main__ import app as lab
+from kvthaw.cli import progress
+from kvthaw.evaluate.evaluator import Progress as State
+from said import Said
 
 
 @contextmanager
@@ -85,7 +84,7 @@ def test_no_command_waits_for_a_hub_that_does_not_answer(command: tuple[str, ...
     monkeypatch.setattr("kvthaw.engine.hub.answers", lambda _: False)
     named = {"serve": ("nobody/nothing",), "lm-eval": ()}.get(command[0], ("--model", "nobody/nothing"))
     begun = time.monotonic()
-    said = Said(*command, *named, app=lab if command[0] == "reproduce" else app)
+    said = Said(*command, *named)
     assert (said.code, said.out) == (1, "")
     assert "'nobody/nothing'" in said.err
     assert "cannot be reached" in said.err

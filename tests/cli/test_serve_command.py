@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from said import Said, refused
 from typer import BadParameter
 
 import kvthaw.serve
 from kvthaw.cli.serve import _contexts, _keys
 from kvthaw.errors import ConfigError
+from said import Said, refused
 
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from kvthaw import Cache
 from kvthaw.conversation import Conversation, plain_template
 from kvthaw.engine.hf.model import check_text, load, shipped_path
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.tasks.base import read_asset
+from kvthaw.evaluate.files import read_asset
 from kvthaw.evaluate.variant import Variant
 from kvthaw.inspect.run import inspect
 from tokenizers_of import KINDS

@@ -33,7 +33,7 @@ from kvthaw.engine.lockstep import Lockstep
 from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import CacheError, HostMemoryError, UnsupportedModelError
-from kvthaw.evaluate.tasks.base import read_asset
+from kvthaw.evaluate.files import read_asset
 from kvthaw.methods import METHODS
 from ranks import run
 from zoo import VOCAB, build

@@ -22,9 +22,9 @@ from kvthaw.evaluate.agreement import (
     summarize,
     windows,
 )
-from kvthaw.evaluate.overview import enough
+from kvthaw.evaluate.files import read_asset
+from kvthaw.evaluate.report import enough
 from kvthaw.evaluate.results import Record, ResultsFile
-from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.text import stop_tokens
 from kvthaw.evaluate.variant import FULL, Variant
 

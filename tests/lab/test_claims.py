@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.compare import summaries
 from kvthaw.evaluate.results import Record
 from lab.cells import Cell, cells_of, read_cells, read_stretches, records_of, write_cells, write_stretches
 from lab.claims import (
@@ -28,6 +27,7 @@ from lab.claims import (
     verdicts,
 )
 from lab.compared import newest, pooled, summary
+from lab.evaluate.compare import summaries
 
 ABOUT = ("toy", "w", "float32", "cpu", "0", "")
 MEANS = {

@@ -13,9 +13,10 @@ from kvthaw.bench import decode
 from kvthaw.bench.decode import Bench
 from kvthaw.bench.settings import DecodeSetting
 from kvthaw.bench.shapes import SHAPES
-from kvthaw.evaluate import plot
 from kvthaw.evaluate.results import Record, ResultsFile
+from kvthaw.formatting import short
 from lab import figures, filled
+from lab.evaluate import plot
 from lab.figures import Options
 from lab.plans import FIGURES
 from timed import measured, tinier
@@ -150,4 +151,4 @@ def test_bad_options_are_refused(tmp_path: Path) -> None:
 
 
 def test_lengths_are_short() -> None:
-    assert [plot.short(n) for n in (100, 1024, 36864, 524288, 1 << 20, 3 << 19)] == ["100", "1k", "36k", "512k", "1M", "1.5M"]
+    assert [short(n) for n in (100, 1024, 36864, 524288, 1 << 20, 3 << 19)] == ["100", "1k", "36k", "512k", "1M", "1.5M"]

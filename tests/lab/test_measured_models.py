@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvthaw.evaluate.agreement import Agreement, Comparison
+from kvthaw.evaluate.files import read_asset
 from kvthaw.evaluate.results import Record
-from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.variant import read_variants
 from lab import real_models
 

@@ -12,11 +12,11 @@ import torch
 
 from kvthaw.engine.hf.model import load_shipped
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.probe import Quality
+from kvthaw.evaluate.files import read_asset
 from kvthaw.evaluate.results import ResultsFile
-from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.variant import Variant
 from kvthaw.methods import resolve
+from lab.evaluate.probe import Quality
 from lab.passages import PASSAGES, Passage, needle_passage, text_passage
 from lab.recall import Study, run, summarize, with_shares
 

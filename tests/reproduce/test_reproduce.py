@@ -19,8 +19,8 @@ from kvthaw.engine.hf.model import load
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.variant import read_variant
 from kvthaw.methods import METHODS
+from lab.cli.reproduce import tables
 from lab.reproduce import EXPERIMENTS, PAPERS, Lab, check, named, run
-from lab.reproduce.command import tables
 from lab.reproduce.draw import picture
 from lab.reproduce.experiment import Experiment, Measurement, Table, table
 from lab.reproduce.plans import Asked, Read, Score, Scores

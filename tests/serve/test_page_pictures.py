@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import shutil
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from servers import serving
 
 from kvthaw.engine.hf.model import load, silence
 from kvthaw.engine.packaged import FOLDER
+from lab.evaluate.assets import read_own
 from tests.inspected.browser import browser
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -23,7 +23,7 @@ QUESTION = "Who built the organ of the church?"
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.skipif(not MODEL.exists(), reason=f"needs {MODEL}, which kvthaw demo fetches")
+@pytest.mark.skipif(not MODEL.exists(), reason=f"needs {MODEL}, which python -m lab demo fetches")
 def test_pictures_of_an_answer_and_where_it_came_from(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     assert CHROMIUM is not None
     asked = request.config.getoption("--pictures")
@@ -31,7 +31,7 @@ def test_pictures_of_an_answer_and_where_it_came_from(tmp_path: Path, request: p
         pytest.skip("--pictures FOLDER takes them, in half a minute; test_page_in_a_browser.py tries the page")
     folder = Path(asked)
     silence()
-    text = (resources.files("kvthaw") / "assets" / "skarholm.txt").read_text(encoding="utf-8")
+    text = read_own("skarholm.txt")
     how = {"method": "thaw", "budget": 256, "block_size": 512, "max_seqs": 1, "capacity": 2048, "name": "SmolLM2-135M-Instruct"}
     with serving(*load(str(MODEL)), **how) as served, browser(CHROMIUM, tmp_path / "profile") as page:
         served.http.timeout = 600

@@ -21,8 +21,8 @@ from kvthaw.engine.hf.model import check_prompt
 from kvthaw.errors import CacheError, HostMemoryError
 from kvthaw.evaluate.machine import fingerprint
 from kvthaw.evaluate.passages import opening, text_name, tokens_of
-from kvthaw.evaluate.plot import short
 from kvthaw.evaluate.results import Record, ResultsFile
+from kvthaw.formatting import short
 
 EXACT = (*HF, "full")
 """Caches with full attention. The first of them is the reference for the others."""

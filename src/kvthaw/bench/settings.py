@@ -13,6 +13,7 @@ from kvthaw.cache.plan import Settings
 from kvthaw.engine.graph_runner import needs_host
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.evaluate.describe import describe
+from kvthaw.evaluate.results import Record
 from kvthaw.evaluate.variant import OWN
 from kvthaw.methods import resolve
 from kvthaw.methods.options import take
@@ -174,3 +175,16 @@ def groups(grid: Sequence[DecodeSetting]) -> Iterator[list[DecodeSetting]]:
     for one in dict.fromkeys(grid):
         found.setdefault(one.same_cache(), []).append(one)
     yield from found.values()
+
+
+def label(record: Record) -> str:
+    """Return the label of a timed method with its requested budget."""
+    asked = record.setting
+    words = [asked["method"]]
+    if asked["budget"] is not None:
+        words.append(str(asked["budget"]))
+    if asked["retrieved"] is not None:
+        words.append(f"top {asked['retrieved']}")
+    if asked.get("hits") is not None:
+        words.append(f"{asked['hits']:.0%} hits")
+    return ", ".join(words)

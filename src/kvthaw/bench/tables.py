@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from kvthaw.evaluate.plot import label
+from kvthaw.bench.settings import label
 from kvthaw.evaluate.report import Cell, by_column, value
 from kvthaw.evaluate.results import Record
 

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from kvthaw.cli import bench, chat, compare, demo, evaluate, generate, harness, inspect, methods, plan, serve
-from kvthaw.cli.common import APP
+from kvthaw.cli import agreement, bench, chat, generate, harness, inspect, methods, plan, serve
+from kvthaw.cli.common import APP, Commands
+
+LABORATORY = ("compare", "demo", "reproduce")
+"""Commands of the repository, besides all that begin with "eval"."""
+
+EVAL = """Measure how far methods are from full attention on your own text.
+
+Tasks, published benchmarks and perplexity are in kvthaw's repository: python -m lab eval --help."""
+
+
+class Product(Commands):
+    """The command group. It points to the commands that only the repository has."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        path = " ".join([*ctx.command_path.split()[1:], *args[:1]])
+        unknown = args and not any(name.startswith(args[0]) for name in self.commands)
+        if unknown and (path in LABORATORY or path.startswith("eval ")):
+            ctx.fail(f"{path!r} is not installed. A clone of kvthaw's repository has it: python -m lab {path}")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="kvthaw",
-    **APP,
+    **APP | {"cls": Product},
     epilog="Examples:\n\n  kvthaw chat --model Qwen/Qwen3-8B --file book.txt\n\n"
     "  kvthaw plan --model Qwen/Qwen3-8B --length 128k --gpu H100\n\n"
     "Exit codes: 0 done, 1 it failed (one line on stderr says why), 2 wrong usage, 130 stopped by Ctrl-C.",
@@ -21,10 +40,11 @@ app.command("chat", epilog=chat.EXAMPLES)(chat.chat)
 app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
-app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.command("methods", epilog=methods.EXAMPLES)(methods.methods)
-app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
-app.add_typer(evaluate.app, name="eval")
+evaluate = typer.Typer(cls=Product, no_args_is_help=True, rich_markup_mode="rich", epilog=agreement.EXAMPLES)
+evaluate.callback(help=EVAL)(lambda: None)
+evaluate.command("agreement", epilog=agreement.EXAMPLES)(agreement.agreement)
+app.add_typer(evaluate, name="eval")
 app.add_typer(bench.app, name="bench")
 app.command("lm-eval", epilog=harness.EXAMPLES, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     harness.lm_eval

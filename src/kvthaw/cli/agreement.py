@@ -89,7 +89,7 @@ def agreement(
     if prompts is not None and lengths is not None and len(lengths) > 1:
         raise typer.BadParameter("with --prompts it is one number", param_hint="--length")
     from kvthaw.evaluate.agreement import Agreement, Comparison, longest, questions, read_prompts, summarize, windows
-    from kvthaw.evaluate.overview import agreements
+    from kvthaw.evaluate.report import agreements
     from kvthaw.evaluate.results import ResultsFile
     from kvthaw.evaluate.text import Chat
 

@@ -11,7 +11,7 @@ import typer
 
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, print_wide, save_plot, stdout
+from kvthaw.cli.common import load_model, print_wide, stdout
 from kvthaw.cli.options import budget_of, dense_of, host_bytes_of, listed, names_of, one_budget, single, tokens_of, words
 from kvthaw.cli.progress import bars, stderr, watched
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "Examples:\n\n  kvthaw bench decode --model ./my-model --file book.txt\n\n"
     "  kvthaw bench decode --shape llama-3.1-8b --length 36864 --method full,icecache-digest --json\n\n"
-    "  kvthaw bench decode --method full,icecache-digest,oracle --budget 256 --out decode.jsonl --plot decode.png\n\n"
+    "  kvthaw bench decode --method full,icecache-digest,oracle --budget 256 --out decode.jsonl\n\n"
     "  kvthaw bench decode --method full,clusterkv:keep=2:budget=1024,pariskv:retrieved=100\n\n"
     "  torchrun --nproc-per-node 2 -m kvthaw bench decode --tp 2 --shape llama-3.1-8b --length 131072 --method pariskv"
 )
@@ -102,7 +102,6 @@ def decode(
     seed: options.Seed = 0,
     as_json: options.Lines = False,
     out: options.Out = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw time per output token and throughput into this PNG file.")] = None,
     commit: Commit = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
@@ -122,11 +121,9 @@ def decode(
     from kvthaw.bench.settings import grid
     from kvthaw.engine.hub import display_name
     from kvthaw.engine.processes import processes
-    from kvthaw.evaluate.plot import check, decode_lines
     from kvthaw.evaluate.results import ResultsFile
     from kvthaw.methods.auto import find
 
-    check(plot)
     known, on = ResultsFile(out), where(device)[1]
     limit |= {"new_tokens": new_tokens, "seed": seed, "device": on if tp == 1 else f"{tp} x {on}"}
     if model is not None:
@@ -141,8 +138,6 @@ def decode(
     else:
         if file is not None:
             raise typer.BadParameter("it goes with --model", param_hint="--file")
-        if plot is not None and not {"full", "hf-dynamic"} & set(names):
-            names = ["full", *names]  # what every plot compares with
         wanted = grid(names, lengths, batches, ways, shape=shape, **limit)
     with processes(tp) as rank, bars() as progress:
         progress.console.quiet = rank > 0
@@ -151,11 +146,9 @@ def decode(
         how |= {"commit": commit, "host_bytes": host_bytes_of(host_memory), "tp": tp, "device": device}
         bench = Bench(known, **how) if model is None else OwnBench(reading, known, **how)
         records = bench.run(wanted)
-    if rank == 0:
-        save_plot(plot, lambda path: decode_lines(records, path))
-        if not as_json and records:
-            for each in tables.decode(records):
-                print_wide(each)
+    if rank == 0 and not as_json and records:
+        for each in tables.decode(records):
+            print_wide(each)
     bench.judge()
     if model is not None:
         for some in itertools.groupby(records, key=lambda one: (one["length"], one["batch"])):

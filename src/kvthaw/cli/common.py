@@ -25,7 +25,6 @@ from kvthaw.errors import ConfigError, KvthawError
 if TYPE_CHECKING:
     from kvthaw.engine.hf import PreTrainedModel
     from kvthaw.engine.sampling import Sampling
-    from kvthaw.evaluate.job import Shard
     from kvthaw.evaluate.text import Chat
 
 
@@ -159,13 +158,6 @@ def print_results(records: Iterable[dict[str, Any]], as_json: bool, tables: Call
             print_wide(table)
 
 
-def save_plot(plot: Path | None, into: Callable[[Path], None]) -> None:
-    """Draw the plot, if one is requested, and print its path."""
-    if plot is not None:
-        into(plot)
-        stderr().print(f"wrote {plot}", style="dim")
-
-
 def write_whole(path: Path, text: str) -> None:
     """Write a text file atomically. If the disk is full, the old file stays, without a part of the new one."""
     path = path.resolve()
@@ -188,15 +180,6 @@ def tell_outdated(outdated: Mapping[str, int]) -> None:
     if outdated:
         each = ", ".join(f"{count:,} of {method}" for method, count in outdated.items())
         stderr().print(f"made again, since the methods' defaults were others: {each}", style="yellow", soft_wrap=True)
-
-
-def ended_as_shard(shard: Shard, out: Path | None) -> bool:
-    """Return whether a run computed a shard, which has no report. If so, print the results' path and the command for the
-    report."""
-    if shard[1] > 1:
-        where = f"shard {shard[0]}/{shard[1]} is in {out}"
-        stderr().print(f"{where}; the same command without --shard reports all of them", style="dim", soft_wrap=True)
-    return shard[1] > 1
 
 
 def load_model(

@@ -20,7 +20,6 @@ from kvthaw.method_names import AUTO, GROUP, NAMES, split_names, unknown_method
 from kvthaw.regions import BUDGET
 
 if TYPE_CHECKING:
-    from kvthaw.evaluate.job import Question, Shard
     from kvthaw.evaluate.text import Chat
     from kvthaw.evaluate.variant import Variant
 
@@ -114,21 +113,6 @@ Thinking = Annotated[
     bool | None,
     typer.Option("--thinking/--no-thinking", help="Switch thinking on or off in the chat template, if it has such a switch."),
 ]
-NoFull = Annotated[
-    bool,
-    typer.Option(
-        "--no-full",
-        help="Leave full attention out. Each method prefills on its own, in chunks, so the device never holds all KV.",
-    ),
-]
-ShardOf = Annotated[
-    str,
-    typer.Option(
-        "--shard",
-        metavar="I/N",
-        help="Compute every n-th sample from the i-th on, append it to --out and print nothing; n processes share the file.",
-    ),
-]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Seed of all random choices.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a result and nothing else on stdout.")]
@@ -173,8 +157,12 @@ Plugin = Annotated[
         dir_okay=False,
     ),
 ]
-DIGEST, BOTH, LENGTH, DENSE = ["icecache-digest"], ["icecache-digest", "streaming"], ["4096"], ["dense"]
+DIGEST, LENGTH = ["icecache-digest"], ["4096"]
 SEVERAL = "several by commas or repeated"
+Lengths = Annotated[
+    list[str],
+    typer.Option("--length", metavar="TOKENS", help=f"Tokens of the prompt, such as 4096 or 128k; {SEVERAL}."),
+]
 
 
 def budgets(default: str) -> Any:
@@ -236,27 +224,6 @@ ManyDenseLayers = Annotated[
         "layers and more, else 0.",
     ),
 ]
-Questions = Annotated[
-    list[str],
-    typer.Option(
-        "--question",
-        help="How a task's question is processed: [bold]dense[/] prefills it with the context, [bold]sparse[/] sends it through "
-        f"the method afterwards; {SEVERAL}.",
-    ),
-]
-Lengths = Annotated[
-    list[str],
-    typer.Option("--length", metavar="TOKENS", help=f"Tokens of the prompt, such as 4096 or 128k; {SEVERAL}."),
-]
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="[TASK=]PATH",
-        help="Read a task's questions, or those of all tasks, from this file or folder: LongEval and key-value files, SQuAD's "
-        "and HotpotQA's layout, bAbI's folder, published benchmarks. A sample's number in the file is its seed. Repeat it for "
-        "several tasks.",
-    ),
-]
 UseChat = Annotated[
     bool | None,
     typer.Option(
@@ -312,19 +279,6 @@ PrefillChunk = Annotated[
 HostMemory = Annotated[
     str | None,
     typer.Option("--host-memory", help='Host memory for KV, such as "64GiB". Default: as much as the system has.'),
-]
-Text = Annotated[
-    Path | None,
-    typer.Option(
-        "--text",
-        help="Read this text instead of the book that ships; a text that is too short is repeated.",
-        exists=True,
-        dir_okay=False,
-    ),
-]
-LongText = Annotated[
-    Path | None,
-    typer.Option("--text", help="Read this text instead of the book that ships.", exists=True, dir_okay=False),
 ]
 Out = Annotated[
     Path | None,
@@ -382,17 +336,6 @@ def single(given: Sequence[str], kind: Callable[[str], T], option: str) -> T:
     return found[0]
 
 
-def questions_of(given: Sequence[str]) -> list[Question]:
-    """Return the values of --question. Raises a usage error for one that there is not."""
-    from kvthaw.evaluate.job import QUESTIONS
-
-    found = listed(given, str, "--question")
-    for one in found:
-        if one not in QUESTIONS:
-            raise typer.BadParameter(f"{one!r} is not one of: {', '.join(QUESTIONS)}", param_hint="--question")
-    return found  # type: ignore[return-value]
-
-
 def cache_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a cache among the arguments of a command, by name, checked before a model is loaded."""
     limits = {"budget": one_budget(given["budget"]), "dense_layers": dense_of(given["dense_layers"])}
@@ -413,41 +356,6 @@ def chat_of(chat: bool | None, system: str | None, thinking: bool | None) -> Cha
     if chat is False and wanted:
         raise typer.BadParameter("a system prompt and thinking need the chat template", param_hint="--no-chat")
     return Chat(system, thinking) if chat or wanted else None
-
-
-def files_of(given: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
-    """Return the --data of each task. A value with a task's or suite's name before it is for these tasks only. Raises a usage
-    error for a name that is not among the tasks."""
-    from kvthaw.evaluate.published import benchmarks
-    from kvthaw.evaluate.tasks import SUITES, TASKS, named
-
-    found: dict[str, str] = {}
-    for one in given:
-        name, given_name, path = one.partition("=")
-        name = name.replace("-", "_")
-        known = given_name and (name in (*tasks, *TASKS, *SUITES) or benchmarks(name))
-        if not known:
-            found = dict.fromkeys(tasks, one) | found
-            continue
-        stands_for = [each.name for each in benchmarks(name)] or named(name)
-        mine = [each for each in stands_for if each in tasks]
-        if not mine:
-            raise typer.BadParameter(f"{one!r}: {name} is not among the tasks: {', '.join(tasks)}", param_hint="--data")
-        found.update(dict.fromkeys(mine, path))
-    return found
-
-
-def shard_of(shard: str, out: Path | None = None, *, needs_out: bool = True) -> Shard:
-    """Return the requested shard. Raises a usage error for an invalid shard, and for one without a file to share."""
-    from kvthaw.evaluate import job
-
-    try:
-        found = job.shard_of(shard)
-    except ValueError:
-        raise typer.BadParameter(f"{shard!r} is not i/n with 1 <= i <= n", param_hint="--shard") from None
-    if needs_out and out is None and found[1] > 1:
-        raise typer.BadParameter(f"{shard} needs --out FILE, which all shards share", param_hint="--shard")
-    return found
 
 
 def words(text: Path | None) -> str | None:

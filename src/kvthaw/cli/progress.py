@@ -23,7 +23,7 @@ from rich.progress import (
 )
 
 if TYPE_CHECKING:
-    from kvthaw.evaluate.job import Progress as State
+    from kvthaw.evaluate.evaluator import Progress as State
 
 EVERY = 30.0
 """Seconds between lines while nothing finishes."""

@@ -21,12 +21,12 @@ from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import check_prompt, positions
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.evaluator import Evaluator, Piece
+from kvthaw.evaluate.files import read_records
 from kvthaw.evaluate.machine import now, versions
 from kvthaw.evaluate.passages import opening, tokens_of
 from kvthaw.evaluate.prefills import Tell
 from kvthaw.evaluate.results import BYTES, Record, Setting, asked_budget, largest, means, shared
 from kvthaw.evaluate.row_stats import PerRequestStats
-from kvthaw.evaluate.tasks.base import read_records
 from kvthaw.evaluate.text import Chat, following, split_prompt, stop_tokens
 from kvthaw.evaluate.variant import FULL, Variant, setting_of
 

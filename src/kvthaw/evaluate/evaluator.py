@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.engine.hf.kv_dir import KvDir
-from kvthaw.evaluate.job import Progress, Shard, Watch, part
 from kvthaw.evaluate.machine import identity
 from kvthaw.evaluate.prefills import Prefills, Tell
 from kvthaw.evaluate.results import Record, ResultsFile, Setting, lacking
@@ -18,8 +17,33 @@ from kvthaw.evaluate.rows import Rows, alone, spread
 from kvthaw.evaluate.variant import FULL, Variant, complete
 
 Work = TypeVar("Work")
+T = TypeVar("T")
 Place = TypeVar("Place")
 """The key of a sample within one piece of work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is: samples done of all, and tokens prefilled of the sample at hand."""
+
+    samples: int
+    of: int
+    tokens: int
+    prompt: int
+    doing: str
+
+
+Watch = Callable[[Progress], None]
+"""Called with the progress of a run."""
+
+
+Shard = tuple[int, int]
+"""(i, n): every n-th piece of the work, from the i-th on."""
+
+
+def part(pieces: Sequence[T], shard: Shard) -> list[T]:
+    """Return a shard's pieces."""
+    return list(pieces[shard[0] - 1 :: shard[1]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.tasks.base import read_asset
+from kvthaw.evaluate.files import read_asset
 
 
 def _bare(tokenizer: Any, text: str) -> list[int]:

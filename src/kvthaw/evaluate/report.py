@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvthaw.engine.hub import display_name
-from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.results import Record
 from kvthaw.evaluate.variant import Variant
 
@@ -31,16 +32,6 @@ def value(name: str, form: str = "{}", times: float = 1, none: str = "-") -> Cel
     return cell
 
 
-def share(name: str) -> Cell:
-    """Return a column of shares in percent."""
-    return value(name, "{:.1f}", 100)
-
-
-def interval(name: str) -> Cell:
-    """Return a column of intervals in percent."""
-    return lambda row: "-" if row[name] is None else "{:.0f}-{:.0f}".format(*(100 * side for side in row[name]))
-
-
 def by_column(
     title: str, rows: Iterable[Row], columns: Mapping[str, Cell], *, words: Collection[str] = ("method",), sections: str = ""
 ) -> Table:
@@ -54,87 +45,6 @@ def by_column(
             made.add_row(*(cell(row) for cell in columns.values()))
         made.add_section()
     return made
-
-
-def table(summaries: Sequence[Summary]) -> Table:
-    """One row a run; shares in percent."""
-    first = summaries[0]
-    samples = " / ".join(dict.fromkeys(str(row["n"]) for row in summaries))
-    columns = {
-        "length": value("length", "{:,}"),
-        "method": value("method"),
-        "budget": _limit,
-        "dense\nlayers": value("dense_layers"),
-        "accuracy": share("accuracy"),
-        "full": share("full_accuracy"),
-        "95 %": interval("accuracy_95"),
-        "tokens\nattended": value("attended_mean", "{:.0f}", none="all"),
-        "mass": share("attention_mass"),
-        "recall\nat k": share("recall_at_k"),
-        "hit\nrate": share("hit_rate"),
-        "KV MiB\ndevice": value("kv_device_bytes", "{:.1f}", 2**-20),
-        "KV MiB\nhost": value("kv_host_bytes", "{:.1f}", 2**-20),
-        "TTFT\ns": value("ttft_s", "{:.2f}"),
-        "TPOT\nms": value("tpot_s", "{:.1f}", 1e3),
-    }
-    title = f"{first['task']}: {samples} samples, question {first['question']}, {on(first)}"
-    return by_column(title, summaries, columns, sections="length")
-
-
-def by_benchmark(summaries: Sequence[Summary]) -> Table:
-    """Scores in percent, a row a benchmark and a column a variant, and their mean over the benchmarks."""
-    first, variants = summaries[0], list(dict.fromkeys(map(_column, summaries)))
-    title = f"avg@{first['samples']}, question {first['question']}, {on(first)}"
-    made = lay_out(title, ("benchmark", "questions", *variants))
-    every: dict[str, list[float]] = {variant: [] for variant in variants}
-    for benchmark in dict.fromkeys(row["benchmark"] for row in summaries):
-        rows = {_column(row): row for row in summaries if row["benchmark"] == benchmark}
-        for variant in variants:
-            every[variant].append(rows[variant]["score"])
-        made.add_row(benchmark, f"{rows[variants[0]]['n']:,}", *(percent(rows[variant]["score"]) for variant in variants))
-    made.add_section()
-    made.add_row("mean", "", *(percent(mean(values)) for values in every.values()))
-    return made
-
-
-def scores(summaries: Sequence[Summary]) -> Table:
-    """Scores of a published benchmark: one row a variant; shares in percent."""
-    first, drawn = summaries[0], ""
-    if first["temperature"]:
-        answers = f"{first['samples']} answer{'s' * (first['samples'] > 1)} each"
-        drawn = f", {answers} at temperature {first['temperature']:g}, top-p {first['top_p']:g}"
-    questions = f"{first['n']} question{'s' * (first['n'] > 1)}"
-    title = f"{first['benchmark']}: {questions}{drawn}, question {first['question']}, {on(first)}"
-    extra = sorted(dict.fromkeys(name for row in summaries for name in row["scores"]), key=lambda name: name.count(" "))
-    columns: dict[str, Cell] = {
-        "method": value("method"),
-        "budget": _limit,
-        "dense\nlayers": value("dense_layers"),
-        f"avg@{first['samples']}": share("score"),
-        "95 %": interval("score_95"),
-        **{f"pass@{k}": lambda row, k=k: percent(row["pass_at"].get(k)) for k in first["pass_at"] if k > 1},  # type: ignore[misc]
-        **{name: lambda row, name=name: percent(row["scores"].get(name)) for name in extra},  # type: ignore[misc]
-    }
-    if any(row["drift"] for row in summaries):
-        columns |= {"mass": share("attention_mass"), "recall\nat k": share("recall_at_k")}
-        columns["recall,\nlast 1/4"] = lambda row: percent((row["drift"] or [None])[-1])
-    columns |= {
-        "ended": share("ended"),
-        "tokens\nprompt": value("tokens", "{:,.0f}"),
-        "tokens\nanswer": value("new_tokens", "{:,.0f}"),
-        "tokens\nattended": value("attended_mean", "{:,.1f}", none="all"),
-        "hit\nrate": share("hit_rate"),
-    }
-    return by_column(title, summaries, columns)
-
-
-def _column(row: Summary) -> str:
-    dense = f"{row['dense_layers']} dense" if row["dense_layers"] else None
-    return "\n".join(filter(None, [row["method"], Variant.of(row).limit, dense]))
-
-
-def _limit(row: Summary) -> str:
-    return Variant.of(row).limit or "-"
 
 
 def on(row: Summary) -> str:
@@ -170,11 +80,67 @@ def lay_out(
     return made
 
 
-def percent(value: float | None) -> str:
-    """Return a share with one digit, without the sign."""
-    return "-" if value is None else f"{100 * value:.1f}"
+def named(summary: dict[str, Any]) -> Sequence[str]:
+    """Return a variant as a table's first columns show it: its method, the requested budget, and its dense layers."""
+    asked = Variant.of(summary)
+    return asked.method, asked.limit or "-", str(asked.dense_layers)
 
 
-def milliseconds(seconds: float | None) -> str:
-    """Return seconds in ms."""
-    return "-" if seconds is None else f"{1000 * seconds:.1f}"
+KL = "KL to full"
+AGREEMENT = ("method", "budget", "dense layers", KL, "95 % interval", "99th percentile", "same top %", "tokens attended")
+"""Columns of `agreement_rows`."""
+_NAMED = 4
+"""How many methods a sentence names that fall short; more are counted."""
+
+
+def agreements(summaries: Sequence[Summary]) -> Table:
+    """Return how near variants are to full attention for the terminal; see `agreement_rows` and `enough`."""
+    title = f"KL(full || method) in nats a token: {compared(summaries[0])}, {on(summaries[0])}"
+    made = narrow(title, AGREEMENT, agreement_rows(summaries))
+    made.caption = enough(summaries) or None
+    return made
+
+
+def agreement_rows(summaries: Sequence[Summary]) -> list[list[str]]:
+    """One row a variant, the nearest of each budget first."""
+    lines: list[list[str]] = []
+    for one in sorted(summaries, key=lambda one: (one["method"] == "full", one["budget"] or 0, one["kl"])):
+        low_high = "-" if one["kl_95"] is None else f"{one['kl_95'][0]:.4f} to {one['kl_95'][1]:.4f}"
+        attended = "all" if one["attended_mean"] is None else f"{one['attended_mean']:.0f}"
+        kl = [f"{one['kl']:.4f}", low_high, f"{one['kl_p99']:.4f}", f"{100 * one['same_top']:.1f}"]
+        lines.append([*named(one), *kl, attended])
+    return lines
+
+
+def enough(summaries: Sequence[Summary], share: float = 0.99) -> str:
+    """Return in one sentence from which budget on this share of each method's likeliest next tokens is full attention's. A budget
+    counts if all larger ones of the method do too. Returns "" where no method but full attention was measured."""
+    methods: dict[tuple[str, str], list[tuple[str, bool]]] = {}
+    for one in sorted(summaries, key=lambda one: one["attended_mean"] or 0):
+        if one["method"] != "full":
+            method, limit, dense = named(one)
+            methods.setdefault((method, dense), []).append((limit, one["same_top"] >= share))
+    names, found, never = [method for method, _ in methods], dict[str, list[str]](), list[str]()
+    for (method, dense), budgets in methods.items():
+        name = f"{method} with {dense} dense layers" if names.count(method) > 1 else method
+        kept = list(takewhile(lambda one: one[1], reversed(budgets)))
+        if kept:
+            found.setdefault(kept[-1][0], []).append(name)
+        else:
+            never.append(name)
+    parts = [f"{', '.join(some)} with a budget of {limit}" for limit, some in found.items()]
+    rest = ", ".join(never) if len(never) <= _NAMED or not found else f"the other {len(never)}"
+    parts += [f"{rest} with none of these budgets"] * bool(never)
+    return f"{100 * share:.0f} % of next tokens are full attention's: {'; '.join(parts)}." if parts else ""
+
+
+def compared(one: Summary) -> str:
+    """Return a description of the tokens that a summary's next tokens follow."""
+    follows = "full attention's greedy answers" if one["answer"] == "greedy" else "the text that follows"
+    lengths = f"{one['lengths'][0]:,}" + (f" to {one['lengths'][-1]:,}" if len(one["lengths"]) > 1 else "")
+    return f"{one['tokens']:,} tokens of {follows}, {one['n']} prompts of {lengths} tokens"
+
+
+def narrow(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table whose column names wrap."""
+    return lay_out(title, [textwrap.fill(name, 10, break_long_words=False) for name in columns], rows)

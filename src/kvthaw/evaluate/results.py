@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.metrics import mean, paired, wilson
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -151,6 +151,12 @@ def lacking(
     return found
 
 
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are numbers; None if no value is."""
+    known = [value for value in values if value is not None and not math.isnan(value)]
+    return sum(known) / len(known) if known else None
+
+
 def shared(records: Sequence[Record], *names: str) -> dict[str, Any]:
     """Return fields that are the same in all records, as the first has them."""
     return {name: records[0][name] for name in names}
@@ -169,48 +175,9 @@ def largest(records: Sequence[Record], *names: str) -> dict[str, Any]:
 BYTES = ("kv_device_bytes", "kv_dense_bytes", "kv_host_bytes")
 CHAT = ("chat", "system", "thinking")
 """Fields for the form of a prompt; None if not given."""
-_MEANS = ("retrieved", "attention_mass", "recall_at_k", "output_error", "hit_rate", "attended_mean")
-SECONDS = ("prefill_s", "index_s", "ttft_s", "tt2t_s", "tpot_s")
-_SAME = ("task", "method", "dense_layers", "length", "question", "model", "weights", "dtype", "device")
 
 
 def asked_budget(record: Record) -> int | float | None:
     """Return the requested budget, or the one that the cache used."""
     budget: int | float | None = record.setting["budget"]
     return budget if budget is not None else record["held_budget"]
-
-
-def summarize(records: Iterable[Record], full: Iterable[Record]) -> dict[str, Any]:
-    """Summarize one variant's samples of a task at one length, and full attention's accuracy on the same samples.
-
-    Means are over the samples that have the value.
-
-    step_s: seconds of a decode step that up to `rows` samples share. accuracy_95: Wilson's interval.
-    difference: of the accuracy to full attention's, paired by sample, with its 95 % interval.
-    paired: the number of samples, and the sums of their differences and squared differences, for a mean over several
-        summaries.
-    asked_retrieved: the rows that the variant was asked to retrieve.
-    """
-    mine, dense = list(records), list(full)
-    theirs = {(one["seed"], one["depth"]): one["accuracy"] for one in dense}
-    gaps = [one["accuracy"] - theirs[place] for one in mine if (place := (one["seed"], one["depth"])) in theirs]
-    accuracy = sum(record["accuracy"] for record in mine) / len(mine)
-    return {
-        **shared(mine, *_SAME),
-        **{name: mine[0].setting.get(name) for name in CHAT},
-        **means(mine, *_MEANS, *SECONDS),
-        "step_s": mean(one.measures.get("step_s") for one in mine),
-        "full_step_s": mean(one.measures.get("step_s") for one in dense),
-        "rows": max(one.measures.get("rows", 1) for one in mine),
-        "budget": asked_budget(mine[0]),
-        "asked_retrieved": mine[0].setting["retrieved"],
-        "n": len(mine),
-        "accuracy": accuracy,
-        "accuracy_95": wilson(accuracy, len(mine)),
-        "full_accuracy": mean(theirs.values()),
-        "difference": paired(gaps) if gaps else None,
-        "paired": (len(gaps), sum(gaps), sum(gap * gap for gap in gaps)),
-        **largest(mine, "attended_max", *BYTES),
-        "seed": min(record["seed"] for record in mine),
-        "versions": mine[0]["versions"],
-    }

@@ -1,0 +1,1 @@
+"""Accuracy of methods on tasks, published benchmarks and texts, and reports of it."""
