@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_model import TEMPLATE, tiny, write
 
+from gguf_model import TEMPLATE, tiny, write
 from kvthaw.engine.hf import Cache, gguf_file
 from kvthaw.engine.hf.model import load, load_config
 from kvthaw.engine.hub import is_path

@@ -78,6 +78,7 @@ def chat(
         Path, typer.Option(help="Where --context and /save keep documents and conversations.", file_okay=False)
     ] = Path("kv"),
     cut: options.Cut = False,
+    rope_scaling: options.RopeScaled = None,
     system: options.System = None,
     thinking: options.Thinking = None,
     chat_template: options.ChatTemplate = None,
@@ -126,7 +127,9 @@ def chat(
     given = sampling_given(temperature, top_k, top_p, min_p, repetition_penalty)
     sampling = Sampling(seed=seed, stop=stop or (), max_tokens=max_new_tokens, **given)
     asked, template = chat_of(None, system, thinking), None if chat_template is None else prompt_text(None, chat_template)
-    llm, tokenizer = load_model(model, device, dtype, asked, template)
+    llm, tokenizer = load_model(
+        model, device, dtype, asked, template, text=None if cut else document, rope_scaling=rope_scaling
+    )
     sampling = as_its_makers(sampling, given, llm)
     if not tokenizer.chat_template:
         tokenizer.chat_template = plain_template(tokenizer)

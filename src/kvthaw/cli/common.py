@@ -183,26 +183,38 @@ def tell_outdated(outdated: Mapping[str, int]) -> None:
 
 
 def load_model(
-    name: str, device: str | None, dtype: str, chat: Chat | None = None, template: str | None = None
+    name: str,
+    device: str | None,
+    dtype: str,
+    chat: Chat | None = None,
+    template: str | None = None,
+    *,
+    text: str | None = None,
+    rope_scaling: str | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model under a spinner on stderr.
 
     template: a chat template instead of the tokenizer's.
+    text: a text that the model's positions must have room for.
+    rope_scaling: see `RopeScaling`.
 
-    Raises ConfigError, before weights are read, for a tokenizer whose template does not support `chat`.
+    Raises ConfigError, before weights are read, for a tokenizer whose template does not support `chat`, and for a `text` that is
+    too long.
     """
 
-    def prepare(tokenizer: Any) -> None:
+    def prepare(tokenizer: Any, config: Any) -> None:
         if template is not None:
             tokenizer.chat_template = template
         if chat is not None:
             chat.check(tokenizer)
+        if text is not None:
+            check_text(tokenizer, text, positions(config))
 
     with waiting(f"loading {name}"):
-        from kvthaw.engine.hf.model import load, silence
+        from kvthaw.engine.hf.model import check_text, load, positions, silence
 
         silence()
-        return load(name, device=device, dtype=dtype, prepare=prepare)  # type: ignore[arg-type]
+        return load(name, device=device, dtype=dtype, rope_scaling=rope_scaling, prepare=prepare)  # type: ignore[arg-type]
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:

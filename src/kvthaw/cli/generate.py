@@ -42,6 +42,7 @@ def generate(
         ),
     ] = None,
     cut: options.Cut = False,
+    rope_scaling: options.RopeScaled = None,
     chat: options.UseChat = None,
     system: options.System = None,
     thinking: options.Thinking = None,
@@ -121,7 +122,7 @@ def generate(
     from kvthaw.engine.hf import Cache, attach
     from kvthaw.engine.hf.chunks import CHUNK
     from kvthaw.engine.hf.kv_dir import KvDir, fill, keep, saved_tokens
-    from kvthaw.engine.hf.model import check_prompt, check_text, positions
+    from kvthaw.engine.hf.model import check_prompt, positions
     from kvthaw.engine.sampling import Sampling
     from kvthaw.evaluate.machine import now, versions
     from kvthaw.evaluate.text import Chat, dates_of_kept, following, split_prompt
@@ -132,7 +133,7 @@ def generate(
         max_tokens=max_new_tokens, **given,
     )  # fmt: skip
     template = None if chat_template is None else prompt_text(None, chat_template)
-    llm, tokenizer = load_model(model, device, dtype, asked, template)
+    llm, tokenizer = load_model(model, device, dtype, asked, template, text=None if cut else text, rope_scaling=rope_scaling)
     sampling = as_its_makers(sampling, given, llm)
     if chat is None and asked is None:
         asked = Chat() if question and has_template(tokenizer) else None
@@ -142,7 +143,6 @@ def generate(
     if cut and (limit := positions(llm)) is not None:
         rest = max(sum(map(len, split_prompt(tokenizer, ".", following(".", one), asked))) for one in questions)
         text = cut_to(tokenizer, text, limit - rest - max_new_tokens)
-    check_text(tokenizer, text, positions(llm))
     if asked is not None:
         known = folder.prompts(llm) if folder else [] if kv is None else [saved_tokens(llm, kv, lambda _: None)]  # fill() warns
         dates = dates_of_kept(tokenizer, asked, known, text)

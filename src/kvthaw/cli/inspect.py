@@ -60,7 +60,7 @@ def inspect(
     from kvthaw.inspect.page import standalone
     from kvthaw.inspect.run import inspect as run
 
-    llm, tokenizer = load_model(model, device, dtype, asked)
+    llm, tokenizer = load_model(model, device, dtype, asked, text=document)
     if chat is None and asked is None:
         asked = Chat() if has_template(tokenizer) else None
         tell_template(model, tokenizer, taken=asked is not None)

@@ -234,6 +234,23 @@ UseChat = Annotated[
 Cut = Annotated[
     bool, typer.Option("--cut", help="Leave out the middle of a text that is longer than the model's positions, and say so.")
 ]
+
+
+def _rope_scaling(text: str | None) -> str | None:
+    from kvthaw.engine.rope_scaling import RopeScaling
+
+    return None if text is None else str(RopeScaling.read(text))
+
+
+RopeScaled = Annotated[
+    str | None,
+    typer.Option(
+        "--rope-scaling",
+        metavar="yarn:N",
+        help="Give the model N times its positions, by YaRN, for a text that is longer. Most models then answer worse.",
+        callback=_rope_scaling,
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Stop after so many tokens.")]
 ChatTemplate = Annotated[
     Path | None,

@@ -11,10 +11,11 @@ from typing import Any, Literal
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.generation_config import recommended
-from kvthaw.engine.hf.model import Dtype, check_text, load, positions, silence
+from kvthaw.engine.hf.model import Dtype, check_text, load, more_tokens, positions, silence
 from kvthaw.engine.hub import SHIPPED
 from kvthaw.engine.library import Library
 from kvthaw.engine.warm import warm
+from kvthaw.errors import ConfigError
 from kvthaw.names import check_kept_name
 from kvthaw.serve.service import Service
 from kvthaw.serve.turns import Turns, about_document
@@ -38,6 +39,7 @@ def build(
     name: str | None = None,
     chat_template: str | None = None,
     generation_config: GenerationConfig = "auto",
+    rope_scaling: str | None = None,
     tp: int = 1,
     device: str | None = None,
     dtype: Dtype = "auto",
@@ -46,7 +48,10 @@ def build(
 ) -> Service:
     """Load a model and allocate all memory of a step, so that a lack of memory fails here.
 
-    model, tp, device, dtype: see `load`. All processes of a split model call this with the same arguments at the same time.
+    Raises ConfigError, before weights are read, for a max_len above the model's positions and a context longer than a request.
+
+    model, rope_scaling, tp, device, dtype: see `load`. All processes of a split model call this with the same arguments at the
+        same time.
     prefix_memory: see `PrefixCache`.
     prefix_disk: bytes of a file in kv_dir for other prompts; see `PrefixCache`.
     kv_dir: folder of named documents.
@@ -58,9 +63,24 @@ def build(
     """
     for title in contexts:
         check_kept_name(title, "contexts")
+
+    def check(tokenizer: Any, config: Any) -> None:
+        most = positions(config)
+        if max_len is not None and most is not None and max_len > most:
+            raise ConfigError(f"max_len is {max_len:,}; the model's positions end at {most:,}: rope_scaling gives it more")
+        for title, text in contexts.items():
+            try:
+                check_text(tokenizer, text, most)
+            except ConfigError as error:
+                raise ConfigError(f"context {title!r}: {error}") from None
+            if (tokens := more_tokens(tokenizer, text, max_len or LENGTH)) is not None:
+                raise ConfigError(
+                    f"context {title!r} has about {tokens:,} tokens; a request has at most {max_len or LENGTH:,}: raise max_len"
+                )
+
     silence()
     with progress(f"loading {model}"):
-        llm, tokenizer = load(model, device=device, dtype=dtype, tp=tp)
+        llm, tokenizer = load(model, device=device, dtype=dtype, rope_scaling=rope_scaling, tp=tp, prepare=check)
     with progress("allocating"):
         folder = None if prefix_disk is None else kv_dir
         prefix = PrefixCache(host_bytes=prefix_memory, kv_dir=folder, disk_bytes=prefix_disk)
@@ -104,7 +124,6 @@ def _read(batch: Batch, prefix: PrefixCache, turns: Turns | None, tokenizer: Any
     kept, about = prefix.entries.get(("", name)), None if turns is None else about_document(text)
     if kept is not None and turns is not None and kept.about == about and turns.opens(kept.ids.tolist()):
         return False
-    check_text(tokenizer, text, positions(batch.model))
     ids = tokenizer(text)["input_ids"] if turns is None else turns.document(text)
     request = batch.request(ids, max_new_tokens=1, name=name, about=about)
     if kept is not None and kept.ids.equal(request.ids):

@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from kvthaw.engine.hf import gguf_file
 from kvthaw.engine.hub import SHIPPED, check_path, offline
+from kvthaw.engine.rope_scaling import LARGEST, RopeScaling
 from kvthaw.errors import ConfigError, UnsupportedModelError, one_of
 
 _SLICE, _CUT = 1 << 17, 64
@@ -46,7 +47,8 @@ def load(
     dtype: Dtype = "auto",
     device: str | None = None,
     tp: int = 1,
-    prepare: Callable[[Any], None] = lambda tokenizer: None,
+    rope_scaling: str | None = None,
+    prepare: Callable[[Any, PreTrainedConfig], None] = lambda tokenizer, config: None,
 ) -> tuple[PreTrainedModel, Any]:
     """Return a causal language model, ready to decode, and its tokenizer.
 
@@ -57,16 +59,21 @@ def load(
     dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
     device: torch's name; None: the GPU if there is one.
     tp: load this process's part of a model that `tp` processes load, each on its own GPU.
-    prepare: called with the tokenizer before weights are read; may raise to refuse it.
+    rope_scaling: "yarn:4" gives the model four times its positions; see `RopeScaling`.
+    prepare: called with the tokenizer and the config before weights are read; may raise to refuse them.
     """
+    scaling = None if rope_scaling is None else RopeScaling.read(rope_scaling)
     where = find_device(device)
     kind = read_dtype(dtype, cuda=where.type == "cuda")
     with _found(name) as (source, how):
         tokenizer = AutoTokenizer.from_pretrained(source, **how)
         if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers' result for a folder without tokenizer files
             raise ConfigError(f"model is {name!r}; it has no tokenizer, such as a tokenizer.json next to its config.json")
-        prepare(tokenizer)
-        model = _with_weights(name, source, kind, how, tp)
+        config = AutoConfig.from_pretrained(source, **how)
+        if scaling is not None:
+            scaling.apply(config)
+        prepare(tokenizer, config)
+        model = _with_weights(name, source, kind, {**how, "config": config}, tp)
     return (model.to(where) if tp == 1 else model).eval(), tokenizer
 
 
@@ -124,35 +131,49 @@ def check_prompt(model: PreTrainedModel, tokens: int) -> None:
         raise ConfigError("the prompt is empty")
     limit = positions(model)
     if limit is not None and tokens > limit:
-        raise ConfigError(f"the prompt has {tokens:,} tokens; {_ends_at(limit)}")
+        raise ConfigError(f"the prompt has {tokens:,} tokens; {_ends_at(limit, tokens)}")
 
 
 def check_text(tokenizer: Any, text: str, limit: int | None) -> None:
-    """Raise ConfigError for a text with more tokens than the model has positions, before all of it is tokenized.
+    """Raise ConfigError for a text with more tokens than the model has positions, before all of it is tokenized."""
+    tokens = None if limit is None else more_tokens(tokenizer, text, limit)
+    if limit is not None and tokens is not None:
+        raise ConfigError(f"the text has about {tokens:,} tokens, {len(text):,} characters; {_ends_at(limit, tokens)}")
 
-    Tokenizers take a hundred times a text's size.
+
+def more_tokens(tokenizer: Any, text: str, most: int) -> int | None:
+    """Return about how many tokens a text has, if it has more than `most`; else None.
+
+    Reads no more of it than that takes, because tokenizers take a hundred times a text's size. A text of several parts may have 2 %
+    more tokens, because cuts between the parts divide words.
     """
-    if limit is None:
-        return
-    tokens, most = 0, limit + limit // 50
+    if len(text) > _SLICE:
+        most += most // 50
+    tokens = 0
     for start in range(0, len(text), _SLICE):
         tokens += len(tokenizer(text[start : start + _SLICE], add_special_tokens=False, verbose=False)["input_ids"])
-        most += _CUT  # a word that is cut may have more tokens
-        if tokens > most and start + _SLICE < len(text):
-            about = round(tokens * len(text) / (start + _SLICE) / 1000) * 1000
-            raise ConfigError(f"the text has about {about:,} tokens, {len(text):,} characters; {_ends_at(limit)}")
+        if len(text) > _SLICE:
+            most += _CUT
+        if tokens > most:
+            all_read = start + _SLICE >= len(text)
+            return tokens if all_read else round(tokens * len(text) / (start + _SLICE) / 1000) * 1000
+    return None
 
 
-def _ends_at(limit: int) -> str:
+def _ends_at(limit: int, tokens: int) -> str:
+    """Return where a model's positions end, and what to do with a prompt of more tokens."""
+    factor = -(-tokens // limit)
+    scale = f", or scale the model's rotary positions (--rope-scaling yarn:{factor}; most models then answer worse)"
     return (
-        f"the model's positions end at {limit:,}: shorten it (generate and chat: --cut leaves out its middle), or scale the "
-        "model's RoPE: rope_parameters and max_position_embeddings in its config.json"
+        f"the model's positions end at {limit:,}: shorten it, leave out its middle (generate and chat: --cut)"
+        f"{scale if factor <= LARGEST else ''}"
     )
 
 
-def positions(model: PreTrainedModel) -> int | None:
-    """Return how many positions a model has; None if its config does not say."""
-    value = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+def positions(model: PreTrainedModel | PreTrainedConfig) -> int | None:
+    """Return how many positions a model, or one of a config, has; None if its config does not say."""
+    config = model.config if isinstance(model, PreTrainedModel) else model
+    value = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return None if value is None else int(value)
 
 
