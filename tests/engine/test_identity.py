@@ -189,8 +189,76 @@ def test_a_saved_cache_is_of_its_adapters(tmp_path: Path) -> None:
             Cache.load(path, model, "full")
         switch(model, "a")
     other_weights(model)
-    with pytest.raises(CacheError, match="another model: weights"):
+    with pytest.raises(CacheError, match=r"another model: its weights of model\.layers\.0 differ"):
         Cache.load(path, model, "full")
+
+
+def resized(model: PreTrainedModel, tokens: int) -> None:
+    model.resize_token_embeddings(tokens, mean_resizing=False)
+
+
+def changed(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def head_of(model: PreTrainedModel, tokens: int) -> None:
+    model.set_output_embeddings(nn.Linear(64, tokens, bias=False))
+
+
+def row_of(model: PreTrainedModel, token: int) -> None:
+    with torch.no_grad():
+        model.get_input_embeddings().weight[token] += 1
+
+
+USED, UNUSED = int(IDS[0, 0]), next(token for token in range(199) if token not in IDS[0, :60])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: resized(model, 260),
+        lambda model: head_of(model, 300),
+        lambda model: changed(model.get_output_embeddings().weight),
+        lambda model: row_of(model, UNUSED),
+    ],
+    ids=["more tokens", "another head", "other weights of the head", "a token that the text has not"],
+)
+def test_weights_that_change_no_key_of_the_text_are_no_reason(tmp_path: Path, llama: PreTrainedModel, change: Any) -> None:
+    path, other = saved(llama, tmp_path / "doc"), copy.deepcopy(llama)
+    change(other)
+    assert Cache.load(path, other, "full").get_seq_length() == 60
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: changed(model.model.layers[-1].mlp.down_proj.weight), r"its weights of model\.layers\.2 differ"),
+        (lambda model: changed(model.model.norm.weight), r"its weights of model\.norm\.weight differ"),
+        (lambda model: row_of(model, USED), "it embeds tokens of the text otherwise"),
+        (lambda model: resized(model, 100), r"the text has token 1\d\d, and its vocabulary ends at 100"),
+    ],
+    ids=["the last MLP", "the last norm", "a token of the text", "fewer tokens"],
+)
+def test_weights_that_differ_are_named(tmp_path: Path, change: Any, said: str) -> None:
+    model = build("llama", num_hidden_layers=3)
+    path, other = saved(model, tmp_path / "doc"), copy.deepcopy(model)
+    change(other)
+    with pytest.raises(CacheError, match=f"another model: {said}"):
+        Cache.load(path, other, "full")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda model: changed(model.model.layers[0].mlp.down_proj.weight), lambda model: resized(model, 260)],
+    ids=["in place", "resized"],
+)
+def test_a_prefix_cache_shares_nothing_with_weights_that_were_changed(change: Any) -> None:
+    model, prefix = build("llama"), kvthaw.PrefixCache()
+    text(model, prefix)
+    change(model)
+    assert text(model, prefix) == (text(model)[0], 0)
+    assert text(model, prefix)[1] == 172
 
 
 def test_adapters_that_are_not_active_change_nothing(tmp_path: Path) -> None:
@@ -207,7 +275,7 @@ def test_adapters_that_are_not_active_change_nothing(tmp_path: Path) -> None:
 def test_weights_in_buffers_tell_models_apart(tmp_path: Path) -> None:
     base, tuned = quantised(tuned=False), quantised(tuned=True)
     assert fingerprint(base) != fingerprint(tuned)
-    with pytest.raises(CacheError, match="another model: weights"):
+    with pytest.raises(CacheError, match=r"another model: its weights of model\.layers\.0 differ"):
         Cache.load(saved(base, tmp_path / "base"), tuned, "full")
     less = sum(layer.mlp.up_proj.qweight.numel() * 3 - 96 * 4 for layer in base.model.layers)
     assert weight_bytes(base) == weight_bytes(build("llama")) - less

@@ -141,7 +141,7 @@ def test_any_damage_is_seen(saved: tuple[Path, torch.Tensor], llama: PreTrainedM
 def test_another_model_is_refused(saved: tuple[Path, torch.Tensor], llama: PreTrainedModel) -> None:
     other = copy.deepcopy(llama)
     other.model.layers[1].mlp.up_proj.weight.data += 0.01
-    with pytest.raises(CacheError, match="another model: weights"):
+    with pytest.raises(CacheError, match=r"another model: its weights of model\.layers\.1 differ"):
         Cache.load(saved[0], other, "oracle", **SETTINGS)
     with pytest.raises(CacheError, match="another model: dtype"):
         Cache.load(saved[0], copy.deepcopy(llama).bfloat16(), "oracle", **SETTINGS)

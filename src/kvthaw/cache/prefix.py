@@ -48,8 +48,9 @@ class PrefixCache:
     model, for indexes that read its last queries.
 
     A prefix cache holds KV of one model, one block_size and one kv_dtype, of caches under any method. Prompts with
-    different salts share nothing. Nor do prompts that the model computes under different adapters, rotary angles or
-    autocast.
+    different salts share nothing. Nor do prompts that the model computes under different adapters, weights, rotary angles
+    or autocast. Weights that are changed through `.data` are not noticed, as by PEFT's merge_adapter(): make another
+    prefix cache.
 
     Raises ConfigError if no file can be created in kv_dir.
 

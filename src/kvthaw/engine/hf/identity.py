@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,9 @@ from transformers import PreTrainedModel
 from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.hf.model import plain_weights
 
-_SAMPLED = 64  # values of each weight that are compared
+WEIGHTS = "weights of "
+"""The beginning of the names by which `identity` gives digests of weights: of a layer, or of one weight outside all layers."""
+_SAMPLED, _TOKENS = 64, 1024  # values of each weight that are compared, and tokens whose embeddings are
 _WRAPPED = ("base_layer", "original_module")  # PEFT's names for the module that an adapter replaces
 _TELLS = "active_adapters", "active_adapter", "_active_adapter"  # where a module with adapters says which are active
 _ADAPTS = {*_TELLS, "disable_adapters", "_disable_adapters", "lora_A", "lora_embedding_A"}
@@ -24,7 +27,7 @@ _NO_EFFECT = {
     "architectures", "chunk_size_feed_forward", "dtype", "final_logit_softcapping", "finetuning_task", "id2label", "is_decoder",
     "label2id", "logits_scaling", "num_labels", "pretraining_tp", "problem_type", "return_dict", "task_specific_params",
     "tie_word_embeddings", "tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "use_cache",
-    "use_return_dict",
+    "use_return_dict", "vocab_size",
 }  # fmt: skip
 """Config settings that change no key and no value. Tied weights are compared as weights."""
 _NO_EFFECT_PARTS = ("_token_id", "_token_ids", "dropout", "pdrop", "initializer_", "output_", "aux_loss", "jitter", "z_loss")
@@ -33,13 +36,17 @@ _NO_EFFECT_PARTS = ("_token_id", "_token_ids", "dropout", "pdrop", "initializer_
 def identity(model: PreTrainedModel) -> dict[str, str]:
     """Return what must be equal for two models to have interchangeable keys and values, by name.
 
-    These are its class, dtype, relevant config settings, active adapters and rotary angles, and some values of each weight.
+    These are its class, dtype, relevant config settings, active adapters and rotary angles, and some values of each weight. Of
+    embeddings only the ones of a text's tokens matter; see `embedded`. The output embeddings change no key and no value.
     """
-    weights, active = hashlib.sha256(), adapters(model)
+    weights = dict[str, Any]()
+    ends = [name for name, module in model.named_modules() if module in _ends(model)]
     for name, weight in kv_weights(model):
-        flat = weight.flatten()
-        some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu().numpy().tobytes()
-        weights.update(f"{name} {tuple(weight.shape)}".encode() + some)
+        if not name.startswith(tuple(f"{_plain(end)}." for end in ends)):
+            flat = weight.flatten()
+            some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu().numpy().tobytes()
+            weights.setdefault(_part(name), hashlib.sha256()).update(f"{name} {tuple(weight.shape)}".encode() + some)
+    active = adapters(model)
     return {
         "architecture": type(model).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -47,8 +54,17 @@ def identity(model: PreTrainedModel) -> dict[str, str]:
         **{f"config.{name}": value for name, value in settings(model).items()},
         "adapters": _named(active),
         "angles": _digest(_rounded(_angles(model))),
-        "weights": weights.hexdigest(),
+        **{f"{WEIGHTS}{part}": known.hexdigest()[:16] for part, known in weights.items()},
     }
+
+
+def embedded(model: PreTrainedModel, token_ids: list[list[int]]) -> str:
+    """Return a digest of some values of the embeddings of up to 1,024 of a text's tokens. The model must have all of them."""
+    unique = sorted({token for row in token_ids for token in row})
+    some = torch.tensor(unique[:: -(-len(unique) // _TOKENS)], device=model.device)
+    with torch.no_grad():
+        rows = model.get_input_embeddings()(some)
+    return hashlib.sha256(rows[:, :: max(1, rows.shape[1] // _SAMPLED)].float().cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def settings(model: PreTrainedModel) -> dict[str, str]:
@@ -115,6 +131,17 @@ class Origin:
         return _digest([adapters(model), _autocast(model.device), _angles(model), _places(model)])
 
 
+def _ends(model: PreTrainedModel) -> list[nn.Module | None]:
+    """Return the modules between tokens and hidden states."""
+    return [model.get_input_embeddings(), model.get_output_embeddings()]
+
+
+def _part(name: str) -> str:
+    """Return the layer that a weight belongs to, or its own name."""
+    found = re.match(r".*?\.\d+(?=\.)", name)
+    return name if found is None else found[0]
+
+
 def _adapts(module: nn.Module) -> bool:
     """Return whether a module has adapters and replaces another module, as in PEFT."""
     own = vars(module)
@@ -156,9 +183,11 @@ def _named(active: dict[str, list[list[Any]]]) -> str:
 
 
 def _places(model: PreTrainedModel) -> list[tuple[int, int]]:
-    """Return the addresses and versions of active adapters' weights, since other adapters may reuse their names."""
-    active = [(module, {*_active(module)}) for module in model.modules() if _adapts(module)]
-    weights = [weight for module, names in active for name, weight in module.named_parameters() if _of(name, names)]
+    """Return the addresses and versions of all weights but the output embeddings', which tell most changes in place."""
+    last = model.get_output_embeddings()
+    weights = [
+        each for module in model.modules() if module is not last for each in module._parameters.values() if each is not None
+    ]
     return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
 
 

@@ -34,7 +34,7 @@ from kvthaw.cache.step import Step
 from kvthaw.engine.hf import tensor_file
 from kvthaw.engine.hf.attention import unwrap
 from kvthaw.engine.hf.folders import OWN, put, sync, working_folder
-from kvthaw.engine.hf.identity import identity
+from kvthaw.engine.hf.identity import WEIGHTS, embedded, identity
 from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError, HostMemoryError
 from kvthaw.kernels.row_format import row_format
@@ -45,7 +45,7 @@ Part = tuple[str, float, dict[str, Tensor]]
 """The name of a layer's file, its softmax scale, and the tensors of the file."""
 Item = TypeVar("Item")
 Done = TypeVar("Done")
-FORMAT = 3
+FORMAT = 4
 _log = logging.getLogger(__name__)
 _HEADER = "header.json"
 _AT_ONCE = 8  # files written at a time, or read if there are fewer cores
@@ -72,7 +72,7 @@ def write_folder(model: PreTrainedModel, path: Path, about: Mapping[str, Any], p
 
     Raises OSError, with the existing folder unchanged.
 
-    about: further fields of the header.
+    about: further fields of the header, such as token_ids.
     """
     known = _known(model)  # refuses a split model before anything is made
     try:
@@ -84,7 +84,8 @@ def write_folder(model: PreTrainedModel, path: Path, about: Mapping[str, Any], p
                 name: {"sha256": sha256, "scale": scale}
                 for (name, scale, _), sha256 in _some_at_once(parts, lambda part: tensor_file.write(new / part[0], part[2]))
             }
-            header = {"format": FORMAT, "kvthaw": __version__, "model": known, **about, "files": files}
+            seen = embedded(unwrap(model), about["token_ids"])
+            header = {"format": FORMAT, "kvthaw": __version__, "model": known, "embedded": seen, **about, "files": files}
             (new / _HEADER).touch(tensor_file.PRIVATE)
             (new / _HEADER).write_text(json.dumps(header | {"sha256": _digest(header)}), encoding="utf-8")
             sync(new / _HEADER)
@@ -201,10 +202,16 @@ def _checked(path: Path, header: Mapping[str, Any], number: int) -> tensor_file.
 def check_header(model: PreTrainedModel, path: Path) -> dict[str, Any]:
     """Return the header of a model's saved cache. Raises CacheError as read_header() does, and for another model."""
     header = read_header(path)
-    saved, now = header["model"], _known(model)
+    saved, now, other = header["model"], _known(model), f"{path} was saved with another model: "
     for name in (*now, *saved):
         if saved.get(name) != now.get(name):
-            raise CacheError(f"{path} was saved with another model: {name} is {saved.get(name)}, not {now.get(name)}")
+            differs = f"its {name} differ" if name.startswith(WEIGHTS) else f"{name} is {saved.get(name)}, not {now.get(name)}"
+            raise CacheError(other + differs)
+    model, last = unwrap(model), max(map(max, header["token_ids"]))
+    if last >= (tokens := model.config.get_text_config(decoder=True).vocab_size):
+        raise CacheError(f"{other}the text has token {last:,}, and its vocabulary ends at {tokens:,}")
+    if header["embedded"] != embedded(model, header["token_ids"]):
+        raise CacheError(f"{other}it embeds tokens of the text otherwise")
     return header
 
 
@@ -231,7 +238,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 def _whole(header: Mapping[str, Any]) -> bool:
     """Return whether a header has all fields that are read, with the right types."""
-    kinds = {"model": dict, "index": dict, "files": dict, "token_ids": list, "left_pad": list}
+    kinds = {"model": dict, "index": dict, "files": dict, "embedded": str, "token_ids": list, "left_pad": list}
     if not all(isinstance(header.get(name), kind) for name, kind in kinds.items()):
         return False
     rows, pads, files = header["token_ids"], header["left_pad"], header["files"].values()
