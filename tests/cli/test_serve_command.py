@@ -96,6 +96,20 @@ def test_a_file_whose_name_no_request_can_give_is_refused_with_a_better_one(text
         assert list(_contexts([f"{better}={name}"])) == [better]
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("doc=", ("'doc='", "names no file after '='", "doc=FILE")),
+        ("doc=nowhere.txt", ("'doc=nowhere.txt'", "'nowhere.txt'", "there is no such file")),
+        ("nowhere", ("'nowhere'", "there is no such file", "FILE or NAME=FILE")),
+        ("doc=a", ("'doc=a'", "'a'", "is a folder")),
+        ("a", ("'a'", "is a folder")),
+    ],
+)
+def test_what_names_no_file_is_refused_with_what_is_allowed(texts: Path, given: str, words: tuple[str, ...]) -> None:
+    refused(Said("serve", "--context", given, columns=400), 2, "--context", *words)
+
+
 def test_no_text_takes_the_name_of_another(texts: Path) -> None:
     same = ("--context", "a/notes.txt", "--context", "b/notes.txt")
     refused(Said("serve", *same, columns=400), 1, "a/notes.txt", "b/notes.txt", "'notes'", "NAME=FILE")

@@ -247,8 +247,11 @@ def _contexts(given: Sequence[str]) -> dict[str, str]:
         if not equals or Path(each).exists():
             name, file = Path(each).stem, each
         path = Path(file).expanduser()
+        if not file:
+            raise typer.BadParameter(f"{each!r} names no file after '='; it must be {name}=FILE", param_hint="--context")
         if not path.exists() or path.is_dir():
-            raise typer.BadParameter(f"{file!r} is {'a folder' if path.is_dir() else 'no file'}", param_hint="--context")
+            wrong = "is a folder" if path.is_dir() else "there is no such file"
+            raise typer.BadParameter(f"{each!r}: {file!r}, {wrong}; it must be FILE or NAME=FILE", param_hint="--context")
         if not is_name(name):
             better = f"{nearest(name) or 'NAME'}={file}"
             raise ConfigError(f"--context {each!r} has the name {name!r}; it must be {ALLOWED}: --context {better!r}")
