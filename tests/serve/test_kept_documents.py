@@ -395,6 +395,43 @@ def test_a_server_that_ends_writes_what_it_keeps_within_its_grace(loaded: Loaded
         assert posting[1] == [200]
 
 
+@pytest.mark.parametrize("how", ["context", "kv_name", "stream"])
+def test_a_server_that_ends_while_a_document_is_read_says_so(
+    loaded: Loaded, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once, though the chunk at hand goes on: nothing is kept, and nothing is said to be."""
+    reading, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        reading.set()
+        assert go_on.wait(20)
+
+    bodies = {
+        "context": ("/v1/contexts", {"name": "doc", "text": DOCUMENT}),
+        "kv_name": ("/v1/completions", {"prompt": DOCUMENT, "max_tokens": 2, "kv_name": "doc"}),
+        "stream": ("/v1/completions", {"prompt": DOCUMENT, "max_tokens": 2, "kv_name": "doc", "stream": True}),
+    }
+    path, body = bodies[how]
+    with serving(*loaded, kv_dir=tmp_path / "kv", method="quest", grace=0.1) as served:
+        hook = loaded[0].register_forward_pre_hook(wait)
+        try:
+            thread, said = later(lambda: served.post(path, **body))
+            assert reading.wait(20)
+            served.server.handle_exit(signal.SIGTERM, None)
+            thread.join(3)
+            assert not thread.is_alive()
+        finally:
+            go_on.set()
+            hook.remove()
+        if how == "context":
+            assert (said[0].status_code, said[0].json()["error"]["code"]) == (503, "shutting_down")
+        else:
+            assert said[0].status_code == 200
+            assert '"finish_reason":"abort"' in said[0].text
+    assert not (tmp_path / "kv" / "doc").exists()
+    assert not [record for record in caplog.records if record.exc_info or "has written" in record.message]
+
+
 def test_a_server_waits_for_a_disk_no_longer_than_its_grace(
     loaded: Loaded, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.serve.answers import Json
 from kvthaw.serve.bodies import BodyRoute
 from kvthaw.serve.clients import attended, client_of, service_of
-from kvthaw.serve.errors import ApiError, as_api_error, too_long
+from kvthaw.serve.errors import ApiError, as_api_error, shutting_down, too_long
 from kvthaw.serve.fields import Name
 from kvthaw.serve.jobs import Job
 from kvthaw.serve.schema import ContextRequest
@@ -94,6 +94,8 @@ async def delete(name: Name, http: Request, cache_salt: Salt = "") -> Response:
 async def _kept(service: Service, job: Job) -> Json:
     """Wait until a job's document is kept and saved, and return its description; raises ApiError."""
     outputs, request = await job.whole(), job.requests[0]
+    if job.cut_short:
+        raise shutting_down()
     unsaved = await service.save(job)
     for output in outputs:
         if output.error is not None:

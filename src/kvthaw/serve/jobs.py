@@ -34,11 +34,13 @@ class Job:
 
     numbers: numbers of its requests among all requests.
     arrived, first: times of the request and of its first token, by time.perf_counter(); 0 before.
+    cut_short: whether the server ended it before its first token: its prompt is not whole.
     """
 
     def __init__(self, requests: Sequence[Request], numbers: Sequence[int]) -> None:
         self.requests, self.numbers, self.arrived = requests, numbers, time.perf_counter()
         self.first = 0.0
+        self.cut_short = False
         self.open = set(range(len(requests)))
         self._deltas: list[Delta] = []  # unread
         self._changed = asyncio.Event()
@@ -52,6 +54,7 @@ class Job:
                 self.first = time.perf_counter()
             if delta.finished is not None:
                 self.open.remove(delta.index)
+                self.cut_short |= delta.finished == "abort" and not self.first
             if self._streamed or not self.open or delta.error is not None:
                 self._changed.set()
 

@@ -158,7 +158,8 @@ class Service:
     def save(self, job: Job) -> asyncio.Future[str | None]:
         """Save a job's named prompt to the folder, if any, so that it survives a restart. The save continues if the caller is
         cancelled. Returns an error message for the client if a file cannot be written."""
-        named = None if self._library is None else next((one for one in job.requests if one.name is not None), None)
+        named = next((one for one in job.requests if one.name is not None), None)
+        named = None if self._library is None or job.cut_short else named
         if named is not None:
             return self.background(self._save((named.salt, named.name or "")))
         nothing: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
