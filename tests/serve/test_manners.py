@@ -247,6 +247,25 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         assert "data: [DONE]" in seen
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
+def test_the_command_ends_while_it_reads_a_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also as the first process of a container, which has no default action for SIGTERM."""
+    bytemodel.save(tmp_path / "model")
+    (tmp_path / "doc.txt").write_text("The grass is green.")
+
+    def read(*_: object) -> bool:
+        print("reading", file=sys.stderr, flush=True)
+        time.sleep(60)
+        return True
+
+    monkeypatch.setattr("kvthaw.serve.build._read", read)
+    options = ("--port", "0", "--device", "cpu", "--context", str(tmp_path / "doc.txt"))
+    with forked("serve", str(tmp_path / "model"), *options) as command:
+        until(lambda: "reading" in command.stderr.readline())
+        command.send(signal.SIGTERM)
+        assert command.wait() == 0
+
+
 def answers(url: str) -> bool:
     try:
         return httpx2.get(url).status_code == 200

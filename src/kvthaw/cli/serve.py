@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -196,7 +198,7 @@ def serve(
         if error.errno != errno.EADDRINUSE:
             raise
         raise ConfigError(f"--port is {port}, which is in use at {host}; --port 0 takes one that is free") from None
-    with listener as socket, spawned(tp, follow, model, method, how):
+    with _ends_on_sigterm(), listener as socket, spawned(tp, follow, model, method, how):
         service = build(model, method, progress=waiting, **how)
         serving(f"at http://{host}:{socket.getsockname()[1]}")
         for line in _told(service, method):
@@ -204,6 +206,23 @@ def serve(
         _log_to_stderr(log_level)
         run(service, socket, grace=grace, api_keys=keys, hosts=(host, *(allowed_host or ())))
         service.batch.cache.replay = None  # captured steps hold the group's collectives
+
+
+@contextmanager
+def _ends_on_sigterm() -> Iterator[None]:
+    """End the process on SIGTERM with exit code 0, also while it loads a model and reads documents.
+
+    The first process of a container has no default action for it.
+    """
+
+    def end(*_: object) -> None:
+        raise SystemExit(0)
+
+    former = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _told(service: Service, method: str) -> Iterator[str]:
