@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from said import Said, refused
 from transformers import AutoModelForCausalLM
 
 from gguf_model import tiny, write
 from kvthaw.errors import ConfigError
 from kvthaw.serve.build import build
+from said import Said, refused
 
 
 @pytest.fixture
