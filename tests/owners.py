@@ -10,10 +10,10 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.swapped import Swapped
+from kvthaw.cache.state import SequenceState
 
 
-def held(caches: Iterable[KVCache], prefix: PrefixCache | None = None, swapped: Iterable[Swapped] = ()) -> Counter[Block]:
+def held(caches: Iterable[KVCache], prefix: PrefixCache | None = None, swapped: Iterable[SequenceState] = ()) -> Counter[Block]:
     """How often caches, a prefix cache and sequences that wait on the host hold each block."""
     found = Counter(block for kv in caches for block in _of(kv))
     if prefix is not None:

@@ -66,7 +66,7 @@ def test_the_keys_of_a_page_lie_side_by_side(llama: PreTrainedModel) -> None:
             assert store.pages.tokens(0) == 0
             continue
         index = kv.retriever.index
-        state = index.state(index.snapshot(0))
+        state = index.state(index.export(0))
         ends = torch.cumsum(state["page_count"], 0)
         members = (state["members"].flatten() + index.forest.first(0)).int()
         deadline = time.monotonic() + 60

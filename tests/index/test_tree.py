@@ -660,7 +660,7 @@ def test_a_saved_tree_answers_and_grows_as_the_one_that_was_saved(config: TreeCo
         one.build(seq, 4, keys[seq][:, 4 : 4 + built])
         one.append([seq], keys[seq][None, :, 4 + built : 104 + built])
         one.truncate(seq, 94 + built)
-        other.take(seq, one.state(one.snapshot(seq)), 90 + built)
+        other.load(seq, one.state(one.export(seq)), 90 + built)
         one.truncate(seq, 90 + built)
     query = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(9))
     for _ in range(3):
@@ -681,7 +681,7 @@ def test_no_numbers_in_a_saved_tree_do_harm() -> None:
     keys = random_keys(2, 300, 16)
     index = make_index([keys], 2, DIGEST, first=4)
     index.build(0, 4, keys[:, 4:250])
-    saved = dict(index.state(index.snapshot(0)))
+    saved = dict(index.state(index.export(0)))
     query, generator, refused = torch.randn(1, 2, 16), random.Random(0), 0
     whole = index.select(query, 32).rows
     for trial in range(150):
@@ -691,7 +691,7 @@ def test_no_numbers_in_a_saved_tree_do_harm() -> None:
         values = [-(2**31), -2, -1, 0, 1, at, 245, 246, 2**31 - 1, int(other.view(-1)[generator.randrange(other.numel())])]
         other.view(-1)[at] = generator.choice(values if name != "radius2" else [float("nan"), float("inf"), -1.0, 0.0, 1e300])
         try:
-            index.take(
+            index.load(
                 0, {**saved, name: other} if trial % 10 else {**saved, name: other.view(-1)[:-1]}, generator.choice([250, 100])
             )
         except CacheError:
@@ -700,5 +700,5 @@ def test_no_numbers_in_a_saved_tree_do_harm() -> None:
             continue
         check_trees(index)
         index.append([0], keys[None, :, :20])
-        index.take(0, saved, 250)
+        index.load(0, saved, 250)
     assert refused > 100

@@ -136,9 +136,9 @@ def test_means_and_counts_are_exact_after_any_moves(name: str, moves: list[tuple
                 seqs.store.reorder(which)
             case ("swap", int(seq), None):
                 assert isinstance(seqs.index, RemainderIndex)
-                held = seqs.index.swap_out(seq)
+                held = seqs.index.export(seq)
                 seqs.index.truncate(seq, 0)
-                seqs.index.swap_in(seq, held)
+                seqs.index.load(seq, held, seqs.length[seq])
             case ("clone", None, None):
                 index = WITH[name](seqs.context)
                 assert isinstance(index, RemainderIndex)
@@ -169,10 +169,10 @@ def test_a_snapshot_of_an_index_on_the_host_has_its_means(end: int) -> None:
     seqs = Seqs(WITH["tree"], [150, 63, 0])
     assert isinstance(seqs.index, RemainderIndex)
     assert seqs.index.traits.snapshots
-    state = seqs.index.state(seqs.index.snapshot(0))
-    for kept in (seqs.index.snapshot(0), {name: tensor.clone() for name, tensor in state.items()}):
+    state = seqs.index.state(seqs.index.export(0))
+    for kept in (seqs.index.export(0), {name: tensor.clone() for name, tensor in state.items()}):
         other = Seqs(WITH["tree"], [150, 63, 0], build=False)
-        other.index.take(0, kept, FIRST + end)
+        other.index.load(0, kept, FIRST + end)
         other.store.truncate(0, FIRST + end)
         other.length[0] = FIRST + end
         other.index.build(1, FIRST, seqs.keys[1][:, FIRST : FIRST + 63], seqs.keys[1][:, FIRST : FIRST + 63], seqs.queries[1])

@@ -73,6 +73,7 @@ class Chooser:
 
     def reset(self) -> None:
         """Start over with an empty cache."""
+        self._put({})  # a sequence that was exported cannot return
         self._short = False
         if self.sequences.count < self.sequences.opened:
             self.sequences.widen()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,10 +11,10 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
-from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, attend_rows, reordered, take_queries
+from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, LayerShape, attend_rows, reordered, take_queries
 from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.state import LayerState, to_blocks
 from kvthaw.cache.step import Row, Step
-from kvthaw.cache.swapped import SwappedLayer, to_blocks
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import RowFormat
@@ -192,21 +191,24 @@ class DenseLayer(DeviceLayer):
         self.recent_queries.pop(seq, None)
         self._offloaded = None
 
-    @property
-    def home(self) -> Tensor | None:
-        return self._data if self._allocated else None
-
-    def swap_out(self, seq: int, memory: HostMemory) -> SwappedLayer:
+    def export(self, seq: int, memory: HostMemory) -> LayerState:
         rows, queries = self.read(seq, 0, self.sequences.length(seq)), self.recent_queries.get(seq)
-        blocks = to_blocks(rows, _BLOCK, memory)
-        return SwappedLayer(weakref.ref(self._data), blocks, rows.shape[1], queries=None if queries is None else queries.cpu())
+        return LayerState(to_blocks(rows, _BLOCK, memory), rows.shape[1], queries=None if queries is None else queries.cpu())
 
-    def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
-        for i, block in enumerate(swapped.blocks):
-            rows = block.data
-            self._data[seq, :, i * _BLOCK : i * _BLOCK + rows.shape[1]].copy_(rows, non_blocking=True)
-        if swapped.queries is not None:
-            self.recent_queries[seq] = swapped.queries.to(self._data.device)
+    def load(self, seq: int, state: LayerState, start: int) -> None:
+        at = 0
+        for block in state.blocks:
+            rows = block.data[:, : state.stored - at].to(self._data.device, non_blocking=True)
+            rows = rows if state.format is None else state.format.decode(rows)
+            self._data[seq, :, at : at + rows.shape[1]], at = rows, at + rows.shape[1]
+        if state.queries is not None:
+            self.recent_queries[seq] = state.queries.to(self._data.device)
+
+    def prepare(self, step: Step, shape: LayerShape) -> None:
+        if not self._allocated:
+            self._allocate(shape.keys, len(step.left_pad), shape.scale)
+        self._make_room()
+        self._before = step, dict(self.recent_queries)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         self._offloaded = None

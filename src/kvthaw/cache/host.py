@@ -339,7 +339,7 @@ class HostStore:
         self._blocks[seq], self._length[seq] = [block.share() for block in blocks], length
         self.version += 1
 
-    def swapped_out(self, seq: int) -> list[Block]:
+    def export(self, seq: int) -> list[Block]:
         """Return the rows of a sequence in host blocks that the caller owns.
 
         Blocks on the device are copied, which is only enqueued. Blocks on the host are shared. Raises HostMemoryError, with

@@ -126,7 +126,7 @@ class Traits:
     evicts: bool = False
     """The index never selects again what it once dropped."""
     snapshots: bool = False
-    """The index is slow to build and fast to share: it has snapshot(), state() and take()."""
+    """The index is slow to build and fast to share: prefix caches and files keep what export() and state() return."""
     rebuilds: bool = False
     """rebuild() replaces fetched keys by keys that the index computes."""
     attends: bool = False
@@ -182,16 +182,20 @@ class Tables(ABC):
     def clone_from(self, other: Self) -> None:
         """Copy the state of another index with the same settings. Later changes of either do not affect the other."""
 
-    def swap_out(self, seq: int) -> Any:
-        """Return the index's state of a sequence, copied to host memory.
+    def export(self, seq: int) -> Any:
+        """Return the index's state of a sequence, in host memory. Later changes of the sequence do not change it.
 
         Raises CacheError for an index whose sequences cannot wait in host memory. The cache then computes the sequence again.
         """
-        raise CacheError(f"{type(self).__name__} has no swap_out()")
+        raise CacheError(f"{type(self).__name__} has no export()")
 
-    def swap_in(self, seq: int, held: Any) -> None:
-        """Load what swap_out() returned into an empty sequence. Selections continue unchanged."""
-        raise CacheError(f"{type(self).__name__} has no swap_in()")
+    def load(self, seq: int, held: Any, end: int) -> None:
+        """Load what export() of an index with equal settings returned into an empty sequence. Selections continue unchanged.
+
+        end: where the positions end. It may be earlier than when the state was exported if `Traits.snapshots` is set;
+            held may then be what Index.state() returned, too, and CacheError says that it is invalid.
+        """
+        raise CacheError(f"{type(self).__name__} has no load()")
 
     def join(self) -> None:  # noqa: B027
         """Make the current stream wait for work that runs on another stream. The host does not wait."""
@@ -261,19 +265,8 @@ class Index(Tables):
         """Overwrite the fetched keys in the layer's slab, on the transfer's stream and with static shapes. fetch and slots
         are on the device, see Transfer."""
 
-    def snapshot(self, seq: int) -> Any:
-        """Return a copy of the index's state of a sequence."""
-        raise NotImplementedError
-
-    def state(self, snapshot: Any) -> Mapping[str, Tensor]:
-        """Return a snapshot as tensors on the host, from which another process can restore it for the same keys."""
-        raise NotImplementedError
-
-    def take(self, seq: int, snapshot: Any, end: int) -> None:
-        """Load positions before `end` from a snapshot of an index with equal settings, or from state()'s tensors.
-
-        Raises CacheError for tensors that are no valid snapshot; the sequence is then unchanged.
-        """
+    def state(self, held: Any) -> Mapping[str, Tensor]:
+        """Return what export() returned as tensors on the host, which load() of another process takes for the same keys."""
         raise NotImplementedError
 
     def nbytes(self) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,29 +16,11 @@ from kvthaw.cache.index_api import Index
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.side_index import IndexedSequence, SideIndex, State, can_build_beside
+from kvthaw.cache.state import IndexState
 from kvthaw.errors import CacheError
 from kvthaw.kernels.freeze import Span
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """An index's state of one sequence, which covers positions first .. end.
-
-    index: what Index.snapshot() returned, or its tensors.
-    """
-
-    index: Any
-    first: int
-    end: int
-
-    def nbytes(self) -> int:
-        """Return the bytes of host memory, including bytes shared with a sequence."""
-        if isinstance(self.index, Mapping):
-            return sum(tensor.nbytes for tensor in self.index.values())
-        nbytes: int = self.index.nbytes()
-        return nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,42 +119,52 @@ class IndexUpdater:
         else:
             self._append([seq], new - old, keys[None], values[None], queries[None])
 
-    def snapshot(self, seq: int) -> Snapshot | None:
-        """Return a snapshot of a sequence, or None for an index that is as fast to rebuild."""
-        index = self.retriever.index
-        if not index.traits.snapshots or self.is_stale(seq) or self.indexed(seq) <= self.first:
+    def export(self, seq: int) -> IndexState | None:
+        """Return the index's state of a sequence in host memory; None if the sequence is stale.
+
+        Raises CacheError if the index cannot be exported.
+        """
+        if self.is_stale(seq):
             return None
         self.retriever.wait()
-        return Snapshot(index.snapshot(seq), self.first, self.indexed(seq))
+        return IndexState(self.retriever.index.export(seq), self.first, self.indexed(seq))
 
-    def state(self, snapshot: Snapshot) -> Mapping[str, Tensor]:
-        """Return a snapshot of this index as tensors on the host."""
-        return self.retriever.index.state(snapshot.index)
+    def snapshot(self, seq: int) -> IndexState | None:
+        """Return the state of a sequence to be kept with its rows; None for an index that is as fast to rebuild."""
+        kept = self.retriever.index.traits.snapshots and self.indexed(seq) > self.first
+        return self.export(seq) if kept else None
 
-    def resume(self, seq: int, start: int, kept: Snapshot | None) -> None:
-        """Index a sequence whose rows came without a prefill, up to position `start`, where its ring begins.
+    def tensors(self, state: IndexState) -> Mapping[str, Tensor]:
+        """Return a state of this index as tensors on the host."""
+        return self.retriever.index.state(state.held)
 
-        kept: a snapshot of the same tokens. With it, only the missing tokens are indexed, with the rest of the prompt.
+    def load(self, seq: int, start: int, state: IndexState | None) -> None:
+        """Index an empty sequence, whose rows came without a prefill, up to position `start`.
+
+        state: an index of the same tokens. With it, only the missing tokens are indexed, with the rest of the prompt.
             Without it, or if its tensors are invalid, which is logged, the index is built from scratch.
         """
-        if start <= self.first:
-            return
-        end = 0 if kept is None else min(start, kept.end)
-        index = self.retriever.index
-        if kept is None or kept.first != self.first or 2 * end <= start or not index.traits.snapshots:
-            self._of[seq].enter(State.STALE)
+        index, own, end = self.retriever.index, self._of[seq], 0 if state is None else min(start, state.end)
+        if (
+            state is None
+            or state.first != self.first
+            or 2 * end < start
+            or end <= self.first < state.end
+            or (isinstance(state.held, Mapping) and not index.traits.snapshots)
+        ):
+            own.enter(State.STALE if start > self.first else State.INDEXED)
             return
 
-        def take() -> None:
+        def load() -> None:
             try:
-                index.take(seq, kept.index, end)
+                index.load(seq, state.held, end)
             except CacheError as error:
                 _log.warning("%s; it is rebuilt", error)
                 rows = self._nothing(end - self.first)
                 index.build(seq, self.first, rows[:, :, 0], rows[:, :, 1], self._queries({}, seq))
 
-        self._submit(take, partial(self._of[seq].enter, State.STALE))
-        self._of[seq].upto = end
+        self._submit(load, partial(own.enter, State.STALE))
+        own.upto = end
 
     def commit(self, paused: Collection[int] = ()) -> None:
         """Append the tokens of a prompt step to an index on the host, now that the step is committed.
@@ -193,7 +184,7 @@ class IndexUpdater:
                 self._append(given[0], rows.shape[2], *given[1:])
             else:
                 side = self._side(seq)
-                side.change(kept.end, side.index.take, seq, kept.index, kept.end)
+                side.change(kept.end, side.index.load, seq, kept.held, kept.end)
                 side.change(new, side.index.append, *given)
 
     def begin(
@@ -268,7 +259,7 @@ class IndexUpdater:
         side, own.side = own.side, None
         if side is not None:
             own.enter(State.INDEXED)
-            self._submit(lambda: index.take(seq, side.snapshot(), side.end), partial(own.enter, State.STALE))
+            self._submit(lambda: index.load(seq, side.export(), side.end), partial(own.enter, State.STALE))
             own.upto = side.end
 
     def renew(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], paused: Collection[int] = ()) -> None:
@@ -319,19 +310,6 @@ class IndexUpdater:
         """Drop the index's state of a sequence, and mark the sequence as stale."""
         self.truncate(seq, self.first)
         self._of[seq].enter(State.STALE)
-
-    def swap_out(self, seq: int) -> tuple[Any, int, bool]:
-        """Return the index state of a sequence in host memory, its watermark, and whether it is stale.
-
-        Raises CacheError if the index cannot be swapped out.
-        """
-        return self.retriever.index.swap_out(seq), self.indexed(seq), self.is_stale(seq)
-
-    def swap_in(self, seq: int, held: Any, end: int, *, stale: bool) -> None:
-        """Restore the index state that swap_out() returned into an empty sequence."""
-        self.retriever.wait()
-        self.retriever.index.swap_in(seq, held)
-        self._of[seq] = IndexedSequence(end, State.STALE if stale else State.INDEXED)
 
     def branch(self) -> Indexed:
         """Apply updates to a copy of the index until rejoin()."""

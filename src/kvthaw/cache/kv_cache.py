@@ -22,6 +22,7 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
 from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.state import LayerState, SequenceState
 from kvthaw.cache.stats import Stats, collect
 from kvthaw.cache.step import Step
 from kvthaw.cache.streams import Streams
@@ -354,6 +355,48 @@ class KVCache:
                 self.streams.device.reset()
                 self.sequences.regions = None
                 self.chooser.reset()
+
+    @torch.inference_mode(False)  # what is made here outlives the caller's mode
+    @torch.no_grad()
+    def export(self, seq: int) -> SequenceState:
+        """Return a decoding sequence in host memory. Waits for the device.
+
+        Raises HostMemoryError, or CacheError if the method's index cannot be exported, with nothing changed.
+        """
+        self.rollback_failed_step(ahead=True)
+        self.finish_clear()
+        layers: list[LayerState] = []
+        try:
+            for layer in self.layers:
+                layers.append(layer.export(seq, self.streams.memory))
+        except BaseException:
+            for one in layers:
+                one.release()
+            raise
+        for device in {tensor.device for layer in self.layers for tensor in layer.tensors()[:1]}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        return SequenceState(self.sequences.length(seq), self.sequences.ring_start[seq], layers, self.layers)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def load(self, seq: int, state: SequenceState) -> None:
+        """Load an exported sequence into an empty slot.
+
+        Raises CacheError if the cache was reset or other layers are in force, or torch.OutOfMemoryError. The slot is then
+        empty.
+        """
+        try:
+            if state.home is not self.layers:
+                raise CacheError("the cache has changed its layers since the sequence left it")
+            self.sequences.set_length(seq, state.length)
+            self.sequences.ring_start[seq] = state.ring_start
+            start = 0 if self.sequences.regions is None else self.sequences.indexed(seq)
+            for layer, own in zip(self.layers, state.layers, strict=True):
+                layer.load(seq, own, start)
+        except BaseException:
+            self.clear(seq)
+            raise
 
     def _take_back(self, step: Step, drop: int) -> int:
         """Undo the last `drop` tokens of a step exactly, or all of its tokens if `drop` is more. Returns how many."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
-from kvthaw.cache.swapped import SwappedLayer
+from kvthaw.config import KvDtype
 from kvthaw.kernels.dense import causal_attention
 from kvthaw.kernels.places import Newest
+from kvthaw.kernels.row_format import RowFormat, row_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +112,22 @@ class LayerKV(Protocol):
     def clear(self, seq: int) -> None:
         """Drop a sequence. No tensor moves."""
 
-    @property
-    def home(self) -> Any:
-        """An object that identifies the layer's allocation, to detect a new allocation; None before the first prompt."""
+    def export(self, seq: int, memory: HostMemory) -> LayerState:
+        """Copy a sequence's state to host memory. Raises HostMemoryError, and CacheError if its index cannot be exported."""
 
-    def swap_out(self, seq: int, memory: HostMemory) -> SwappedLayer:
-        """Copy a sequence's state to host memory. Raises HostMemoryError and CacheError; see kvthaw.cache.swap."""
+    def load(self, seq: int, state: LayerState, start: int) -> None:
+        """Load a state into an empty sequence, whose ring begins at `start` from then on."""
 
-    def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
-        """Load the state that swap_out() returned into an empty sequence."""
+    def prepare(self, step: Step, shape: LayerShape) -> None:
+        """Allocate the layer if it is not allocated, for a step whose tokens are loaded instead of prefilled."""
+
+    def begin(self, step: Step, shape: LayerShape, states: Mapping[int, LayerState]) -> None:
+        """Start sequences with states of the step's tokens, as a prefill of these would."""
+        self.prepare(step, shape)
+        regions = self.sequences.regions
+        for row in step.rows():
+            start = 0 if regions is None else regions.first_indexed(step.tokens - row.pad)
+            self.load(row.seq, states[row.seq], start)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Replace sequence i by the former sequence sequences[i]."""
@@ -144,6 +153,32 @@ class LayerKV(Protocol):
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a captured step reads and writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What is needed to allocate a layer.
+
+    queries, keys: [1, Hq, 0, D] and [1, H, 0, D], of its device and dtype.
+    scale: its softmax scale.
+    format: how blocks hold its rows.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    scale: float
+    format: RowFormat
+
+    @classmethod
+    def of(cls, layer: LayerKV, seq: int, kv_dtype: KvDtype | None) -> LayerShape:
+        """Return the shape of a layer after the prompt of a sequence."""
+        queries = layer.recent_queries[seq][None, :, :0]
+        keys = layer.read(seq, 0, 0)[None, :, :, 0].to(queries.device)
+        return cls(queries, keys, layer.scale, row_format(kv_dtype, keys.shape[3], keys.dtype))
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes of a block of KV."""
+        return self.keys.shape[1] * block_size * self.format.row_bytes
 
 
 class DeviceLayer(LayerKV):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,17 +10,16 @@ from torch import Tensor
 
 from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import Block
 from kvthaw.cache.index_api import RECENT_QUERIES
-from kvthaw.cache.index_updater import IndexUpdater, Snapshot
+from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.offloader import Offloader
 from kvthaw.cache.placement import Placement
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.preallocator import BlockPreallocator
+from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
-from kvthaw.cache.swapped import SwappedLayer
 from kvthaw.kernels.freeze import Span
 from kvthaw.kernels.row_format import row_format
 
@@ -126,24 +124,6 @@ class LayerStorage:
         """
         if self.updater is not None:
             self.updater.begin(ends, recent_queries, passed)
-
-    def resume(self, seq: int, blocks: Sequence[Block], length: int, kept: Snapshot | None, *, alone: bool) -> None:
-        """Start a sequence with `length` tokens whose rows are kept, possibly with an index.
-
-        blocks: the kept rows.
-        kept: the index state, or None.
-        alone: no other sequence waits for steps, so blocks go to the device at once. Else they go one by one, see
-            Placement.balance.
-        """
-        regions = self.slab.regions
-        start = regions.first_indexed(length)
-        self.store.adopt(seq, blocks, length)
-        if self.placement is not None and alone:
-            self.placement.bring(blocks[: length // self.store.block_size])
-        self.slab.write(seq, 0, self.store.read(seq, 0, min(regions.sink, length)))
-        self.offloader.refill(seq, start, length)
-        if self.updater is not None:
-            self.updater.resume(seq, start, kept)
 
     def lacking(self, leaving: Sequence[Leaving]) -> list[Span]:
         """Return the spans of leaving tokens that the index or the store lacks. Stale sequences are left out."""
@@ -251,28 +231,34 @@ class LayerStorage:
             self.updater.clear(seq)
         self.offloader.truncate(seq, 0)
 
-    def swap_out(self, seq: int, queries: Tensor | None) -> SwappedLayer:
-        """Copy a sequence and the last queries of its prompt to host memory.
-
-        Raises HostMemoryError, and CacheError if the index cannot be swapped out.
-        """
+    def export(self, seq: int, queries: Tensor | None) -> LayerState:
+        """Copy a sequence and the last queries of its prompt to host memory; see LayerKV."""
         self.wait()
         held = self.slab.data[seq, :, : self.slab.pool_start].to("cpu", copy=True)
         queries = None if queries is None else queries.cpu()
-        indexed = (None, 0, False) if self.updater is None else self.updater.swap_out(seq)
-        blocks = self.store.swapped_out(seq)
+        index = None if self.updater is None else self.updater.export(seq)
+        blocks = self.store.export(seq)
         if self.placement is not None:
             self.placement.moved_bytes += sum(block.data.nbytes for block in self.store.blocks(seq) if block.on_device)
-        return SwappedLayer(weakref.ref(self), blocks, self.store.length(seq), held, queries, *indexed)
+        return LayerState(blocks, self.store.length(seq), held=held, queries=queries, index=index)
 
-    def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
-        """Load the state that swap_out() returned into an empty sequence. Blocks go to the device while there is room."""
-        assert swapped.held is not None
-        blocks = [block if self.placement is None else self.placement.brought(block) for block in swapped.blocks]
-        self.store.adopt(seq, blocks, swapped.stored)
-        self.slab.data[seq, :, : self.slab.pool_start].copy_(swapped.held)
+    def load(self, seq: int, state: LayerState, start: int) -> None:
+        """Load a state; see LayerKV. Blocks that have no other owner go to the device while there is room."""
+        blocks = [block if self.placement is None else self.placement.brought(block) for block in state.blocks]
+        self.store.adopt(seq, blocks, state.stored)
+        if state.held is not None:
+            self.slab.data[seq, :, : self.slab.pool_start].copy_(state.held)
+            start = start if state.index is None else state.index.end  # it may have run ahead
+        else:
+            self.slab.write(seq, 0, self.store.read(seq, 0, min(self.slab.regions.sink, state.stored)))
+            self.offloader.refill(seq, start, state.stored)
         if self.updater is not None:
-            self.updater.swap_in(seq, swapped.index, swapped.indexed, stale=swapped.stale)
+            self.updater.load(seq, start, state.index)
+
+    def bring(self, seq: int) -> None:
+        """Start to copy the full blocks of a sequence to the device while there is room."""
+        if self.placement is not None:
+            self.placement.bring(self.store.blocks(seq)[: self.store.length(seq) // self.store.block_size])
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Replace sequence i by the former sequence sequences[i]."""

@@ -15,10 +15,18 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import Block, HostMemory
+from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.index_api import IndexContext, Transfer
-from kvthaw.cache.index_updater import IndexUpdater, Snapshot
-from kvthaw.cache.layer_base import AttentionParams, LayerKV, PrefillKV, attend_rows, reordered, take_queries
+from kvthaw.cache.index_updater import IndexUpdater
+from kvthaw.cache.layer_base import (
+    AttentionParams,
+    LayerKV,
+    LayerShape,
+    PrefillKV,
+    attend_rows,
+    reordered,
+    take_queries,
+)
 from kvthaw.cache.layer_storage import LayerStorage
 from kvthaw.cache.offloader import copied
 from kvthaw.cache.plan import Plan, Settings
@@ -27,9 +35,9 @@ from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.sparse_attention import SparseAttention
+from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
-from kvthaw.cache.swapped import SwappedLayer
 from kvthaw.cache.transfer import BulkCopy, PagedCopy, UvaGather
 from kvthaw.kernels.dense import continued
 from kvthaw.kernels.places import Newest
@@ -190,12 +198,16 @@ class OffloadedLayer(LayerKV):
         self._prompts = dict(ends) if self.sequences.announced and not new.step.remaining else {}
         self.storage.index_ahead(self._prompts, self.recent_queries, new.passed)
 
-    def resume(self, step: Step, blocks: Mapping[int, Sequence[Block]], kept: Mapping[int, Snapshot]) -> None:
-        """Start sequences with kept rows in blocks; see LayerStorage.resume."""
+    def prepare(self, step: Step, shape: LayerShape) -> None:
+        if self.plan is None:
+            self.allocate(step, shape.queries, shape.keys, shape.scale)
         self._before, self._prompts = (step, dict(self.recent_queries)), {}
-        for row in step.rows():
-            length = row.past + step.tokens - row.pad
-            self.storage.resume(row.seq, blocks[row.seq], length, kept.get(row.seq), alone=step.seq is None)
+
+    def begin(self, step: Step, shape: LayerShape, states: Mapping[int, LayerState]) -> None:
+        super().begin(step, shape, states)
+        if step.seq is None:  # else other sequences wait for steps, and blocks go to the device one by one
+            for row in step.rows():
+                self.storage.bring(row.seq)
 
     def commit(self) -> None:
         """Index the tokens of a prefill that waited for the step's commit."""
@@ -334,17 +346,13 @@ class OffloadedLayer(LayerKV):
         self._prompts.pop(seq, None)
         self.recent_queries.pop(seq, None)
 
-    @property
-    def home(self) -> LayerStorage | None:
-        return self.storage if self.plan else None
+    def export(self, seq: int, memory: HostMemory) -> LayerState:
+        return self.storage.export(seq, self.recent_queries.get(seq))
 
-    def swap_out(self, seq: int, memory: HostMemory) -> SwappedLayer:
-        return self.storage.swap_out(seq, self.recent_queries.get(seq))
-
-    def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
-        self.storage.swap_in(seq, swapped)
-        if swapped.queries is not None:
-            self.recent_queries[seq] = swapped.queries.to(self.slab.data.device)
+    def load(self, seq: int, state: LayerState, start: int) -> None:
+        self.storage.load(seq, state, start)
+        if state.queries is not None:
+            self.recent_queries[seq] = state.queries.to(self.slab.data.device)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         if self.plan is None:

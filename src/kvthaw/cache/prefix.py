@@ -15,12 +15,12 @@ from kvthaw.cache.block_file import FULL, BlockFile
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host_memory import Block, available_host_memory
 from kvthaw.cache.index_api import RECENT_QUERIES
-from kvthaw.cache.index_updater import Snapshot
 from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import LayerShape
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.prefix_kept import Entry, Indexes, Key, NotKeptError, PrefixBlocks, PrefixStats, cache_kind, refusal
 from kvthaw.cache.prefix_tree import Node, PrefixTree, common
-from kvthaw.cache.resume import LayerShape, copy_rows, resume
+from kvthaw.cache.state import IndexState, LayerState
 from kvthaw.cache.step import Step
 from kvthaw.cache.window import WindowLayer
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError, at_least
@@ -114,9 +114,12 @@ class PrefixCache:
         known = {} if best is None else best.upto(common(best.ids, ids))
 
         def take(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
-            number = layer.number
-            kept = {seq or 0: known[number]} if number in known else {}
-            resume(layer, step, self._kept.shapes[number], {seq or 0: rows[number]}, kept=kept)
+            shape, blocks = self._kept.shapes[layer.number], [block.share() for block in rows[layer.number]]
+            state = LayerState(blocks, tokens, shape.format, index=known.get(layer.number))
+            try:
+                layer.begin(step, shape, {seq or 0: state})
+            finally:
+                state.release()
 
         with kv.sequences.prompt(len(ids), seq):
             kv.append_stored_prompt(tokens, None, take)
@@ -237,7 +240,7 @@ class PrefixCache:
             rows = torch.cat([blocks[node].data.cpu() for node in path], dim=1)[:, :tokens]
             yield number, self._kept.shapes[number], rows.contiguous()
 
-    def snapshots(self, kv: KVCache, entry: Entry) -> Mapping[int, Snapshot]:
+    def snapshots(self, kv: KVCache, entry: Entry) -> Mapping[int, IndexState]:
         """Return the cached index snapshots of exactly an entry's tokens, by layer, for caches such as this one."""
         kind = Indexes.kind_of(kv)
         mine = [one for one in self._indexes if (one.kind, one.salt) == (kind, entry.salt) and torch.equal(one.ids, entry.ids)]
@@ -251,7 +254,7 @@ class PrefixCache:
         layers: Mapping[int, tuple[LayerShape, Sequence[Block]]],
         *,
         salt: str = "",
-        indexes: Mapping[int, Snapshot] = MappingProxyType({}),
+        indexes: Mapping[int, IndexState] = MappingProxyType({}),
         about: Any = None,
         leaves_room: Callable[[], bool] = always,
     ) -> None:
@@ -381,7 +384,8 @@ class PrefixCache:
         dense = {layer.number: layer for layer in kv.layers if isinstance(layer, DenseLayer)}
         copies = self._kept.new(kv.streams.memory, dense)
         for layer, block in copies.items():
-            copy_rows(dense[layer], seq, start, stop, block, self._kept.shapes[layer].format)
+            rows = self._kept.shapes[layer].format.encode(dense[layer].read(seq, start, stop))
+            block.data[:, : stop - start].copy_(rows, non_blocking=True)
         shared = {layer.number: layer.store.blocks(seq)[number] for layer in kv.offloaded}
         self._kept.hold(node, copies | shared)
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvthaw.cache.block_file import BlockFile, Slot
 from kvthaw.cache.host_memory import Block, HostMemory
-from kvthaw.cache.index_updater import Snapshot
 from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import LayerShape
 from kvthaw.cache.prefix_tree import Node
-from kvthaw.cache.resume import LayerShape
+from kvthaw.cache.state import IndexState
 from kvthaw.errors import CacheError, HostMemoryError
 
 
@@ -70,7 +70,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Indexes:
-    """Index snapshots of a prompt [T], by layer number.
+    """Indexes of a prompt [T], by layer number.
 
     kind: method and seed of the caches that may use them.
     """
@@ -78,21 +78,21 @@ class Indexes:
     ids: Tensor
     salt: str
     kind: tuple[object, ...]
-    layers: Mapping[int, Snapshot]
+    layers: Mapping[int, IndexState]
 
     @staticmethod
     def kind_of(kv: KVCache) -> tuple[object, ...]:
         """Return the properties that caches must share to exchange indexes."""
         return kv.settings.method, kv.settings.seed
 
-    def upto(self, tokens: int) -> dict[int, Snapshot]:
-        """Return the snapshots cut to the first `tokens` tokens."""
+    def upto(self, tokens: int) -> dict[int, IndexState]:
+        """Return the indexes of the first `tokens` tokens."""
         return {number: replace(one, end=min(one.end, tokens)) for number, one in self.layers.items()}
 
     @property
     def saved(self) -> bool:
-        """Whether the snapshots are tensors from a file, which each sequence loads itself."""
-        return any(isinstance(one.index, Mapping) for one in self.layers.values())
+        """Whether the indexes are tensors from a file, which each sequence loads itself."""
+        return any(isinstance(one.held, Mapping) for one in self.layers.values())
 
     def nbytes(self) -> int:
         """Return the bytes of host memory, including bytes shared with a sequence."""

@@ -21,7 +21,7 @@ class SideIndex:
     Its changes run in order on a build thread, for which neither searches nor updates of other sequences wait.
 
     end: the position up to which it is given tokens.
-    index: an index that supports snapshots.
+    index: an index whose states may be kept (`Traits.snapshots`).
     group: number of the layer group, see Streams.build.
     """
 
@@ -52,11 +52,11 @@ class SideIndex:
         """
         return not wait(self._changes, timeout).not_done
 
-    def snapshot(self) -> Any:
-        """Return a snapshot of the index. Waits for its changes, and raises the error of any that failed."""
+    def export(self) -> Any:
+        """Return the state of the index. Waits for its changes, and raises the error of any that failed."""
         for change in self._changes:
             change.result()
-        return self.index.snapshot(self._seq)
+        return self.index.export(self._seq)
 
     def drop(self) -> None:
         """Cancel the queued changes. A running one ends by itself."""

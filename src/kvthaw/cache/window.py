@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.host_memory import HostMemory
-from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, attend_rows
+from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, LayerShape, attend_rows
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
-from kvthaw.cache.swapped import SwappedLayer
 from kvthaw.errors import CacheError
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.local import Span, local_attention
@@ -157,16 +156,15 @@ class WindowLayer(DeviceLayer):
             self.slab.data[seq].zero_()
             self._before[1].pop(seq, None)
 
-    @property
-    def home(self) -> Slab | None:
-        return self.slab if self._allocated else None
+    def export(self, seq: int, memory: HostMemory) -> LayerState:
+        return LayerState(held=self.slab.data[seq].to("cpu", copy=True))
 
-    def swap_out(self, seq: int, memory: HostMemory) -> SwappedLayer:
-        return SwappedLayer(weakref.ref(self.slab), held=self.slab.data[seq].to("cpu", copy=True))
+    def load(self, seq: int, state: LayerState, start: int) -> None:
+        assert state.held is not None, "a window's KV is not in blocks"
+        self.slab.data[seq].copy_(state.held)
 
-    def swap_in(self, seq: int, swapped: SwappedLayer) -> None:
-        assert swapped.held is not None
-        self.slab.data[seq].copy_(swapped.held)
+    def prepare(self, step: Step, shape: LayerShape) -> None:
+        self._allocate(step, shape.keys, shape.scale)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         if self._allocated:

@@ -14,7 +14,7 @@ from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.passes import expect, wait_indexed
 from kvthaw.cache.prefix import PrefixCache
-from kvthaw.cache.swapped import Swapped
+from kvthaw.cache.state import SequenceState
 from kvthaw.engine.admission import Admission
 from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
 from kvthaw.engine.hf import PreTrainedModel, Stats
@@ -365,7 +365,7 @@ class Batch:
             _log.warning("the last layers go on with full attention, device memory is short: %s", str(error).splitlines()[0])
         return lost
 
-    def _swap_in(self, request: Request, swapped: Swapped) -> None:
+    def _swap_in(self, request: Request, swapped: SequenceState) -> None:
         """Swap in a preempted request, or restart it if its state cannot return."""
         request.swapped = None
         try:

@@ -163,11 +163,15 @@ class Library:
             raise CacheError(f"{path} has {len(header['token_ids'])} rows, padded by {header['left_pad']}; an entry has one")
         about = read(header.get("about"))
         layers = dict(read_layers(path, header, kv, self.cache.model.device))
-        rows = {number: (own.shape, own.blocks[0]) for number, own in layers.items()}
-        kept = {number: own.kept[0] for number, own in layers.items() if own.kept}
+        rows = {number: (own.shape, own.states[0].blocks) for number, own in layers.items()}
+        kept = {number: index for number, own in layers.items() if (index := own.states[0].index) is not None}
         ids = torch.tensor(header["token_ids"][0])
         how: dict[str, Any] = {"salt": salt, "indexes": kept, "about": about, "leaves_room": self._leaves_room}
-        self.prefix.restore(kv, name, ids, rows, **how)
+        try:
+            self.prefix.restore(kv, name, ids, rows, **how)
+        finally:
+            for own in layers.values():
+                own.release()
 
     def _path(self, key: Key) -> Path:
         salt, name = key

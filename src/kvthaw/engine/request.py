@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.device_lengths import sent
-from kvthaw.cache.swapped import Swapped
+from kvthaw.cache.state import SequenceState
 from kvthaw.engine.grammar import Matcher
 from kvthaw.engine.logprobs import TokenLogprobs
 from kvthaw.engine.sampling import GREEDY, Sampling
@@ -92,7 +92,7 @@ class Request:
     decoded: Detokenizer | None = field(default=None, repr=False)
     matcher: Matcher | None = field(init=False, repr=False)
     fetched: int = field(default=0, init=False, repr=False)  # prompt tokens requested from the prefix cache's file
-    swapped: Swapped | None = field(default=None, init=False, repr=False)  # its state while it is swapped out
+    swapped: SequenceState | None = field(default=None, init=False, repr=False)  # its state while it is swapped out
     named: bool = field(default=False, init=False, repr=False)  # whether naming its complete prompt was tried
     _read: int = field(default=0, init=False, repr=False)  # number of decoded tokens
     _piece: str = field(default="", init=False, repr=False)

@@ -49,12 +49,12 @@ class AroundIndex(Index):
         for each in self._all:
             each.reorder(seqs)
 
-    def swap_out(self, seq: int) -> Any:
-        return [each.swap_out(seq) for each in self._all]
+    def export(self, seq: int) -> Any:
+        return [each.export(seq) for each in self._all]
 
-    def swap_in(self, seq: int, held: Any) -> None:
+    def load(self, seq: int, held: Any, end: int) -> None:
         for each, part in zip(self._all, held, strict=True):
-            each.swap_in(seq, part)
+            each.load(seq, part, end)
 
     def join(self) -> None:
         for each in self._all:

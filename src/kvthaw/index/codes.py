@@ -230,7 +230,7 @@ class CodesIndex(Index):
         self._bind()
         self._update()
 
-    def swap_out(self, seq: int) -> tuple[dict[str, Tensor], int]:
+    def export(self, seq: int) -> tuple[dict[str, Tensor], int]:
         self.join()
         self._reserve(seq + 1, 0)
         n = self.counts[seq]
@@ -238,7 +238,7 @@ class CodesIndex(Index):
         tables = {name: table.narrow(*cut[name]) if name in cut else table for name, table in self.tables.items()}
         return {name: row_to_host(table, seq) for name, table in tables.items()}, n
 
-    def swap_in(self, seq: int, held: tuple[dict[str, Tensor], int]) -> None:
+    def load(self, seq: int, held: tuple[dict[str, Tensor], int], end: int) -> None:
         rows, n = held
         self.join()
         self._reserve(seq + 1, n)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -127,55 +127,50 @@ class TreeIndex(Index):
         """See Index. Trees are shared, and copied when one of their sequences changes."""
         self.forest = other.forest.copy()
 
-    def snapshot(self, seq: int) -> Forest:
-        """See Index. Trees are shared, and copied when the sequence changes."""
+    def export(self, seq: int) -> Forest | None:
+        """See Tables. Trees are shared, and copied when the sequence changes."""
+        if not self.forest.has(seq):
+            return None
         forest = self.forest.copy()
         forest.reorder([seq])
         return forest
 
-    def swap_out(self, seq: int) -> Forest | None:
-        """See Tables. Trees are shared, as by a snapshot; they are in host memory already."""
-        return self.snapshot(seq) if self.forest.has(seq) else None
-
-    def swap_in(self, seq: int, held: Forest | None) -> None:
-        if held is not None:
-            self.forest.share(seq, held, 0)
-            self._copy_pages([seq])
-
-    def state(self, snapshot: Forest | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def state(self, held: Any) -> Mapping[str, Tensor]:
         """See Index: of each head's tree its radius and its pages, a page being a node and the keys in it. What else a tree has
         follows from the keys. 4 bytes a key and head, and 8 a page."""
-        if isinstance(snapshot, Mapping):
-            return snapshot
+        if isinstance(held, Mapping):
+            return held
         heads = range(self.context.kv_heads)
-        pages = torch.tensor([snapshot.pages(0, head) for head in heads], dtype=torch.int32)
+        pages = torch.tensor([held.pages(0, head) for head in heads], dtype=torch.int32)
         sizes = {"radius2": [len(pages)], "page_node": [int(pages.sum())], "page_count": [int(pages.sum())]}
-        sizes |= {"members": [len(pages), snapshot.size(0)]}
+        sizes |= {"members": [len(pages), held.size(0)]}
         state = {name: torch.empty(size, dtype=_STATE[name]) for name, size in sizes.items()}
         begins = (pages.cumsum(0) - pages).tolist()
         for head in heads:
             at = {"radius2": head, "page_node": begins[head], "page_count": begins[head], "members": head}
-            snapshot.save(0, head, *(tensor[at[name] :].data_ptr() for name, tensor in state.items()))
+            held.save(0, head, *(tensor[at[name] :].data_ptr() for name, tensor in state.items()))
         return state | {"pages": pages}
 
-    def take(self, seq: int, snapshot: Forest | Mapping[str, Tensor], end: int) -> None:
-        if not isinstance(snapshot, Mapping):
-            self.forest.share(seq, snapshot, 0)
+    def load(self, seq: int, held: Forest | Mapping[str, Tensor] | None, end: int) -> None:
+        if held is None:
+            return
+        if not isinstance(held, Mapping):
+            self.forest.share(seq, held, 0)
             self.truncate(seq, end)
             self._copy_pages([seq])
             return
-        found = {name: snapshot.get(name, torch.empty(0)).contiguous() for name in _STATE}
+        found = {name: held.get(name, torch.empty(0)).contiguous() for name in _STATE}
         heads, members, first = self.context.kv_heads, found["members"], self.context.regions.sink
         points, pages = members.numel() // heads, int(found["pages"].sum())
         sizes = {"radius2": [heads], "pages": [heads], "page_node": [pages], "page_count": [pages], "members": [heads, points]}
         for name, dtype in _STATE.items():
             if (found[name].dtype, list(found[name].shape)) != (dtype, sizes[name]) or bool((found["pages"] < 0).any()):
                 raise CacheError(f"layer {self.context.layer}: {name} is not of a saved tree of {heads} heads")
-        held = max(0, min(points, end - first))
-        bases = self._addresses(seq, seq + 1, {seq: first + held})
+        kept = max(0, min(points, end - first))
+        bases = self._addresses(seq, seq + 1, {seq: first + kept})
         try:
             self.forest.restore(
-                seq, first, points, held, bases.data_ptr(), self.threads, *(found[name].data_ptr() for name in _STATE)
+                seq, first, points, kept, bases.data_ptr(), self.threads, *(found[name].data_ptr() for name in _STATE)
             )
         except ValueError as error:
             raise CacheError(str(error)) from error
@@ -205,7 +200,7 @@ class TreeIndex(Index):
             return
         for seq in seqs:
             if 8 * self.forest.size(seq) > 9 * pages.tokens(seq):
-                store.rearrange(seq, self.state(self.snapshot(seq))["members"] + self.forest.first(seq))
+                store.rearrange(seq, self.state(self.export(seq))["members"] + self.forest.first(seq))
 
     def _addresses(self, start: int, stop: int, lengths: dict[int, int]) -> Tensor:
         """Return the store's current block table of sequences start .. stop, [stop - start, blocks] int64.

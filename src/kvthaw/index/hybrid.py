@@ -150,14 +150,14 @@ class HybridIndex(ObservedIndex):
         super().clone_from(other)
         self.statics = [replace(static, pending=static.pending and static.pending.copy()) for static in other.statics]
 
-    def swap_out(self, seq: int) -> Any:
+    def export(self, seq: int) -> Any:
         """See Tables: with the plan that the next append would put in place."""
-        held, static = super().swap_out(seq), self.statics[seq]
+        held, static = super().export(seq), self.statics[seq]
         return held, static.share, None if static.pending is None else static.pending.take().to(torch.device("cpu"))
 
-    def swap_in(self, seq: int, held: Any) -> None:
+    def load(self, seq: int, held: Any, end: int) -> None:
         pages, share, plan = held
-        super().swap_in(seq, pages)
+        super().load(seq, pages, end)
         device = self.steps.device
         again = plan and PendingReordering(seq, {seq: plan.to(device)}, self._side, SpreadWork(device))
         self.statics[seq] = Static(share, again)

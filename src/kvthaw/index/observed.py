@@ -88,15 +88,15 @@ class ObservedIndex(BoundIndex):
         """See Index: the next query takes the place of the last one."""
         self.steps.sub_(1)
 
-    def swap_out(self, seq: int) -> Any:
+    def export(self, seq: int) -> Any:
         """Return the window from the oldest query on, because the step count continues meanwhile; see Tables."""
-        held, order = super().swap_out(seq), self._oldest_first()
+        held, order = super().export(seq), self._oldest_first()
         window = self.queries[seq].index_select(1, order).cpu(), self.seen[seq].index_select(0, order).cpu()
         return held, window, replace(self.turns[seq])
 
-    def swap_in(self, seq: int, held: Any) -> None:
+    def load(self, seq: int, held: Any, end: int) -> None:
         units, (queries, seen), turn = held
-        super().swap_in(seq, units)
+        super().load(seq, units, end)
         order, device = self._oldest_first(), self.steps.device
         self.queries[seq].index_copy_(1, order, queries.to(device))
         self.seen[seq].index_copy_(0, order, seen.to(device))

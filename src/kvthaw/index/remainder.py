@@ -141,15 +141,15 @@ class PageMeans(Tables):
         self.known = self.known.new_empty(len(seqs))
         self._sync()
 
-    def swap_out(self, seq: int) -> Any:
+    def export(self, seq: int) -> Any:
         """Return all that is kept of a sequence, in host memory."""
         self.join()
         self.reserve(seq + 1, 0)
         pages = -(-self.counts[seq] // self.page)
         return row_to_host(self.means[:, :, :pages], seq), row_to_host(self.tail, seq), self.counts[seq], self._oldest[seq]
 
-    def swap_in(self, seq: int, held: Any) -> None:
-        """Restore a sequence from what swap_out() returned."""
+    def load(self, seq: int, held: Any, end: int) -> None:
+        """Restore a sequence from what export() returned."""
         self.join()
         means, tail, count, oldest = held
         self.reserve(seq + 1, count)
@@ -224,15 +224,18 @@ class RemainderIndex(AroundIndex):
         self.traits = replace(self.traits, attends=True, snapshots=traits.snapshots)
         self._beside = context.aux or AuxStream()
 
-    def snapshot(self, seq: int) -> Any:
-        return self.inner.snapshot(seq)
+    def export(self, seq: int) -> Any:
+        return self.inner.export(seq) if self.traits.snapshots else super().export(seq)
 
-    def state(self, snapshot: Any) -> Mapping[str, Tensor]:
-        return self.inner.state(snapshot)
+    def state(self, held: Any) -> Mapping[str, Tensor]:
+        return self.inner.state(held)
 
-    def take(self, seq: int, snapshot: Any, end: int) -> None:
-        """See Index. The means are made again of the rows in the store."""
-        self.inner.take(seq, snapshot, end)
+    def load(self, seq: int, held: Any, end: int) -> None:
+        """See Tables. With a tree, the means are computed again from the rows in the store."""
+        if not self.traits.snapshots:
+            super().load(seq, held, end)
+            return
+        self.inner.load(seq, held, end)
         self.pages.truncate(seq, 0)
         self.pages.first = self.context.regions.sink
         self.pages.read(seq, end - self.pages.first)

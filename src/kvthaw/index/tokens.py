@@ -118,13 +118,13 @@ class TokenIndex(Index):
         self.counts = [self.counts[seq] for seq in seqs]
         self.sync_counts()
 
-    def swap_out(self, seq: int) -> tuple[dict[str, Tensor], int]:
+    def export(self, seq: int) -> tuple[dict[str, Tensor], int]:
         self.reserve(seq + 1, 0)
         n = self.counts[seq]
         held = {name: row_to_host(table[:, :, :n], seq) for name, table in self.tables.items()}
         return held | {name: row_to_host(table, seq) for name, table in self.learned.items()}, n
 
-    def swap_in(self, seq: int, held: tuple[dict[str, Tensor], int]) -> None:
+    def load(self, seq: int, held: tuple[dict[str, Tensor], int], end: int) -> None:
         rows, n = held
         self.reserve(seq + 1, n)
         for name, table in (self.tables | self.learned).items():

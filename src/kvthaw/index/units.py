@@ -192,7 +192,7 @@ class UnitIndex(Index):
         self.seqs = [self.seqs[seq].copy() for seq in seqs]
         self._before = {i: self._before[seq].copy() for i, seq in enumerate(seqs) if seq in self._before}
 
-    def swap_out(self, seq: int) -> Any:
+    def export(self, seq: int) -> Any:
         self.join()
         self.reserve(seq + 1)
         host, held = self.seqs[seq].copy(), dict[str, Tensor]()
@@ -202,7 +202,7 @@ class UnitIndex(Index):
             held[name] = row_to_host(table if counted is None else table[:, :, : lengths[counted]], seq)
         return held, host
 
-    def swap_in(self, seq: int, held: Any) -> None:
+    def load(self, seq: int, held: Any, end: int) -> None:
         rows, host = held
         self.clear(seq, self.first)
         self.reserve(0, host.units, host.tokens)

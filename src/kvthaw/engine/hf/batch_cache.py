@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.swap import swap_in, swap_out
-from kvthaw.cache.swapped import Swapped
+from kvthaw.cache.state import SequenceState
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, Layers
@@ -46,15 +45,19 @@ class BatchCache(Cache):
         self.states = States(self.layers, max_seqs)
         self.kv.open(max_seqs, capacity)
 
-    def swap_out(self, seq: int) -> Swapped:
-        """Move a decoding sequence to host memory; see kvthaw.cache.swap."""
-        states = self.states.swapped_out(seq)
-        return replace(swap_out(self.kv, seq), states=states)
+    def swap_out(self, seq: int) -> SequenceState:
+        """Move a decoding sequence to host memory, which empties its slot; see KVCache.export."""
+        state = replace(self.kv.export(seq), states=self.states.export(seq))
+        self.kv.clear(seq)
+        return state
 
-    def swap_in(self, seq: int, swapped: Swapped) -> None:
-        """Restore a swapped-out sequence into an empty slot; see kvthaw.cache.swap."""
-        swap_in(self.kv, seq, swapped)
-        self.states.swap_in(seq, swapped.states)
+    def swap_in(self, seq: int, state: SequenceState) -> None:
+        """Load a sequence into an empty slot, and free its host copy; see KVCache.load."""
+        try:
+            self.kv.load(seq, state)
+        finally:
+            state.release()
+        self.states.load(seq, state.states)
 
     def _windows(self, config: Any) -> dict[int, Span]:
         kinds = getattr(config, "layer_types", None)
@@ -110,12 +113,12 @@ class States:
             for at, rows in _tensors(self._whole[i]).items():
                 rows[seq].copy_(own[at][0])
 
-    def swapped_out(self, seq: int) -> dict[Any, Tensor]:
+    def export(self, seq: int) -> dict[Any, Tensor]:
         """Return the states of a decoding sequence, in host memory."""
         layers = self._whole.items()
         return {(i, at): rows[seq].to("cpu", copy=True) for i, layer in layers for at, rows in _tensors(layer).items()}
 
-    def swap_in(self, seq: int, states: dict[Any, Tensor]) -> None:
+    def load(self, seq: int, states: dict[Any, Tensor]) -> None:
         """Load such states into a sequence."""
         for (i, at), state in states.items():
             _tensors(self._whole[i])[at][seq].copy_(state)

@@ -26,10 +26,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host_memory import Block
-from kvthaw.cache.index_updater import IndexUpdater, Snapshot
+from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import LayerShape
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.resume import LayerShape, resume
+from kvthaw.cache.state import IndexState, LayerState
 from kvthaw.cache.step import Step
 from kvthaw.engine.hf import tensor_file
 from kvthaw.engine.hf.attention import unwrap
@@ -106,8 +107,10 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
 
     def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
         _, own = next(held)
-        resume(layer, step, own.shape, own.blocks, own.queries, own.kept)
-        rebuilt[layer.number] = not own.kept and isinstance(layer, OffloadedLayer) and layer.storage.updater is not None
+        layer.begin(step, own.shape, own.states)
+        own.release()
+        indexed = any(state.index is not None for state in own.states.values())
+        rebuilt[layer.number] = not indexed and isinstance(layer, OffloadedLayer) and layer.storage.updater is not None
 
     kv.append_stored_prompt(tokens, left_pad, fill)
     held.close()
@@ -141,12 +144,15 @@ def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torc
 
 @dataclass(frozen=True, slots=True)
 class SavedLayer:
-    """Rows of one layer from a file: blocks and last queries by sequence, and its index if it is of the cache's kind."""
+    """One layer from a file, by sequence. An index is of the cache's kind."""
 
     shape: LayerShape
-    blocks: Mapping[int, Sequence[Block]]
-    queries: Mapping[int, Tensor]
-    kept: Mapping[int, Snapshot]
+    states: Mapping[int, LayerState]
+
+    def release(self) -> None:
+        """Release the blocks."""
+        for state in self.states.values():
+            state.release()
 
     @classmethod
     def read(
@@ -172,7 +178,7 @@ class SavedLayer:
         parts = {seq: tensors[f"rows.{seq}"].split(size, dim=1) for seq in seqs}
 
         def allocate(part: Tensor) -> Block:
-            return Block(memory.allocate((len(part), size, *format.tail), format.stored, pinned=pinned))
+            return Block(memory.allocate((len(part), size, *format.tail), format.stored, pinned=pinned)).share()
 
         file.check(header["files"][_name(number)]["sha256"])
         with taking:
@@ -183,7 +189,9 @@ class SavedLayer:
                 block.data[:, : part.shape[1]] = format.convert(part)
         shape = LayerShape(some[None, :, :0], keys, scale, format)
         same = header["index"] == index_kind(kv)["index"] and header["index"]["options"] is not None
-        return cls(shape, blocks, queries, _snapshots(tensors) if same else {})
+        indexes = _indexes(tensors) if same else {}
+        states = {seq: LayerState(blocks[seq], lengths[seq], format, None, queries.get(seq), indexes.get(seq)) for seq in seqs}
+        return cls(shape, states)
 
 
 def _file(path: Path, header: Mapping[str, Any], number: int) -> tensor_file.TensorFile:
@@ -295,25 +303,25 @@ def index_kind(kv: KVCache) -> dict[str, Any]:
     return {"index": known}
 
 
-def index_tensors(updater: IndexUpdater | None, snapshots: Mapping[int, Snapshot | None]) -> dict[str, Tensor]:
-    """Return the snapshots of an index, by sequence, as tensors for a layer's file."""
+def index_tensors(updater: IndexUpdater | None, states: Mapping[int, IndexState | None]) -> dict[str, Tensor]:
+    """Return the states of an index, by sequence, as tensors for a layer's file."""
     held = {}
-    for seq, snapshot in snapshots.items():
-        if updater is not None and snapshot is not None:
-            held[f"index.{seq}.span"] = torch.tensor([snapshot.first, snapshot.end])
-            held |= {f"index.{seq}.{name}": tensor for name, tensor in updater.state(snapshot).items()}
+    for seq, state in states.items():
+        if updater is not None and state is not None:
+            held[f"index.{seq}.span"] = torch.tensor([state.first, state.end])
+            held |= {f"index.{seq}.{name}": tensor for name, tensor in updater.tensors(state).items()}
     return held
 
 
-def _snapshots(tensors: Mapping[str, Tensor]) -> dict[int, Snapshot]:
-    """Return the snapshots that index_tensors() wrote."""
+def _indexes(tensors: Mapping[str, Tensor]) -> dict[int, IndexState]:
+    """Return the states that index_tensors() wrote."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
         seq, _, rest = rest.partition(".")
         if kind == "index":
             found.setdefault(int(seq), {})[rest] = tensor.clone()  # it outlives the file
-    return {seq: Snapshot(state, *state.pop("span").tolist()) for seq, state in found.items()}
+    return {seq: IndexState(state, *state.pop("span").tolist()) for seq, state in found.items()}
 
 
 def _some_at_once(items: Iterable[Item], work: Callable[[Item], Done], most: int = _AT_ONCE) -> Generator[tuple[Item, Done]]:

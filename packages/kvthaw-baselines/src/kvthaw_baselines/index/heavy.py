@@ -93,9 +93,9 @@ class HeavyIndex(KeptIndex):
     def unask(self) -> None:
         self.tables["length"].zero_()
 
-    def swap_out(self, seq: int) -> Any:
+    def export(self, seq: int) -> Any:
         self.add()
-        return super().swap_out(seq)
+        return super().export(seq)
 
     def add(self) -> None:
         """Add the last queries' weights to each token's score, and drop the queries. Device work of fixed shape."""

@@ -120,11 +120,11 @@ class KeptIndex(Index):
         self.tables = {name: table.index_select(0, which) for name, table in self.tables.items()}
         self.tokens = [self.tokens[seq] for seq in seqs]
 
-    def swap_out(self, seq: int) -> Any:
+    def export(self, seq: int) -> Any:
         self.reserve(seq + 1)
         return {name: row_to_host(table, seq) for name, table in self.tables.items()}, self.tokens[seq]
 
-    def swap_in(self, seq: int, held: Any) -> None:
+    def load(self, seq: int, held: Any, end: int) -> None:
         self.reserve(seq + 1)
         self.tables["kept"][seq] = -1
         rows, self.tokens[seq] = held

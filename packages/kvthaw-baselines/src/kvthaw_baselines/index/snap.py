@@ -106,14 +106,14 @@ class FreshSnapIndex(SnapIndex):
         """See Index: the next queries take the places of the last ones."""
         self.cursor.sub_(1)
 
-    def swap_out(self, seq: int) -> Any:
+    def export(self, seq: int) -> Any:
         """Return the last queries from the oldest on, because the step count continues meanwhile; see Tables."""
-        held, last = super().swap_out(seq), self.tables["recent"][seq].index_select(1, self._oldest_first())
+        held, last = super().export(seq), self.tables["recent"][seq].index_select(1, self._oldest_first())
         return held, last.cpu(), self.since[seq]
 
-    def swap_in(self, seq: int, held: Any) -> None:
+    def load(self, seq: int, held: Any, end: int) -> None:
         kept, last, self.since[seq] = held
-        super().swap_in(seq, kept)
+        super().load(seq, kept, end)
         self.tables["recent"][seq].index_copy_(1, self._oldest_first(), last.to(self.cursor.device))
 
     def _oldest_first(self) -> Tensor:
