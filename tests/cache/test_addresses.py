@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvthaw.cache import addresses as module
-from kvthaw.cache.addresses import Addresses, write
+from kvthaw.cache import host as module
+from kvthaw.cache.host import Addresses, write
 
 
 class Blocks:

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from kvthaw.cache.aux_stream import AuxStream
+from kvthaw.cache.deferred_batch import AuxStream
 
 CPU = torch.device("cpu")
 

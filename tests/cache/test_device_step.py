@@ -12,7 +12,7 @@ from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
-from kvthaw.cache.residency import Residency
+from kvthaw.cache.pool import Residency
 from kvthaw.cache.transfer import UvaGather
 from kvthaw.cache.window import WindowLayer
 from kvthaw.config import KvDtype
@@ -110,7 +110,7 @@ def test_kernels_and_torch_take_the_same_steps(method: str, how: AttentionParams
         assert isinstance(torch_layer, OffloadedLayer)
         assert torch_layer.retriever is not None
         assert torch.equal(device_layer.retriever.residency.counts, torch_layer.retriever.residency.counts)
-        assert device_layer.retriever.meter.fetched > 0
+        assert device_layer.retriever.residency.fetched > 0
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.cache.choice import PrefetchedSearch
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.prefetched_search import PrefetchedSearch
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.streams import Streams
 from kvthaw.index.forest import TreeIndex

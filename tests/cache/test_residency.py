@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvthaw.cache.residency import Residency
+from kvthaw.cache.pool import Residency
 
 CPU = torch.device("cpu")
 

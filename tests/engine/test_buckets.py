@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvthaw
-from kvthaw.cache import buckets
+from kvthaw.cache import sequences as module
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.sequences import Sequences
 from kvthaw.engine.batch import Batch
@@ -26,7 +26,7 @@ CAPACITY = 200
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets of 32, 128 and CAPACITY tokens."""
-    monkeypatch.setattr(buckets, "LEAST", 32)
+    monkeypatch.setattr(module, "LEAST", 32)
 
 
 def serve(batch: Batch, prompts: list[torch.Tensor], new: list[int]) -> list[list[int]]:
@@ -47,9 +47,9 @@ def alone(model: Any, method: str, ids: torch.Tensor, new: int, **settings: Any)
 
 
 def test_the_smallest_bucket_that_holds_the_next_token() -> None:
-    assert buckets.buckets(131072) == [2048, 8192, 32768, 131072]
-    assert buckets.buckets(10000) == [2048, 8192, 10000]
-    assert buckets.buckets(100) == [100]
+    assert module.buckets(131072) == [2048, 8192, 32768, 131072]
+    assert module.buckets(10000) == [2048, 8192, 10000]
+    assert module.buckets(100) == [100]
     sequences = Sequences()
     sequences.open(3, 10000)
     for lengths, count, size in (
@@ -151,7 +151,7 @@ def test_a_capture_is_of_the_bucket_that_it_is_kept_for(small: None, monkeypatch
 )
 def test_captured_steps_move_from_bucket_to_bucket(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To longer ones as sequences grow and others join, and back when these leave; the second time by captures that are there."""
-    monkeypatch.setattr(buckets, "LEAST", 512)
+    monkeypatch.setattr(module, "LEAST", 512)
     model = build("llama", max_position_embeddings=8192).to("cuda")
     settings: dict[str, Any] = {} if method == "full" else {"budget": 128, "block_size": 64}
     prompts, new = [prompt(1, n, seed=n)[0].cuda() for n in (490, 2030, 90)], [40, 40, 30]
@@ -167,7 +167,7 @@ def test_captured_steps_move_from_bucket_to_bucket(method: str, monkeypatch: pyt
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["full", "pariskv-plus", "clusterkv-plus"])
 def test_a_warm_batch_captures_nothing_more(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "LEAST", 512)
+    monkeypatch.setattr(module, "LEAST", 512)
     model = build("llama", max_position_embeddings=8192).to("cuda")
     settings: dict[str, Any] = {} if method == "full" else {"budget": 128, "block_size": 64}
     batch = Batch(model, method, max_seqs=2, capacity=5000, **settings)

@@ -14,8 +14,7 @@ from test_prefix import BLOCK, DEVICE, batch_of, shared_model, tokens_of
 from transformers import PreTrainedModel
 
 from kvthaw import ConfigError, PrefixCache, Scheduler
-from kvthaw.cache.block_file import BlockFile
-from kvthaw.cache.prefix_kept import PrefixBlocks
+from kvthaw.cache.prefix_kept import BlockFile, PrefixBlocks
 from kvthaw.cache.ranks import Ranks
 from kvthaw.errors import CacheError
 from zoo import build, prompt

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.aux_stream import AuxStream
-from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.deferred_batch import AuxStream, DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index, IndexContext, Selection
 from kvthaw.index.draws import drawn, stream

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.cache.residency import Residency
+from kvthaw.cache.pool import Residency
 from kvthaw.kernels.admit import Placed, admit, definition
 
 pytest.importorskip("triton")

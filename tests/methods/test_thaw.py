@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvthaw.cache.choice import check_selection
 from kvthaw.cache.index_api import Selection
-from kvthaw.cache.selection_check import check_selection
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.methods import resolve
 from kvthaw.testing.layer import Layer, Text

@@ -76,9 +76,9 @@ class Counts:
         groups = {id(kv.retriever): kv.retriever for kv in layers if kv.retriever is not None}.values()
         stored = [(kv.store, kv.store.length(seq)) for kv in layers for seq in range(kv.sequences.count)]
         return Counts(
-            sum(group.meter.selected for group in groups),
-            sum(group.meter.fetched for group in groups),
-            sum(kv.retriever.meter.fetched * kv.store.row_bytes for kv in layers if kv.retriever is not None),
+            sum(group.residency.selected for group in groups),
+            sum(group.residency.fetched for group in groups),
+            sum(kv.retriever.residency.fetched * kv.store.row_bytes for kv in layers if kv.retriever is not None),
             sum(store.kv_heads * store.row_bytes * length for store, length in stored),
         )
 

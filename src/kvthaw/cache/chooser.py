@@ -1,26 +1,25 @@
-"""Full attention while it is faster, then the method: when and how the layers of a cache switch."""
+"""The layers of a cache: full attention while it is faster, then the method."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from kvthaw.cache.buckets import roomier
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.full_layer import FullLayer
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.layer_base import LayerKV
-from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.offloaded_layer import FullLayer, OffloadedLayer
 from kvthaw.cache.passes import store
+from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.plan import Settings
-from kvthaw.cache.preallocator import BlockPreallocator
-from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.sequences import Sequences, roomier
 from kvthaw.cache.step import Held, Step
 from kvthaw.cache.streams import Streams
-from kvthaw.cache.window import WindowLayer
+from kvthaw.cache.window import WindowLayer, window_layers
 from kvthaw.config import Crossing
-from kvthaw.errors import HostMemoryError
+from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.formatting import human
+from kvthaw.kernels.local import Span
 from kvthaw.kernels.row_format import row_format
 
 _log = logging.getLogger(__name__)
@@ -321,3 +320,34 @@ def clone_from(layer: OffloadedLayer, dense: LayerKV, lengths: Sequence[int], pr
         new = layer.append(Step(0, lengths[seq], tuple(sequences.left_pad), sequences.idle, seq), query, key, value)
         store([(layer, new)], preallocator)
     layer.recent_queries = dict(dense.recent_queries)
+
+
+def offloaded_numbers(settings: Settings, numbers: Sequence[int], depth: int) -> list[int]:
+    """Return the numbers of the full-attention layers that the method serves. Raises ConfigError if there are none."""
+    found = [] if settings.method.dense else [i for i in numbers if i >= settings.dense_layers]
+    if not found and not settings.method.dense:
+        raise ConfigError(
+            f"dense_layers is {settings.dense_layers}; that leaves no layer to {settings.method.name}, of {depth}"
+        )
+    return found
+
+
+def make_layers(
+    settings: Settings, numbers: Sequence[int], depth: int, windows: Mapping[int, Span], sequences: Sequences, streams: Streams
+) -> list[OffloadedLayer | DenseLayer | WindowLayer]:  # fmt: skip
+    """Return the layers of a cache in order. An anchor leads the offloaded layers up to the next anchor. Arguments as for
+    KVCache."""
+    method, offloaded = settings.method, offloaded_numbers(settings, numbers, depth)
+    local, leader = window_layers(windows, sequences), None
+    layers: list[OffloadedLayer | DenseLayer | WindowLayer] = []
+    for i in sorted((*numbers, *windows)):
+        if i not in offloaded:
+            layers.append(local[i] if i in local else DenseLayer(i, sequences, settings.method.prompt_queries))
+            continue
+        anchor = method.index is None or settings.selects(i, offloaded, depth)
+        if not anchor and leader is None:
+            raise ConfigError(f"anchors is {method.anchors}; layer {i} comes before the first and has nothing to follow")
+        layer = OffloadedLayer(i, settings, streams, sequences, None if anchor else leader)
+        leader = layer if anchor else leader
+        layers.append(layer)
+    return layers

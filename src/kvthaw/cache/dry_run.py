@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvthaw.cache.buckets import roomier
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Plan
+from kvthaw.cache.sequences import roomier
 from kvthaw.cache.step import Step
 
 _SAMPLE, _DECODED = 4096, 64

@@ -14,8 +14,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from kvthaw.cache.aux_stream import AuxStream
-from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.deferred_batch import AuxStream, DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.ranks import ALONE, Ranks

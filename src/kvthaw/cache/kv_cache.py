@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache import passes
-from kvthaw.cache.buckets import roomier
 from kvthaw.cache.checkpoint import Checkpoints
-from kvthaw.cache.chooser import Chooser, Layer
+from kvthaw.cache.chooser import Chooser, Layer, make_layers, offloaded_numbers
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck, check_prompts
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, PrefillKV
-from kvthaw.cache.layers import make_layers, offloaded_numbers
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.plan import Settings
-from kvthaw.cache.preallocator import BlockPreallocator
-from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.sequences import Sequences, roomier
 from kvthaw.cache.state import LayerState, SequenceState
 from kvthaw.cache.stats import Stats, collect
 from kvthaw.cache.step import Step

@@ -13,10 +13,9 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.offloader import Offloader
-from kvthaw.cache.placement import Placement
+from kvthaw.cache.placement import BlockPreallocator, Placement
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.preallocator import BlockPreallocator
 from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams

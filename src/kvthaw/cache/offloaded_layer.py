@@ -234,7 +234,7 @@ class OffloadedLayer(LayerKV):
         self.sequences.place_committed(self.slab.data.device)
         out = self._attend(None, 0, query[:, :, 0], (key[:, :, 0], value[:, :, 0]), attention)
         if self.retriever is not None and self.chooses:
-            self.retriever.meter.tick(self.sequences.live_count)
+            self.retriever.asked_again += self.sequences.live_count
         return out[:, :, None]
 
     def _attend(self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
@@ -361,3 +361,17 @@ class OffloadedLayer(LayerKV):
         self.storage.reorder(sequences)
         self.sparse.reorder()
         self.recent_queries = reordered(self.recent_queries, sequences)
+
+
+class FullLayer(OffloadedLayer):
+    """Sink and ring in a slab, and all other rows in blocks, where attention reads them; see LayerKV.
+
+    A DenseLayer reserves every sequence's capacity. A FullLayer allocates blocks as tokens come, so a running batch of
+    short sequences with a large capacity may attend to everything. If the device is full, a block lies on the host and
+    attention reads it over the bus.
+    """
+
+    everything = True
+
+    def _attend(self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
+        return self.sparse.attend(step, t, query, newest, attention)[0]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.addresses import write
-from kvthaw.cache.host import HostStore
+from kvthaw.cache.host import HostStore, write
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import HostMemoryError

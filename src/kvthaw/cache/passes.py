@@ -13,15 +13,15 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from kvthaw.cache.addresses import write
 from kvthaw.cache.finite import check_prompts
+from kvthaw.cache.host import write
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, PrefillKV
 from kvthaw.cache.layer_storage import Leaving
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.offloader import offload, offload_prompt
-from kvthaw.cache.preallocator import BlockPreallocator
+from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams

@@ -11,14 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.block_file import FULL, BlockFile
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host_memory import Block, available_host_memory
 from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerShape
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.prefix_kept import Entry, Indexes, Key, NotKeptError, PrefixBlocks, PrefixStats, cache_kind, refusal
+from kvthaw.cache.prefix_kept import (
+    FULL,
+    BlockFile,
+    Entry,
+    Indexes,
+    Key,
+    NotKeptError,
+    PrefixBlocks,
+    PrefixStats,
+    cache_kind,
+    refusal,
+)
 from kvthaw.cache.prefix_tree import Node, PrefixTree, common
 from kvthaw.cache.state import IndexState, LayerState
 from kvthaw.cache.step import Step

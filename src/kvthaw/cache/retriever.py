@@ -12,15 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.choice import Choice
+from kvthaw.cache.choice import Choice, HostSelectionBuffer, Parts, PrefetchedSearch, check_selection
 from kvthaw.cache.device_lengths import to_host
 from kvthaw.cache.index_api import Index, IndexContext, Method, Selection
-from kvthaw.cache.meter import Meter
-from kvthaw.cache.prefetched_search import PrefetchedSearch
-from kvthaw.cache.residency import Residency
+from kvthaw.cache.pool import Residency
 from kvthaw.cache.segmented_graph import SegmentedGraph
-from kvthaw.cache.selection_buffer import HostSelectionBuffer, Parts
-from kvthaw.cache.selection_check import check_selection
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import CacheError, KvthawError
 
@@ -47,7 +43,7 @@ class Retriever:
         self.reads_blocks = False
         self._place(seqs)
         self.choices: list[Choice] = []
-        self.meter = Meter(self.residency, context)
+        self.asked_again = 0  # queries of layers that share the anchor's keys
         self.streams, self.group = streams, next(streams.groups)
         self._jobs: list[tuple[Future[None], Callable[[], None]]] = []
         self._searching: Future[Selection] | None = None  # the last that began
@@ -135,6 +131,12 @@ class Retriever:
         """Allocate for `tokens` tokens of each sequence. Until there are more, no tensor of a choice moves."""
         self.index.make_room(self.residency.slot_row.shape[0], tokens)
         self.residency.grow(tokens)
+
+    @property
+    def selections(self) -> int:
+        """Number of selections, one per KV head, sequence and decoded token."""
+        sequences = self.context.sequences
+        return self.context.kv_heads * ((0 if sequences is None else sequences.held.steps) + self.asked_again)
 
     @property
     def can_read_blocks(self) -> bool:
@@ -367,7 +369,6 @@ class Retriever:
         twin.index.clone_from(self.index)
         twin.reads_blocks = self.reads_blocks
         twin.residency = copy.deepcopy(self.residency, memo)
-        twin.meter = Meter(twin.residency, twin.context)
-        twin.meter.tick(self.meter.again)
+        twin.asked_again = self.asked_again
         twin.prefetched = copy.deepcopy(self.prefetched, memo)
         return twin

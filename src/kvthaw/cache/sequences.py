@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from kvthaw.cache.buckets import bucket, roomier
 from kvthaw.cache.device_lengths import DeviceLengths
 from kvthaw.cache.step import Held, Step
 from kvthaw.regions import Regions
@@ -433,3 +432,25 @@ class Sequences:
         """Reset the sizes that a failed first prompt has set."""
         self.regions, self.capacity, self.step, self.ring_start = None, 0, None, []
         self.changed()
+
+
+LEAST, RATIO = 2048, 4
+"""Tokens of the smallest bucket, and the ratio of each bucket to the one before. Few captures serve all lengths."""
+
+
+def buckets(capacity: int) -> list[int]:
+    """Return all buckets of a capacity."""
+    found = [LEAST]
+    while found[-1] < capacity:
+        found.append(found[-1] * RATIO)
+    return [*found[:-1], capacity]
+
+
+def bucket(longest: int, capacity: int) -> int:
+    """Return the smallest bucket that holds `longest` tokens. The last bucket is the capacity."""
+    return next((size for size in buckets(capacity) if size >= longest), capacity)
+
+
+def roomier(have: int, need: int) -> int:
+    """Return a new capacity of at least `need` tokens: `need` and a margin at first, later at least 1.5 times `have`."""
+    return need + max(256, need // 16) if have == 0 else max(need, have * 3 // 2)

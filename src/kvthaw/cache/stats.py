@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.full_layer import FullLayer
 from kvthaw.cache.layer_base import LayerKV
-from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.offloaded_layer import FullLayer, OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Held
@@ -133,16 +132,17 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV],
     """Return statistics of the layers of a cache. Waits for the device."""
     offloaded = [layer for layer in layers if isinstance(layer, OffloadedLayer) and not isinstance(layer, FullLayer)]
     plan, held = (offloaded[0].plan, sequences.held) if offloaded else (None, Held())
-    meters = [(layer, layer.retriever.meter) for layer in offloaded if layer.retriever is not None]
-    groups = {id(meter): meter for _, meter in meters}.values()
-    steps, selected = sum(meter.steps for meter in groups), sum(meter.selected for meter in groups)
-    fetched, most = sum(meter.fetched for meter in groups), max((meter.most for meter in groups), default=0)
+    searching = [(layer, layer.retriever, layer.retriever.residency) for layer in offloaded if layer.retriever is not None]
+    groups = {id(group): (group.selections, pool) for _, group, pool in searching}.values()
+    steps, selected = sum(count for count, _ in groups), sum(pool.selected for _, pool in groups)
+    fetched, most = sum(pool.fetched for _, pool in groups), max((pool.most for _, pool in groups), default=0)
     retrieved = selected / steps if steps else (0.0 if held.steps else None)
     crossed = [
-        (layer, meter.fetched if layer.storage.placement is None else int(layer.store.crossed.sum())) for layer, meter in meters
+        (layer, pool.fetched if layer.storage.placement is None else int(layer.store.crossed.sum()))
+        for layer, _, pool in searching
     ]
-    near = sum(meter.in_place + meter.fetched - rows for (_, meter), (_, rows) in zip(meters, crossed, strict=True))
-    wanted = sum(meter.selected for _, meter in meters)
+    near = sum(pool.in_place + pool.fetched - rows for (*_, pool), (_, rows) in zip(searching, crossed, strict=True))
+    wanted = sum(pool.selected for *_, pool in searching)
     return Stats(
         method=settings.method.name if offloaded or settings.method.dense else "full",
         reason=reason,

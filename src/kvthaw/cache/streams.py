@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvthaw.cache.aux_stream import AuxStream
-from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.deferred_batch import AuxStream, DeferredBatch
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory

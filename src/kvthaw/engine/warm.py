@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
-from kvthaw.cache.buckets import buckets
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.kv_prefetcher import buffer_for, longest_run
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.sequences import buckets
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.graph_runner import bucket
 from kvthaw.engine.hf.dry_run import of_layer

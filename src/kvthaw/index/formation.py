@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvthaw.cache.aux_stream import AuxStream
+from kvthaw.cache.deferred_batch import AuxStream
 from kvthaw.index.draws import stream
 from kvthaw.index.target import Full, Target
 from kvthaw.index.units import UnitIndex

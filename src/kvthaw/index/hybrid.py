@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from kvthaw.cache.aux_stream import SpreadWork
+from kvthaw.cache.deferred_batch import SpreadWork
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import ConfigError

@@ -19,8 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvthaw.cache.aux_stream import AuxStream
-from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.deferred_batch import AuxStream, DeferredBatch
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Tables
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.around import AroundIndex

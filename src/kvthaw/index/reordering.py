@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvthaw.cache.aux_stream import AuxStream, SpreadWork
+from kvthaw.cache.deferred_batch import AuxStream, SpreadWork
 from kvthaw.kernels.observe import log_sums, mass
 from kvthaw.kernels.page_bounds import Spread, page_bounds
 

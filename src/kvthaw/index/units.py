@@ -14,8 +14,7 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.cache.aux_stream import AuxStream
-from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.deferred_batch import AuxStream, DeferredBatch
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import one_of
 from kvthaw.index.tables import grown, row_from_host, row_to_host

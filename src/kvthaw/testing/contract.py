@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvthaw.cache.aux_stream import AuxStream
-from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.deferred_batch import AuxStream, DeferredBatch
 from kvthaw.cache.index_api import IndexContext, Method
 from kvthaw.errors import ConfigError, ContractError
 from kvthaw.methods import resolve
@@ -133,8 +132,8 @@ class Contract:
         layer, _ = self.whole if budget == 48 else self.checked(budget)
         most = layer.cache.sequences.held.most
         if self.retrieves:
-            need(layer.retriever.meter.selected > 0, "no row was ever selected")
-            most += int(layer.retriever.meter.most)
+            need(layer.retriever.residency.selected > 0, "no row was ever selected")
+            most += int(layer.retriever.residency.most)
         allowed = budget + (self.method.head_limit - 1) * layer.plan.rows
         need(most <= allowed, f"{most} tokens were attended to in one step; the budget is {budget}")
 
@@ -220,9 +219,9 @@ class Contract:
         keeps, steps = self.whole
         drops = self.layer(self.batch(), replace(self.method, keep=0), budget=48).prefill()
         self._same(steps, drops.decode(), "with keep=0", [(seq, seq) for seq in range(3)])
-        fetched, selected = int(drops.retriever.meter.fetched), int(drops.retriever.meter.selected)
+        fetched, selected = int(drops.retriever.residency.fetched), int(drops.retriever.residency.selected)
         need(fetched == selected, f"{fetched} rows were fetched of {selected} selected")
-        need(int(keeps.retriever.meter.fetched) <= fetched, "residency fetches more rows than none does")
+        need(int(keeps.retriever.residency.fetched) <= fetched, "residency fetches more rows than none does")
 
     def parts_sequences_of_one_prefix(self) -> None:
         """Check beams: sequences that reorder() copied from one take different tokens, and select as if they had always been

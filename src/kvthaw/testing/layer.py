@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvthaw.cache.choice import Choice
+from kvthaw.cache.choice import Choice, check_selection
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.retriever import Retriever
-from kvthaw.cache.selection_check import check_selection
 from kvthaw.kernels import dense
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition

@@ -28,9 +28,8 @@ from kvthaw.cache.dry_run import Needs
 from kvthaw.cache.host_memory import available_host_memory
 from kvthaw.cache.index_api import Index, Method
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.no_effect import no_effect, stays_on_host
 from kvthaw.cache.passes import reserve
-from kvthaw.cache.plan import Settings, default_block_size, knows_softcap, try_index
+from kvthaw.cache.plan import Settings, default_block_size, knows_softcap, no_effect, stays_on_host, try_index
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.stats import Stats
 from kvthaw.cache.window import WindowLayer
