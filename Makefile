@@ -31,7 +31,7 @@ quick: $(STAMP)
 	$(BIN)/pytest -n 2 --dist worksteal -m "not model and not slow"
 
 bench: $(STAMP)
-	$(BIN)/kvthaw bench decode --shape tiny --length 8192 --method full,icecache-digest --json
+	$(BIN)/python -m lab bench decode --shape tiny --length 8192 --method full,icecache-digest --json
 
 real: $(STAMP)
 	@fetched=0; $(BIN)/python models/real.py $(REAL) --only smollm2 || fetched=$$?; \

@@ -19,9 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import where
-from kvthaw.bench.shapes import build
 from kvthaw.engine.warm import warm
 from lab.arrivals import random_prompt
+from lab.bench.shapes import build
 from lab.fill import prompts_drawn
 from lab.joining import MOST, Watch, sizes_of
 from lab.launches import part_of

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kvthaw.bench.card import noted, where
-from kvthaw.bench.settings import DecodeSetting
 from kvthaw.errors import ConfigError, at_least, unknown
 from kvthaw.evaluate.results import Record, ResultsFile
+from lab.bench.settings import ShapeSetting
 from lab.evaluate import plot
 from lab.filled import FilledBench
 from lab.plans import FIGURES, PLANS, Common
@@ -86,7 +86,7 @@ def draw(name: str, records: list[Record], options: Options, note: Callable[[str
     assert options.plot is not None
     figure, first = plot.new(*PLANS[name].size), records[0]
     PLANS[name].draw(figure, records)
-    there = {DecodeSetting(**record.setting) for record in records}
+    there = {ShapeSetting(**record.setting) for record in records}
     missing = [one for one in grid(name, options, first["device"]) if there.isdisjoint(ways(one))]
     if missing:
         note("\n".join([f"{name} is drawn without", *(f"  {one}" for one in missing)]))
@@ -96,7 +96,7 @@ def draw(name: str, records: list[Record], options: Options, note: Callable[[str
     note(f"wrote {options.plot / name}.png")
 
 
-def grid(name: str, options: Options, device: str) -> list[DecodeSetting]:
+def grid(name: str, options: Options, device: str) -> list[ShapeSetting]:
     """The runs of a figure on a device."""
     figure = PLANS[name]
     common = Common(options.shape or figure.shape, options.steps or figure.steps, device, device != "cpu", options.seed)
@@ -111,13 +111,13 @@ def known_records(name: str, known: ResultsFile, options: Options) -> list[Recor
     return [found for one in dict.fromkeys(asked) if (found := known.get(one.to_dict())) is not None]
 
 
-def ways(one: DecodeSetting) -> list[DecodeSetting]:
+def ways(one: ShapeSetting) -> list[ShapeSetting]:
     """A run, and where its host memory may not suffice, the same with layers that share their rows there."""
     can = one.prompt != "run" and not (one.hf or one.dense or one.shared)
     return [one, replace(one, shared=True)] if can else [one]
 
 
-def _shrunk(one: DecodeSetting, by: int) -> DecodeSetting:
+def _shrunk(one: ShapeSetting, by: int) -> ShapeSetting:
     if by == 1:
         return one
     budget = None if one.budget is None else max(32, int(one.budget) // by)

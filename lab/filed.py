@@ -18,8 +18,8 @@ import torch
 
 from kvthaw import Batch, PrefixCache
 from kvthaw.bench.card import where
-from kvthaw.bench.shapes import build
 from kvthaw.formatting import read_bytes
+from lab.bench.shapes import build
 from lab.fill import prompts_drawn
 from lab.prefix import timed
 from lab.script import Report, options

@@ -10,16 +10,18 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvthaw.bench.card import where
-from kvthaw.bench.check import LENGTH, PROMPT, Checks, hf_cache
-from kvthaw.bench.decode import Bench, Measures
-from kvthaw.bench.settings import HF, DecodeSetting
-from kvthaw.bench.steps import most_warm
+from kvthaw.bench.decode import Measures
+from kvthaw.bench.settings import HF
+from kvthaw.bench.steps import hf_cache, most_warm
 from kvthaw.cache.clone import padded
 from kvthaw.engine.decode import decode
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.results import Record
 from lab import room
+from lab.bench.check import LENGTH, PROMPT, Checks
+from lab.bench.settings import ShapeSetting
+from lab.bench.shaped import ShapeBench
 from lab.fill import Tokens, drawn, fill
 from lab.launches import launches
 from lab.replayed import Record as Text
@@ -28,7 +30,7 @@ from lab.scripted import scripted
 _FEW = 20  # steps that show whether a filled cache goes on, past an update of a ring, whose kernels are compiled then
 
 
-def check_profiled(settings: Sequence[DecodeSetting]) -> None:
+def check_profiled(settings: Sequence[ShapeSetting]) -> None:
     """Refuse to time anything after a profile, whose traces stay in the process."""
     if len([one for one in settings if one.steps != "eager"]) > 1:
         raise ConfigError("the profiler stays in the process and would slow what comes after it: profile one setting in a run")
@@ -37,19 +39,19 @@ def check_profiled(settings: Sequence[DecodeSetting]) -> None:
 class FilledChecks(Checks):
     """As Checks; and a filled cache goes on as after a prefill of the same keys and values."""
 
-    def __call__(self, setting: DecodeSetting) -> None:
+    def __call__(self, setting: ShapeSetting) -> None:
         super().__call__(setting)
         if setting.method not in HF and setting.prompt != "run":
             self.once((setting.method, setting.dense_layers), lambda: self._goes_on(setting))
 
-    def _goes_on(self, setting: DecodeSetting) -> None:
+    def _goes_on(self, setting: ShapeSetting) -> None:
         run, filled = (self.cache(setting, LENGTH // 4) for _ in range(2))
         self.model(self.ids[:, :PROMPT], past_key_values=run)
         fill(filled, lambda number: taken(run, number))
         theirs, ours = (self.decode(cache, "eager", _FEW) for cache in (run, filled))
         self.near(ours, setting, "itself after a prefill of the same keys", theirs)
 
-    def begun(self, setting: DecodeSetting) -> DynamicCache:
+    def begun(self, setting: ShapeSetting) -> DynamicCache:
         cache = hf_cache(self.model, setting.method)
         if setting.prompt != "run":
             run = Cache(self.model, "full")
@@ -58,9 +60,12 @@ class FilledChecks(Checks):
         return cache
 
 
-class FilledBench(Bench):
-    """A Bench that also takes settings with prompt "filled" or "text", with hits and with shared host rows. profile: break captured
-    steps down by kernels, after those that count. unchecked: logits are not compared with transformers' first."""
+class FilledBench(ShapeBench):
+    """A ShapeBench that also takes settings with prompt "filled" or "text", with hits and with shared host rows.
+
+    profile: break captured steps down by kernels, after those that count.
+    unchecked: logits are not compared with transformers' first.
+    """
 
     checks = FilledChecks
     profile = unchecked = False
@@ -71,12 +76,12 @@ class FilledBench(Bench):
         if self.unchecked:
             self.check = lambda setting: None
 
-    def run(self, settings: Sequence[DecodeSetting]) -> list[Record]:
+    def run(self, settings: Sequence[ShapeSetting]) -> list[Record]:
         if self.profile:
             check_profiled(settings)
         return super().run(settings)
 
-    def fits(self, one: DecodeSetting) -> bool:
+    def fits(self, one: ShapeSetting) -> bool:
         """Whether a setting is known or fits on the machine; what does not is noted."""
         if self.known.get(one.to_dict()) is None:
             device, _ = where()
@@ -87,7 +92,7 @@ class FilledBench(Bench):
                 return False
         return True
 
-    def cache(self, one: DecodeSetting) -> DynamicCache:
+    def cache(self, one: ShapeSetting) -> DynamicCache:
         if one.hf:
             return super().cache(one)
         method = one.resolved()
@@ -97,7 +102,7 @@ class FilledBench(Bench):
             method = self._text(one).asked(method)
         return Cache(self.model, method, **one.sizes(), host_bytes=self.host_bytes)
 
-    def begin(self, one: DecodeSetting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, Measures]:
+    def begin(self, one: ShapeSetting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, Measures]:
         if one.prompt != "text":
             self.text = None  # it takes a gigabyte of the device
         if one.prompt in ("run", "once"):
@@ -114,18 +119,18 @@ class FilledBench(Bench):
         nothing = dict.fromkeys(("ttft_s", "tt2t_s", "cold_ttft_s", "cold_tt2t_s"))
         return cache, {**nothing, "fill_s": time.perf_counter() - begin}
 
-    def more(self, one: DecodeSetting, cache: DynamicCache, tokens: Iterator[Tensor]) -> Measures:
+    def more(self, one: ShapeSetting, cache: DynamicCache, tokens: Iterator[Tensor]) -> Measures:
         if not self.profile or one.steps == "eager":
             return {}
         steps = decode(self.model, cache, torch.empty(0), lambda logits: next(tokens))
         return launches(lambda: next(steps))
 
-    def _records(self, group: list[DecodeSetting]) -> Iterator[Record]:
+    def _records(self, group: list[ShapeSetting]) -> Iterator[Record]:
         for record in super()._records(group):
-            hits_as_asked(DecodeSetting(**record.setting), record["hit_rate"])
+            hits_as_asked(ShapeSetting(**record.setting), record["hit_rate"])
             yield record
 
-    def _text(self, one: DecodeSetting) -> Text:
+    def _text(self, one: ShapeSetting) -> Text:
         if self.text is None or self.text.length != min(one.length, self.text.most):
             self.text = Text(self.model.config, one.length, self.device)
         return self.text
@@ -138,7 +143,7 @@ def taken(cache: Cache, number: int) -> Tokens:
     return Tokens(number, torch.stack((keys, values), dim=3), queries, kv.scale)
 
 
-def hits_as_asked(setting: DecodeSetting, found: float | None) -> None:
+def hits_as_asked(setting: ShapeSetting, found: float | None) -> None:
     """Raise CacheError where steps of a script did not find the share of their rows on the device that it gives them, to a row.
     What a method does not keep (`keep=0`) it never finds."""
     if setting.hits is None:

@@ -25,11 +25,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvthaw.bench.card import where
 from kvthaw.bench.decode import free
-from kvthaw.bench.prefill import PrefillSetting, measure
-from kvthaw.bench.shapes import SHAPES, build
+from kvthaw.bench.shapes import SHAPES
 from kvthaw.engine.hf import fused
 from kvthaw.errors import CacheError
 from kvthaw.kernels import dense, gated, rms_norm, rotate
+from lab.bench.prefill import PrefillSetting, measure
+from lab.bench.shapes import build
 from lab.kernels import DIM, GROUP, HEADS, SHAPE, eager_time, rates
 from lab.one_pass import profiled
 from lab.script import run_kernels

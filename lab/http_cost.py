@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from kvthaw import Batch, Request, Scheduler
-from kvthaw.bench.shapes import build
 from kvthaw.serve.service import Service
 from lab.arrivals import Arrival, rank
+from lab.bench.shapes import build
 from lab.over_http import client, cpu_seconds, serving, tokenizer_of
 from lab.script import Report, options
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kvthaw.bench.card import where
-from kvthaw.bench.shapes import build
 from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError, ConfigError
@@ -24,6 +23,7 @@ from kvthaw.evaluate.machine import now
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.index.units import UnitIndex
 from kvthaw.methods import resolve
+from lab.bench.shapes import build
 from lab.script import Report, options, run_as_script
 
 if TYPE_CHECKING:

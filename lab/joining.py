@@ -22,7 +22,6 @@ from torch import Tensor
 
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import noted, where
-from kvthaw.bench.shapes import build
 from kvthaw.cache import page_locked
 from kvthaw.cache.passes import updaters
 from kvthaw.engine.warm import frozen, warm
@@ -30,6 +29,7 @@ from kvthaw.formatting import read_bytes
 from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve
 from lab.arrivals import random_prompt
+from lab.bench.shapes import build
 from lab.fill import prompts_drawn
 from lab.script import Report, options
 

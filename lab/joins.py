@@ -18,9 +18,9 @@ from typing import Any
 
 from kvthaw import Batch, Scheduler
 from kvthaw.bench.card import where
-from kvthaw.bench.shapes import build
 from kvthaw.engine.warm import frozen, warm
 from lab.arrivals import random_prompt
+from lab.bench.shapes import build
 from lab.chunks import profiled
 from lab.joining import MOST, Watch, sizes_of
 from lab.script import Report, options

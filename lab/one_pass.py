@@ -18,14 +18,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvthaw.bench.card import where
 from kvthaw.bench.decode import free
-from kvthaw.bench.prefill import PrefillSetting, check, measure
-from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import random_ids
 from kvthaw.engine.hf import PreTrainedModel, attach
 from kvthaw.evaluate.machine import now
 from kvthaw.kernels import dense
 from kvthaw.kernels import encode as encoding
 from kvthaw.kernels.merge import PARTS, merge_parts
+from lab.bench.prefill import PrefillSetting, check, measure
+from lab.bench.shapes import build, random_ids
 from lab.kernels import DIM, GROUP, HEADS, SHAPE, eager_time, rates
 from lab.kernels_pariskv import encode_time
 from lab.launches import summary

@@ -24,11 +24,11 @@ from transformers import PreTrainedTokenizerFast
 
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import where
-from kvthaw.bench.shapes import build
 from kvthaw.engine.warm import frozen, warm
 from kvthaw.serve.server import Server, listen
 from kvthaw.serve.service import Service
 from lab.arrivals import Arrival, Served, arrivals, random_prompt, told
+from lab.bench.shapes import build
 from lab.joining import sizes_of
 from lab.script import Report, options
 from lab.trace import replay

@@ -15,8 +15,8 @@ import torch
 
 from kvthaw.bench.card import where
 from kvthaw.bench.decode import free
-from kvthaw.bench.shapes import build
 from kvthaw.errors import ConfigError
+from lab.bench.shapes import build
 from lab.fill import prompts_drawn
 from lab.placement import SIZES, WARM, decode
 from lab.script import Report, options, run_as_script

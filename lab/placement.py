@@ -31,11 +31,11 @@ from transformers import PreTrainedModel
 
 from kvthaw import Batch
 from kvthaw.bench.card import noted, where
-from kvthaw.bench.shapes import build
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.transfer import UvaGather
 from kvthaw.formatting import read_bytes
 from kvthaw.methods import resolve
+from lab.bench.shapes import build
 from lab.script import Report, options
 
 SIZES: dict[str, dict[str, Any]] = {

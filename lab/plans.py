@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvthaw.bench.settings import DecodeSetting, label, possible, setting
+from kvthaw.bench.settings import label, possible
 from kvthaw.evaluate.results import Record
 from kvthaw.formatting import short
+from lab.bench.settings import ShapeSetting, setting
 from lab.evaluate import plot
 
 FIGURES = {
@@ -55,7 +56,7 @@ class Figure:
     in this order, the first that a method can take counts; eager where none is."""
 
     shape: str
-    runs: Callable[[Common], list[DecodeSetting]]
+    runs: Callable[[Common], list[ShapeSetting]]
     draw: Callable[[Any, list[Record]], None]
     size: tuple[float, float] = (7.0, 4.2)
     steps: tuple[str, ...] = ("captured",)
@@ -80,7 +81,7 @@ class Common:
         new_tokens: int | None = None,
         prompt: str = "filled",
         shared: bool = False,
-    ) -> DecodeSetting:
+    ) -> ShapeSetting:
         """One setting, with the first way to take steps that is possible."""
         count = _EVERY.get(method.partition(":")[0], _FEW) if new_tokens is None else new_tokens
         wanted = {"budget": 256, "retrieved": None, "dense_layers": None, "new_tokens": count, "seed": self.seed}
@@ -95,7 +96,7 @@ def _units(hits: float, more: str = "") -> tuple[str, str]:
     return f"{clusters}{more}:hits={hits}", f"{pages}:hits={hits}"
 
 
-def _length(c: Common) -> list[DecodeSetting]:
+def _length(c: Common) -> list[ShapeSetting]:
     quick = _units(0.7, ":iterations=4")  # k-means of 512k keys takes its time
     others = [one.replace("clusterkv:", "clusterkv:iterations=4:") for one in _OTHERS]
     near = [c.run(m, n * _K) for n in (36, 128) for m in ("full", *_PARISKV, *_units(0.7), *_OTHERS)]
@@ -104,7 +105,7 @@ def _length(c: Common) -> list[DecodeSetting]:
     return near + far + missed + [c.run(m, 1024 * _K) for m in (*_PARISKV, *quick)]
 
 
-def _overview(c: Common) -> list[DecodeSetting]:
+def _overview(c: Common) -> list[ShapeSetting]:
     full, ours, offloaded = "full", _PARISKV[1], "hf-offloaded"
     return [
         c.run(method, n * _K, new_tokens=8 if method == offloaded else None, shared=n == 512 and method == ours)
@@ -121,7 +122,7 @@ def _draw_length(figure: Any, lines: list[Record]) -> None:
     plot.by_length(figure.subplots(), same)
 
 
-def _icecache(c: Common) -> list[DecodeSetting]:
+def _icecache(c: Common) -> list[ShapeSetting]:
     methods = ("icecache-digest-device", "icecache-digest-device:reuse=3", *_HOST)
     return [c.run(method, n * _K) for n in (36, 128) for method in methods]
 
@@ -130,7 +131,7 @@ def _draw_lengths(figure: Any, lines: list[Record]) -> None:
     plot.by_length(figure.subplots(), lines)
 
 
-def _baseline(c: Common) -> list[DecodeSetting]:
+def _baseline(c: Common) -> list[ShapeSetting]:
     eager = [c.run(m, 36 * _K, new_tokens=_FEW, prompt="run") for m in ("hf-dynamic", "hf-offloaded", "full", *_HOST)]
     captured = [
         c.run(m, 36 * _K, new_tokens=_FEW, prompt="run") for m in (*_HOST, "icecache-digest-device", *_PARISKV, *_UNITS)
@@ -152,16 +153,16 @@ def _draw_baseline(figure: Any, lines: list[Record]) -> None:
     left.tick_params(axis="y", labelsize=7)
 
 
-def _text(c: Common) -> list[DecodeSetting]:
+def _text(c: Common) -> list[ShapeSetting]:
     return [c.run(m, n * _K, prompt="text") for n in (36, 128) for m in (*_PARISKV, *_UNITS, "icecache-digest-device")]
 
 
-def _throughput(c: Common) -> list[DecodeSetting]:
+def _throughput(c: Common) -> list[ShapeSetting]:
     batches = (("full", (1, 2, 4, 6)), *((m, (1, 8, 24)) for m in _PARISKV))
     return [c.run(method, 128 * _K, batch=batch) for method, rows in batches for batch in rows]
 
 
-def _clusterkv_ratio(c: Common) -> list[DecodeSetting]:
+def _clusterkv_ratio(c: Common) -> list[ShapeSetting]:
     method = "clusterkv:budget=1024:hits=0.7"
     runs = (("full", 1), (method, 1), ("full", 24), (method, 24), (method, 48), ("full", 28))
     return [c.run(m, 32 * _K, batch=batch) for m, batch in runs]
@@ -171,7 +172,7 @@ def _draw_batch(figure: Any, lines: list[Record]) -> None:
     plot.by_batch(figure.subplots(), lines)
 
 
-def _pariskv(c: Common) -> list[DecodeSetting]:
+def _pariskv(c: Common) -> list[ShapeSetting]:
     batches = (
         (64, (1, 4, 12), (1, 4, 16)),
         (128, (1, 6), (1, 8)),
@@ -202,7 +203,7 @@ def _draw_batches(figure: Any, lines: list[Record]) -> None:
     panels[0][0].legend(fontsize=7)
 
 
-def _prkv(c: Common) -> list[DecodeSetting]:
+def _prkv(c: Common) -> list[ShapeSetting]:
     methods = ("full", "prkv:budget=1024", "arkvale:budget=1024", "shadowkv:budget=1024")
     prompts = [c.run(method, 32 * _K, new_tokens=512, prompt="run") for method in methods]
     return prompts + [c.run(method, 400 + _MOST // 2, new_tokens=256) for method in methods]

@@ -31,10 +31,10 @@ from transformers import PreTrainedModel
 
 from kvthaw import Batch, PrefixCache
 from kvthaw.bench.card import where
-from kvthaw.bench.shapes import build
 from kvthaw.engine.hf.model import load
 from kvthaw.engine.library import Library
 from kvthaw.formatting import read_bytes
+from lab.bench.shapes import build
 from lab.script import Report, options
 
 Result = TypeVar("Result")

@@ -28,15 +28,15 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvthaw.bench.card import noted
-from kvthaw.bench.check import LENGTH, Checks, attention, replayed
 from kvthaw.bench.decode import free
 from kvthaw.bench.settings import STEPS
-from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import WARM, most_warm, random_tokens, take
+from kvthaw.bench.steps import WARM, attention, most_warm, replayed, take
 from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import plain_weights
 from kvthaw.errors import one_of
+from lab.bench.check import LENGTH, Checks
+from lab.bench.shapes import build, random_tokens
 from lab.fill import drawn, fill
 from lab.script import Report, options, run_as_script
 

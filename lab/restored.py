@@ -31,9 +31,9 @@ from transformers import PreTrainedModel
 
 from kvthaw import Cache
 from kvthaw.bench.card import where
-from kvthaw.bench.shapes import build
 from kvthaw.cache.page_locked import PageLocked
 from kvthaw.formatting import read_bytes
+from lab.bench.shapes import build
 from lab.fill import drawn, fill
 from lab.prefix import timed
 from lab.script import Report, options

@@ -24,12 +24,12 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StaticCache
 
 from kvthaw.bench.decode import free
-from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import Counts, Steps, random_tokens, take
+from kvthaw.bench.steps import Counts, Steps, take
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.graph_runner import GraphRunner, compiled_step
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError
+from lab.bench.shapes import build, random_tokens
 from lab.fill import drawn, fill
 from lab.script import Report, options, run_as_script
 

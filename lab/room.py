@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from kvthaw.bench.settings import HF, DecodeSetting, described
+from kvthaw.bench.settings import HF, described
 from kvthaw.bench.shapes import config as config_of
 from kvthaw.cache.host_memory import check_host_memory
 from kvthaw.cache.plan import Settings
@@ -15,6 +15,7 @@ from kvthaw.engine.hf.chunks import spans
 from kvthaw.engine.hf.model import build
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.evaluate.results import Record
+from lab.bench.settings import ShapeSetting
 
 _SPARE = 1 << 30  # CUDA's context, graphs and the allocator's rounding
 _MADE = 4  # times a layer's keys and values exist while it is filled: drawn, padded, stacked, on its way out
@@ -29,7 +30,7 @@ class Need:
     host: int
 
 
-def need(setting: DecodeSetting, dtype: torch.dtype) -> Need:
+def need(setting: ShapeSetting, dtype: torch.dtype) -> Need:
     """What a setting needs, from its shape alone."""
     config, weights = config_of(setting.shape), _weights(setting.shape, dtype)
     size, heads, layers = dtype.itemsize, config.num_key_value_heads, config.num_hidden_layers
@@ -87,7 +88,7 @@ def over_floor(prompt: Record) -> float | None:
     return float(prompt["indexed_s"] / max(compute, row * length / BUS, back / BUS))
 
 
-def check(setting: DecodeSetting, device: torch.device, dtype: torch.dtype, host_bytes: int | None = None) -> None:
+def check(setting: ShapeSetting, device: torch.device, dtype: torch.dtype, host_bytes: int | None = None) -> None:
     """Raise ConfigError where a run does not fit. host_bytes: the most host memory to use; None asks the system what is
     free."""
     wanted = need(setting, dtype)

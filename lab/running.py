@@ -1,7 +1,7 @@
 """Time the steps of a running batch under several methods in turns, then break one step of each down by kernels.
 
 `python -m lab.running --method full,auto,pariskv-plus --device-memory none,auto --turns 2`: a line is one turn of one
-method (see `kvthaw.bench.serving`). Turns tell a method from what else the machine does. `--steps` then times steps of `--seqs`
+method (see `lab.bench.serving`). Turns tell a method from what else the machine does. `--steps` then times steps of `--seqs`
 sequences whose prompts have from `--shortest` to `--length` tokens; host_us: from when a step begins until it is on the device,
 device_ms: from its first work there to its last. `--profile` breaks them down by kernels, and leaves a profiler in the process,
 which slows the host.
@@ -20,12 +20,11 @@ from transformers import PreTrainedModel
 
 from kvthaw import Batch
 from kvthaw.bench.card import where
-from kvthaw.bench.serving import Serving, measure
-from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import random_ids
 from kvthaw.engine.warm import warm
 from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve
+from lab.bench.serving import Serving, measure
+from lab.bench.shapes import build, random_ids
 from lab.launches import launches
 from lab.script import Report, options
 

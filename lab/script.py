@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from kvthaw.bench.card import noted, provenance
-from kvthaw.bench.settings import DecodeSetting
 from kvthaw.errors import CacheError, KvthawError
 from kvthaw.evaluate.results import Record
 from kvthaw.kernels import HAS_TRITON
+from lab.bench.settings import ShapeSetting
 
 END = "<!-- until here -->"
 HELP = {
@@ -138,7 +138,7 @@ def run_kernels(
 def brief(record: Record) -> str:
     """Say what was measured, in a few words."""
     mean, median, most = (f"{1e3 * record[name]:.2f}" for name in ("tpot_s", "itl_p50_s", "itl_p95_s"))
-    setting = DecodeSetting(**record.setting)
+    setting = ShapeSetting(**record.setting)
     words = [f"{setting}: {mean} ms a token (median {median}, p95 {most})", f"{record['tokens_per_s']:.0f} tokens/s"]
     for name, value in (("prompt", record["ttft_s"]), ("filled in", record["fill_s"])):
         if value is not None:

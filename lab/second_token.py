@@ -2,7 +2,7 @@
 
 usage: python3 -m lab.second_token [--prompts [RUNSx]METHOD/LENGTH[/LAYERS][@STEPS],...] [--out FILE] [--commit HASH]
 
-A line a run of a prompt (bench prefill, with the fields of `kvthaw bench prefill`). The first takes host memory from the system.
+A line a run of a prompt (bench prefill, with the fields of `python -m lab bench prefill`). The first takes host memory from the system.
 All but the last wait until every tree is built before they ask for the second token (indexed_s). The last asks at once as users
 do, and its first layers attend while the last layers' trees are built; if not the first it then builds its trees once more with
 nothing beside. 0x: no prompt; the cache is filled with drawn keys and values, each layer's own (fill_s, of bench decode).
@@ -26,11 +26,9 @@ from typing import Any
 import torch
 
 from kvthaw.bench.card import noted, where
-from kvthaw.bench.decode import Bench, free
-from kvthaw.bench.prefill import PrefillSetting, build_alone
-from kvthaw.bench.settings import DecodeSetting, possible, setting
-from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import WARM, random_ids, random_tokens, take
+from kvthaw.bench.decode import free
+from kvthaw.bench.settings import possible
+from kvthaw.bench.steps import WARM, take
 from kvthaw.cache.passes import updaters
 from kvthaw.cache.segmented_graph import SegmentedGraph
 from kvthaw.engine.hf import Cache, DynamicCache, Handle, PreTrainedModel, attach
@@ -38,6 +36,10 @@ from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.results import ResultsFile
 from kvthaw.native import Forest
+from lab.bench.prefill import PrefillSetting, build_alone
+from lab.bench.settings import ShapeSetting, setting
+from lab.bench.shaped import ShapeBench
+from lab.bench.shapes import build, random_ids, random_tokens
 from lab.fill import drawn, fill
 from lab.script import Report, options, run_as_script
 
@@ -83,7 +85,7 @@ def host_times(spent: defaultdict[str, float]) -> Iterator[None]:
 class Prompts:
     """Prompts and steps of one shape. chunk: tokens of a prompt at once. say: is given each line's kind, setting and the rest."""
 
-    def __init__(self, shape: str, chunk: int, bench: Bench, say: Callable[..., None]) -> None:
+    def __init__(self, shape: str, chunk: int, bench: ShapeBench, say: Callable[..., None]) -> None:
         self.shape, self.chunk, self.bench, self.say = shape, chunk, bench, say
         self.model: PreTrainedModel
         self.layers = -1
@@ -98,7 +100,7 @@ class Prompts:
             self.layers = layers
 
     @torch.no_grad()
-    def measure(self, one: DecodeSetting, runs: int, steps: int) -> None:
+    def measure(self, one: ShapeSetting, runs: int, steps: int) -> None:
         """Take a prompt in so many times, or draw keys, and tokens behind the last."""
         sizes: dict[str, Any] = {} if one.dense else {"budget": one.budget, "dense_layers": one.dense_layers}
         spent: defaultdict[str, float] = defaultdict(float)
@@ -119,7 +121,7 @@ class Prompts:
                 del cache
                 free()
 
-    def prompt(self, handle: Handle, one: DecodeSetting, run: int, *, last: bool) -> dict[str, Any]:
+    def prompt(self, handle: Handle, one: ShapeSetting, run: int, *, last: bool) -> dict[str, Any]:
         """Take a prompt and one token behind it."""
         ids = random_ids(self.model, 1, one.length, seed=one.length)
         begin = now(self.model.device)
@@ -141,7 +143,7 @@ class Prompts:
         return found
 
     def decode(
-        self, cache: DynamicCache, one: DecodeSetting, until: dict[str, Any], steps: int, spent: defaultdict[str, float]
+        self, cache: DynamicCache, one: ShapeSetting, until: dict[str, Any], steps: int, spent: defaultdict[str, float]
     ) -> None:
         """Take steps on a cache that has its tokens."""
         captured = replace(one, steps="captured")
@@ -180,7 +182,7 @@ def main() -> None:
     def say(kind: str, setting: dict[str, Any], found: dict[str, Any]) -> None:
         report.record(setting, {"bench": kind, **found})
 
-    prompts = Prompts(given.shape, given.chunk, Bench(ResultsFile(None), commit=given.commit), say)
+    prompts = Prompts(given.shape, given.chunk, ShapeBench(ResultsFile(None), commit=given.commit), say)
     for prompt in given.prompts.split(","):
         asked = ASKED.fullmatch(prompt)
         if asked is None:

@@ -34,11 +34,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvthaw import Cache, HostMemoryError
 from kvthaw.bench.card import noted, where
-from kvthaw.bench.shapes import build
 from kvthaw.engine.decode import decode, forward
 from kvthaw.engine.prefill import prefill
 from kvthaw.evaluate.machine import now
 from kvthaw.formatting import read_bytes
+from lab.bench.shapes import build
 from lab.fill import drawn, fill
 from lab.script import Report, options
 

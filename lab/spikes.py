@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from kvthaw import Cache
 from kvthaw.bench.card import noted, where
-from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import most_warm, prefill, random_ids, random_tokens, take
+from kvthaw.bench.steps import most_warm, prefill, take
 from kvthaw.kernels import HAS_TRITON
+from lab.bench.shapes import build, random_ids, random_tokens
 from lab.fill import drawn, fill
 from lab.script import Report, options
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from kvthaw import Batch
 from kvthaw.bench.card import noted, where
-from kvthaw.bench.shapes import build
+from lab.bench.shapes import build
 from lab.placement import SIZES, WARM
 from lab.script import Report, options
 from lab.spikes import Events

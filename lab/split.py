@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kvthaw.bench.card import noted, where
-from kvthaw.bench.settings import DecodeSetting, grid
 from kvthaw.cache.ranks import Ranks
 from kvthaw.engine.hf.tensor_parallel import AllReduce
 from kvthaw.engine.processes import processes
 from kvthaw.evaluate.results import ResultsFile
+from lab.bench.settings import ShapeSetting, grid
 from lab.filled import FilledBench
 from lab.script import Report, options, printing, run_as_script
 
@@ -33,7 +33,7 @@ class SplitBench(FilledBench):
 
     report: Report
 
-    def failed(self, one: DecodeSetting, error: Exception) -> None:
+    def failed(self, one: ShapeSetting, error: Exception) -> None:
         self.report.record(one.to_dict(), {"error": f"{type(error).__name__}: {str(error)[:200]}"})
 
 

@@ -18,9 +18,9 @@ import torch
 
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import where
-from kvthaw.bench.shapes import build
 from kvthaw.engine.warm import frozen, warm
 from lab.arrivals import Arrival, Served, arrivals, random_prompt, rank, told
+from lab.bench.shapes import build
 from lab.joining import check, sizes_of
 from lab.script import Report, options
 

@@ -23,12 +23,12 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 
 from kvthaw.bench.card import where
 from kvthaw.bench.decode import free
-from kvthaw.bench.steps import random_ids
 from kvthaw.engine.hf import attach
 from kvthaw.engine.hf.layer import NAME
 from kvthaw.engine.hf.masks import padding_mask
 from kvthaw.engine.hf.model import build, make_config
 from kvthaw.evaluate.machine import now
+from lab.bench.shapes import random_ids
 from lab.script import Report, options, run_as_script
 
 SIZES = {"4b": (2560, 10240, 8, 4, 256, 1024), "tiny": (256, 512, 4, 1, 64, 512)}

@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import bytemodel
-from kvthaw.bench import decode, prefill
+from kvthaw.bench import decode
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.engine.hf.model import load
 from kvthaw.kernels import HAS_TRITON
+from lab.bench import prefill, shaped
 from timed import tinier
 from zoo import build
 
@@ -131,7 +132,7 @@ def _seed() -> Iterator[None]:
 def _unhurried() -> Iterator[None]:
     """Benchmarks of tiny shapes leave garbage to Python: collecting it between two settings takes longer than they do."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (decode, prefill) if not torch.cuda.is_available() else ():
+        for module in (decode, prefill, shaped) if not torch.cuda.is_available() else ():
             patch.setattr(module, "free", lambda: None)
         yield
 

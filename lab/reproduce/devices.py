@@ -11,8 +11,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from kvthaw.bench.card import where
-from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import random_ids
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.chunks import CHUNK
 from kvthaw.engine.prefill import prefill
@@ -22,6 +20,7 @@ from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.srht import make_rotation
 from kvthaw.kernels.tiers import tiers
 from kvthaw.kernels.uva_gather import uva_gather
+from lab.bench.shapes import build, random_ids
 from lab.reproduce.lab import BUDGET, Lab
 from lab.reproduce.plans import QUICK
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from kvthaw.bench.card import where
-from kvthaw.bench.decode import Bench
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.evaluate.evaluator import Progress
@@ -20,6 +19,7 @@ from kvthaw.evaluate.results import ResultsFile
 from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import FULL, Variant, read_variant
 from kvthaw.methods import resolve
+from lab.bench.shaped import ShapeBench
 from lab.evaluate.assets import read_own
 from lab.evaluate.published import Benchmark, Item
 
@@ -28,7 +28,7 @@ BUDGET = 64
 Load = Callable[[str], tuple[PreTrainedModel, Any]]
 
 
-class _Unchecked(Bench):
+class _Unchecked(ShapeBench):
     """Times without comparing with transformers first."""
 
     checks = staticmethod(lambda model, forwards: lambda setting: None)
@@ -89,13 +89,13 @@ class Lab:
         return self.known is not None or where()[0].type == "cuda"
 
     @cached_property
-    def bench(self) -> Bench:
+    def bench(self) -> ShapeBench:
         """The decode benchmark, over the lab's results. Experiments share its model and what it has checked."""
 
         def watch(what: str, done: int, of: int) -> None:
             self.tell(Progress(done, of, 0, 0, what))
 
-        kind = _Unchecked if self.quick else Bench
+        kind = _Unchecked if self.quick else ShapeBench
         return kind(self.results, host_bytes=self.host_bytes, watch=watch, note=lambda text: self.note(text))
 
     @cached_property

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kvthaw.bench.settings import DecodeSetting, possible, setting
+from kvthaw.bench.settings import possible
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.results import Record
+from lab.bench.settings import ShapeSetting, setting
 from lab.reproduce.experiment import Cell, Cells
 from lab.reproduce.lab import BUDGET, Lab
 
@@ -78,7 +79,7 @@ class Timed:
                 cells[row, column] = Cell(MEASURES[self.columns[column].measure](record), _on(one))
         return cells
 
-    def _setting(self, lab: Lab, row: str, timing: Timing) -> DecodeSetting:
+    def _setting(self, lab: Lab, row: str, timing: Timing) -> ShapeSetting:
         common = {"budget": 256, "retrieved": None, "dense_layers": None, "seed": 0, "device": lab.timed_on}
         sizes = {"shape": self.shape, "length": timing.length, "batch": timing.batch, "new_tokens": timing.new_tokens}
         if lab.quick:
@@ -91,5 +92,5 @@ class Timed:
         return replace(one, prompt="once") if cold and lab.results.get(one.to_dict()) is None else one
 
 
-def _on(one: DecodeSetting) -> str:
+def _on(one: ShapeSetting) -> str:
     return f"shape {one.shape} with random weights, {one.device}, {one}"

@@ -40,8 +40,8 @@ def test_every_help_has_examples(command: tuple[Any, ...]) -> None:
 
 
 def test_commands_of_the_repository_are_pointed_to() -> None:
-    for words in (("demo",), ("compare", "--task", "niah"), ("eval", "passkey"), ("reproduce", "list")):
-        command = " ".join(words[: 1 + (words[0] == "eval")])
+    for words in (("demo",), ("compare", "--task", "niah"), ("eval", "passkey"), ("bench", "prefill"), ("reproduce", "list")):
+        command = " ".join(words[: 1 + (words[0] in ("eval", "bench"))])
         refused(Said(*words, app=app), 2, f"python -m lab {command}")
     assert "python -m lab" not in Said("eval", "agreemen", app=app).err
 

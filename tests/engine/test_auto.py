@@ -13,7 +13,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 import kvthaw
 from kvthaw import Batch, Cache, PrefixCache, Scheduler
-from kvthaw.bench.shapes import build
 from kvthaw.cache import host_memory
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.offloaded_layer import OffloadedLayer
@@ -23,6 +22,7 @@ from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.engine.warm import _serve, warm
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.methods import auto
+from lab.bench.shapes import build
 from stand_in import StandIn, captured_by
 from zoo import build_exact, prompt
 

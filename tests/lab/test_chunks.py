@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvthaw import Batch, Scheduler
-from kvthaw.bench.shapes import build
 from lab.arrivals import random_prompt
+from lab.bench.shapes import build
 from lab.chunks import _covered, end_of, timed
 from lab.fill import prompts_drawn
 from lab.joining import Watch

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from kvthaw import ConfigError, KvthawError
-from kvthaw.bench import decode
-from kvthaw.bench.decode import Bench
-from kvthaw.bench.settings import DecodeSetting
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.formatting import short
 from lab import figures, filled
+from lab.bench import shaped
+from lab.bench.settings import ShapeSetting
+from lab.bench.shaped import ShapeBench
 from lab.evaluate import plot
 from lab.figures import Options
 from lab.plans import FIGURES
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("small")
 pytest.importorskip("matplotlib")
 
 
-def of(line: Record, setting: DecodeSetting, **measures: Any) -> Record:
+def of(line: Record, setting: ShapeSetting, **measures: Any) -> Record:
     """The same of another setting."""
     return Record(setting.to_dict(), {**line.measures, **measures})
 
@@ -59,13 +59,13 @@ def test_a_figure_is_measured_once_and_drawn(tmp_path: Path, monkeypatch: pytest
     assert {one.method for one in wanted} == set(methods)
     ResultsFile(asked.out).add(*(of(line, one) for one in wanted[:-1]))
     found = figures.main(asked)  # the last alone is measured
-    assert [DecodeSetting(**line.setting) for line in found["length"]] == wanted
+    assert [ShapeSetting(**line.setting) for line in found["length"]] == wanted
     assert found["length"][-1]["method"] == "prkv"
     assert found["length"][-1]["hit_rate"] == pytest.approx(0.7, abs=0.03)
     picture = tmp_path / "length.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
-    monkeypatch.setattr(decode, "build", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(shaped, "build", lambda *_, **__: pytest.fail("measured again"))
     notes: list[str] = []
     assert figures.main(replace(asked, draw=True), note=notes.append) == found
     assert notes == [f"wrote {picture}"]
@@ -107,12 +107,12 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
 def test_what_came_out_is_drawn_before_a_failure_is_raised(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: Record
 ) -> None:
-    def measure(_: Bench, group: list[DecodeSetting]) -> list[Record]:
+    def measure(_: ShapeBench, group: list[ShapeSetting]) -> list[Record]:
         if group[0].method == "prkv":
             raise ConfigError("no pages today")
         return [of(line, one) for one in group]
 
-    monkeypatch.setattr(Bench, "_measure", measure)
+    monkeypatch.setattr(ShapeBench, "_measure", measure)
     asked = Options(names=("length",), shape="tiny", shrink=512, out=tmp_path / "out.jsonl", plot=tmp_path / "new" / "folder")
     with pytest.raises(KvthawError, match="no pages today"):
         figures.main(asked)
@@ -124,16 +124,16 @@ def test_layers_share_the_host_where_it_is_too_small(monkeypatch: pytest.MonkeyP
     asked = Options(names=("length",), shape="tiny", shrink=512, out=tmp_path / "out.jsonl")
     (wanted,) = [one for one in figures.grid("length", asked, "cpu") if one.method == "prkv" and one.length == 2048]
 
-    def check(one: DecodeSetting, *_: object) -> None:
+    def check(one: ShapeSetting, *_: object) -> None:
         if one.length == 2048 and one.method == "prkv" and not one.shared:
             raise ConfigError("the host is too small")
         if one != replace(wanted, shared=True):
             raise ConfigError("not wanted")
 
     monkeypatch.setattr(filled.room, "check", check)
-    monkeypatch.setattr(Bench, "_measure", lambda _, group: (of(line, one) for one in group))
+    monkeypatch.setattr(ShapeBench, "_measure", lambda _, group: (of(line, one) for one in group))
     (found,) = figures.main(asked, note=notes.append)["length"]
-    assert DecodeSetting(**found.setting) == replace(wanted, shared=True)
+    assert ShapeSetting(**found.setting) == replace(wanted, shared=True)
     assert "the host is too small" in notes
     assert figures.known_records("length", ResultsFile(asked.out), asked) == [found]
 

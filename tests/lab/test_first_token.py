@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvthaw.bench.shapes import build
 from lab import first_token
+from lab.bench.shapes import build
 
 
 @pytest.mark.parametrize("method", ["full", "pariskv-plus"])

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from kvthaw.bench.shapes import build
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError
 from lab import indexing
+from lab.bench.shapes import build
 
 
 def test_the_command_writes_a_line_a_method(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvthaw.bench.shapes import build
+from lab.bench.shapes import build
 from lab.placement import check
 
 

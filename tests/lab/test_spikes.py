@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from kvthaw.bench.shapes import build
+from lab.bench.shapes import build
 from lab.spikes import Events, measure
 
 

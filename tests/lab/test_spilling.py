@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvthaw.bench.shapes import build
+from lab.bench.shapes import build
 from lab.spilling import measure
 
 

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from kvthaw import ConfigError
 from kvthaw.bench import steps
-from kvthaw.bench.settings import setting
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.engine.hf.model import load
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.variant import read_variant
 from kvthaw.methods import METHODS
+from lab.bench.settings import setting
 from lab.cli.reproduce import tables
 from lab.reproduce import EXPERIMENTS, PAPERS, Lab, check, named, run
 from lab.reproduce.draw import picture

@@ -1,26 +1,21 @@
-"""Time to first and second token, time per output token and memory, for methods side by side on one model.
-
-`kvthaw.bench.settings` defines the settings. `kvthaw.bench.check` checks logits before a time is reported.
-"""
+"""Time to first and second token, time per output token and memory, for methods side by side on one model."""
 
 from __future__ import annotations
 
 import gc
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kvthaw.bench.card import noted, provenance, where
-from kvthaw.bench.check import Checks, attention, hf_cache, replayed
 from kvthaw.bench.settings import HF, DecodeSetting, groups, possible
-from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import Steps, prefill, random_ids, random_tokens, take
+from kvthaw.bench.steps import Steps, attention, hf_cache, prefill, replayed, take
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.results import Record, ResultsFile
@@ -29,10 +24,11 @@ from kvthaw.index.nodes import NodeIndex
 Watch = Callable[[str, int, int], None]
 """Called with the setting that is measured next or was measured last, the number of settings done, and their total."""
 Measures = dict[str, Any]
+S = TypeVar("S", bound=DecodeSetting)
 
 
-class Bench:
-    """Measure settings on one model after another, except settings with known results. Each model is built and compiled once.
+class Bench(ABC, Generic[S]):
+    """Measure settings of a model, except settings with known results.
 
     host_bytes: as for `kvthaw.Cache`.
     tp: number of processes that the model is split over, which all run the same. Bytes are then per process.
@@ -41,12 +37,10 @@ class Bench:
     note: called with settings that were left out or failed.
     """
 
-    checks: Callable[..., Callable[[DecodeSetting], None]] = Checks
     attends = "sdpa"
     """transformers' attention function, for its own caches and the prompts."""
     model: PreTrainedModel
     forwards: dict[str, Callable[..., Any]]
-    check: Callable[[DecodeSetting], None]
     warm: int | None = None
     """Steps that do not count, None as `take` has it."""
 
@@ -65,10 +59,9 @@ class Bench:
         self.known, self.host_bytes, self.tp, self.say, self.watch, self.note = known, host_bytes, tp, say, watch, note
         self.device, _ = where(device)
         self.about = provenance(commit)
-        self._shape: tuple[str, int] | None = None
-        self._failed: list[tuple[DecodeSetting, Exception]] = []
+        self._failed: list[tuple[S, Exception]] = []
 
-    def run(self, settings: Sequence[DecodeSetting]) -> list[Record]:
+    def run(self, settings: Sequence[S]) -> list[Record]:
         """Return the records of all settings, in order, except settings that the device cannot run or that fail; see judge.
 
         Raises ConfigError, before anything is built, if the device can run none of them.
@@ -101,7 +94,7 @@ class Bench:
             self.watch(str(group[-1]), done, len(wanted))
         return [found for one in dict.fromkeys(wanted) if (found := self.known.get(one.to_dict())) is not None]
 
-    def failed(self, one: DecodeSetting, error: Exception) -> None:
+    def failed(self, one: S, error: Exception) -> None:
         """Record a setting's error for judge(), or note that the setting is left out."""
         if one.hf:
             self.note(f"left out, transformers' own cache fails: {one}: {error}")
@@ -119,41 +112,26 @@ class Bench:
             raise CacheError(f"{len(failed)} settings failed: {each}")
 
     @torch.no_grad()
-    def _measure(self, group: list[DecodeSetting]) -> Iterator[Record]:
-        self.prepare(group[0].shape, group[0].seed)
+    def _measure(self, group: list[S]) -> Iterator[Record]:
         with attention(self.model, self.attends):
-            for one in group:
-                self.check(one)
-        with attention(self.model, self.attends):  # again: the checks' caches installed kvthaw's
             yield from self._records(group)
 
-    def prepare(self, shape: str, seed: int = 0) -> None:
-        """Load the model of a shape, unless it is loaded."""
-        if self._shape == (shape, seed):
-            return
-        if self._shape is not None:
-            del self.model, self.check
-            free()
-        self.model = build(shape, self.device, seed=seed, tp=self.tp)
-        self.forwards = {"captured": self.model.forward, "compiled": compiled_step(self.model.forward)}
-        self.check = self.checks(self.model, self.forwards)
-        self._shape = shape, seed
-
-    def cache(self, one: DecodeSetting) -> DynamicCache:
+    def cache(self, one: S) -> DynamicCache:
         """Return an empty cache of a setting."""
         if one.hf:
             return hf_cache(self.model, one.method)
         return Cache(self.model, one.resolved(), **one.sizes(), host_bytes=self.host_bytes)
 
-    def begin(self, one: DecodeSetting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, Measures]:
-        """Return a cache after its prompt, and the seconds until the first and the second token.
+    def runs(self, one: S) -> Sequence[str]:
+        """Return the prefixes of the measures of each run of a prompt. A cold one comes first; it compiles kernels and touches host
+        memory first."""
+        return "cold_", ""
 
-        A cold run comes before (cold_*); it compiles kernels and touches host memory first. With prompt "once" there is
-        only the cold run.
-        """
+    def begin(self, one: S, tokens: Iterator[Tensor]) -> tuple[DynamicCache, Measures]:
+        """Return a cache after its prompt, and the seconds until the first and the second token; see runs()."""
         ids = self.prompt(one)
         found: Measures = {"fill_s": None, "ttft_s": None, "tt2t_s": None}
-        names = ("cold_",) if one.prompt == "once" else ("cold_", "")
+        names = self.runs(one)
         for name in names:
             cache, each = self.cache(one), tokens if name == names[-1] else self.tokens(one)
             first = prefill(self.model, cache, ids)
@@ -165,23 +143,23 @@ class Bench:
                 free()
         return cache, found
 
-    def prompt(self, one: DecodeSetting) -> Tensor:
+    @abstractmethod
+    def prompt(self, one: S) -> Tensor:
         """Return the ids [B, T] of a setting's prompt."""
-        return random_ids(self.model, one.batch, one.length, one.seed + one.length)
 
-    def heat(self, one: DecodeSetting, cache: DynamicCache, tokens: Iterator[Tensor]) -> None:
+    def heat(self, one: S, cache: DynamicCache, tokens: Iterator[Tensor]) -> None:
         """Run the steps of a cold run."""
         take(self.model, cache, tokens, 3, warm=0, capture=False)
 
-    def more(self, one: DecodeSetting, cache: DynamicCache, tokens: Iterator[Tensor]) -> Measures:
+    def more(self, one: S, cache: DynamicCache, tokens: Iterator[Tensor]) -> Measures:
         """Return what else is measured of a setting, after its steps."""
         return {}
 
-    def tokens(self, one: DecodeSetting) -> Iterator[Tensor]:
+    @abstractmethod
+    def tokens(self, one: S) -> Iterator[Tensor]:
         """Return the ids [B, 1] of each step."""
-        return random_tokens(self.model, one.batch, one.seed)
 
-    def _records(self, group: list[DecodeSetting]) -> Iterator[Record]:
+    def _records(self, group: list[S]) -> Iterator[Record]:
         one = group[0]
         tokens = self.tokens(one)
         free()
@@ -197,7 +175,7 @@ class Bench:
         del cache
         free()
 
-    def taken(self, one: DecodeSetting, cache: DynamicCache, taken: Steps) -> Measures:
+    def taken(self, one: S, cache: DynamicCache, taken: Steps) -> Measures:
         """Return the measures of one way to take steps. Seconds are wall-clock; bytes are of K and V unless stated otherwise.
 
         tpot_s: the mean of all steps, including steps that update an index.

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.bench.check import replayed
 from kvthaw.bench.decode import Bench, Measures
 from kvthaw.bench.settings import HF, DecodeSetting, possible, values
-from kvthaw.bench.steps import WARM, Steps, take
+from kvthaw.bench.steps import WARM, Steps, replayed, take
 from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.engine.hf import DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.model import check_prompt
@@ -63,7 +62,7 @@ class Reading:
         steps that it can. Raises ConfigError for what cannot be."""
         model = self.model
         of_model = {"shape": self.name, "weights": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
-        wanted = {**wanted, **of_model, "prompt": "file", "text": text_name(self.text)}
+        wanted = {**wanted, **of_model, "text": text_name(self.text)}
         cuda, found = model.device.type == "cuda", list[OwnSetting]()
         for length, batch in itertools.product(lengths, batches):
             check_prompt(model, length + 1 + WARM + wanted["new_tokens"])
@@ -74,7 +73,7 @@ class Reading:
         return found
 
 
-class OwnBench(Bench):
+class OwnBench(Bench[OwnSetting]):
     """A Bench of one model. Every cache gets the same prompt and the same later tokens, from a text.
 
     All exact caches must choose the same tokens, except for a tenth that rounding may change.
@@ -88,34 +87,30 @@ class OwnBench(Bench):
         super().__init__(known, **how)
         self.model, self.attends = reading.model, reading.model.config._attn_implementation
         self.forwards = {"captured": self.model.forward, "compiled": compiled_step(self.model.forward)}
-        self.check = lambda one: None
-        self.unfit: list[DecodeSetting] = []
+        self.unfit: list[OwnSetting] = []
         self._ids = reading.ids()
 
-    def prepare(self, shape: str, seed: int = 0) -> None:
-        """Do nothing: the model is loaded already."""
-
-    def failed(self, one: DecodeSetting, error: Exception) -> None:
+    def failed(self, one: OwnSetting, error: Exception) -> None:
         if isinstance(error, (torch.OutOfMemoryError, HostMemoryError)):
             self.unfit.append(one)
             self.note(f"does not fit: {one}")
         else:
             super().failed(one, error)
 
-    def tokens(self, one: DecodeSetting) -> Iterator[Tensor]:
+    def tokens(self, one: OwnSetting) -> Iterator[Tensor]:
         for at in itertools.count(one.length):
             yield torch.full((one.batch, 1), self._ids[at % len(self._ids)], device=self.device)
 
-    def prompt(self, one: DecodeSetting) -> Tensor:
+    def prompt(self, one: OwnSetting) -> Tensor:
         row = list(itertools.islice(itertools.cycle(self._ids), one.length))
         return torch.tensor([row] * one.batch, device=self.device)
 
-    def heat(self, one: DecodeSetting, cache: DynamicCache, tokens: Iterator[Tensor]) -> None:
+    def heat(self, one: OwnSetting, cache: DynamicCache, tokens: Iterator[Tensor]) -> None:
         """Run steps as the timed ones, so that everything is compiled."""
         replayed(cache, one.steps, self.forwards)
         take(self.model, cache, tokens, 1, capture=one.steps != "eager")
 
-    def taken(self, one: DecodeSetting, cache: DynamicCache, taken: Steps) -> Measures:
+    def taken(self, one: OwnSetting, cache: DynamicCache, taken: Steps) -> Measures:
         """Return a Bench's measures and two more.
 
         chosen: the likeliest tokens [B][n] of the steps.
@@ -133,7 +128,7 @@ class OwnBench(Bench):
         known = {"agreement": agreement if same is not None or one.method in EXACT else None}
         return {**super().taken(one, cache, taken), **known, "chosen": chosen}
 
-    def _exact(self, one: DecodeSetting) -> list[list[int]] | None:
+    def _exact(self, one: OwnSetting) -> list[list[int]] | None:
         """Return the tokens that an exact cache chose at the steps of a setting; None if unknown."""
         mine = {name: value for name, value in one.to_dict().items() if name in _SAME}
         found = {record["method"]: record["chosen"] for record in self.known if mine.items() <= record.setting.items()}

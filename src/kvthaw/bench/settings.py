@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Self, TypeVar
 
-from kvthaw.bench.shapes import SHAPES
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.plan import Settings
 from kvthaw.engine.graph_runner import needs_host
@@ -22,23 +21,17 @@ HF = ("hf-dynamic", "hf-offloaded")
 """transformers' own caches with sdpa attention: DynamicCache, and the same with offloading=True."""
 STEPS = ("eager", "captured", "compiled")
 """Ways to take a step: the model's Python, the CUDA graphs of it, and the same compiled by torch.compile first."""
-PROMPTS = ("run", "once", "filled", "text", "file")
-_OWN = OWN | {"hits": float, "new_tokens": int}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSetting:
-    """All settings that a record depends on, besides the code.
+    """Settings that a record depends on, besides the code.
 
+    shape: the model's name.
     method: a name in METHODS, with options ("clusterkv:keep=2"), or one of HF.
     steps: one of STEPS.
     budget, retrieved, dense_layers: as for `kvthaw.Cache`.
-    prompt: "run" prefills random tokens after a cold run of the same. "once" skips the cold run, so only step times are
-        warm. For the repository's lab/, "filled" starts with a cache of random keys and values, "text" with KV of a
-        model that read a book. "file" is for `kvthaw.bench.own`, where shape is a model's name.
     device: the GPU's name, or the CPU's kind.
-    hits: the share in [0, 1) of rows that adjacent steps have in common. None: the index selects rows.
-    shared: the layers of a cache that was not prefilled share their rows on the host.
     """
 
     shape: str
@@ -50,25 +43,13 @@ class DecodeSetting:
     retrieved: int | float | None
     dense_layers: int | None
     new_tokens: int
-    prompt: str
-    hits: float | None
-    shared: bool
     seed: int
     device: str
 
     def __post_init__(self) -> None:
         one_of(STEPS, steps=self.steps)
-        one_of(PROMPTS, prompt=self.prompt)
-        if self.prompt != "file":
-            one_of(SHAPES, shape=self.shape)
         at_least(2, length=self.length, new_tokens=self.new_tokens)
         at_least(1, batch=self.batch)
-        if self.hits is not None and not 0 <= self.hits < 1:
-            raise ConfigError(f"hits is {self.hits}; it must be at least 0 and below 1")
-        if self.shared and self.prompt in ("run", "once"):
-            raise ConfigError(f"shared goes with prompt='filled' or 'text'; prompt is {self.prompt!r}")
-        if self.hits is not None and self.prompt == "text":
-            raise ConfigError(f"hits is {self.hits}; with prompt='text' the text says which rows are found")
         if not self.hf:
             Settings(
                 self.resolved(), budget=self.budget, retrieved=self.retrieved, dense_layers=self.dense_layers or 0
@@ -96,13 +77,13 @@ class DecodeSetting:
         """Return a plain dict, for a record."""
         return asdict(self)
 
-    def same_cache(self) -> DecodeSetting:
+    def same_cache(self) -> Self:
         """Return the setting without the steps. Settings that are equal otherwise can be measured on one cache."""
         return replace(self, steps=STEPS[0])
 
     def __str__(self) -> str:
         words = [self.method, f"{self.length:,}" + (f" x {self.batch}" if self.batch > 1 else ""), self.steps]
-        for name in ("budget", "retrieved", "hits"):
+        for name in ("budget", "retrieved"):
             if getattr(self, name) is not None:
                 words.append(f"{name} {getattr(self, name)}")
         return ", ".join(words)
@@ -128,32 +109,17 @@ def described(method: str) -> dict[str, Any]:
     return describe(resolve(method))
 
 
-def grid(
-    methods: Sequence[str], lengths: Sequence[int], batches: Sequence[int], steps: Sequence[str], **wanted: Any
-) -> list[DecodeSetting]:
-    """Return a setting for every combination, grouped by cache. Raises ConfigError for an impossible one."""
-    return [
-        setting(method, steps=way, length=length, batch=batch, **wanted)
-        for length in lengths
-        for batch in batches
-        for method in methods
-        for way in steps
-    ]
+OPTIONS = OWN | {"new_tokens": int}
+"""Options behind a method's name that are a setting's, by type."""
 
 
-def setting(written: str, **wanted: Any) -> DecodeSetting:
-    """Return a setting of a method with options behind colons; see `values`."""
-    return DecodeSetting(**values(written, **wanted))
-
-
-def values(written: str, **wanted: Any) -> dict[str, Any]:
+def values(written: str, options: dict[str, Any] = OPTIONS, **wanted: Any) -> dict[str, Any]:
     """Return the fields of a setting from a method name with options.
 
-    Options of the cache (budget, retrieved, dense_layers, hits, new_tokens) override the wanted ones. Fields that a method
-    does not use are None.
+    `options` override the wanted values. Fields that a method does not use are None.
     """
-    method, given = take(written, _OWN)
-    fields: dict[str, Any] = {"hits": None, "prompt": "run", "shared": False, **wanted, **given}
+    method, given = take(written, options)
+    fields: dict[str, Any] = {**wanted, **given}
     if fields["retrieved"] is not None and ("retrieved" in given or "budget" not in given):
         fields["budget"] = given.get("budget")
     elif "budget" in given:
@@ -163,15 +129,18 @@ def values(written: str, **wanted: Any) -> dict[str, Any]:
     if name in HF and name != written:
         raise ConfigError(f"method is {written!r}; {name} takes no options")
     if found is None or found.dense:
-        fields |= {"budget": None, "retrieved": None, "dense_layers": None, "hits": None, "shared": False}
+        fields |= {"budget": None, "retrieved": None, "dense_layers": None}
     elif found.index is None:
-        fields |= {"retrieved": None, "hits": None, "budget": 256 if fields["budget"] is None else fields["budget"]}
+        fields |= {"retrieved": None, "budget": 256 if fields["budget"] is None else fields["budget"]}
     return {"method": method, **fields}
 
 
-def groups(grid: Sequence[DecodeSetting]) -> Iterator[list[DecodeSetting]]:
+S = TypeVar("S", bound=DecodeSetting)
+
+
+def groups(grid: Sequence[S]) -> Iterator[list[S]]:
     """Return the settings of a grid that one cache can serve, in order; repeats once."""
-    found: dict[DecodeSetting, list[DecodeSetting]] = {}
+    found: dict[S, list[S]] = {}
     for one in dict.fromkeys(grid):
         found.setdefault(one.same_cache(), []).append(one)
     yield from found.values()

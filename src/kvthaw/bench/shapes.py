@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvthaw.errors import ConfigError, unknown
+from kvthaw.errors import unknown
 
 if TYPE_CHECKING:
-    import torch
-
-    from kvthaw.engine.hf import PreTrainedConfig, PreTrainedModel
+    from kvthaw.engine.hf import PreTrainedConfig
 
 
 def sizes(kind: str, hidden: int, inner: int, layers: int, heads: int, kv: int, dim: int, vocab: int) -> dict[str, Any]:
@@ -42,25 +40,3 @@ def config(shape: str) -> PreTrainedConfig:
     if shape not in SHAPES:
         raise unknown("shape", shape, SHAPES)
     return make_config(**SHAPES[shape])
-
-
-def build(shape: str, device: torch.device, *, seed: int = 0, layers: int | None = None, tp: int = 1) -> PreTrainedModel:
-    """Build a model with seeded random weights, bfloat16 on a GPU and float32 on a CPU.
-
-    layers: build only the first layers.
-
-    tp: build this process's part of a model that `tp` processes build.
-    """
-    import torch
-
-    from kvthaw.engine.hf import model, tensor_parallel
-
-    whole = config(shape).num_hidden_layers
-    if layers is not None and not 1 <= layers <= whole:
-        raise ConfigError(f"layers is {layers}; {shape} has 1 to {whole}")
-    made = model.make_config(**SHAPES[shape] | {"num_hidden_layers": layers or whole})
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if tp > 1:
-        return tensor_parallel.build_part(tp, made, device, dtype, seed=seed)
-    torch.manual_seed(seed)
-    return model.build(made, device, dtype)

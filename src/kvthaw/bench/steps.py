@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvthaw.engine.decode import decode
+from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError
@@ -148,15 +151,31 @@ def take(
     return Steps(tuple(gaps[skipped:]), (before, Counts.of(cache)), peak, tuple(chosen[skipped:]))
 
 
-def random_ids(model: PreTrainedModel, rows: int, tokens: int, seed: int) -> Tensor:
-    """Return random token ids [rows, tokens] on the model's device."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, model.config.vocab_size, (rows, tokens), generator=generator).to(model.device)
+def replayed(cache: DynamicCache, steps: str, forwards: dict[str, Callable[..., Any]]) -> GraphRunner | None:
+    """Set how a cache takes its next steps, one of STEPS. Returns its GraphRunner; None for eager steps."""
+    if not isinstance(cache, Cache):
+        return None
+    forward = forwards.get(steps)
+    compiled, capture = steps == "compiled", forward is not None and capturable(cache) is None
+    cache.replay = None if forward is None else GraphRunner(forward, cache, compiled=compiled, capture=capture)
+    return cache.replay
 
 
-def random_tokens(model: PreTrainedModel, batch: int, seed: int) -> Iterator[Tensor]:
-    """Return ids [B, 1] of random tokens, drawn by hundreds so that a step does not wait for them."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        drawn = torch.randint(0, model.config.vocab_size, (128, batch, 1), generator=generator)
-        yield from drawn.to(model.device)
+def hf_cache(model: PreTrainedModel, method: str) -> DynamicCache:
+    """Make one of transformers' own caches.
+
+    hf-offloaded fetches a layer's KV on a stream that does not wait for its copy to the host (transformers 5.17 to 5.23).
+    It may read memory that is not written yet, even NaN, unless the device idles between steps.
+    """
+    return DynamicCache(config=model.config, offloading=method == "hf-offloaded")
+
+
+@contextmanager
+def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Context in which the model uses another attention function."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

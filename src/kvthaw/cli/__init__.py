@@ -9,12 +9,15 @@ import typer
 from kvthaw.cli import agreement, bench, chat, generate, harness, inspect, methods, plan, serve
 from kvthaw.cli.common import APP, Commands
 
-LABORATORY = ("compare", "demo", "reproduce")
+LABORATORY = ("compare", "demo", "reproduce", "bench prefill", "bench serving")
 """Commands of the repository, besides all that begin with "eval"."""
 
 EVAL = """Measure how far methods are from full attention on your own text.
 
 Tasks, published benchmarks and perplexity are in kvthaw's repository: python -m lab eval --help."""
+BENCH = """Measure the speed and memory of your own model.
+
+Times of random weights, of prefills and of running batches are in kvthaw's repository: python -m lab bench --help."""
 
 
 class Product(Commands):
@@ -41,11 +44,14 @@ app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
 app.command("methods", epilog=methods.EXAMPLES)(methods.methods)
-evaluate = typer.Typer(cls=Product, no_args_is_help=True, rich_markup_mode="rich", epilog=agreement.EXAMPLES)
-evaluate.callback(help=EVAL)(lambda: None)
-evaluate.command("agreement", epilog=agreement.EXAMPLES)(agreement.agreement)
-app.add_typer(evaluate, name="eval")
-app.add_typer(bench.app, name="bench")
+for name, about, examples, command in (
+    ("eval", EVAL, agreement.EXAMPLES, agreement.agreement),
+    ("bench", BENCH, bench.EXAMPLES, bench.decode),
+):
+    group = typer.Typer(cls=Product, no_args_is_help=True, rich_markup_mode="rich", epilog=examples)
+    group.callback(help=about)(lambda: None)
+    group.command(epilog=examples)(command)
+    app.add_typer(group, name=name)
 app.command("lm-eval", epilog=harness.EXAMPLES, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     harness.lm_eval
 )

@@ -1,66 +1,48 @@
-"""kvthaw bench: speed and memory."""
+"""kvthaw bench: the speed of a model."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from kvthaw.bench.shapes import SHAPES
 from kvthaw.cli import options
 from kvthaw.cli.common import load_model, print_wide, stdout
-from kvthaw.cli.options import budget_of, dense_of, host_bytes_of, listed, names_of, one_budget, single, tokens_of, words
+from kvthaw.cli.options import dense_of, host_bytes_of, listed, names_of, one_budget, tokens_of, words
 from kvthaw.cli.progress import bars, stderr, watched
-
-if TYPE_CHECKING:
-    from kvthaw.bench.settings import DecodeSetting
-    from kvthaw.evaluate.results import Record
 
 EXAMPLES = (
     "Examples:\n\n  kvthaw bench decode --model ./my-model --file book.txt\n\n"
-    "  kvthaw bench decode --shape llama-3.1-8b --length 36864 --method full,icecache-digest --json\n\n"
-    "  kvthaw bench decode --method full,icecache-digest,oracle --budget 256 --out decode.jsonl\n\n"
-    "  kvthaw bench decode --method full,clusterkv:keep=2:budget=1024,pariskv:retrieved=100\n\n"
-    "  torchrun --nproc-per-node 2 -m kvthaw bench decode --tp 2 --shape llama-3.1-8b --length 131072 --method pariskv"
+    "  kvthaw bench decode --model Qwen/Qwen3-8B --length 8k,32k --method thaw,pariskv-plus --budget 1024 --out decode.jsonl\n\n"
+    "  kvthaw bench decode --method clusterkv:keep=2:budget=1024,pariskv:retrieved=100 --json"
 )
-PREFILL_EXAMPLES = (
-    "Examples:\n\n  kvthaw bench prefill --shape llama-3.1-8b --length 131072,524288 --chunk 8192,16384 --json\n\n"
-    "  kvthaw bench prefill --shape tiny --length 4096 --chunk 512,1024 --method full,icecache-digest --out prefill.jsonl"
+ONE, STEPS = ["1"], ["eager", "captured"]
+Batches = Annotated[list[str], typer.Option("--batch", help=f"Rows of the batch; {options.SEVERAL}.")]
+METHODS = typer.Option(
+    "--method",
+    help="Methods, separated by commas or one by one. Options follow behind colons, a method's and its cache's: "
+    "clusterkv:keep=2, pariskv:retrieved=100, icecache-digest:budget=256:new_tokens=64. hf-dynamic and hf-offloaded are "
+    "transformers' own caches.",
 )
-SERVING_EXAMPLES = (
-    "Examples:\n\n  kvthaw bench serving --shape llama-3.1-8b --length 16384 --method full,pariskv-plus --budget 1024 --json\n\n"
-    "  kvthaw bench serving --shape tiny --length 1000 --max-seqs 2 --requests 4 --method full,thaw --out serving.jsonl"
-)
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Measure speed and memory.",
-    rich_markup_mode="rich",
-    epilog="Examples:\n\n  kvthaw bench decode --model ./my-model --file book.txt\n\n"
-    "  kvthaw bench prefill --shape llama-3.1-8b --length 128k\n\n"
-    "  kvthaw bench serving --shape llama-3.1-8b --length 16k --max-seqs 16",
-)
-_TIMED, _SERVED = ["hf-dynamic", "full", "icecache-digest"], ["full", "pariskv-plus"]
-_ONE, _STEPS, _CHUNK = ["1"], ["eager", "captured"], ["1024"]
-Shape = Annotated[str, typer.Option(help=f"The model's shape, with random weights: {', '.join(SHAPES)}.")]
-Commit = Annotated[str | None, typer.Option(help="The commit to write into the results. Default: git's.")]
+Steps = Annotated[
+    list[str],
+    typer.Option(
+        "--steps",
+        help="How to run steps: eager, captured in CUDA graphs, compiled by torch.compile and then captured; "
+        f"{options.SEVERAL}. Ways that a device or a method cannot run are left out.",
+    ),
+]
+NewTokens = Annotated[int, typer.Option("--new-tokens", min=2, help="Tokens to decode and time.")]
 
 
-@app.callback()
-def _bench() -> None:
-    """Measure speed and memory."""
-
-
-@app.command("decode", epilog=EXAMPLES)
 def decode(
-    shape: Shape = "tiny",
-    model: Annotated[str | None, options.MODEL] = None,
+    model: options.Model = "shipped",
     file: Annotated[
         Path | None,
         typer.Option(
-            help="With --model: the prompt is this text, which starts over at its end. Default: the book that ships.",
+            help="The prompt is this text, which starts over at its end. Default: the book that ships.",
             exists=True,
             dir_okay=False,
         ),
@@ -72,169 +54,53 @@ def decode(
             help=f"Tokens of the prompt, such as 4096 or 128k; {options.SEVERAL}. Default 4096, or all of --file.",
         ),
     ] = None,
-    batch: Annotated[list[str], typer.Option(help=f"Rows of the batch; {options.SEVERAL}.")] = _ONE,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Methods, separated by commas or one by one. Options follow behind colons, a method's and its cache's: "
-            "clusterkv:keep=2, pariskv:retrieved=100, icecache-digest:budget=256:new_tokens=64. hf-dynamic and hf-offloaded are "
-            f"transformers' own caches. Default {','.join(_TIMED)}; with --model transformers' and full are always timed, and by "
-            "default what is best on the device for long contexts."
-        ),
-    ] = None,
+    batch: Batches = ONE,
+    method: Annotated[list[str] | None, METHODS] = None,
     plugin: options.Plugin = None,
     budget: options.OneBudget = "256",
     retrieved: options.Retrieved = None,
     dense_layers: options.DenseLayers = "auto",
-    steps: Annotated[
-        list[str],
-        typer.Option(
-            help="How to run steps: eager, captured in CUDA graphs, compiled by torch.compile and then captured; "
-            f"{options.SEVERAL}. Ways that a device or a method cannot run are left out."
-        ),
-    ] = _STEPS,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode and time.")] = 64,
-    tp: Annotated[
-        int,
-        typer.Option(min=1, help="Split the model by heads over so many processes, which torchrun starts; bytes are of one."),
-    ] = 1,
+    steps: Steps = STEPS,
+    new_tokens: NewTokens = 64,
     host_memory: options.HostMemory = None,
     seed: options.Seed = 0,
     as_json: options.Lines = False,
     out: options.Out = None,
-    commit: Commit = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Time prefill and decoding of every method, of full attention and of transformers' caches.
+    """Time prefill and decoding of your model under every method, full attention and transformers' caches.
 
-    On random weights each method's logits are first checked against transformers'. --model times your own model with every
-    cache on the same tokens of your own prompt, and ends with a recommendation.
+    All of them get the same tokens of your own prompt. A recommendation ends the report. Full attention and transformers'
+    caches are always timed; without --method also the best on the device for long contexts. Random weights of a model's
+    shape are timed in kvthaw's repository: python -m lab bench decode --help.
     """
     lengths = listed(length or options.LENGTH, tokens_of, "--length")
-    names, batches, ways = names_of(method or _TIMED), listed(batch, int, "--batch"), listed(steps, str, "--steps")
+    batches, ways = listed(batch, int, "--batch"), listed(steps, str, "--steps")
     limit: dict[str, Any] = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers)}
     from kvthaw.bench import tables
     from kvthaw.bench.card import where
-    from kvthaw.bench.decode import Bench
     from kvthaw.bench.own import OwnBench, Reading, advice
-    from kvthaw.bench.settings import grid
     from kvthaw.engine.hub import display_name
-    from kvthaw.engine.processes import processes
     from kvthaw.evaluate.results import ResultsFile
     from kvthaw.methods.auto import find
 
-    known, on = ResultsFile(out), where(device)[1]
-    limit |= {"new_tokens": new_tokens, "seed": seed, "device": on if tp == 1 else f"{tp} x {on}"}
-    if model is not None:
-        if tp > 1:
-            raise typer.BadParameter("it goes with --shape, not with --model", param_hint="--tp")
-        llm, tokenizer = load_model(model, device, dtype)
-        reading = Reading(llm, tokenizer, display_name(model), words(file))
-        if file is not None and length is None:
-            lengths = [len(reading.ids())]
-        names = names_of(method or [find("auto", llm.device)[0].name])
-        wanted: Sequence[DecodeSetting] = reading.grid(names, lengths, batches, ways, **limit)
-    else:
-        if file is not None:
-            raise typer.BadParameter("it goes with --model", param_hint="--file")
-        wanted = grid(names, lengths, batches, ways, shape=shape, **limit)
-    with processes(tp) as rank, bars() as progress:
-        progress.console.quiet = rank > 0
-        watch = watched(progress, "building the model")
-        how: dict[str, Any] = {"say": _said(as_json and rank == 0), "watch": watch, "note": progress.console.print}
-        how |= {"commit": commit, "host_bytes": host_bytes_of(host_memory), "tp": tp, "device": device}
-        bench = Bench(known, **how) if model is None else OwnBench(reading, known, **how)
+    known = ResultsFile(out)
+    llm, tokenizer = load_model(model, device, dtype)
+    reading = Reading(llm, tokenizer, display_name(model), words(file))
+    if file is not None and length is None:
+        lengths = [len(reading.ids())]
+    names = names_of(method or [find("auto", llm.device)[0].name])
+    limit |= {"new_tokens": new_tokens, "seed": seed, "device": where(device)[1]}
+    wanted = reading.grid(names, lengths, batches, ways, **limit)
+    with bars() as progress:
+        how: dict[str, Any] = {"watch": watched(progress, "beginning"), "note": progress.console.print, "device": device}
+        if as_json:
+            how["say"] = lambda record: print(record.to_json(), flush=True)
+        bench = OwnBench(reading, known, **how, host_bytes=host_bytes_of(host_memory))
         records = bench.run(wanted)
-    if rank == 0 and not as_json and records:
-        for each in tables.decode(records):
-            print_wide(each)
+    for each in tables.decode(records) if records and not as_json else ():
+        print_wide(each)
     bench.judge()
-    if model is not None:
-        for some in itertools.groupby(records, key=lambda one: (one["length"], one["batch"])):
-            (stderr() if as_json else stdout()).print(advice(list(some[1])), highlight=False, markup=False, soft_wrap=True)
-
-
-@app.command("prefill", epilog=PREFILL_EXAMPLES)
-def prefill(
-    shape: Shape = "tiny",
-    length: options.Lengths = options.LENGTH,
-    chunk: Annotated[
-        list[str], typer.Option(help=f"Tokens of a chunk; {options.SEVERAL}. One pass is always timed, too.")
-    ] = _CHUNK,
-    method: options.Methods = options.DIGEST,
-    plugin: options.Plugin = None,
-    budget: options.OneBudget = "1024",
-    retrieved: options.Retrieved = None,
-    dense_layers: options.DenseLayers = "0",
-    chunks_only: Annotated[
-        bool, typer.Option("--chunks-only", help="Time chunks only, neither one pass nor transformers.")
-    ] = False,
-    host_memory: options.HostMemory = None,
-    as_json: options.Lines = False,
-    out: options.Out = None,
-    commit: Commit = None,
-) -> None:
-    """Time the prefill of a prompt in chunks, which stream earlier KV back from the host, and in one pass.
-
-    First each method's logits are checked against transformers' logits from one pass.
-    """
-    lengths, chunks = listed(length, tokens_of, "--length"), listed(chunk, tokens_of, "--chunk")
-    names = names_of(method)
-    from kvthaw.bench import tables
-    from kvthaw.bench.prefill import grid, run
-    from kvthaw.evaluate.results import ResultsFile
-
-    sizes = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers) or 0}
-    wanted = grid(shape, names, lengths, chunks, chunks_only=chunks_only, **sizes)  # type: ignore[arg-type]
-    with bars() as progress:
-        say, watch = _said(as_json), watched(progress, "building the model")
-        records = run(wanted, ResultsFile(out), host_bytes=host_bytes_of(host_memory), commit=commit, say=say, watch=watch)
-    if not as_json:
-        print_wide(tables.prefill(records))
-
-
-@app.command("serving", epilog=SERVING_EXAMPLES)
-def serving(
-    shape: Shape = "tiny",
-    length: Annotated[
-        int,
-        typer.Option(
-            parser=options.tokens_of, metavar="TOKENS", help="Tokens of the longest prompt; the shortest has half as many."
-        ),
-    ] = 2048,
-    max_seqs: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 4,
-    requests: Annotated[int, typer.Option(min=1, help="Requests in total.")] = 8,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode for each request.")] = 64,
-    method: options.Methods = _SERVED,
-    plugin: options.Plugin = None,
-    budget: options.OneBudget = "256",
-    device_memory: options.DeviceMemory = None,
-    compile_: Annotated[
-        bool, typer.Option("--compile", help="Compile steps by torch.compile first, which takes a minute or more.")
-    ] = False,
-    as_json: options.Lines = False,
-    out: options.Out = None,
-    commit: Commit = None,
-) -> None:
-    """Time the steps of a running batch while requests join and leave.
-
-    First each method is checked: a request in the batch must get the tokens that it gets alone.
-    """
-    names = names_of(method)
-    from kvthaw.bench import tables
-    from kvthaw.bench.serving import Serving, run
-    from kvthaw.evaluate.results import ResultsFile
-
-    sizes: dict[str, Any] = {"length": length, "max_seqs": max_seqs, "requests": requests, "new_tokens": new_tokens}
-    limits: dict[str, Any] = {"budget": single([budget], budget_of, "--budget"), "device_memory": device_memory}
-    asked = Serving(shape=shape, compile=compile_, **limits, **sizes)
-    with bars() as progress:
-        watch = watched(progress, "building the model")
-        records = run(asked, names, ResultsFile(out), commit=commit, say=_said(as_json), watch=watch)
-    if not as_json:
-        print_wide(tables.serving(records))
-
-
-def _said(as_json: bool) -> Callable[[Record], None]:
-    return lambda record: print(record.to_json(), flush=True) if as_json else None
+    for some in itertools.groupby(records, key=lambda one: (one["length"], one["batch"])):
+        (stderr() if as_json else stdout()).print(advice(list(some[1])), highlight=False, markup=False, soft_wrap=True)

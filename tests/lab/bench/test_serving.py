@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvthaw.bench import serving
-from kvthaw.bench.serving import Serving
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.request import Request
 from kvthaw.errors import CacheError
 from kvthaw.evaluate.results import ResultsFile
+from lab.bench import serving
+from lab.bench.serving import Serving
 
 pytestmark = pytest.mark.usefixtures("small")
 

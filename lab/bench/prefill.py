@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from kvthaw.bench.card import provenance, where
-from kvthaw.bench.check import attention
 from kvthaw.bench.decode import Watch, free
-from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import random_ids
+from kvthaw.bench.steps import attention
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.passes import updaters
 from kvthaw.engine.hf import PreTrainedModel, attach
@@ -23,6 +21,7 @@ from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.kernels.dense import BLOCK
 from kvthaw.methods import resolve
+from lab.bench.shapes import build, random_ids
 
 HF = "hf-dynamic"
 """transformers' own DynamicCache with sdpa attention: full attention's prefill."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvthaw.bench.settings import HF, DecodeSetting
-from kvthaw.bench.steps import random_ids
+from kvthaw.bench.settings import HF
+from kvthaw.bench.steps import attention, hf_cache, replayed
 from kvthaw.engine.decode import decode
-from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.errors import CacheError
 from kvthaw.evaluate.machine import synchronize
+from lab.bench.settings import ShapeSetting
+from lab.bench.shapes import random_ids
 
 PROMPT, LENGTH = 480, 512
 
@@ -36,7 +36,7 @@ class Checks:
         self._passed: set[tuple[object, ...]] = set()
         self._reference: tuple[Tensor, float] | None = None
 
-    def __call__(self, setting: DecodeSetting) -> None:
+    def __call__(self, setting: ShapeSetting) -> None:
         """Check the logits of a setting's method and steps, once each. Raises CacheError if they differ."""
         if setting.method not in HF:
             self.once((setting.method, setting.dense_layers, setting.steps), lambda: self._equals_full(setting))
@@ -48,21 +48,21 @@ class Checks:
             check()
             self._passed.add(what)
 
-    def _equals_full(self, setting: DecodeSetting) -> None:
+    def _equals_full(self, setting: ShapeSetting) -> None:
         """With a budget above the length a method attends to everything."""
         cache = self.cache(setting, 4 * LENGTH)
         self.near(self.decode(cache, setting.steps), setting, "transformers at a budget above the length")
 
-    def cache(self, setting: DecodeSetting, budget: int) -> Cache:
+    def cache(self, setting: ShapeSetting, budget: int) -> Cache:
         sizes = {**setting.sizes(), "budget": None if setting.dense else budget, "retrieved": None}
         return Cache(self.model, setting.resolved(), **sizes)
 
-    def _same_cache(self, setting: DecodeSetting) -> None:
+    def _same_cache(self, setting: ShapeSetting) -> None:
         cache = self.begun(setting)
         with attention(self.model, "sdpa"):
             self.near(self.decode(cache, "eager"), setting, "transformers' DynamicCache")
 
-    def begun(self, setting: DecodeSetting) -> DynamicCache:
+    def begun(self, setting: ShapeSetting) -> DynamicCache:
         """Return one of transformers' own caches, to which the prompt may still have to come."""
         return hf_cache(self.model, setting.method)
 
@@ -83,7 +83,7 @@ class Checks:
             pass
         return torch.cat(found[1:])
 
-    def near(self, ours: Tensor, setting: DecodeSetting, what: str, theirs: Tensor | None = None) -> None:
+    def near(self, ours: Tensor, setting: ShapeSetting, what: str, theirs: Tensor | None = None) -> None:
         if self._reference is None:
             found = []
             for name in ("sdpa", "eager"):
@@ -111,33 +111,3 @@ class Checks:
                 each = [forward(input_ids=token, use_cache=False).logits for token in self.ids[:, PROMPT:].split(1, dim=1)]
                 found.append(torch.cat(each).float())
         return float((found[1] - found[0]).norm() / found[0].norm())
-
-
-def replayed(cache: DynamicCache, steps: str, forwards: dict[str, Callable[..., Any]]) -> GraphRunner | None:
-    """Set how a cache takes its next steps, one of STEPS. Returns its GraphRunner; None for eager steps."""
-    if not isinstance(cache, Cache):
-        return None
-    forward = forwards.get(steps)
-    compiled, capture = steps == "compiled", forward is not None and capturable(cache) is None
-    cache.replay = None if forward is None else GraphRunner(forward, cache, compiled=compiled, capture=capture)
-    return cache.replay
-
-
-def hf_cache(model: PreTrainedModel, method: str) -> DynamicCache:
-    """Make one of transformers' own caches.
-
-    hf-offloaded fetches a layer's KV on a stream that does not wait for its copy to the host (transformers 5.17 to 5.23).
-    It may read memory that is not written yet, even NaN, unless the device idles between steps.
-    """
-    return DynamicCache(config=model.config, offloading=method == "hf-offloaded")
-
-
-@contextmanager
-def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Context in which the model uses another attention function."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

@@ -6,16 +6,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvthaw.bench.settings import DecodeSetting, groups, possible
-from kvthaw.bench.shapes import build
+from kvthaw.bench.settings import groups, possible
 from kvthaw.engine.graph_runner import capturable, compilable
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.methods import METHODS
+from lab.bench.settings import ShapeSetting
+from lab.bench.shapes import build
 from timed import settings as all_of
 
 
-def _all(*, method: tuple[str, ...] = ("quest",), **asked: object) -> list[DecodeSetting]:
+def _all(*, method: tuple[str, ...] = ("quest",), **asked: object) -> list[ShapeSetting]:
     return all_of(*method, **asked)
 
 

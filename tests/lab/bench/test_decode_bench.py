@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 import kvthaw
 from kvthaw import CacheError, ConfigError
 from kvthaw.bench import decode, steps
-from kvthaw.bench.decode import Bench
-from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import WARM, Counts, Steps, most_warm, random_tokens, take, warm_steps
+from kvthaw.bench.steps import WARM, Counts, Steps, most_warm, take, warm_steps
 from kvthaw.engine.hf import Cache
 from kvthaw.evaluate.results import Record, ResultsFile
+from lab.bench import shaped
+from lab.bench.shaped import ShapeBench
+from lab.bench.shapes import build, random_tokens
 from timed import Unchecked, measured, settings
 from zoo import prompt
 
@@ -73,7 +74,7 @@ def test_transformers_caches_attend_by_transformers_own_function(monkeypatch: py
 def test_what_is_in_the_file_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.jsonl"
     first = measured("full", out=out, of=Unchecked, new_tokens=2)
-    monkeypatch.setattr(decode, "build", lambda *_, **__: pytest.fail("built a model for nothing"))
+    monkeypatch.setattr(shaped, "build", lambda *_, **__: pytest.fail("built a model for nothing"))
     assert measured("full", out=out, new_tokens=2) == first
     assert len(out.read_text().splitlines()) == 1
     monkeypatch.undo()
@@ -108,7 +109,7 @@ def test_a_wrong_method_is_found_before_it_is_timed(monkeypatch: pytest.MonkeyPa
 def test_compiled_steps_may_be_as_far_off_as_compilation_moves_transformers_own() -> None:
     from transformers import DynamicCache
 
-    from kvthaw.bench.check import Checks
+    from lab.bench.check import Checks
 
     model = build("tiny", torch.device("cpu"))
 
@@ -172,7 +173,7 @@ def test_only_what_the_machine_can_do() -> None:
 @pytest.mark.gpu
 def test_gpu_captured_steps_are_checked_and_timed() -> None:
     asked = ("full", "quest", "icecache-digest")
-    bench = Bench(ResultsFile())
+    bench = ShapeBench(ResultsFile())
     found = bench.run(settings(*asked, device="gpu", steps=["eager", "captured", "compiled"]))
     ways = [(name, way) for name in asked for way in ("eager", "captured", "compiled")]
     assert [(one["method"], one["steps"]) for one in found] == ways

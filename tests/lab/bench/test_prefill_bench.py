@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvthaw.bench import prefill
-from kvthaw.bench.prefill import HF, grid, run
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.kernels import dense
+from lab.bench import prefill
+from lab.bench.prefill import HF, grid, run
 
 
 def measured(out: Path | None = None, methods: tuple[str, ...] = ("icecache-digest",), **asked: Any) -> list[Record]:
