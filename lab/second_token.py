@@ -2,7 +2,7 @@
 
 usage: python3 -m lab.second_token [--prompts [RUNSx]METHOD/LENGTH[/LAYERS][@STEPS],...] [--out FILE] [--commit HASH]
 
-A line a run of a prompt (bench prefill, with the fields of `python -m lab bench prefill`). The first takes host memory from the system.
+A line a run of a prompt (with the fields of `python -m lab bench prefill`). The first takes host memory from the system.
 All but the last wait until every tree is built before they ask for the second token (indexed_s). The last asks at once as users
 do, and its first layers attend while the last layers' trees are built; if not the first it then builds its trees once more with
 nothing beside. 0x: no prompt; the cache is filled with drawn keys and values, each layer's own (fill_s, of bench decode).

