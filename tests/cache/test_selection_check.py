@@ -11,10 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache.index_api import Selection
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import CacheError
 from kvthaw.index.exact import ExactIndex
-from kvthaw.methods import resolve
+from kvthaw.methods import METHODS, resolve
 from zoo import prompt
 
 Spoil = Callable[[Selection], Any]
@@ -92,3 +93,14 @@ def test_a_right_one_is_taken(llama: PreTrainedModel) -> None:
         expected = llama.generate(prompt(2, 90), max_new_tokens=20, do_sample=False)
     with kvthaw.attach(llama, spoiled(lambda found: found), budget=32):
         assert torch.equal(llama.generate(prompt(2, 90), max_new_tokens=20, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_kvthaw_s_own_indexes_are_tested_and_what_inherits_from_one_is_not(name: str) -> None:
+    method = resolve(name)
+    if method.index is None:
+        return
+    store, regions = HostStore(1, 1, 16, torch.float32), method.regions.for_budget(256)
+    index = method.make_index(IndexContext(0, 1, 1, 16, torch.float32, torch.device("cpu"), store, regions, scale=1.0, rows=1))
+    assert index.tested
+    assert not type("Mine", (type(index),), {}).tested

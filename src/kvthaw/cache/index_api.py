@@ -206,9 +206,16 @@ class Index(Tables):
     An index never returns a row outside the positions that it holds. Random choices derive from (seed, layer, head, position), the
     head's number in the model, never from the place of the sequence in the batch. An index implements the abstract methods and
     declares its traits; all other methods have defaults.
+
+    tested: the contract's tests run on this class, so eager steps check only its first selections. A class declares it for
+        itself, `class Mine(Index, tested=True)`, and not for its subclasses.
     """
 
     traits = Traits()
+    tested = False
+
+    def __init_subclass__(cls, *, tested: bool = False) -> None:
+        cls.tested = tested
 
     @abstractmethod
     def select(self, query: Tensor, budget: int) -> Selection:

@@ -21,9 +21,7 @@ from kvthaw.cache.streams import Streams
 from kvthaw.errors import CacheError, KvthawError
 
 _CHECKED = 3
-"""How many of the first choices of kvthaw's own indexes are checked. Choices of other indexes are checked in all eager steps."""
-_OURS = ("kvthaw.", "kvthaw_baselines.")
-"""The packages whose indexes are kvthaw's own."""
+"""How many of the first choices of tested indexes are checked. Choices of other indexes are checked in all eager steps."""
 
 
 class Retriever:
@@ -48,7 +46,7 @@ class Retriever:
         self._jobs: list[tuple[Future[None], Callable[[], None]]] = []
         self._searching: Future[Selection] | None = None  # the last that began
         self._failure: BaseException | None = None  # of a job
-        self._unchecked = _CHECKED if type(self.index).__module__.startswith(_OURS) else None  # None: check always
+        self._unchecked = _CHECKED if self.index.tested else None  # None: check always
         self.prefetched: PrefetchedSearch | None = None
         self._asked: tuple[int, Tensor, Choice] | None = None  # the latest eager step: length, query, choice
         self._asked_at = -1  # after how many commits
@@ -235,7 +233,7 @@ class Retriever:
             raise CacheError(f"layer {self.context.layer}: {error}") from error
 
     def _check(self, selection: Selection, query: Tensor) -> None:
-        """Check the index's selection: always for foreign indexes, at first for kvthaw's own, never while a step is captured."""
+        """Check the index's selection: at first for tested indexes, always for others, never while a step is captured."""
         sequences = self.context.sequences
         if self._unchecked == 0 or sequences is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
             return

@@ -19,7 +19,7 @@ class AroundIndex(Index):
 
     def __init__(self, context: IndexContext, inner: Index, *own: Tables) -> None:
         self.context, self.inner, self.own = context, inner, own
-        self.traits = replace(inner.traits, snapshots=False)
+        self.traits, self.tested = replace(inner.traits, snapshots=False), self.tested and inner.tested
 
     @property
     def _all(self) -> tuple[Tables, ...]:

@@ -12,7 +12,7 @@ from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 
 
-class BoundIndex(UnitIndex):
+class BoundIndex(UnitIndex, tested=True):
     """Pages of `page` tokens, ranked by the largest q.k that their bounding volume allows.
 
     Whole pages are selected, best first. The rest of the budget is filled with the first tokens of the next page. A page

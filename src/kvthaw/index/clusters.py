@@ -83,7 +83,7 @@ def first_keys(keys: Tensor, positions: Tensor, count: int, *, start: Start, str
     return (yield from covering(keys.flatten(0, -3), few, count)) if few.shape[1] < count else few
 
 
-class ClusterIndex(BatchedIndex):
+class ClusterIndex(BatchedIndex, tested=True):
     """k-means clusters of the prompt's keys, and of every `batch` later tokens that leave the window.
 
     A prompt of L tokens gets L / tokens_per_cluster clusters (or exactly `clusters`), a batch gets clusters_per_batch.

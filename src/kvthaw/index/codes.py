@@ -54,7 +54,7 @@ def once(rows: Tensor) -> Tensor:
     return ordered.masked_fill(again, -1).sort(dim=2, descending=True).values
 
 
-class CodesIndex(Index):
+class CodesIndex(Index, tested=True):
     """Collisions choose candidates, 4-bit codes rank them.
 
     policy: how the G query heads of a KV head agree. "max" and "mean" compute votes and softmax weights for each head, and

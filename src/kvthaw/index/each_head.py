@@ -11,7 +11,7 @@ from kvthaw.index.forest import TreeIndex
 from kvthaw.index.joined import joined
 
 
-class EachHeadTreeIndex(TreeIndex):
+class EachHeadTreeIndex(TreeIndex, tested=True):
     """TreeIndex whose G query heads of a KV head each find budget / G rows; all of them attend to the union, which is not cut.
 
     Where the budget holds all tokens of a sequence, they attend to all.

@@ -10,7 +10,7 @@ from kvthaw.cache.index_api import IndexContext
 from kvthaw.index.tokens import Policy, TokenIndex
 
 
-class ExactIndex(TokenIndex):
+class ExactIndex(TokenIndex, tested=True):
     """Exact top-k by attention weight.
 
     With G query heads on a KV head the heads' choices become one by `policy`: the largest or the mean of their softmax weights over

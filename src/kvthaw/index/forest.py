@@ -23,7 +23,7 @@ _STATE = {
 """Tensors of saved trees, in the order in which the extension takes them."""
 
 
-class TreeIndex(Index):
+class TreeIndex(Index, tested=True):
     """The DCI-trees of a layer, behind the Index protocol.
 
     Keys are read from the layer's host store, by position, and never copied: rows must be readable in the store before

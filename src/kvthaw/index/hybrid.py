@@ -53,7 +53,7 @@ def overlap_share(queries: Tensor, keys: Tensor, rows: int, page: int, ranks: Ra
     return page * int(common / page) / rows
 
 
-class HybridIndex(ObservedIndex):
+class HybridIndex(ObservedIndex, tested=True):
     """Static tokens first, then pages of the rest, ranked by their bounds (PRKV, section 4).
 
     share: the static part of the rows that select() may return. "auto" chooses it at the prompt, or at the first refresh

@@ -60,7 +60,7 @@ class NodeConfig:
         return round(1 / self.promote)
 
 
-class NodeIndex(BatchedIndex):
+class NodeIndex(BatchedIndex, tested=True):
     """Nodes of similar keys, ranked by their digests. The keys of the best nodes' rows are read, and the best rows selected.
 
     Exactly the share `promote` of a prompt's keys is promoted, at random. Every key belongs to the nearest promoted one:

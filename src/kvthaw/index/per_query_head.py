@@ -11,7 +11,7 @@ from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.joined import joined
 
 
-class QueryHeadClusterIndex(ClusterIndex):
+class QueryHeadClusterIndex(ClusterIndex, tested=True):
     """ClusterIndex whose G query heads of a KV head each take the best clusters up to budget / G rows, and attend to these alone.
 
     Where the budget holds all tokens of a sequence, every head attends to all.

@@ -190,7 +190,7 @@ def _enter(every: Sequence[tuple[PageMeans, Tensor, Tensor]], starts: Sequence[S
     torch._foreach_copy_([own.known for own in pages], [own.numbers() for own in pages])
 
 
-class RemainderIndex(AroundIndex):
+class RemainderIndex(AroundIndex, tested=True):
     """An index, and an estimate of the attention to the tokens that it does not select.
 
     A page has n tokens, mean key C and mean value V, and a step selects m of its tokens. The rest weigh (n - m) exp(scale q.C)

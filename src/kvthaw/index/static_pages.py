@@ -26,7 +26,7 @@ _QUERIES = 64  # of a KV head in the observation window, at most
 _FIELD = 1024  # rows whose keys a refresh reads, at least
 
 
-class StaticPageIndex(ObservedIndex):
+class StaticPageIndex(ObservedIndex, tested=True):
     """Static tokens first, then pages of the other tokens, each ranked by the bounds of all of its keys.
 
     A prompt's static tokens are chosen from all of its keys. Every `interval` tokens they are chosen again, within an

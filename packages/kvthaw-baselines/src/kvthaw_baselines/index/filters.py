@@ -14,7 +14,7 @@ from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition as attend
 
 
-class FilterIndex(TokenIndex):
+class FilterIndex(TokenIndex, tested=True):
     """The tokens of the largest softmax weight over all query heads of a layer: the same rows for every KV head.
 
     dense: keys and values of the layer stay on the device, [B, H, capacity, D] each, and the layer attends to all of them: to those

@@ -18,7 +18,7 @@ Score = Literal["sum", "mean"]
 """What of the weights that a token was paid ranks it: their sum, or their mean over the queries that could see it."""
 
 
-class HeavyIndex(KeptIndex):
+class HeavyIndex(KeptIndex, tested=True):
     """H2O: half of the budget holds the most recent tokens, half the tokens that were attended to most over all steps so far.
 
     Each step's softmax over sink, ring and kept tokens adds to their scores as soon as its own key is in the ring: with the

@@ -16,7 +16,7 @@ from kvthaw.kernels.unit_select import Policy
 _KEPT = 64
 
 
-class LaggedIndex(BoundIndex):
+class LaggedIndex(BoundIndex, tested=True):
     """Bounded pages, ranked for the previous token's query where this token's points the same way.
 
     A KV head whose group has a mean cosine of at least tau between the two queries gets the previous query's pages. The

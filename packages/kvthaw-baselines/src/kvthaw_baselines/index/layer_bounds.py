@@ -12,7 +12,7 @@ from kvthaw.kernels.unit_select import Policy
 from kvthaw_baselines.kernels.layer_select import layer_select
 
 
-class LayerBoundIndex(BoundIndex):
+class LayerBoundIndex(BoundIndex, tested=True):
     """BoundIndex whose KV heads all select the same pages: the best for all query heads of the layer together, by `policy`."""
 
     def __init__(self, context: IndexContext, *, page: int, spread: Spread, policy: Policy = "max") -> None:

@@ -26,7 +26,7 @@ def drawn_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
     return 1 - (1 - meet) ** tables - tables * meet * (1 - meet) ** (tables - 1)
 
 
-class HashIndex(TokenIndex):
+class HashIndex(TokenIndex, tested=True):
     """Draw the tokens whose code equals the query's in at least two of L tables, each weighted by the inverse of its
     probability.
 

@@ -16,7 +16,7 @@ from kvthaw.index.tokens import Policy, TokenIndex
 from kvthaw.kernels.kmeans import kmeans
 
 
-class ProductIndex(TokenIndex):
+class ProductIndex(TokenIndex, tested=True):
     """Approximate a key by `parts` centroids, one for each part of its dimensions. Their products with the query estimate q.k.
 
     k-means learns the centroids on the prompt, once for each KV head and part. Later tokens get the nearest centroids. ids

@@ -56,7 +56,7 @@ class QuantisedKeys(TokenIndex):
         return grids[..., 0] * query.sum(dim=3, keepdim=True) + grids[..., 1] * (query @ whole.float().transpose(2, 3))
 
 
-class PrunedIndex(AroundIndex):
+class PrunedIndex(AroundIndex, tested=True):
     """Select the fewest rows with at least share p of the estimated softmax weight, among the rows that another index
     proposes.
 

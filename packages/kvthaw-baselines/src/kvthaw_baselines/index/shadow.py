@@ -19,7 +19,7 @@ from kvthaw.kernels.unit_select import Policy
 from kvthaw_baselines.index.principal import principal
 
 
-class ShadowIndex(UnitIndex):
+class ShadowIndex(UnitIndex, tested=True):
     """Chunks of `chunk` tokens in text order, ranked by q times their mean key. `outliers` chunks are always selected first.
 
     Outliers are the prompt's chunks whose worst key has the least cosine with its chunk's mean. They take at most a quarter

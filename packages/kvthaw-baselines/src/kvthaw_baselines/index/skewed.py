@@ -15,7 +15,7 @@ from kvthaw.index.tokens import TokenIndex
 from kvthaw_baselines.index.principal import principal
 
 
-class SkewedIndex(TokenIndex):
+class SkewedIndex(TokenIndex, tested=True):
     """Tokens whose estimated logit is within alpha of the best, by `ratio` of the channels of skewed queries and keys.
 
     A KV head's skew is the orthogonal V of the singular value decomposition of its group's last prompt queries. Skewing

@@ -17,7 +17,7 @@ from kvthaw_baselines.index.kept import Agree, KeptIndex, observed
 Pooling = Literal["avg", "max"]
 
 
-class SnapIndex(KeptIndex):
+class SnapIndex(KeptIndex, tested=True):
     """SnapKV: the tokens that the prompt's last queries attend to, and their neighbours.
 
     The scores of `observed` over an observation window of the prompt's last `width` tokens (no more than the window), pooled over
@@ -44,7 +44,7 @@ class SnapIndex(KeptIndex):
         return torch.full((self.context.kv_heads, stop - start), -1.0, device=self.context.device)
 
 
-class FreshSnapIndex(SnapIndex):
+class FreshSnapIndex(SnapIndex, tested=True):
     """SnapKV's choice, repeated every `interval` tokens with the last queries, from all tokens.
 
     The window's keys are on the device already. The other keys are read from the host between two steps.

@@ -17,7 +17,7 @@ _NATS = 87.0
 """How far two logits may lie apart until the lesser one's chance is less than any float32 that is exact."""
 
 
-class SoftHashIndex(TokenIndex):
+class SoftHashIndex(TokenIndex, tested=True):
     """Score a token by the probability that the query meets it, summed over L tables, times the length of its value if
     `values`.
 

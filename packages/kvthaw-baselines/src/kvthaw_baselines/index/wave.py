@@ -18,7 +18,7 @@ from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.unit_select import Policy
 
 
-class WaveIndex(ClusterIndex):
+class WaveIndex(ClusterIndex, tested=True):
     """k-means within segments of the prompt, and an estimate of the attention to clusters that are not read.
 
     A prompt is clustered in segments of `segment` tokens, the last one shorter, one cluster for every tokens_per_cluster;
