@@ -176,6 +176,40 @@ def test_fewer_sequences_where_device_memory_holds_no_more_under_the_method(
     assert batch.max_seqs == 4
 
 
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_requests_wait_for_blocks_while_full_attention_is_faster(llama: PreTrainedModel, dense_layers: int) -> None:
+    """The slots' capacity and their tokens at the crossing exceed device_memory many times: short requests wait for each other
+    under full attention, all layers in blocks. Long ones bring the method. Tokens are those of full attention."""
+    settings: dict[str, Any] = {"capacity": 512, "block_size": 16}
+    own: dict[str, Any] = {"full_below": 150, "device_memory": kv_bytes(llama, 1300), "retrieved": 512}
+    schedulers = [
+        Scheduler(Batch(llama, name, max_seqs=12, **settings, **more), step_tokens=64)
+        for name, more in (("oracle", own | {"dense_layers": dense_layers}), ("full", {}))
+    ]
+    kv, rounds = schedulers[0].batch.cache.kv, ([60, 70, 90, 30] * 3, [200, 310], [40] * 12)
+    for lengths in rounds:
+        told, seen, together = list[list[list[int]]](), set[str](), 0
+        for each in schedulers:
+            requests = [each.submit(prompt(1, n, seed=n)[0], max_new_tokens=30, stop=()) for n in lengths]
+            while each.busy:
+                each.step()
+                if each is schedulers[0] and each.batch.requests:
+                    seen.add(each.batch.stats().method)
+                    together = max(together, len(each.batch.requests))
+                    assert sum(layer.device_bytes() for layer in kv.layers) <= own["device_memory"]
+            told.append([request.tokens for request in requests])
+        assert told[0] == told[1]
+        if lengths == rounds[1]:
+            assert "oracle" in seen
+        else:
+            assert seen == {"full"}
+            assert kv.chooser.in_blocks
+            assert 2 <= together < len(lengths)
+            assert all(layer.host_bytes() == 0 for layer in kv.layers)
+            assert schedulers[0].preemptions == (0 if lengths == rounds[0] else preempted)
+        preempted = schedulers[0].preemptions
+
+
 def test_full_attention_in_blocks_takes_memory_for_the_tokens_there_are(llama: PreTrainedModel) -> None:
     """Prompts in chunks, requests that give their places back and go on, steps that fail: tokens are those of full attention, no
     row is on the host, and nothing is left."""

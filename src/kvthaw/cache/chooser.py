@@ -36,11 +36,13 @@ class Chooser:
     Without full_below the method applies from the first token on.
 
     Full attention holds KV in tensors with room for every sequence's capacity. If a running batch lacks room for these, it
-    holds KV in blocks (FullLayer), provided that full_below tokens fit.
+    holds KV of all layers in blocks (FullLayer), provided that one sequence fits. Admission then lets requests wait that
+    block_room() does not hold.
 
     layers: the layers in force, as a tuple that is replaced, never modified.
     offloaded: the layers in force that are OffloadedLayers.
     by_method: the method's layers by their index in `layers`, in force or not.
+    dense: likewise the layers that attend to everything under the method too. In blocks, FullLayers serve in their place.
     full: whether full attention is in force.
     reason: why, as text for Stats.
     seq_bytes: returns the device bytes that a sequence of a running batch takes under the method, without its rows. None:
@@ -60,6 +62,7 @@ class Chooser:
         self.layers: tuple[Layer, ...] = tuple(layers)
         self._put({})
         self.by_method = {i: layer for i, layer in enumerate(layers) if isinstance(layer, OffloadedLayer)}
+        self.dense = {i: layer for i, layer in enumerate(layers) if isinstance(layer, DenseLayer)}
         self.full, self.reason = False, ""
         self.seq_bytes: Callable[[], int] | None = None
         self._short = False  # of host memory
@@ -87,9 +90,11 @@ class Chooser:
         if self.settings.kv_dtype is not None:
             self.reason += f"; until then all KV lies on the device in the model's dtype, not in {self.settings.kv_dtype}"
         most = self.settings.method.prompt_queries
-        for layer in self.by_method.values():
+        every: dict[int, Layer] = {**self.by_method, **self.dense}
+        for layer in every.values():
             layer.reset()
-        self._put({i: DenseLayer(layer.number, self.sequences, most) for i, layer in self.by_method.items()})
+        self._put({i: DenseLayer(layer.number, self.sequences, most) for i, layer in self.by_method.items()} | self.dense)
+        self._share_among(self.by_method)
 
     @property
     def in_blocks(self) -> bool:
@@ -218,37 +223,55 @@ class Chooser:
         capacity = sequences.room or sequences.capacity
         if capacity < longest:
             capacity = roomier(capacity, longest)
-        need = (
-            max(1, sequences.opened, sequences.count) * capacity * crossing.token_bytes * (len(self.by_method) + self._dense())
-        )
+        need = max(1, sequences.opened, sequences.count) * capacity * crossing.token_bytes * self._all
         if need <= memory.bytes:
             return None
         return f"the KV of all layers takes {human(need)} of the device; device_memory is {human(memory.bytes)}"
 
-    def _dense(self) -> int:
-        """Return the number of layers that always attend to everything."""
-        return sum(i not in self.by_method and isinstance(layer, DenseLayer) for i, layer in enumerate(self.layers))
+    @property
+    def _all(self) -> int:
+        """The number of layers with full attention, under the method or until it applies."""
+        return len(self.by_method) + len(self.dense)
+
+    def block_room(self) -> int | None:
+        """Return how many tokens of all sequences full attention holds in blocks on the device, whole blocks only.
+
+        Returns None if full attention is not in force, or has a tensor with room for every sequence's capacity.
+        """
+        in_blocks = self.full and (self.in_blocks or self._fits_in_blocks([]))
+        return self._block_room() if in_blocks and (self.in_blocks or self._too_large(0)) else None
+
+    def _block_room(self) -> int:
+        """Return how many tokens fit besides the sinks and rings of all sequences."""
+        sequences, settings, device = self.sequences, self.settings, self.streams.device
+        device.resolve(self.crossing.device)
+        held = sequences.opened * settings.plan(0, sequences.limit).regions.held
+        return device.bytes // (self.crossing.token_bytes * self._all) - held
 
     def _too_many_blocks(self) -> bool:
         """Return whether full attention cannot keep its KV in blocks.
 
-        That is so if the device may lack room for the tokens that full attention may have, or for the batch. It is also so
+        That is so if the device may lack room for the tokens that one sequence may have under full attention. It is also so
         if sequences have no fixed capacity, or the method stores rows in another dtype.
         """
-        sequences, settings, crossing, seqs = self.sequences, self.settings, self.crossing, self.sequences.opened
+        sequences, settings = self.sequences, self.settings
         if not sequences.room or settings.kv_dtype is not None:
             return True
-        tokens = crossing.total(seqs) + 2 * seqs * settings.block_size  # one begun, and one ahead
-        tokens += seqs * settings.plan(0, sequences.limit).regions.held  # sinks and rings
-        every = tokens * len(self.by_method) + seqs * sequences.room * self._dense()
-        return every * crossing.token_bytes > self.streams.device.bytes
+        most = min(sequences.room, self.crossing.total(1)) + 2 * settings.block_size  # one begun, and one ahead
+        return self._block_room() < most
 
     def _use_blocks(self) -> None:
         """Put layers in force that hold KV in blocks. The cache must be empty."""
         own = self.settings, self.streams, self.sequences
-        self._put({i: FullLayer(layer.number, *own) for i, layer in self.by_method.items()})
+        every = self.by_method | self.dense
+        self._put({i: FullLayer(layer.number, *own) for i, layer in every.items()})
+        self._share_among(every)
         self.reason += "; KV lies in blocks on the device"
         _log.info("full attention: %s", self.reason)
+
+    def _share_among(self, layers: Mapping[int, Layer]) -> None:
+        """Divide the device memory for blocks among these layers."""
+        self.streams.device.offloaded = [layer.number for layer in layers.values()]
 
     def change(self, reason: str, seqs: int | None = None) -> None:
         """Put the method's layers in force, with the tokens that the cache has. Raises HostMemoryError, with nothing changed.
@@ -270,16 +293,18 @@ class Chooser:
         self.full, self.reason = False, reason
         sequences.changed()
         _log.info("%s from here on: %s", settings.method.name, reason)
-        for i, layer in self.by_method.items():
-            dense = self.layers[i]
-            assert isinstance(dense, DenseLayer | FullLayer)
+        self._share_among(self.by_method)
+        for i, layer in (self.by_method | self.dense).items():
+            before = self.layers[i]
+            if before is layer:
+                continue
             try:
-                clone_from(layer, dense, lengths, self.preallocator)
+                clone_from(layer, before, lengths, self.preallocator)
             except BaseException:  # this layer and all later ones continue with full attention
                 layer.reset()
                 raise
             self._put({i: layer})
-            dense.reset()
+            before.reset()
 
     def _check_memory(self, lengths: Sequence[int]) -> None:
         """Raise HostMemoryError if blocks for these tokens fit neither the device, once full attention's KV is freed, nor the
@@ -307,19 +332,25 @@ class Chooser:
         return settings.block_size * len(own) * row_format(settings.kv_dtype, own.shape[3], own.dtype).row_bytes
 
 
-def clone_from(layer: OffloadedLayer, dense: LayerKV, lengths: Sequence[int], preallocator: BlockPreallocator) -> None:
-    """Copy the tokens of a dense layer into an empty layer, each sequence as its prompt."""
-    sequences, longest = dense.sequences, max(lengths, default=0)
-    for seq in sorted(dense.recent_queries):
+def clone_from(
+    layer: OffloadedLayer | DenseLayer, other: LayerKV, lengths: Sequence[int], preallocator: BlockPreallocator
+) -> None:
+    """Copy the tokens of a layer of full attention into an empty layer, each sequence as its prompt."""
+    sequences, longest = other.sequences, max(lengths, default=0)
+    for seq in sorted(other.recent_queries):
         if not lengths[seq]:
             continue
-        query = dense.recent_queries[seq][None]
-        key, value = dense.read(seq, 0, lengths[seq]).to(query.device)[None].unbind(3)  # blocks may lie on the host
+        query = other.recent_queries[seq][None]
+        key, value = other.read(seq, 0, lengths[seq]).to(query.device)[None].unbind(3)  # blocks may lie on the host
+        step = Step(0, lengths[seq], tuple(sequences.left_pad), sequences.idle, seq)
+        if isinstance(layer, DenseLayer):
+            layer.scale = other.scale
+            layer.append(step, query, key, value)
+            continue
         if layer.plan is None:
-            layer.allocate(Step(0, longest, tuple(sequences.left_pad), sequences.idle, seq), query, key, dense.scale)
-        new = layer.append(Step(0, lengths[seq], tuple(sequences.left_pad), sequences.idle, seq), query, key, value)
-        store([(layer, new)], preallocator)
-    layer.recent_queries = dict(dense.recent_queries)
+            layer.allocate(Step(0, longest, tuple(sequences.left_pad), sequences.idle, seq), query, key, other.scale)
+        store([(layer, layer.append(step, query, key, value))], preallocator)
+    layer.recent_queries = dict(other.recent_queries)
 
 
 def offloaded_numbers(settings: Settings, numbers: Sequence[int], depth: int) -> list[int]:

@@ -31,6 +31,7 @@ class DeviceMemory:
 
     limit: None or 0 places no block on the device. "auto": the bytes free when the first layer is allocated, less a margin
         for activations.
+    offloaded: the numbers of the layers that share it.
     bytes: the limit as a number.
     spills: blocks may lie on the host, because some do or because sequences may outgrow the device. Once True, stays until
         reset().
