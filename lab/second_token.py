@@ -30,7 +30,7 @@ from kvthaw.bench.decode import free
 from kvthaw.bench.settings import possible
 from kvthaw.bench.steps import WARM, take
 from kvthaw.cache.passes import updaters
-from kvthaw.cache.segmented_graph import SegmentedGraph
+from kvthaw.cache.streams import SegmentedGraph
 from kvthaw.engine.hf import Cache, DynamicCache, Handle, PreTrainedModel, attach
 from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.evaluate.machine import now

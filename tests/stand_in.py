@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvthaw.cache.segmented_graph import SegmentedGraph
+from kvthaw.cache.streams import SegmentedGraph
 from kvthaw.engine import graph_runner
 
 

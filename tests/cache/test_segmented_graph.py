@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache.index_api import Index, Selection
-from kvthaw.cache.segmented_graph import SegmentedGraph
+from kvthaw.cache.streams import SegmentedGraph
 from kvthaw.errors import CacheError
 from kvthaw.index.forest import TreeIndex
 from kvthaw.methods import resolve

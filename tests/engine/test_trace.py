@@ -46,7 +46,7 @@ def test_a_query_is_handed_through_five_files_none_twice(method: str) -> None:
         assert len(files) == len(set(files)) <= 5, files
 
 
-@pytest.mark.parametrize(("method", "most"), [("quest", (15, 15)), ("full", (5, 4))])
+@pytest.mark.parametrize(("method", "most"), [("quest", (14, 13)), ("full", (5, 3))])
 def test_all_calls_of_a_layers_step_cross_few_files(method: str, most: tuple[int, int]) -> None:
     """Whatever they carry, in a layer that neither begins the step nor commits it, once an index's first choices are checked: files
     outside kernels/, and how often one is entered again. These numbers only fall."""
@@ -71,4 +71,5 @@ def test_all_calls_of_a_layers_step_cross_few_files(method: str, most: tuple[int
             sys.setprofile(None)
     start, stop = [place for place, call in enumerate(entered) if call[1] == "attention"][1:]
     files = [name for name, _ in groupby(name for name, _ in entered[start:stop] if not name.startswith("kernels"))]
-    assert (len(set(files)), len(files) - len(set(files))) <= most, files
+    assert len(set(files)) <= most[0], files
+    assert len(files) - len(set(files)) <= most[1], files

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.finite import check_prompts
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerKV, PrefillKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.passes import check_prompts
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
 from kvthaw.cache.window import WindowLayer

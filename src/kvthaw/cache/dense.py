@@ -102,7 +102,6 @@ class DenseLayer(DeviceLayer):
     def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
         """Attend to everything, with a kernel that reads only device counters."""
         self._make_room()
-        self.sequences.place(step, t, self._data.device)
         return self._attend_one(query, newest, attention)
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:

@@ -286,7 +286,7 @@ class Transfer(Protocol):
     graph_safe: bool
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """Write row fetch[b, h, m] of sequence b, head h into pool slot slots[b, h, m].
+        """Write row fetch[b, h, m] of sequence b, head h into pool slot slots[b, h, m], once the rows are in place.
 
         fetch, slots: [B, H, M] int32; -1 in fetch skips.
         """

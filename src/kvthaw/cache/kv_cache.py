@@ -14,12 +14,12 @@ from kvthaw.cache import passes
 from kvthaw.cache.checkpoint import Checkpoints
 from kvthaw.cache.chooser import Chooser, Layer, make_layers, offloaded_numbers
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.finite import FiniteCheck, check_prompts
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, PrefillKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.passes import FiniteCheck, check_prompts
 from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.plan import Settings
-from kvthaw.cache.sequences import Sequences, roomier
+from kvthaw.cache.sequences import WHOLE, Sequences, roomier
 from kvthaw.cache.state import LayerState, SequenceState
 from kvthaw.cache.stats import Stats, collect
 from kvthaw.cache.step import Step
@@ -101,6 +101,7 @@ class KVCache:
         if step is None:
             raise CacheError(f"layer {layer.number} was given tokens that the first layer was not")
         if step.tokens == 1 and not step.dense:
+            self.sequences.place(step, 0, query.device)
             out = layer.decode(step, 0, query[:, :, 0], (key[:, :, 0], value[:, :, 0]), attention)[:, :, None]
         elif isinstance(layer, OffloadedLayer) and not step.dense:
             self._checkpoints.save(layer, step, (query, key, value), attention)
@@ -141,7 +142,7 @@ class KVCache:
                 self.chooser.before_prompt(tokens, pads)
             else:
                 self.chooser.before_step()
-        if sequences.regions is None:
+        if not sequences.divided:
             self._divide(tokens, pads)
         decodes = sequences.filling is None and sequences.padded_length >= max(1, *pads) and sequences.decodes(tokens)
         step = sequences.begin(tokens, pads, dense=not decodes)
@@ -291,7 +292,7 @@ class KVCache:
     def after_step(self) -> None:
         """Preallocate host memory for coming tokens, and continue work that is spread over steps."""
         layers = self.offloaded
-        first = layers[0] if layers and self.sequences.regions is not None else None
+        first = next(iter(layers), None)
         if first is None or first.plan is None or (first.store.pinned and torch.cuda.is_current_stream_capturing()):
             return  # where a step is captured nothing can be pinned; afterwards this is called again
         passes.preallocate(layers, self.sequences, self.preallocator)
@@ -351,7 +352,7 @@ class KVCache:
             passes.follow_blocks(self.offloaded)  # no step may be captured before
             if not self.sequences.padded_length and self.chooser.returns:
                 self.streams.device.reset()
-                self.sequences.regions = None
+                self.sequences.divide(WHOLE, self.sequences.most_decoded)
                 self.chooser.reset()
 
     @torch.inference_mode(False)  # what is made here outlives the caller's mode
@@ -389,9 +390,8 @@ class KVCache:
                 raise CacheError("the cache has changed its layers since the sequence left it")
             self.sequences.set_length(seq, state.length)
             self.sequences.ring_start[seq] = state.ring_start
-            start = 0 if self.sequences.regions is None else self.sequences.indexed(seq)
             for layer, own in zip(self.layers, state.layers, strict=True):
-                layer.load(seq, own, start)
+                layer.load(seq, own, self.sequences.indexed(seq))
         except BaseException:
             self.clear(seq)
             raise

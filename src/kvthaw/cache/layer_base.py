@@ -76,6 +76,8 @@ class LayerKV(Protocol):
     def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
         """Attend from token t of the step to the tokens that the method selects, and store its key and value.
 
+        `sequences` has the device's lengths at this token (`Sequences.place`).
+
         query: [B, Hq, D].
         newest: key and value of the token, [B, H, D] each.
 
@@ -124,10 +126,8 @@ class LayerKV(Protocol):
     def begin(self, step: Step, shape: LayerShape, states: Mapping[int, LayerState]) -> None:
         """Start sequences with states of the step's tokens, as a prefill of these would."""
         self.prepare(step, shape)
-        regions = self.sequences.regions
         for row in step.rows():
-            start = 0 if regions is None else regions.first_indexed(step.tokens - row.pad)
-            self.load(row.seq, states[row.seq], start)
+            self.load(row.seq, states[row.seq], self.sequences.regions.first_indexed(step.tokens - row.pad))
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Replace sequence i by the former sequence sequences[i]."""

@@ -112,6 +112,11 @@ class OffloadedLayer(LayerKV):
         """Whether this layer has an index of its own, if the method has one."""
         return self.leader is None
 
+    @property
+    def own(self) -> Retriever | None:
+        """The retriever, if this layer's index is in it."""
+        return self.retriever if self.chooses else None
+
     def tensors(self) -> list[Tensor]:
         return self.sparse.tensors() if self.plan else []
 
@@ -218,10 +223,9 @@ class OffloadedLayer(LayerKV):
     # Decoding
 
     def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
-        if t == 0 and self.retriever is not None and self.chooses:
-            self.retriever.choices.clear()
+        if t == 0 and self.own is not None:
+            self.own.choices.clear()
         self._taken = step, t + 1
-        self.sequences.place(step, t, self.slab.data.device)
         out = self._attend(step, t, query, newest, attention)
         if t == step.tokens - 1 and self.retriever is not None and self.retriever.prefetched is not None:
             self.drop_search()
@@ -233,8 +237,8 @@ class OffloadedLayer(LayerKV):
         self.asked_again += 1
         self.sequences.place_committed(self.slab.data.device)
         out = self._attend(None, 0, query[:, :, 0], (key[:, :, 0], value[:, :, 0]), attention)
-        if self.retriever is not None and self.chooses:
-            self.retriever.asked_again += self.sequences.live_count
+        if self.own is not None:
+            self.own.asked_again += self.sequences.live_count
         return out[:, :, None]
 
     def _attend(self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
@@ -247,7 +251,7 @@ class OffloadedLayer(LayerKV):
 
     def asks(self, tokens: int) -> bool:
         """Return whether this layer's own index selects rows for a step of `tokens` tokens."""
-        return self.retriever is not None and self.chooses and self.sequences.decodes(tokens)
+        return self.own is not None and self.sequences.decodes(tokens)
 
     def prefetch(self, queries: Tensor) -> None:
         """Search with predicted queries, [B, Hq, T, D], instead of the next tokens' own.
@@ -263,8 +267,8 @@ class OffloadedLayer(LayerKV):
 
     def drop_search(self) -> None:
         """Drop the predicted queries and their searches."""
-        if self.chooses and self.retriever is not None and self.retriever.prefetched is not None:
-            self.retriever.drop_search()
+        if self.own is not None:
+            self.own.drop_search()
 
     # Between steps
 
@@ -287,7 +291,7 @@ class OffloadedLayer(LayerKV):
         if self.plan is None:
             return
         self.storage.trim_queries(self.recent_queries, self.sequences.idle)
-        self.sparse.wait_on_stream()
+        self.storage.offloader.wait_on_stream()
         self.plan = self.sparse.grow(self.settings, self.plan)
         self.sparse.make_room(self.sequences.capacity)
         if self.retriever is not None and not self.on_host:
@@ -306,16 +310,16 @@ class OffloadedLayer(LayerKV):
     # Changes from outside
 
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
-        if failed is not None and self.retriever is not None and self.chooses:
-            self.retriever.recover()
+        if failed is not None and self.own is not None:
+            self.own.recover()
         if not repeated:
             self.drop_search()
         if self.plan is None:
             return
         if failed is not None and self.storage.updater is not None:
             self.storage.updater.drop()
-        if failed is not None and not repeated and self.retriever is not None and self.chooses:
-            self.retriever.forget_step()
+        if failed is not None and not repeated and self.own is not None:
+            self.own.forget_step()
         if failed is not None and not repeated and self._before[0] is failed:
             _, self.recent_queries = self._before
             self._before, self.extremes = (None, {}), []

@@ -171,7 +171,7 @@ class PrefixCache:
         about: Any = None,
         leaves_room: Callable[[], bool] = always,
     ) -> None:
-        """Cache the first tokens of a sequence, ids [T], all of them of its prompt.
+        """Cache the first tokens of a sequence, ids [T], all of them of its prompt, which may be incomplete.
 
         They must have arrived on the host (`KVCache.wait`). Raises CacheError if they cannot be kept under a name.
 
@@ -191,21 +191,6 @@ class PrefixCache:
         self._trim()
         if name is not None:
             self.name(name, ids, salt, about=about, leaves_room=leaves_room)
-
-    def keep_part(self, kv: KVCache, ids: Tensor, *, seq: int = 0, salt: str = "", name: str | None = None, **how: Any) -> None:
-        """Cache the first tokens of a sequence, ids [T], whose prompt was interrupted: only their rows, since the index may
-        still be building.
-
-        They must have arrived on the host (`KVCache.wait`).
-
-        name, how: as for keep(), if these are the whole prompt.
-        """
-        self.refused, ids = refusal(kv), ids.cpu()
-        if self.refused is None and len(ids):
-            salt = self._keep_rows(kv, ids, seq, salt)
-        self._trim()
-        if name is not None:
-            self.name(name, ids, salt, **how)
 
     def name(
         self, name: str, ids: Tensor, salt: str = "", *, about: Any = None, leaves_room: Callable[[], bool] = always

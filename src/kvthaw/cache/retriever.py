@@ -16,8 +16,7 @@ from kvthaw.cache.choice import Choice, HostSelectionBuffer, Parts, PrefetchedSe
 from kvthaw.cache.device_lengths import to_host
 from kvthaw.cache.index_api import Index, IndexContext, Method, Selection
 from kvthaw.cache.pool import Residency
-from kvthaw.cache.segmented_graph import SegmentedGraph
-from kvthaw.cache.streams import Streams
+from kvthaw.cache.streams import SegmentedGraph, Streams
 from kvthaw.errors import CacheError, KvthawError
 
 _CHECKED = 3

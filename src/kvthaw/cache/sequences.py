@@ -18,6 +18,8 @@ _COUNTED = (
     "padded_length", "left_pad", "idle", "ring_start", "decoded", "dense_tokens", "prompted", "prompt_only", "held",
 )  # fmt: skip
 """Fields that a commit changes."""
+WHOLE = Regions(0, 1 << 60, 1)
+"""Regions of sequences that are not divided: every token is in the window."""
 
 
 @dataclass(eq=False)
@@ -31,6 +33,7 @@ class Sequences:
     idle: sequences that get no token in steps of the others: empty ones and paused ones.
     paused: sequences whose prompt has come in part.
     ring_start: where each ring began at its last prefill. Later starts follow from the length (`Regions.indexed`).
+    regions: WHOLE before the first prompt, and if all layers keep all KV on the device.
     capacity: tokens per sequence that every layer has device memory for.
     room: a fixed capacity; 0 if capacity grows.
     opened: number of sequences given to open().
@@ -55,7 +58,7 @@ class Sequences:
     planned: int = 0
     undropped: int = 0
     positions: int | None = None
-    regions: Regions | None = None
+    regions: Regions = WHOLE
     version: int = 0
     padded_length: int = 0
     left_pad: list[int] = field(default_factory=list)
@@ -90,7 +93,7 @@ class Sequences:
 
     def reset(self) -> None:
         """Drop all sequences."""
-        self.regions, self.padded_length, self.left_pad, self.idle, self.paused = None, 0, [], frozenset(), frozenset()
+        self.regions, self.padded_length, self.left_pad, self.idle, self.paused = WHOLE, 0, [], frozenset(), frozenset()
         self.ring_start, self.capacity, self.decoded, self.dense_tokens, self.cached_tokens, self.undropped = [], 0, 0, 0, 0, 0
         self.prompted = self.prompt_only = False
         self.step, self.held, self._committed = None, Held(), None
@@ -121,10 +124,15 @@ class Sequences:
         self.changed()
 
     def divide(self, regions: Regions, most_decoded: int) -> None:
-        """Set the regions of token positions. Called with the first prompt."""
+        """Set the regions of token positions. Called with the first prompt, and with WHOLE once all sequences are gone."""
         self.regions, self.most_decoded = regions, most_decoded
         self.ring_start = [regions.first_indexed(self.length(seq)) for seq in range(self.count)]
         self.changed()
+
+    @property
+    def divided(self) -> bool:
+        """Whether the regions are set."""
+        return self.regions != WHOLE
 
     @property
     def count(self) -> int:
@@ -159,22 +167,18 @@ class Sequences:
 
         length: at this length of the sequence; None: its current length.
         """
-        assert self.regions is not None
         return self.regions.indexed(self.ring_start[seq], self.length(seq) if length is None else length)
 
     def rings(self) -> dict[int, int]:
         """Return where the ring of each sequence that is not idle begins."""
-        return {} if self.regions is None else {seq: self.indexed(seq) for seq in range(self.count) if seq not in self.idle}
+        return {seq: self.indexed(seq) for seq in range(self.count) if seq not in self.idle}
 
     def held_at(self, seq: int, length: int) -> int:
         """Return how many tokens sink and ring hold at a length."""
-        assert self.regions is not None
         return min(length, self.regions.sink) + max(0, length - self.indexed(seq, length))
 
     def full(self, taken: int = 0) -> bool:
         """Return whether any ring is full after `taken` more tokens."""
-        if self.regions is None:
-            return False
         at = self.padded_length + taken
         next_full: int = self.known.get("full", -1)
         if next_full < self.padded_length:
@@ -186,10 +190,7 @@ class Sequences:
 
         The positions start .. stop leave the ring with the next token.
         """
-        regions = self.regions
-        if regions is None:
-            return []
-        found = []
+        regions, found = self.regions, []
         for seq, (start, left) in enumerate(zip(self.ring_start, self.left_pad, strict=True)):
             length = self.padded_length + taken - left
             if seq not in self.idle and regions.full(start, length):
@@ -199,9 +200,7 @@ class Sequences:
 
     def _next_full(self) -> int:
         """Return the padded length at which the next ring becomes full."""
-        regions = self.regions
-        assert regions is not None
-        waits = []
+        regions, waits = self.regions, []
         for seq, (start, left) in enumerate(zip(self.ring_start, self.left_pad, strict=True)):
             if seq not in self.idle:
                 over = self.padded_length - left - start - regions.ring
@@ -272,8 +271,7 @@ class Sequences:
         self.commits += 1
         if step.seq is not None:
             self.set_length(step.seq, step.start + step.tokens)
-            if self.regions is not None:
-                self.ring_start[step.seq] = self.regions.first_indexed(self.length(step.seq))
+            self.ring_start[step.seq] = self.regions.first_indexed(self.length(step.seq))
         elif step.dense:
             self._count_dense(step)
         else:
@@ -302,10 +300,9 @@ class Sequences:
         self.dense_tokens += step.tokens if self.prompted else 0
         self.prompted = self.prompted or step.remaining == 0
         self.left_pad, self.padded_length = list(step.left_pad), step.start + step.tokens
-        if self.regions is not None:
-            self.ring_start = self.ring_start or [self.regions.sink] * self.count
-            for row in step.rows():
-                self.ring_start[row.seq] = self.regions.first_indexed(self.length(row.seq))
+        self.ring_start = self.ring_start or [self.regions.sink] * self.count
+        for row in step.rows():
+            self.ring_start[row.seq] = self.regions.first_indexed(self.length(row.seq))
 
     def _advance(self) -> None:
         """Add a token to every sequence that is not idle."""
@@ -317,8 +314,6 @@ class Sequences:
 
     def count_decoded(self, tokens: int) -> None:
         """Count the tokens in sink and ring that the next `tokens` tokens attend to, for statistics."""
-        if self.regions is None:
-            return
         held = self.held
         held.tokens += tokens
         for seq, left in enumerate(self.left_pad):
@@ -366,7 +361,7 @@ class Sequences:
     def _set(self, lengths: list[int], device: torch.device, coming: int = 0) -> None:
         live = [int(seq not in self.idle) for seq in range(len(lengths))]
         starts = [0] * len(lengths)
-        if self.regions is not None and self.ring_start:
+        if self.ring_start:
             starts = [self.indexed(seq, n + coming * new) for seq, (n, new) in enumerate(zip(lengths, live, strict=True))]
         self.on_device.set(lengths, starts, live, device)
         self.known.pop("placed", None)
@@ -397,19 +392,16 @@ class Sequences:
         """Drop the tokens of one sequence, which is idle from then on."""
         self.paused -= {seq}
         self.set_length(seq, 0)
-        self.ring_start[seq] = 0 if self.regions is None else self.regions.sink
+        self.ring_start[seq] = self.regions.sink
 
     def ring_after_crop(self, seq: int, length: int) -> int:
         """Return where a sequence's ring begins after a crop to `length`: as early as in a prompt of that length."""
-        if self.regions is None:
-            return 0
         return self.regions.indexed(min(self.ring_start[seq], self.regions.first_indexed(length)), length)
 
     def crop(self, drop: int) -> None:
         """Drop the last `drop` tokens of every sequence; see ring_after_crop."""
-        if self.regions is not None:
-            firsts = [self.regions.first_indexed(max(0, self.length(seq) - drop)) for seq in range(self.count)]
-            self.ring_start = [min(pair) for pair in zip(self.ring_start, firsts, strict=True)]
+        firsts = [self.regions.first_indexed(max(0, self.length(seq) - drop)) for seq in range(self.count)]
+        self.ring_start = [min(pair) for pair in zip(self.ring_start, firsts, strict=True)]
         self.padded_length = max(0, self.padded_length - drop)
         self.left_pad = [min(pad, self.padded_length) for pad in self.left_pad]
         self.prompt_only = False
@@ -418,19 +410,20 @@ class Sequences:
     def reorder(self, sequences: Collection[int]) -> None:
         """Replace sequence i by the former sequence sequences[i]."""
         self.left_pad = [self.left_pad[seq] for seq in sequences]
-        self.ring_start = [self.ring_start[seq] for seq in sequences] if self.ring_start else []
+        self.ring_start = [self.ring_start[seq] for seq in sequences]
         self.changed()
 
     def adopt(self, lengths: Sequence[int]) -> None:
         """Set the lengths of all sequences."""
         self.padded_length = max(lengths)
         self.left_pad = [self.padded_length - n for n in lengths]
+        self.ring_start = [self.regions.first_indexed(n) for n in lengths]
         self.capacity = self.room or roomier(0, self.padded_length)
         self.changed()
 
     def forget_prompt(self) -> None:
         """Reset the sizes that a failed first prompt has set."""
-        self.regions, self.capacity, self.step, self.ring_start = None, 0, None, []
+        self.regions, self.capacity, self.step, self.ring_start = WHOLE, 0, None, []
         self.changed()
 
 

@@ -59,12 +59,15 @@ class SparseAttention:
         slab, choice, visible, selected, log_weight, partials = self.storage.slab, None, None, None, None, []
         seqs, on_device = len(query), self.sequences.on_device
         if self.everything:
-            self.wait_on_stream()
             selected = self._all(seqs)
         if self.retriever is not None and self.transfer is not None:
             choice = self._choose(self.retriever, step, query, t)
-            self.wait_on_stream()
-            self._fetch(self.retriever, self.transfer, choice)
+            if choice.slots is not None and choice.fetch is not None:
+                transfer, device = self.transfer, (choice.slots, choice.fetch)
+                slots, fetch = choice.host if choice.host and not transfer.graph_safe else device
+                transfer.fetch(self.storage.store, slab, fetch, slots)
+                if self.selects and self.retriever.index.traits.rebuilds:
+                    self.retriever.index.rebuild(slab, choice.fetch, choice.slots)
             selection, reads = choice.selection, self.retriever.reads_blocks
             selected, visible = self._selected(self.retriever, choice) if reads else None, None if reads else choice.live
             if selection.partial is not None:
@@ -79,8 +82,8 @@ class SparseAttention:
                 log_weight = self._by_place(selection.log_weight, None if reads else choice.slots)
         decode_step = DecodeStep(
             query,
-            slab.keys[:seqs],
-            slab.values[:seqs],
+            slab.data[:seqs, :, :, 0],
+            slab.data[:seqs, :, :, 1],
             scale=attention.scale,
             newest=newest,
             visible=visible,
@@ -101,27 +104,19 @@ class SparseAttention:
         longest = self.sequences.longest if step is None else step.start + t + 1 - min(step.left_pad)
         return retriever.choose(query, longest, t, retaken=step is not None and step.retaken)
 
-    def _fetch(self, retriever: Retriever, transfer: Transfer, choice: Choice) -> None:
-        """Fetch the rows that have a slot but are not in it yet."""
-        if choice.slots is None or choice.fetch is None:
-            return
-        slab = self.storage.slab
-        slots, fetch = choice.host if choice.host and not transfer.graph_safe else (choice.slots, choice.fetch)
-        transfer.fetch(self.storage.store, slab, fetch, slots)
-        if self.selects and retriever.index.traits.rebuilds:
-            retriever.index.rebuild(slab, choice.fetch, choice.slots)
-
     def _selected(self, retriever: Retriever, choice: Choice) -> Selected:
         """Return the rows of a choice and where they lie in this layer."""
         selection, store = choice.selection, self.storage.store
         counts = selection.counts, retriever.residency.counts
         tally = counts if choice.slots is None and self.selects else None
         rows = selection.rows.contiguous()
+        self.storage.offloader.wait_on_stream()
         return Selected(rows, choice.slots, self._table()[: len(rows)], store.block_size, tally, store.format)
 
     def _all(self, seqs: int) -> Selected:
         """Return all rows of the first `seqs` sequences. Their upper bound is equal in all steps of a bucket
         (Sequences.bucket)."""
+        self.storage.offloader.wait_on_stream()
         table, store = self._table(), self.storage.store
         most = self.sequences.bucket(seqs) if table.is_cuda else self.sequences.longest
         return Selected(None, None, table[:seqs], store.block_size, None, store.format, most)
@@ -169,17 +164,10 @@ class SparseAttention:
             if self.storage.placement is not None:
                 self.storage.placement.make_room(capacity, self.fixed_bytes())
 
-    def wait_on_stream(self) -> None:
-        """Make the device wait for offloaded rows. For a transfer that gathers on the host, the host waits."""
-        if self.transfer is None or self.transfer.graph_safe:
-            self.storage.store.order(self.storage.slab.data.device)
-        else:
-            self.storage.store.wait()
-
     def update_table(self) -> None:
         """Copy the addresses of new blocks to the device, which then waits for their rows."""
         if self.reads_table:
-            self.wait_on_stream()
+            self.storage.offloader.wait_on_stream()
         self.follow_blocks()
 
     def follow_blocks(self) -> None:

@@ -60,6 +60,7 @@ class BulkCopy:
 
         fetch, slots: [B, H, M] int32; -1 in fetch skips.
         """
+        host.wait()
         fetch = fetch.cpu()
         if host.allocator.device is not None:
             host.crossed[0] += crossing(host.on_host(), host.block_size, fetch).sum().to(host.crossed.device)
@@ -98,6 +99,7 @@ class PieceCopy:
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
         """Fetch as BulkCopy.fetch does."""
+        host.wait()
         self.copy(host, slab, fetch.cpu(), slots.cpu())
 
     def copy(self, source: Rows, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
@@ -139,6 +141,7 @@ class PagedCopy:
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
         """Fetch as BulkCopy.fetch does."""
+        host.wait()
         assert host.pages is not None
         fetch, slots, pages = fetch.cpu(), slots.cpu(), host.pages.now()
         places = pages.places(fetch)
@@ -156,6 +159,7 @@ class UvaGather:
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
         """Fetch as BulkCopy.fetch does, with fetch and slots on the device."""
+        host.order(slab.data.device)
         table = host.table_on(slab.data.device)
         count = None if host.allocator.device is None else (host.on_device.on_host, host.crossed)
         uva_gather(table, host.block_size, slab.data, fetch, slots, slab.pool_start, count, host.format)

@@ -76,7 +76,6 @@ class WindowLayer(DeviceLayer):
 
     def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
         """Attend to the span; see LayerKV. The kernel reads only device counters."""
-        self.sequences.place(step, t, self.slab.data.device)
         return self._attend_one(query, newest, attention)
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:

@@ -48,7 +48,7 @@ class Admission:
         if self._stays_full(every):
             room = kv.chooser.block_room()  # a block more, which is allocated ahead
             return room is None or sum(self._blocks(one) + 1 for one in every) * kv.settings.block_size <= room
-        if kv.offloaded and kv.sequences.regions is None:
+        if kv.offloaded and not kv.sequences.divided:
             return False  # the first prompt tells the sizes
         if kv.settings.host_bytes is not None:
             held = sum(one.swapped.host_bytes() for one in away if one.swapped is not None and one is not request)

@@ -489,7 +489,7 @@ class Batch:
             kv.finite.end(request.seq)
             self.cache.wait()
             how = self._naming(request) if whole else {}
-            self.prefix_cache.keep_part(kv, request.ids[:tokens], seq=request.seq, salt=request.salt, **how)
+            self.prefix_cache.keep(kv, request.ids[:tokens], seq=request.seq, salt=request.salt, **how)
         except Exception as error:  # for example, an index that could not be built; no caller waits for the prompt
             _log.info("a prompt that is given up is not kept: %s", error)
 

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.segmented_graph import SegmentedGraph
-from kvthaw.cache.streams import Observer
+from kvthaw.cache.streams import Observer, SegmentedGraph
 from kvthaw.engine.ops import serving
 
 _log = logging.getLogger(__name__)

@@ -146,7 +146,7 @@ def _serve(batch: Batch, seqs: int, *, by_method: bool = False) -> None:
     """
     kv = batch.cache.kv
     for tokens in (1000, STEP_TOKENS // 2 + 173, STEP_TOKENS + chunk_tokens(STEP_TOKENS, STEP_TOKENS) + 11):
-        new = 2 + (0 if kv.sequences.regions is None else kv.sequences.regions.buffer)
+        new = 2 + kv.sequences.regions.buffer
         ids = torch.arange(tokens) % batch.vocabulary
         if tokens + new > batch.capacity or (tokens > STEP_TOKENS and batch.cache.prefills_whole):
             return

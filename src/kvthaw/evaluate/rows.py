@@ -94,7 +94,7 @@ class Forks:
         of, cache = self._kept
         asked = replace(cache.settings, budget=variant.budget, retrieved=variant.retrieved)
         sequences = cache.kv.sequences
-        same = sequences.regions is None or asked.plan(sequences.longest).regions == sequences.regions
+        same = not sequences.divided or asked.plan(sequences.longest).regions == sequences.regions
         return same and (of.method, of.dense_layers) == (variant.method, variant.dense_layers)
 
     def _drop(self) -> None:
