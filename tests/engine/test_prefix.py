@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from transformers import PreTrainedModel
 
 import owners
-from kvthaw import Batch, CacheError, PrefixCache, Request, Scheduler, attach
+from kvthaw import Batch, Cache, CacheError, PrefixCache, Request, Scheduler, attach
 from kvthaw.engine.library import Library
 from kvthaw.index.forest import TreeIndex
 from zoo import KINDS, build, build_exact, prompt
@@ -70,6 +70,18 @@ def test_reuse_gives_the_tokens_of_a_fresh_prefill(model: PreTrainedModel, metho
     assert batch.stats().cached_tokens == prefix.stats().hits == sum(cached for _, cached in found)
     assert (prefix.stats().refused is not None) == refused
     assert batch.stats().kv_host_bytes == 0
+
+
+def test_a_prefix_that_full_attention_took_stays_when_the_method_follows(model: PreTrainedModel) -> None:
+    """Also before any token of the prompt has gone through the model."""
+    ids, prefix = prompt(1, 300), PrefixCache()
+    one, other = (Cache(model, "quest", full_below=400, budget=48, block_size=32) for _ in range(2))
+    model(ids, past_key_values=one)
+    prefix.keep(one.kv, ids[0])
+    assert prefix.fill(other.kv, ids[0]) == 172
+    rows = [layer.read(0, 0, 172).clone() for layer in other.kv.layers]
+    other.kv.chooser.change("the test says so")
+    assert all(torch.equal(layer.read(0, 0, 172), own) for layer, own in zip(other.kv.layers, rows, strict=True))
 
 
 BLOCK = 3 * 32 * 2 * 2 * 16 * 8
