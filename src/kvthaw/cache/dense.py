@@ -208,7 +208,6 @@ class DenseLayer(DeviceLayer):
             self._allocate(shape.keys, len(step.left_pad), shape.scale)
         self._make_room()
         self._before = step, dict(self.recent_queries)
-        self.recent_queries.update({row.seq: shape.queries[0] for row in step.rows()})
 
     def reorder(self, sequences: Sequence[int]) -> None:
         self._offloaded = None

@@ -127,6 +127,7 @@ class LayerKV(Protocol):
         """Start sequences with states of the step's tokens, as a prefill of these would."""
         self.prepare(step, shape)
         for row in step.rows():
+            self.recent_queries[row.seq] = shape.queries[0]  # unless the state knows some
             self.load(row.seq, states[row.seq], self.sequences.regions.first_indexed(step.tokens - row.pad))
 
     def reorder(self, sequences: Sequence[int]) -> None:
