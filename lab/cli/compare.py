@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, print_wide, tell_outdated, warned, write_whole
-from kvthaw.cli.options import budget_of, chat_of, listed, many_dense, names_of, tokens_of, words
+from kvthaw.cli.common import print_wide, tell_outdated, warned, write_whole
+from kvthaw.cli.groups import ChatOptions, ModelOptions, flat
+from kvthaw.cli.options import budget_of, listed, many_dense, names_of, tokens_of, words
 from kvthaw.cli.progress import bars, stderr, waiting, watched
 from kvthaw.method_names import unknown_method
 from lab.cli import options as own
@@ -33,7 +34,10 @@ EXAMPLES = (
 )
 
 
+@flat
 def compare(
+    loading: ModelOptions,
+    template: ChatOptions,
     tasks: Annotated[str | None, typer.Argument(metavar="[TASK]", help="The tasks, as for --task.")] = None,
     task: Annotated[
         list[str],
@@ -62,9 +66,6 @@ def compare(
     dense_layers: options.ManyDenseLayers = None,
     text: own.Text = None,
     data: own.Data = None,
-    chat: options.UseChat = None,
-    system: options.System = None,
-    thinking: options.Thinking = None,
     no_full: own.NoFull = False,
     probe: Annotated[
         int, typer.Option(min=0, help="Compare every n-th step with exact attention, for recall and mass; 0 never. Slow.")
@@ -90,9 +91,6 @@ def compare(
     ] = Path("compared"),
     as_json: options.Lines = False,
     kv_dir: options.KvDir = None,
-    model: options.Model = "shipped",
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
 ) -> None:
     """Run every task under every method, budget and length, and report them side by side.
 
@@ -101,7 +99,7 @@ def compare(
     """
     questions, sizes = questions_of(question), tuple(listed(length, tokens_of, "--length"))
     limits, haystack = budget or ([] if retrieved else _BUDGETS), words(text)
-    part, asked = shard_of(shard, needs_out=False), chat_of(chat, system, thinking)
+    part, asked = shard_of(shard, needs_out=False), template.asked()
     from kvthaw.evaluate.results import ResultsFile
 
     if not report_only:
@@ -152,9 +150,9 @@ def compare(
         results = ResultsFile(out / "results.jsonl")
         over = {name: fingerprint_of(haystack, grid.data.get(name)) for name in made}
         check_texts(results, over | ({"perplexity": text_name(haystack)} if "perplexity" in wanted else {}))
-        llm, tokenizer = load_model(model, device, dtype, asked)
-        template = chat is None and asked is None and getattr(tokenizer, "chat_template", None) is not None
-        how: dict[str, Any] = {"name": model, "batch": batch, "full": not no_full}
+        llm, tokenizer = loading.load(asked, template=template.template())
+        own_template = template.chat is None and asked is None and getattr(tokenizer, "chat_template", None) is not None
+        how: dict[str, Any] = {"name": loading.model, "batch": batch, "full": not no_full}
         how |= {"kv_dir": None if kv_dir is None else KvDir(kv_dir, warned)}
         runner, reader = Runner(llm, tokenizer, results, **how), Reader(llm, tokenizer, results, **how)
         examiner = Examiner(llm, tokenizer, results, **how)
@@ -165,7 +163,7 @@ def compare(
                 one.generation,
                 1,
                 max(sizes),
-                Chat() if template and one.generation.chat else asked,
+                Chat() if own_template and one.generation.chat else asked,
                 way,
                 seed,
                 probe=probe,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, stdout, warned
+from kvthaw.cli.common import stdout, warned
+from kvthaw.cli.groups import ModelOptions
 from kvthaw.cli.options import budget_of, single
 from kvthaw.cli.progress import Reading, waiting
 from kvthaw.errors import ConfigError
@@ -70,7 +71,7 @@ def demo(
 
     resolve(method or LONG)  # a wrong name costs no loading
     found = _fetched() if model is None else None
-    llm, tokenizer = load_model(str(found or model or "shipped"), device, dtype)
+    llm, tokenizer = ModelOptions(str(found or model or "shipped"), device, dtype).load()
     from lab import demo_texts as texts
     from lab.demo import run
 

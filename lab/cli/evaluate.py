@@ -10,8 +10,9 @@ import typer
 from typer.core import TyperGroup
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, print_results, tell_outdated, warned
-from kvthaw.cli.options import chat_of, listed, tokens_of, variants_of, words
+from kvthaw.cli.common import print_results, tell_outdated, warned
+from kvthaw.cli.groups import ChatOptions, ModelOptions, VariantOptions, flat
+from kvthaw.cli.options import listed, tokens_of, words
 from kvthaw.cli.progress import bars, shown
 from kvthaw.errors import ConfigError
 from lab.cli import options as own
@@ -68,13 +69,12 @@ def _eval() -> None:
 
 
 @app.command("task", epilog=EXAMPLES)
+@flat
 def evaluate(
+    loading: ModelOptions,
+    methods: VariantOptions,
+    template: ChatOptions,
     task: Annotated[str, typer.Argument(help="Tasks or suites, separated by commas; see the list below.")],
-    model: options.Model = "shipped",
-    method: options.Methods = options.DIGEST,
-    plugin: options.Plugin = None,
-    budget: options.Budgets = None,
-    retrieved: options.ManyRetrieved = None,
     length: options.Lengths = options.LENGTH,
     samples: Annotated[int, typer.Option(min=1, help="Samples for each task and length.")] = 20,
     depths: Annotated[
@@ -84,11 +84,7 @@ def evaluate(
             f"{options.SEVERAL}."
         ),
     ] = _EVEN,
-    dense_layers: options.ManyDenseLayers = None,
     question: own.Questions = own.DENSE,
-    chat: options.UseChat = None,
-    system: options.System = None,
-    thinking: options.Thinking = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer. Default: the task's own, 4,096 with --thinking.")
     ] = None,
@@ -108,8 +104,6 @@ def evaluate(
         typer.Option(help="Draw accuracy into this PNG file: bars, or depth by length if there are several lengths."),
     ] = None,
     kv_dir: options.KvDir = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
 ) -> None:
     """Run tasks under every method, budget and length, and under full attention on the same samples.
 
@@ -123,11 +117,11 @@ def evaluate(
         raise typer.BadParameter(str(error), param_hint="TASK") from None
     files = {name: Path(one) for name, one in files_of(data or [], tasks).items()}
     lengths, where, questions = listed(length, tokens_of, "--length"), _depths(depths), questions_of(question)
-    mine, asked = shard_of(shard, out), chat_of(chat, system, thinking)
+    mine, asked = shard_of(shard, out), template.asked()
     from kvthaw.engine.hf.kv_dir import KvDir
     from lab.evaluate.job import Job
 
-    variants = variants_of(method, budget, retrieved, dense_layers)
+    variants = methods.variants()
     from kvthaw.evaluate.results import ResultsFile
     from kvthaw.evaluate.variant import FULL, Variant
     from lab.evaluate.overview import by_task
@@ -144,9 +138,9 @@ def evaluate(
         for name, n, one in itertools.product(tasks, lengths, questions)
     ]
     results = ResultsFile(out)
-    llm, tokenizer = load_model(model, device, dtype, asked)
+    llm, tokenizer = loading.load(asked, template=template.template())
     folder = None if kv_dir is None else KvDir(kv_dir, warned)
-    runner = Runner(llm, tokenizer, results, name=model, full=not no_full, kv_dir=folder)
+    runner = Runner(llm, tokenizer, results, name=loading.model, full=not no_full, kv_dir=folder)
     summaries: list[dict[str, Any]] = []
     found: dict[tuple[str, Variant, int], list[Record]] = {}
     with bars() as progress:

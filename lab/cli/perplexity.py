@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, print_results, tell_outdated, warned
-from kvthaw.cli.options import listed, tokens_of, variants_of, words
+from kvthaw.cli.common import print_results, tell_outdated, warned
+from kvthaw.cli.groups import ModelOptions, VariantOptions, flat
+from kvthaw.cli.options import listed, tokens_of, words
 from kvthaw.cli.progress import bars, shown
 from lab.cli import options as own
 from lab.cli.options import ended_as_shard, save_plot, shard_of
@@ -25,17 +27,19 @@ EXAMPLES = (
 _LENGTHS = ["1024", "2048", "4096"]
 
 
+@dataclass(frozen=True, slots=True)
+class _VariantOptions(VariantOptions):
+    method: options.Methods = field(default_factory=own.BOTH.copy)
+
+
+@flat
 def perplexity(
-    model: options.Model = "shipped",
-    method: options.Methods = own.BOTH,
-    plugin: options.Plugin = None,
-    budget: options.Budgets = None,
-    retrieved: options.ManyRetrieved = None,
+    loading: ModelOptions,
+    methods: _VariantOptions,
     length: options.Lengths = _LENGTHS,
     measured: Annotated[int, typer.Option(min=1, help="Tokens scored after each length.")] = 64,
     text: own.LongText = None,
     samples: Annotated[int, typer.Option(min=1, help="Places in the text at which a prompt starts.")] = 1,
-    dense_layers: options.ManyDenseLayers = None,
     no_full: own.NoFull = False,
     shard: own.ShardOf = "1/1",
     kv_dir: options.KvDir = None,
@@ -43,15 +47,13 @@ def perplexity(
     as_json: options.Lines = False,
     out: options.Out = None,
     plot: Annotated[Path | None, typer.Option(help="Draw perplexity by position into this PNG file.")] = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
 ) -> None:
     """Measure perplexity by position over a text, under the methods and full attention (ClusterKV's figure 10).
 
     A prompt of each length is prefilled. Each method then decodes the tokens that follow in the text, one by one, and every
     next token is scored. The text must be long enough; it is not repeated.
     """
-    variants, mine = variants_of(method, budget, retrieved, dense_layers), shard_of(shard, out)
+    variants, mine = methods.variants(), shard_of(shard, out)
     from kvthaw.engine.hf.kv_dir import KvDir
     from kvthaw.evaluate.results import ResultsFile
     from kvthaw.evaluate.variant import FULL, Variant
@@ -63,11 +65,11 @@ def perplexity(
     sizes, read = listed(length, tokens_of, "--length"), words(text)
     courses = [Course(n, measured, samples, seed, read) for n in sorted(sizes)]
     results = ResultsFile(out)
-    llm, tokenizer = load_model(model, device, dtype)
+    llm, tokenizer = loading.load()
     found: dict[Variant, list[dict[str, Any]]] = {}
     with bars() as progress:
         folder = None if kv_dir is None else KvDir(kv_dir, warned)
-        reader = Reader(llm, tokenizer, results, name=model, full=not no_full, kv_dir=folder)
+        reader = Reader(llm, tokenizer, results, name=loading.model, full=not no_full, kv_dir=folder)
         for course in courses:
             records = reader.run(course, variants, shown(progress, str(course), samples), shard=mine)
             if mine[1] == 1:

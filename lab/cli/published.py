@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, print_results, tell_outdated, warned
-from kvthaw.cli.options import chat_of, variants_of
+from kvthaw.cli.common import print_results, tell_outdated, warned
+from kvthaw.cli.groups import ModelOptions, SystemOptions, VariantOptions, flat
 from kvthaw.cli.progress import bars, shown
 from lab.cli import options as own
 from lab.cli.options import ended_as_shard, questions_of, save_plot, shard_of
@@ -38,18 +38,16 @@ EXAMPLES = (
 )
 
 
+@flat
 def evaluate(
+    loading: ModelOptions,
+    methods: VariantOptions,
+    template: SystemOptions,
     benchmark: Annotated[str, typer.Argument(help="Benchmarks or suites, separated by commas; see the list below.")],
     data: Annotated[
         str | None,
         typer.Option(help="A file, a folder, [bold]hub[/] to download it, or the id of a copy on the hub.", metavar="PATH"),
     ] = None,
-    model: options.Model = "shipped",
-    method: options.Methods = options.DIGEST,
-    plugin: options.Plugin = None,
-    budget: options.Budgets = None,
-    retrieved: options.ManyRetrieved = None,
-    dense_layers: options.ManyDenseLayers = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Run only so many questions, from the first on.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Answers sampled for each question, for pass@k and avg@k.")] = 1,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy. Default: the benchmark's own.")] = None,
@@ -72,8 +70,6 @@ def evaluate(
         bool | None,
         typer.Option(help="Use the chat template. Default: if tokenizer and benchmark have one."),
     ] = None,
-    system: options.System = None,
-    thinking: options.Thinking = None,
     question: own.Questions = own.DENSE,
     no_full: own.NoFull = False,
     shard: own.ShardOf = "1/1",
@@ -94,8 +90,6 @@ def evaluate(
         typer.Option(help="Append each answer to this file as a line of JSON; answers already in it are not computed again."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the scores into this PNG file, a panel for each benchmark.")] = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
 ) -> None:
     """Run published benchmarks under every method and budget, and under full attention.
 
@@ -106,8 +100,8 @@ def evaluate(
         known = ", ".join((*BENCHMARKS, *FAMILIES))
         raise typer.BadParameter(f"{wrong!r} is not a benchmark; there are: {known}", param_hint="BENCHMARK")
     wanted = list({each.name: each for one in asked_for for each in benchmarks(one)}.values())
-    variants, ways = variants_of(method, budget, retrieved, dense_layers), questions_of(question)
-    mine, asked = shard_of(shard, out), chat_of(chat, system, thinking)
+    variants, ways = methods.variants(), questions_of(question)
+    mine, asked = shard_of(shard, out), template.asked(chat)
     from kvthaw.engine.hf.kv_dir import KvDir
     from kvthaw.evaluate.results import ResultsFile
     from kvthaw.evaluate.text import Chat
@@ -122,8 +116,8 @@ def evaluate(
     changes = {name: value for name, value in given.items() if value is not None}
     items = [one.load(data)[:limit] for one in wanted]
     results = ResultsFile(out)
-    llm, tokenizer = load_model(model, device, dtype, asked)
-    template = getattr(tokenizer, "chat_template", None) is not None
+    llm, tokenizer = loading.load(asked, template=template.template())
+    has_template = getattr(tokenizer, "chat_template", None) is not None
     runs = [
         Run(
             one,
@@ -131,7 +125,7 @@ def evaluate(
             replace(one.generation, **changes),
             samples,
             length,
-            Chat() if chat is None and asked is None and template and one.generation.chat else asked,
+            Chat() if chat is None and asked is None and has_template and one.generation.chat else asked,
             way,
             seed,
             judge or "",
@@ -141,9 +135,9 @@ def evaluate(
         for way in ways
     ]
     folder = None if kv_dir is None else KvDir(kv_dir, warned)
-    examiner = Examiner(llm, tokenizer, results, name=model, full=not no_full, kv_dir=folder)
+    examiner = Examiner(llm, tokenizer, results, name=loading.model, full=not no_full, kv_dir=folder)
     if judge is not None:
-        examiner.judge = examiner.ask if judge == "self" else Examiner(*load_model(judge, device, dtype), name=judge).ask
+        examiner.judge = examiner.ask if judge == "self" else Examiner(*replace(loading, model=judge).load(), name=judge).ask
     summaries: list[dict[str, Any]] = []
     with bars() as progress:
         for run in runs:

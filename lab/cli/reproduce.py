@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, print_results, tell_outdated, warned
+from kvthaw.cli.common import print_results, tell_outdated, warned
+from kvthaw.cli.groups import ModelOptions
 from kvthaw.cli.options import host_bytes_of, words
 from kvthaw.cli.progress import bars, stderr
 from lab.cli import options as own
@@ -81,7 +82,9 @@ def reproduce(
     try:
         with bars() as progress:
             room = host_bytes_of(host_memory)
-            lab = Lab(chosen, lambda asked: load_model(asked, device, dtype), results, data, words(text), quick, limit, room)
+            lab = Lab(
+                chosen, lambda asked: ModelOptions(asked, device, dtype).load(), results, data, words(text), quick, limit, room
+            )
             check_data(wanted, lab)
             bar = progress.add_task("", total=None, line="end")
             for one in wanted:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, print_results, prompt_text, tell_outdated, warned
-from kvthaw.cli.options import chat_of, listed, tokens_of, variants_of
+from kvthaw.cli.common import print_results, prompt_text, tell_outdated, warned
+from kvthaw.cli.groups import ChatOptions, ModelOptions, VariantOptions, flat
+from kvthaw.cli.options import listed, tokens_of
 from kvthaw.cli.progress import bars, shown
 
 if TYPE_CHECKING:
@@ -24,8 +26,17 @@ EXAMPLES = (
 _METHODS, _BUDGETS, _WINDOWS = ["icecache-digest", "thaw"], ["64", "256", "1024"], 4
 
 
+@dataclass(frozen=True, slots=True)
+class _VariantOptions(VariantOptions):
+    method: options.Methods = field(default_factory=_METHODS.copy)
+    budget: Annotated[list[str] | None, options.budgets("64,256,1024")] = None
+
+
+@flat
 def agreement(
-    model: options.Model = "shipped",
+    loading: ModelOptions,
+    methods: _VariantOptions,
+    template: ChatOptions,
     file: Annotated[
         Path | None,
         typer.Option(
@@ -45,11 +56,6 @@ def agreement(
     question: Annotated[
         str | None, typer.Option(help="Ask this behind every window of --file; full attention answers greedily.")
     ] = None,
-    method: options.Methods = _METHODS,
-    plugin: options.Plugin = None,
-    budget: Annotated[list[str] | None, options.budgets("64,256,1024")] = None,
-    retrieved: options.ManyRetrieved = None,
-    dense_layers: options.ManyDenseLayers = None,
     length: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,14 +69,9 @@ def agreement(
         typer.Option(min=1, help=f"Most windows of each length, or prompts. Default {_WINDOWS} windows, all prompts."),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens compared after each prompt.")] = 16,
-    chat: options.UseChat = None,
-    system: options.System = None,
-    thinking: options.Thinking = None,
     seed: options.Seed = 0,
     as_json: options.Lines = False,
     out: options.Out = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
 ) -> None:
     """Measure how far methods' next-token distributions are from full attention's on your own text.
 
@@ -83,8 +84,8 @@ def agreement(
         raise typer.BadParameter("give one of --file and --prompts", param_hint="--file")
     if question is not None and file is None:
         raise typer.BadParameter("a question is asked about a --file", param_hint="--question")
-    limits = budget or ([] if retrieved else _BUDGETS)
-    variants, asked = variants_of(method, limits, retrieved, dense_layers), chat_of(chat, system, thinking)
+    limited = methods if methods.budget or methods.retrieved else replace(methods, budget=_BUDGETS)
+    variants, asked = limited.variants(), template.asked()
     lengths = None if length is None else listed(length, tokens_of, "--length")
     if prompts is not None and lengths is not None and len(lengths) > 1:
         raise typer.BadParameter("with --prompts it is one number", param_hint="--length")
@@ -95,8 +96,8 @@ def agreement(
 
     text = None if file is None else prompt_text(None, file)
     results = ResultsFile(out)
-    llm, tokenizer = load_model(model, device, dtype, asked)
-    how = asked or (Chat() if chat is None and tokenizer.chat_template is not None else None)
+    llm, tokenizer = loading.load(asked, template=template.template())
+    how = asked or (Chat() if template.chat is None and tokenizer.chat_template is not None else None)
 
     def made() -> list[Prompt]:
         if prompts is not None:
@@ -117,7 +118,7 @@ def agreement(
     if shortened := sum(prompt.cut for prompt in work.prompts):
         warned(f"{shortened} of {len(work.prompts)} prompts were too long and have lost their middle")
     with bars() as progress:
-        runner = Agreement(llm, tokenizer, results, name=model)
+        runner = Agreement(llm, tokenizer, results, name=loading.model)
         found = runner.run(work, variants, shown(progress, "agreement", len(work.prompts)))
     tell_outdated(results.outdated)
     summaries: list[dict[str, Any]] = [summarize(records, seed) for records in found.values()]

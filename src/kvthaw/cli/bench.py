@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, print_wide, stdout
+from kvthaw.cli.common import print_wide, stdout
+from kvthaw.cli.groups import ModelOptions, flat
 from kvthaw.cli.options import dense_of, host_bytes_of, listed, names_of, one_budget, tokens_of, words
 from kvthaw.cli.progress import bars, stderr, watched
 
@@ -37,8 +38,9 @@ Steps = Annotated[
 NewTokens = Annotated[int, typer.Option("--new-tokens", min=2, help="Tokens to decode and time.")]
 
 
+@flat
 def decode(
-    model: options.Model = "shipped",
+    loading: ModelOptions,
     file: Annotated[
         Path | None,
         typer.Option(
@@ -66,8 +68,6 @@ def decode(
     seed: options.Seed = 0,
     as_json: options.Lines = False,
     out: options.Out = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
 ) -> None:
     """Time prefill and decoding of your model under every method, full attention and transformers' caches.
 
@@ -86,15 +86,19 @@ def decode(
     from kvthaw.methods.auto import find
 
     known = ResultsFile(out)
-    llm, tokenizer = load_model(model, device, dtype)
-    reading = Reading(llm, tokenizer, display_name(model), words(file))
+    llm, tokenizer = loading.load()
+    reading = Reading(llm, tokenizer, display_name(loading.model), words(file))
     if file is not None and length is None:
         lengths = [len(reading.ids())]
     names = names_of(method or [find("auto", llm.device)[0].name])
-    limit |= {"new_tokens": new_tokens, "seed": seed, "device": where(device)[1]}
+    limit |= {"new_tokens": new_tokens, "seed": seed, "device": where(loading.device)[1]}
     wanted = reading.grid(names, lengths, batches, ways, **limit)
     with bars() as progress:
-        how: dict[str, Any] = {"watch": watched(progress, "beginning"), "note": progress.console.print, "device": device}
+        how: dict[str, Any] = {
+            "watch": watched(progress, "beginning"),
+            "note": progress.console.print,
+            "device": loading.device,
+        }
         if as_json:
             how["say"] = lambda record: print(record.to_json(), flush=True)
         bench = OwnBench(reading, known, **how, host_bytes=host_bytes_of(host_memory))

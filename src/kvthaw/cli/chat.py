@@ -13,17 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import (
-    as_its_makers,
-    complain,
-    cut_to,
-    load_model,
-    prompt_text,
-    sampling_given,
-    warned,
-    write_whole,
-)
-from kvthaw.cli.options import DIGEST, cache_settings, chat_of
+from kvthaw.cli.common import as_its_makers, complain, cut_to, prompt_text, warned, write_whole
+from kvthaw.cli.groups import CacheOptions, ModelOptions, SamplingOptions, SystemOptions, flat
+from kvthaw.cli.options import DIGEST
 from kvthaw.cli.progress import Reading, stderr, waiting
 from kvthaw.cli.words import attended, details, took
 from kvthaw.errors import ConfigError, KvthawError, unknown
@@ -65,7 +57,12 @@ HELP = {
 }
 
 
+@flat
 def chat(
+    loading: ModelOptions,
+    settings: CacheOptions,
+    template: SystemOptions,
+    drawing: SamplingOptions,
     file: Annotated[Path | None, typer.Option(help="Talk about this text.", exists=True, dir_okay=False)] = None,
     context: Annotated[
         str | None,
@@ -78,30 +75,8 @@ def chat(
         Path, typer.Option(help="Where --context and /save keep documents and conversations.", file_okay=False)
     ] = Path("kv"),
     cut: options.Cut = False,
-    rope_scaling: options.RopeScaled = None,
-    system: options.System = None,
-    thinking: options.Thinking = None,
-    chat_template: options.ChatTemplate = None,
-    model: options.Model = "shipped",
-    method: options.Method = "auto",
-    plugin: options.Plugin = None,
-    budget: options.Budget = None,
-    retrieved: options.Retrieved = None,
-    dense_layers: options.DenseLayers = "auto",
-    device_memory: options.DeviceMemory = None,
-    host_memory: options.HostMemory = None,
-    kv_dtype: options.KvDtype = None,
-    prefill_chunk: options.PrefillChunk = None,
     max_new_tokens: options.MaxNewTokens = 1024,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    stop: options.Stop = None,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
+    prefill_chunk: options.PrefillChunk = None,
     verbose: options.Verbose = False,
 ) -> None:
     """Talk with a model, about a text if you like; every turn prefills only what is new.
@@ -109,7 +84,7 @@ def chat(
     Messages go through the tokenizer's chat template; a model without one continues what you write, line by line. /help lists the
     commands. Answers go to stdout, all else to stderr; without a terminal, every line of stdin is a turn.
     """
-    settings = cache_settings(locals())
+    config, model = settings.config(drawing.seed), loading.model
     document, place = (
         None if file is None else prompt_text(None, file),
         None if context is None else _place(kv_dir, context, "--context"),
@@ -118,26 +93,21 @@ def chat(
         raise ConfigError(f"nothing is kept in {place}; give a text for it as --file")
     from kvthaw.methods.auto import check_name
 
-    check_name(method)  # a wrong name costs no loading
+    check_name(settings.method)  # a wrong name costs no loading
     from kvthaw.conversation import Conversation, plain_template
     from kvthaw.engine.hf import Cache
     from kvthaw.engine.hf.model import positions
-    from kvthaw.engine.sampling import Sampling
 
-    given = sampling_given(temperature, top_k, top_p, min_p, repetition_penalty)
-    sampling = Sampling(seed=seed, stop=stop or (), max_tokens=max_new_tokens, **given)
-    asked, template = chat_of(None, system, thinking), None if chat_template is None else prompt_text(None, chat_template)
-    llm, tokenizer = load_model(
-        model, device, dtype, asked, template, text=None if cut else document, rope_scaling=rope_scaling
-    )
-    sampling = as_its_makers(sampling, given, llm)
+    sampling, asked = drawing.sampling(max_new_tokens), template.asked()
+    llm, tokenizer = loading.load(asked, None if cut else document, template.template())
+    sampling = as_its_makers(sampling, drawing.given, llm)
     if not tokenizer.chat_template:
         tokenizer.chat_template = plain_template(tokenizer)
         warned(
             f"{model} has no chat template: it goes on with the text where your line ends. --chat-template FILE gives it one."
             + SHIPPED * (model == "shipped")
         )
-    talk = Conversation(llm, tokenizer, Cache(llm, method, **settings), asked, prefill_chunk=prefill_chunk)
+    talk = Conversation(llm, tokenizer, Cache(llm, settings.method, **config.keywords()), asked, prefill_chunk=prefill_chunk)
     if document is not None:
         limit = positions(llm)
         if cut and limit is not None:

@@ -19,13 +19,12 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from kvthaw.cli.progress import stderr, waiting
+from kvthaw.cli.progress import stderr
 from kvthaw.errors import ConfigError, KvthawError
 
 if TYPE_CHECKING:
     from kvthaw.engine.hf import PreTrainedModel
     from kvthaw.engine.sampling import Sampling
-    from kvthaw.evaluate.text import Chat
 
 
 _KINDS = {
@@ -182,41 +181,6 @@ def tell_outdated(outdated: Mapping[str, int]) -> None:
         stderr().print(f"made again, since the methods' defaults were others: {each}", style="yellow", soft_wrap=True)
 
 
-def load_model(
-    name: str,
-    device: str | None,
-    dtype: str,
-    chat: Chat | None = None,
-    template: str | None = None,
-    *,
-    text: str | None = None,
-    rope_scaling: str | None = None,
-) -> tuple[PreTrainedModel, Any]:
-    """Load a model under a spinner on stderr.
-
-    template: a chat template instead of the tokenizer's.
-    text: a text that the model's positions must have room for.
-    rope_scaling: see `RopeScaling`.
-
-    Raises ConfigError, before weights are read, for a tokenizer whose template does not support `chat`, and for a `text` that is
-    too long.
-    """
-
-    def prepare(tokenizer: Any, config: Any) -> None:
-        if template is not None:
-            tokenizer.chat_template = template
-        if chat is not None:
-            chat.check(tokenizer)
-        if text is not None:
-            check_text(tokenizer, text, positions(config))
-
-    with waiting(f"loading {name}"):
-        from kvthaw.engine.hf.model import check_text, load, positions, silence
-
-        silence()
-        return load(name, device=device, dtype=dtype, rope_scaling=rope_scaling, prepare=prepare)  # type: ignore[arg-type]
-
-
 def prompt_text(prompt: str | None, file: Path | None) -> str:
     """Return the prompt from the argument, the file, or stdin. Raises a usage error unless exactly one is given, and
     ConfigError for a prompt that is empty or not UTF-8."""
@@ -243,15 +207,6 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     if not text.strip():
         raise ConfigError(f"{where} is empty")
     return text
-
-
-def sampling_given(
-    temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, repetition_penalty: float | None
-) -> dict[str, Any]:
-    """Return the settings of `Sampling` that are given."""
-    named = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    named["repetition_penalty"] = repetition_penalty
-    return {name: value for name, value in named.items() if value is not None}
 
 
 def as_its_makers(sampling: Sampling, given: Mapping[str, Any], model: PreTrainedModel) -> Sampling:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvthaw.cli import options, side_by_side
-from kvthaw.cli.common import as_its_makers, cut_to, load_model, prompt_text, sampling_given, tell_template, warned
-from kvthaw.cli.options import cache_settings, chat_of
+from kvthaw.cli.common import as_its_makers, cut_to, prompt_text, tell_template, warned
+from kvthaw.cli.groups import CacheOptions, ChatOptions, ModelOptions, SamplingOptions, flat, option
 from kvthaw.cli.progress import Reading, stderr, waiting
 from kvthaw.cli.words import attended, details, took
 from kvthaw.errors import ConfigError
@@ -30,7 +31,26 @@ EXAMPLES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _CacheOptions(CacheOptions):
+    method: str = option(
+        "A name of [bold]kvthaw methods[/], with options as in icecache-digest:reuse=2; or [bold]auto[/]. Several, by commas, "
+        "answer side by side.",
+        "auto",
+        callback=options.named_method,
+    )
+    budget: str | None = option(
+        f"Most tokens attended per KV head and step, or a fraction of the length; several by commas. Default {BUDGET:,}.",
+        metavar="TOKENS",
+    )
+
+
+@flat
 def generate(
+    loading: ModelOptions,
+    settings: _CacheOptions,
+    template: ChatOptions,
+    drawing: SamplingOptions,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; without it, --file or stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.", exists=True, dir_okay=False)] = None,
     question: Annotated[
@@ -42,47 +62,11 @@ def generate(
         ),
     ] = None,
     cut: options.Cut = False,
-    rope_scaling: options.RopeScaled = None,
-    chat: options.UseChat = None,
-    system: options.System = None,
-    thinking: options.Thinking = None,
-    chat_template: options.ChatTemplate = None,
-    model: options.Model = "shipped",
-    method: Annotated[
-        str,
-        typer.Option(
-            help="A name of [bold]kvthaw methods[/], with options as in icecache-digest:reuse=2; or [bold]auto[/]. Several, by "
-            "commas, answer side by side.",
-            callback=options.named_method,
-        ),
-    ] = "auto",
-    plugin: options.Plugin = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKENS",
-            help=f"Most tokens attended per KV head and step, or a fraction of the length; several by commas. Default {BUDGET:,}.",
-        ),
-    ] = None,
-    retrieved: options.Retrieved = None,
-    dense_layers: options.DenseLayers = "auto",
-    device_memory: options.DeviceMemory = None,
-    host_memory: options.HostMemory = None,
-    kv_dtype: options.KvDtype = None,
+    max_new_tokens: options.MaxNewTokens = 128,
     prefill_chunk: options.PrefillChunk = None,
     compile_: Annotated[
         bool, typer.Option("--compile", help="Compile decode steps first (a minute or more, on a GPU).")
     ] = False,
-    max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    stop: options.Stop = None,
-    seed: options.Seed = 0,
     kv: Annotated[
         Path | None,
         typer.Option(
@@ -95,26 +79,25 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object an answer and nothing else on stdout.")
     ] = False,
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
     verbose: options.Verbose = False,
 ) -> None:
     """Continue a prompt under a method and a budget, or answer questions about it.
 
     The text goes to stdout, progress and cache statistics to stderr.
     """
-    several = side_by_side.is_wanted(method, budget)
-    settings = cache_settings(locals() | ({"budget": None, "retrieved": None} if several else {}))
+    method, several = settings.method, side_by_side.is_wanted(settings)
+    alone = replace(settings, budget=None, retrieved=None) if several else settings
+    config = alone.config(drawing.seed).keywords()
     if kv is not None and kv_dir is not None:
         raise ConfigError("--kv and --kv-dir are given; one of them is enough")
     if several and (compile_ or kv is not None or kv_dir is not None):
         raise ConfigError("--kv, --kv-dir and --compile are for one method and one budget; several are given")
-    text, asked = prompt_text(prompt, file), chat_of(chat, system, thinking)
+    text, asked = prompt_text(prompt, file), template.asked()
     if prompt is not None and len(prompt) < 256 and Path(prompt).is_file():
         warned(f"{prompt} is a file; its name is the prompt. --file {prompt} reads it.")
     from kvthaw.methods.auto import check_name
 
-    ways = side_by_side.variants(method, budget, retrieved, dense_layers) if several else []
+    ways = side_by_side.variants(settings) if several else []
     if not several:
         check_name(method)  # a wrong name costs no loading
     from kvthaw.answering import Answer, Prompts, shared_tokens
@@ -123,22 +106,16 @@ def generate(
     from kvthaw.engine.hf.chunks import CHUNK
     from kvthaw.engine.hf.kv_dir import KvDir, fill, keep, saved_tokens
     from kvthaw.engine.hf.model import check_prompt, positions
-    from kvthaw.engine.sampling import Sampling
     from kvthaw.evaluate.machine import now, versions
     from kvthaw.evaluate.text import Chat, dates_of_kept, following, split_prompt
 
-    given = sampling_given(temperature, top_k, top_p, min_p, repetition_penalty)
-    sampling = Sampling(
-        seed=seed, frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, stop=stop or (),
-        max_tokens=max_new_tokens, **given,
-    )  # fmt: skip
-    template = None if chat_template is None else prompt_text(None, chat_template)
-    llm, tokenizer = load_model(model, device, dtype, asked, template, text=None if cut else text, rope_scaling=rope_scaling)
-    sampling = as_its_makers(sampling, given, llm)
-    if chat is None and asked is None:
+    sampling = drawing.sampling(max_new_tokens)
+    llm, tokenizer = loading.load(asked, None if cut else text, template.template())
+    sampling = as_its_makers(sampling, drawing.given, llm)
+    if template.chat is None and asked is None:
         asked = Chat() if question and has_template(tokenizer) else None
         if not as_json:
-            tell_template(model, tokenizer, taken=asked is not None)
+            tell_template(loading.model, tokenizer, taken=asked is not None)
     questions, folder, dates = question or [""], None if kv_dir is None else KvDir(kv_dir, warned), dict[str, str]()
     if cut and (limit := positions(llm)) is not None:
         rest = max(sum(map(len, split_prompt(tokenizer, ".", following(".", one), asked))) for one in questions)
@@ -153,11 +130,11 @@ def generate(
     live = stream and not as_json
     if ways:
         side_by_side.answer_all(
-            llm, tokenizer, parts, questions, ways, settings, sampling,
+            llm, tokenizer, parts, questions, ways, config, sampling,
             goes_on=asked is None, chunk=prefill_chunk, live=live, as_json=as_json,
         )  # fmt: skip
         return
-    cache = Cache(llm, method, sized_for=(1, longest + max_new_tokens), **settings)
+    cache = Cache(llm, method, sized_for=(1, longest + max_new_tokens), **config)
     start, once = now(llm.device), kv is None and kv_dir is None and len(prompts) == 1
     shared = prompts[0] if once else shared_tokens(parts)
     taken = fill(cache, kv, shared, warned) if kv else folder.fill(cache, shared) if folder else 0
@@ -195,14 +172,14 @@ def generate(
             }
             if as_json:
                 record: dict[str, Any] = {
-                    "model": model,
+                    "model": loading.model,
                     "text": answer.text,
                     "prompt_tokens": len(prompts[number]),
                     "kept_tokens": kept,
                     "new_tokens": new,
                     "finish": answer.finish,
                     "temperature": sampling.temperature,
-                    "seed": seed,
+                    "seed": drawing.seed,
                     **timing,
                     **stats.to_dict(),
                     "versions": versions(),

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import as_its_makers, load_model, prompt_text, tell_template, write_whole
-from kvthaw.cli.options import chat_of, variants_of
+from kvthaw.cli.common import as_its_makers, prompt_text, tell_template, write_whole
+from kvthaw.cli.groups import ChatOptions, ModelOptions, VariantOptions, flat
 from kvthaw.cli.progress import bars, stderr
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import human
@@ -22,37 +22,30 @@ EXAMPLES = (
 _MOST = 4  # runs of a page
 
 
+@flat
 def inspect(
+    loading: ModelOptions,
+    methods: VariantOptions,
+    template: ChatOptions,
     file: Annotated[Path, typer.Option(help="Read the document from this file.", exists=True, dir_okay=False)],
     question: Annotated[str, typer.Option(help="The question, which follows the document in the prompt.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Write the page here.", dir_okay=False)],
-    model: options.Model = "shipped",
-    method: options.Methods = options.DIGEST,
-    plugin: options.Plugin = None,
-    budget: options.Budgets = None,
-    retrieved: options.ManyRetrieved = None,
-    dense_layers: options.ManyDenseLayers = None,
     max_new_tokens: options.MaxNewTokens = 64,
     exact: Annotated[bool, typer.Option(help="Also compute the exact top-k, which reads all keys at every step.")] = True,
     temperature: options.Temperature = None,
     seed: options.Seed = 0,
-    chat: options.UseChat = None,
-    system: options.System = None,
-    thinking: options.Thinking = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
 ) -> None:
     """Answer a question about a document, and write a page that shows which tokens each step recalled.
 
     The page is one file of at most 10 MB that opens without a network. The first method and budget write the answer, which is that
     of kvthaw generate with the same options; the others decode the same tokens.
     """
-    variants = variants_of(method, budget, retrieved, dense_layers)
+    variants = methods.variants()
     if len(variants) > _MOST:
         raise ConfigError(f"{len(variants)} methods and budgets are given; a page shows at most {_MOST}")
     if not os.access(out.parent, os.W_OK):
         raise ConfigError(f"--out is {str(out)!r}; its folder does not exist or cannot be written to")
-    document, asked = prompt_text(None, file), chat_of(chat, system, thinking)
+    document, asked = prompt_text(None, file), template.asked()
     from kvthaw.engine.chat_template import has_template
     from kvthaw.engine.sampling import Sampling
     from kvthaw.evaluate.text import AnswerText, Chat, stop_tokens
@@ -60,10 +53,10 @@ def inspect(
     from kvthaw.inspect.page import standalone
     from kvthaw.inspect.run import inspect as run
 
-    llm, tokenizer = load_model(model, device, dtype, asked, text=document)
-    if chat is None and asked is None:
+    llm, tokenizer = loading.load(asked, document, template.template())
+    if template.chat is None and asked is None:
         asked = Chat() if has_template(tokenizer) else None
-        tell_template(model, tokenizer, taken=asked is not None)
+        tell_template(loading.model, tokenizer, taken=asked is not None)
     given: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
     sampling = as_its_makers(Sampling(seed=seed, **given), given, llm)
     variants = [complete(llm, variant) for variant in variants]

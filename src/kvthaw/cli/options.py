@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from kvthaw.cli.common import prompt_text
-from kvthaw.config import CacheConfig
 from kvthaw.engine.hub import check_path, offline
 from kvthaw.errors import ConfigError, one_of
 from kvthaw.formatting import read_bytes
@@ -20,7 +19,6 @@ from kvthaw.method_names import AUTO, GROUP, NAMES, split_names, unknown_method
 from kvthaw.regions import BUDGET
 
 if TYPE_CHECKING:
-    from kvthaw.evaluate.text import Chat
     from kvthaw.evaluate.variant import Variant
 
 T = TypeVar("T")
@@ -97,10 +95,6 @@ DeviceMemory = Annotated[
         help='Device memory that the cache may fill, such as "8GiB"; or "auto". Default: auto with --method auto, else none.',
     ),
 ]
-KvDtype = Annotated[
-    str | None,
-    typer.Option("--kv-dtype", help="[bold]fp8[/]: store rows in 8 bits a number, with a scale each. Default: the model's."),
-]
 KvDir = Annotated[
     Path | None,
     typer.Option(
@@ -108,23 +102,10 @@ KvDir = Annotated[
         file_okay=False,
     ),
 ]  # fmt: skip
-System = Annotated[str | None, typer.Option("--system", help="A system prompt, for the chat template.")]
-Thinking = Annotated[
-    bool | None,
-    typer.Option("--thinking/--no-thinking", help="Switch thinking on or off in the chat template, if it has such a switch."),
-]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Seed of all random choices.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a result and nothing else on stdout.")]
 
-Method = Annotated[
-    str,
-    typer.Option(
-        "--method",
-        help="A name of [bold]kvthaw methods[/], with options as in icecache-digest:reuse=2; or [bold]auto[/].",
-        callback=named_method,
-    ),
-]
 Methods = Annotated[
     list[str],
     typer.Option(
@@ -181,14 +162,6 @@ OneBudget = Annotated[
     str,
     typer.Option("--budget", metavar="TOKENS", help="Most tokens attended per KV head and step, or a fraction of the length."),
 ]
-Budget = Annotated[
-    str | None,
-    typer.Option(
-        "--budget",
-        metavar="TOKENS",
-        help=f"Most tokens attended per KV head and step, or a fraction of the length. Default {BUDGET:,}.",
-    ),
-]
 Budgets = Annotated[list[str] | None, budgets(str(BUDGET))]
 Retrieved = Annotated[
     int | None,
@@ -224,16 +197,6 @@ ManyDenseLayers = Annotated[
         "layers and more, else 0.",
     ),
 ]
-UseChat = Annotated[
-    bool | None,
-    typer.Option(
-        "--chat/--no-chat",
-        help="Ask through the tokenizer's chat template; --system implies it.",
-    ),
-]
-Cut = Annotated[
-    bool, typer.Option("--cut", help="Leave out the middle of a text that is longer than the model's positions, and say so.")
-]
 
 
 def _rope_scaling(text: str | None) -> str | None:
@@ -251,6 +214,9 @@ RopeScaled = Annotated[
         callback=_rope_scaling,
     ),
 ]
+Cut = Annotated[
+    bool, typer.Option("--cut", help="Leave out the middle of a text that is longer than the model's positions, and say so.")
+]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Stop after so many tokens.")]
 ChatTemplate = Annotated[
     Path | None,
@@ -262,29 +228,6 @@ Temperature = Annotated[
         "--temperature",
         min=0.0,
         help="0 takes the likeliest token. Default of this and the next four: the model's generation config, else 0.",
-    ),
-]
-TopK = Annotated[int | None, typer.Option("--top-k", min=1, help="Draw from so many of the likeliest tokens.")]
-TopP = Annotated[
-    float | None, typer.Option("--top-p", help="Draw from the likeliest tokens that have this probability together.")
-]
-MinP = Annotated[
-    float | None, typer.Option("--min-p", help="Draw from tokens of at least this share of the likeliest's probability.")
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option("--repetition-penalty", help="Above 1: tokens of the prompt and the answer become less likely."),
-]
-FrequencyPenalty = Annotated[
-    float, typer.Option("--frequency-penalty", help="Above 0: a token of the answer becomes less likely each time.")
-]
-PresencePenalty = Annotated[
-    float, typer.Option("--presence-penalty", help="Above 0: a token of the answer becomes less likely once.")
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--stop", metavar="TEXT", help="End an answer before this text, which may spell special tokens; may be repeated."
     ),
 ]
 PrefillChunk = Annotated[
@@ -353,30 +296,13 @@ def single(given: Sequence[str], kind: Callable[[str], T], option: str) -> T:
     return found[0]
 
 
-def cache_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a cache among the arguments of a command, by name, checked before a model is loaded."""
-    limits = {"budget": one_budget(given["budget"]), "dense_layers": dense_of(given["dense_layers"])}
-    return CacheConfig.of({**given, **limits, "host_bytes": host_bytes_of(given["host_memory"])}).keywords()
-
-
 def host_bytes_of(text: str | None) -> int | None:
     """Return a --host-memory in bytes."""
     return None if text is None else read_bytes(text, "--host-memory")
 
 
-def chat_of(chat: bool | None, system: str | None, thinking: bool | None) -> Chat | None:
-    """Return how to ask through the chat template, which --system and --thinking imply; None: not. Raises a usage error for these
-    two without it."""
-    from kvthaw.evaluate.text import Chat
-
-    wanted = system is not None or thinking is not None
-    if chat is False and wanted:
-        raise typer.BadParameter("a system prompt and thinking need the chat template", param_hint="--no-chat")
-    return Chat(system, thinking) if chat or wanted else None
-
-
 def words(text: Path | None) -> str | None:
-    """Return the text of --text, if it is given."""
+    """Return the text of a file, if one is given."""
     return None if text is None else prompt_text(None, text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,8 @@ from kvthaw.bench.gpus import GPUS, Machine, find_gpu, known_gpu
 from kvthaw.bench.shapes import SHAPES, TRAINED
 from kvthaw.cli import options
 from kvthaw.cli.common import print_wide, stdout
-from kvthaw.cli.options import cache_settings, names_of, single, tokens_of
+from kvthaw.cli.groups import CacheOptions, flat, option
+from kvthaw.cli.options import names_of, single, tokens_of
 from kvthaw.cli.progress import waiting
 from kvthaw.errors import ConfigError, unknown
 from kvthaw.formatting import human, read_bytes
@@ -31,7 +33,15 @@ _METHODS = ["auto", "full", "thaw", "pariskv-plus", "clusterkv-plus", "icecache-
 _LENGTH = 131072
 
 
+@dataclass(frozen=True, slots=True)
+class _CacheOptions(CacheOptions):
+    method: options.Methods = field(default_factory=_METHODS.copy)  # type: ignore[assignment]  # several here
+    host_memory: str | None = option('Free memory of the host, such as "64GB", 64 GiB. Default: without a limit.')
+
+
+@flat
 def plan(
+    given: _CacheOptions,
     model: Annotated[
         str | None,
         typer.Option("--model", metavar="NAME", help="A local folder, a .gguf file or an id on the hub; no weights are read.",
@@ -53,16 +63,6 @@ def plan(
     gpu_memory: Annotated[
         str | None, typer.Option(help='Its memory, as it is sold: "24GB" is 24 GiB. Default: that of --gpu.')
     ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help='Free memory of the host, such as "64GB", 64 GiB. Default: without a limit.')
-    ] = None,
-    method: options.Methods = _METHODS,
-    plugin: options.Plugin = None,
-    budget: options.Budget = None,
-    retrieved: options.Retrieved = None,
-    dense_layers: options.DenseLayers = "auto",
-    device_memory: options.DeviceMemory = None,
-    kv_dtype: options.KvDtype = None,
     dtype: options.Dtype = "auto",
     weights: Annotated[str | None, typer.Option(help='Bytes of the weights, such as "5GB", where they are quantised.')] = None,
     as_json: options.Json = False,
@@ -73,14 +73,14 @@ def plan(
     captured steps: expected if GPU and method were measured, otherwise estimated from bytes. The number in brackets is for
     steps without a single cache hit.
     """
-    settings = cache_settings(locals() | {"host_memory": None})  # which is the machine's here
-    given, names = length and single(length, tokens_of, "--length"), names_of(method)
+    settings = replace(given, host_memory=None).config().keywords()  # it is the machine's here
+    asked, names = length and single(length, tokens_of, "--length"), names_of(given.method)
     if (model is None) == (shape is None):
         raise typer.BadParameter("give one of --model and --shape", param_hint="--model")
     if shape is not None and shape not in SHAPES:
         raise unknown("shape", shape, SHAPES)
     whole = None if weights is None else read_bytes(weights, "--weights")
-    machine = _machine(gpu, gpu_memory, host_memory)
+    machine = _machine(gpu, gpu_memory, given.host_memory)
     with waiting("planning"):
         from kvthaw.bench.forecast import Forecaster
         from kvthaw.engine.hf.model import read_dtype
@@ -88,7 +88,7 @@ def plan(
         config = _config(model, shape)
         kind = read_dtype(dtype, cuda=not machine.cpu)
         forecaster = Forecaster(config, kind, machine, batch=batch, new_tokens=new_tokens, weights=whole, **settings)
-        tokens = given or min(_LENGTH, forecaster.most)
+        tokens = asked or min(_LENGTH, forecaster.most)
         found = [forecaster.forecast(name, tokens) for name in names]
     about = {
         "model": model or shape, "dtype": str(kind).removeprefix("torch."), "length": tokens, "new_tokens": new_tokens,
@@ -104,10 +104,10 @@ def plan(
     for line in _words(about, found[0], forecaster):
         stdout().print(line, highlight=False, soft_wrap=True)
     stored = [one.method for one in found if one.needs.rows or one.needs.blocks]
-    if kv_dtype is not None and len(stored) < len(found):
+    if given.kv_dtype is not None and len(stored) < len(found):
         idle = ", ".join(one.method for one in found if one.method not in stored)
         stdout().print(
-            f"--kv-dtype {kv_dtype} changes nothing here for {idle}: no rows are stored.", highlight=False, soft_wrap=True
+            f"--kv-dtype {given.kv_dtype} changes nothing here for {idle}: no rows are stored.", highlight=False, soft_wrap=True
         )
 
 

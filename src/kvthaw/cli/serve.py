@@ -16,7 +16,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import prompt_text
-from kvthaw.cli.options import cache_settings
+from kvthaw.cli.groups import CacheOptions, flat
 from kvthaw.cli.progress import stderr, waiting
 from kvthaw.errors import ConfigError
 from kvthaw.names import ALLOWED, is_name, nearest
@@ -32,7 +32,9 @@ EXAMPLES = (
 )
 
 
+@flat
 def serve(
+    settings: CacheOptions,
     served: Annotated[
         str | None,
         typer.Argument(
@@ -40,11 +42,6 @@ def serve(
         ),
     ] = None,
     model: Annotated[str | None, options.MODEL] = None,
-    method: options.Method = "auto",
-    plugin: options.Plugin = None,
-    budget: options.Budget = None,
-    retrieved: options.Retrieved = None,
-    dense_layers: options.DenseLayers = "auto",
     max_seqs: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 8,
     max_len: Annotated[
         int | None,
@@ -55,9 +52,6 @@ def serve(
         ),
     ] = None,
     rope_scaling: options.RopeScaled = None,
-    device_memory: options.DeviceMemory = None,
-    kv_dtype: options.KvDtype = None,
-    host_memory: options.HostMemory = None,
     prefix_memory: Annotated[
         str | None,
         typer.Option(
@@ -122,11 +116,10 @@ def serve(
     """
     if served is not None and model is not None:
         raise typer.BadParameter(f"{served!r} and --model {model} are given; one of them is enough", param_hint="MODEL")
-    settings = cache_settings(locals())
+    method, config = settings.method, settings.config()
     model = served or model or "shipped"
     contexts = _contexts(context or ())
     keys = () if api_key_file is None else _keys(api_key_file)
-    template = None if chat_template is None else prompt_text(None, chat_template)
     if tp > 1 and device is not None:
         raise ConfigError(f"--tp is {tp} and --device {device!r}; each process takes the device of its number, or the CPU")
     if tp > 1 and kv_dir is not None:
@@ -166,13 +159,13 @@ def serve(
         "kv_dir": None if kv_dir is None else kv_dir.absolute(),
         "contexts": contexts,
         "name": name,
-        "chat_template": template,
+        "chat_template": options.words(chat_template),
         "generation_config": generation_config,
         "rope_scaling": rope_scaling,
         "tp": tp,
         "device": device,
         "dtype": dtype,
-        **settings,
+        **config.keywords(),
     }
 
     def serving(where: str) -> None:

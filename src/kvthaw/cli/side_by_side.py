@@ -16,22 +16,23 @@ from kvthaw.formatting import human, seconds
 from kvthaw.method_names import AUTO
 
 if TYPE_CHECKING:
+    from kvthaw.cli.groups import CacheOptions
     from kvthaw.engine.hf import Cache, PreTrainedModel
     from kvthaw.engine.sampling import Sampling
     from kvthaw.evaluate.variant import Variant
 
 
-def is_wanted(method: str, budget: str | None) -> bool:
+def is_wanted(given: CacheOptions) -> bool:
     """Return whether an option names several methods or several budgets."""
-    return len(options.names_of([method])) > 1 or "," in (budget or "")
+    return len(options.names_of([given.method])) > 1 or "," in (given.budget or "")
 
 
-def variants(method: str, budget: str | None, retrieved: int | None, dense_layers: str) -> list[Variant]:
+def variants(given: CacheOptions) -> list[Variant]:
     """Return each method under each budget. Raises ConfigError for "auto", which chooses by the length."""
-    if AUTO in (name.partition(":")[0] for name in options.names_of([method])):
-        raise ConfigError(f"--method is {method!r}; auto chooses one method, so it has no place among several")
-    limits = None if budget is None else [budget], None if retrieved is None else [str(retrieved)]
-    return options.variants_of([method], *limits, [dense_layers])
+    if AUTO in (name.partition(":")[0] for name in options.names_of([given.method])):
+        raise ConfigError(f"--method is {given.method!r}; auto chooses one method, so it has no place among several")
+    limits = None if given.budget is None else [given.budget], None if given.retrieved is None else [str(given.retrieved)]
+    return options.variants_of([given.method], *limits, [given.dense_layers])
 
 
 def answer_all(
