@@ -72,8 +72,8 @@ def python(source: str) -> Found:
 
 
 def document(text: str) -> Found:
-    """Yield what a document breaks, but for its code."""
-    text = re.sub(r"```.*?```|`[^`\n]*`", lambda code: re.sub(r"[^\n]", "x", code[0]), text, flags=re.DOTALL)
+    """Yield what a document breaks, except its code and the targets of its links."""
+    text = re.sub(r"```.*?```|`[^`\n]*`|(?<=\])\([^)\s]*\)", lambda code: re.sub(r"[^\n]", "x", code[0]), text, flags=re.DOTALL)
     yield from prose(text, 1)
     for number, line in enumerate(text.split("\n"), 1):
         cells = max(map(len, line.split("|"))) if line.startswith("|") else 0
