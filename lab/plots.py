@@ -116,15 +116,13 @@ def recall(length: int = 32768) -> Figure:
 
 
 def overview(*, dark: bool = False) -> Figure:
-    """Time per output token, and bytes of KV, index and dense layers on the device, by length. auto is full attention up to the
-    crossing and pariskv-plus behind it, as measured under their names."""
-    ink, far = "white" if dark else "black", 46 << 10
+    """Time per output token, and bytes of KV, index and dense layers on the device, by length."""
+    ink = "white" if dark else "black"
     shown = {
         "full": ("full attention", ink),
-        "auto": ("kvthaw, auto", "#56B4E9" if dark else "#0072B2"),
+        "pariskv-plus": ("pariskv-plus", "#56B4E9" if dark else "#0072B2"),
         "clusterkv-plus": ("clusterkv-plus", "#CC79A7"),
     }
-    names = {"auto": ("full", "pariskv-plus")}
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for method, (label, colour) in shown.items():
@@ -132,10 +130,9 @@ def overview(*, dark: bool = False) -> Figure:
         for line in lines("decode"):
             setting = line["setting"]
             name, length = setting["method"].removesuffix(":iterations=4"), setting["length"]
-            wanted = names[method][length > far] if method in names else method
             asked = setting["shape"], setting["device"], name, setting["batch"], setting["steps"]
             usual = setting["hits"] != 0.0 and setting["dense_layers"] != 0
-            if asked == ("llama-3.1-8b", "NVIDIA H200", wanted, 1, "compiled") and usual:
+            if asked == ("llama-3.1-8b", "NVIDIA H200", method, 1, "compiled") and usual:
                 held = sum(line[part] for part in ("kv_device_bytes", "index_device_bytes", "kv_dense_bytes"))
                 mine[length] = 1e3 * line["tpot_s"], held / 1e9
         at = sorted(mine)

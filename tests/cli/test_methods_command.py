@@ -66,6 +66,11 @@ def test_a_method_tells_its_paper_and_how_it_differs(name: str) -> None:
     assert f"Choose it when: {method.choose}" in said
 
 
+def test_a_method_without_a_paper_has_none_in_the_table() -> None:
+    (line,) = (line for line in Said("methods").out.splitlines() if line.startswith("  thaw "))
+    assert line.split()[1] == "the"
+
+
 def test_the_methods_of_papers_say_how_they_differ() -> None:
     papers = [resolved for name in METHODS if (resolved := kvthaw.methods.resolve(name)).paper != "-"]
     assert [method.name for method in papers if method.differs == "-"] == []

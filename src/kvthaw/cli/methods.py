@@ -47,7 +47,7 @@ def methods(
     if name is None and as_json:
         print(json.dumps(rows))
     elif name is None:
-        told = [[row["name"], row["paper"], row["choose_it_when"]] for row in _recommended_first(rows)]
+        told = [[row["name"], row["paper"].strip("-"), row["choose_it_when"]] for row in _recommended_first(rows)]
         print_wide(
             lay_out(None, ["name", "paper", "choose it"], told, words=["name", "paper", "choose it"], folded=["choose it"])
         )
