@@ -3,8 +3,9 @@
 `python -m lab.soak --seconds 600`: a server of the model that ships, whose memory is bounded, answers honest clients alone,
 then beside hostile ones that send what is to be refused (bodies that are far too large or no requests, costly numbers and schemas,
 half of a request), then beside hostile ones that send what is to be served, too (long prompts, many outputs, documents that
-others delete), and leave; all three several times by turns. The last line has the honest clients' times, the answers by status, and
-the server's resident memory. It exits with 1 where an answer is 500 or above, an honest client got none, or the server ended.
+others delete), and leave; all three several times by turns. At the end all is quiet for a while. The last line has the honest
+clients' times, the answers by status, and the server's resident memory after each turn; a summary of it goes to stderr. It exits
+with 1 where an answer is 500 or above, an honest client got none, or the server ended.
 """
 
 from __future__ import annotations
@@ -259,6 +260,7 @@ def measured(server: subprocess.Popen[bytes], url: str, given: argparse.Namespac
     before = resident(server.pid)
     phases = {"alone": Hostile({}, given.seed), "refused": Hostile(REFUSED, given.seed), "served": Hostile(BOTH, given.seed)}
     noticed = {name: Noticed() for name in phases}
+    held = list[int]()
     for turn in range(given.turns):  # what else the machine does changes, and is to change all three alike
         for name, hostile in phases.items():
             hostile.seed = f"{given.seed} {turn}"
@@ -266,6 +268,8 @@ def measured(server: subprocess.Popen[bytes], url: str, given: argparse.Namespac
             found = asyncio.run(clients(url, seconds, given.honest, bad, hostile))
             noticed[name].seconds += found.seconds
             noticed[name].answers += found.answers
+        held.append(resident(server.pid))
+    time.sleep(given.quiet)
     answers, others = Counter[str](), Counter[str]()
     for name, found in noticed.items():
         line |= {
@@ -279,17 +283,41 @@ def measured(server: subprocess.Popen[bytes], url: str, given: argparse.Namespac
         for kind, longest in phases[name].longest.items():
             print(f"{name}: {kind}: {dict(phases[name].answers[kind])}, {longest:.2f} s at most", file=sys.stderr)
     line |= {"honest_answers": dict(answers), "hostile_answers": dict(others)}
-    return line | {"mib_before": before, "mib_after": resident(server.pid)}
+    return line | {"mib_before": before, "mib_by_turn": held, "mib_after": resident(server.pid)}
+
+
+def summary(line: dict[str, Any]) -> str:
+    """Return what was asked of a server, in words."""
+    times = "; ".join(f"{name} {line[f'{name}_p99_s']:.2f} s ({line[f'{name}_p99_times']:.2f} times)" for name in SHARES)
+    memory = " ".join(f"{mib:,}" for mib in line["mib_by_turn"])
+    failed = sum(count for status, count in line["hostile_answers"].items() if status.startswith("5"))
+    lines = [
+        f"honest p99: {times}",
+        f"memory: {line['mib_before']:,} MiB before, {memory} after each turn, {line['mib_after']:,} at the end",
+        f"answers of 500 and above: {failed}; honest: {line['honest_answers']}",
+    ]
+    return "\n".join(lines)
 
 
 def main() -> None:
     given = options(
-        __doc__, seconds=600.0, turns=4, honest=8, hostile=32, memory_gib=9, model="shipped", seed=0, out=Path, commit=str
+        __doc__,
+        seconds=600.0,
+        turns=4,
+        honest=8,
+        hostile=32,
+        quiet=10.0,
+        memory_gib=9,
+        model="shipped",
+        seed=0,
+        out=Path,
+        commit=str,
     )
     report = Report(given.out, given.commit)
     with served(given.model, given.memory_gib << 30) as (server, url):
         line = measured(server, url, given)
     report(line)
+    print(summary(line), file=sys.stderr)
     failed = any(status.startswith("5") for status in line["hostile_answers"])
     sys.exit(bool(failed or set(line["honest_answers"]) != {"200"} or server.returncode))
 
