@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvthaw.cli.chat import repeats
 from kvthaw.evaluate.text import AnswerText
 from said import Said, refused
 
@@ -140,6 +142,32 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(talk: Any, monkeypatch: 
     assert said.code == 0
     assert " Stopped." in said.err
     assert len(tokens) == 3 + 5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "loops"),
+    [
+        ([7] * 127, False),
+        ([7] * 128, True),
+        ([*range(40), *[5, 6, 7] * 43], True),
+        ([*range(30)] * 5, False),
+        ([*range(30)] * 6, True),
+        ([*range(64)] * 6, True),
+        ([*range(65)] * 9, False),
+        ([*[1, 2] * 64, 3], False),
+        ([], False),
+    ],
+)
+def test_a_loop_is_a_line_that_repeats(tokens: list[int], loops: bool) -> None:
+    assert repeats(tokens) is loops
+
+
+def test_an_answer_that_loops_is_stopped(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = importlib.import_module("kvthaw.cli.chat")
+    monkeypatch.setattr(chat, "repeats", lambda tokens: len(tokens) == 3)
+    said = talk(says=("Hi", "/quit"))
+    assert "3 tokens" in said.err
+    assert "Stopped, because it repeats itself: /set repetition-penalty 1.2" in said.err
 
 
 def test_a_text_that_is_too_long_may_lose_its_middle(model: str, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,9 @@ SHIPPED = (
     " It is a small model, trained to find planted facts and to continue books, not to answer questions or to converse: it soon "
     "repeats itself, less with --repetition-penalty 1.2. --model NAME takes another."
 )
+LOOPS = " Stopped, because it repeats itself: /set repetition-penalty 1.2 helps, and so does a larger budget."
+_LOOP, _LINE = 128, 64
+"""Tokens of a loop that end an answer, and the most that repeat in it. It repeats at least six times."""
 SETTINGS: dict[str, tuple[str, type]] = {
     "temperature": ("temperature", float),
     "top-k": ("top_k", int),
@@ -151,22 +154,32 @@ def _answer(talk: Conversation, question: str, sampling: Sampling, verbose: bool
             _say("stopped; the question is forgotten")
             return
         reading.end()
-        pieces = talk.stream(sampling)
+        pieces, loops = talk.stream(sampling), False
         for piece in pieces:
             sys.stdout.write(piece)
             sys.stdout.flush()
-            if interrupted():
+            loops = talk.answer is not None and repeats(talk.answer.tokens)
+            if interrupted() or loops:
                 break
         pieces.close()
         print(flush=True)
     answer = talk.answer
     if answer is not None:
-        why = {"length": " Cut at --max-new-tokens.", "interrupted": " Stopped."}.get(answer.finish, "")
+        why = {"length": " Cut at --max-new-tokens.", "interrupted": LOOPS if loops else " Stopped."}.get(answer.finish, "")
         kept = len(talk.tokens) - len(answer.tokens) - talk.prefilled
         _say(took(talk.prefilled, kept, talk.ttft_s, answer.tpot_s, len(answer.tokens)) + why)
         lines = [attended(talk.cache)] if verbose or len(talk.messages) <= 2 else []
         for line in [*lines, *(details(talk.cache) if verbose else ())]:
             _say(line)
+
+
+def repeats(tokens: Sequence[int]) -> bool:
+    """Return whether the last tokens are a line that repeats: at least six times, and over at least 128 tokens."""
+    for line in range(1, min(_LINE, len(tokens) // 6) + 1):
+        end = tokens[-max(_LOOP, 6 * line) :]
+        if len(end) >= _LOOP and all(one == other for one, other in zip(end, end[line:], strict=False)):
+            return True
+    return False
 
 
 def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path) -> None:
