@@ -13,7 +13,7 @@ from kvthaw.engine.logprobs import TokenLogprobs
 from kvthaw.engine.token_bytes import Offsets, TokenBytes
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.jobs import Delta
-from kvthaw.serve.schema import ChatRequest, CompletionRequest, Sampled
+from kvthaw.serve.schema import ChatRequest, CompletionRequest
 
 Json = dict[str, Any]
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -66,13 +66,14 @@ class Answer:
     prompts: token ids.
     """
 
-    prefix = ""
+    prefix = param = ""
+    """The beginning of its id, and the field of the prompts in the request."""
     ending = b""
     """Bytes at the end of a stream."""
     warning: str | None = None
     """A warning for the client at the end."""
 
-    def __init__(self, body: Sampled, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
+    def __init__(self, body: Any, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
         self.id, self.created, self.model = f"{self.prefix}{uuid.uuid4().hex}", int(time.time()), model
         self._prompts, self._tokenizer, self._outputs = prompts, tokenizer, body.outputs
         self._bytes = TokenBytes(tokenizer)
@@ -206,7 +207,7 @@ class Completion(Answer):
 class ChatAnswer(Completion):
     """Of /v1/chat/completions."""
 
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    kind, chunk_kind, prefix, param = "chat.completion", "chat.completion.chunk", "chatcmpl-", "messages"
 
     def opening(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
@@ -223,7 +224,7 @@ class ChatAnswer(Completion):
 class CompletionAnswer(Completion):
     """Of /v1/completions. With echo the prompt comes with an output's first tokens."""
 
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+    kind, chunk_kind, prefix, param = "text_completion", "text_completion", "cmpl-", "prompt"
 
     def __init__(self, body: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
         super().__init__(body, prompts, tokenizer, model)

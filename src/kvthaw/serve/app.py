@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -30,11 +30,13 @@ from kvthaw.serve.schema import (
     CompletionRequest,
     DetokenizeRequest,
     ResponsesRequest,
+    Sampled,
     TokenizeRequest,
 )
 from kvthaw.serve.service import Service, refused
 from kvthaw.version import __version__
 
+Asked = TypeVar("Asked", bound=Sampled)
 SAVING = 3.0
 """Seconds that documents have to be written once a server has ended all requests."""
 KEEP_ALIVE = 10.0
@@ -81,22 +83,19 @@ def most_values(service: Service) -> int:
 @router.post("/v1/chat/completions", responses=_STREAMS)
 async def chat(body: ChatRequest, http: Request) -> Response:
     """Answer a conversation."""
-    service = service_of(http)
-    body = body.filled(service.defaults)
-    body.check()
-    service.check(body.model, body.n)
-    encode = service.encode_chat(body.messages, body, client=client_of(http))
-    prompts = [await while_connected(service, encode, http.receive)]
-    return await _generate(http, body, prompts, ChatAnswer(body, prompts, service.tokenizer, service.name), "messages")
+    return await _converse(body, http, ChatAnswer)
+
+
+@router.post("/v1/responses", responses=_STREAMS)
+async def responses(body: ResponsesRequest, http: Request) -> Response:
+    """Answer a conversation with a response, which the server does not keep."""
+    return await _converse(body, http, ResponseAnswer)
 
 
 @router.post("/v1/completions", responses=_STREAMS)
 async def completions(body: CompletionRequest, http: Request) -> Response:
     """Continue texts or tokens."""
-    service = service_of(http)
-    body = body.filled(service.defaults)
-    body.check()
-    service.check(body.model, len(body.prompts) * body.n)
+    service, body = _accepted(body, http, len(body.prompts))
     client = client_of(http)
     before = await service.context_tokens(body, client)
     encode = partial(service.encode, behind=before, client=client)
@@ -104,19 +103,7 @@ async def completions(body: CompletionRequest, http: Request) -> Response:
         before + (await while_connected(service, encode(one), http.receive) if isinstance(one, str) else one)
         for one in body.prompts
     ]
-    return await _generate(http, body, prompts, CompletionAnswer(body, prompts, service.tokenizer, service.name), "prompt")
-
-
-@router.post("/v1/responses", responses=_STREAMS)
-async def responses(body: ResponsesRequest, http: Request) -> Response:
-    """Answer a conversation with a response, which the server does not keep."""
-    service = service_of(http)
-    body = body.filled(service.defaults)
-    body.check()
-    service.check(body.model, 1)
-    encode = service.encode_chat(body.messages, body, param="input", client=client_of(http))
-    prompts = [await while_connected(service, encode, http.receive)]
-    return await _generate(http, body, prompts, ResponseAnswer(body, prompts, service.tokenizer, service.name), "input")
+    return await _generate(http, body, prompts, CompletionAnswer)
 
 
 @router.get("/v1/models")
@@ -177,20 +164,31 @@ async def metrics(http: Request) -> Response:
     return Response(service_of(http).worker.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-async def _generate(
-    http: Request,
-    body: ChatRequest | CompletionRequest | ResponsesRequest,
-    prompts: Sequence[Sequence[int]],
-    answer: Answer,
-    param: str,
-) -> Response:
+def _accepted(body: Asked, http: Request, prompts: int = 1) -> tuple[Service, Asked]:
+    """Return the service, and the request with its defaults. Raises ApiError, before any work is done, for a request that it does
+    not take."""
     service = service_of(http)
+    body = body.filled(service.defaults)
+    body.check()
+    service.check(body.model, prompts * body.outputs)
+    return service, body
+
+
+async def _converse(body: ChatRequest | ResponsesRequest, http: Request, kind: type[Answer]) -> Response:
+    service, body = _accepted(body, http)
+    encode = service.encode_chat(body.messages, body, param=kind.param, client=client_of(http))
+    return await _generate(http, body, [await while_connected(service, encode, http.receive)], kind)
+
+
+async def _generate(http: Request, body: Sampled, prompts: Sequence[Sequence[int]], kind: type[Answer]) -> Response:
+    service = service_of(http)
+    answer = kind(body, prompts, service.tokenizer, service.name)
     try:
         grammar = await while_connected(service, service.grammar(body, client_of(http)), http.receive)
         sampling = body.sampling(grammar)
     except ConfigError as error:
-        raise refused(body, error, param) from None
-    job = service.submit(body, prompts, sampling, param, answer.id)
+        raise refused(body, error, kind.param) from None
+    job = service.submit(body, prompts, sampling, kind.param, answer.id)
     http.state.job, http.state.outputs = job, body.outputs
     if body.stream:
         return EventStream(service, job, _events(service, job, answer, client_of(http)))

@@ -49,7 +49,7 @@ async def create(body: ContextRequest, http: Request) -> Response:
         request = service.batch.request(ids, max_new_tokens=1, cache_salt=body.cache_salt, name=body.name, about=about)
     except ConfigError as error:
         raise ApiError(400, str(error), param=param) from None
-    service.check(None, 1)
+    service.admit(1)
     job, key = service.worker.submit([request]), (request.salt, body.name)
     if (earlier := service.coming.take(key)) is not None:  # no client waits for it, and it may end later than this one
         service.worker.cancel(earlier)

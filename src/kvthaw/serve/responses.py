@@ -17,7 +17,7 @@ _ENDED = ApiError(500, "the server ended before the answer did", code="server_er
 class ResponseAnswer(Answer):
     """Of /v1/responses: one message of one text."""
 
-    prefix = "resp_"
+    prefix, param = "resp_", "input"
 
     def __init__(self, body: ResponsesRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
         super().__init__(body, prompts, tokenizer, model)

@@ -24,7 +24,7 @@ from kvthaw.engine.lockstep import Compile, Lockstep
 from kvthaw.engine.request import hidden_salt
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.scheduler import Scheduler
-from kvthaw.errors import ConfigError, QueueFullError
+from kvthaw.errors import ConfigError
 from kvthaw.serve.coming import Coming
 from kvthaw.serve.compilers import Compilers
 from kvthaw.serve.errors import ApiError, shutting_down, too_long
@@ -111,16 +111,19 @@ class Service:
         """Raise ApiError, before any work is done, for a model that is not served and for more outputs than there is room for."""
         if model not in (None, self.name):
             raise ApiError(404, f"the model {model!r} is not served; {self.name!r} is", param="model", code="model_not_found")
-        if not self.ready:
-            raise shutting_down()
         if outputs > self.worker.room:
             raise ApiError(
                 400, f"the request wants {outputs} outputs; this server gives {self.worker.room} at a time", param="n"
             )
-        try:
-            self.worker.check_room(outputs)
-        except QueueFullError as error:
-            raise ApiError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
+        self.admit(outputs)
+
+    def admit(self, outputs: int) -> None:
+        """Raise ApiError if there is no room now for a request of `outputs` outputs. `Worker.submit` needs it again, because others
+        may have come while a prompt was tokenized."""
+        if not self.ready:
+            raise shutting_down()
+        if (full := self.worker.full(outputs)) is not None:
+            raise ApiError(429, full, code="rate_limit_exceeded", headers={"Retry-After": "1"})
 
     async def encode(
         self, text: str, *, special: bool = True, behind: Sequence[int] = (), param: str = "prompt", client: str = ""
@@ -281,7 +284,7 @@ class Service:
             requests[0].name = body.kv_name
         if body.recall is not None and len(prompts) > 1:
             raise ApiError(400, f"recall is given with {len(prompts)} prompts; one is recorded", param="recall")
-        self.check(None, len(requests))  # others may have come while the prompts were tokenized
+        self.admit(len(requests))
         if body.recall is not None:
             self.worker.watcher.record(name, requests[0], exact=body.recall == "exact")
         return self.worker.submit(requests)

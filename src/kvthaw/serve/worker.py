@@ -19,7 +19,6 @@ from kvthaw.engine.lockstep import Cancel, Change, Forget, Lockstep
 from kvthaw.engine.request import Request
 from kvthaw.engine.scheduler import Scheduler
 from kvthaw.engine.warm import plan_attention
-from kvthaw.errors import QueueFullError
 from kvthaw.serve.jobs import Delta, Job
 from kvthaw.serve.metrics import Metrics
 from kvthaw.serve.watcher import Watcher
@@ -104,19 +103,17 @@ class Worker:
         """Outputs that have not ended."""
         return sum(len(job.open) for job in self._jobs)
 
-    def check_room(self, count: int) -> None:
-        """Raise QueueFullError if there is no room for a request of `count` outputs."""
+    def full(self, count: int) -> str | None:
+        """Return why there is no room for a request of `count` outputs; None if there is."""
         jobs = len(self._jobs)
         if jobs >= self.room:
-            raise QueueFullError(f"{jobs} requests are served or wait; {self.room} may")
+            return f"{jobs} requests are served or wait; {self.room} may"
         if (more := self.open - jobs) + count - 1 > self.room:
-            raise QueueFullError(
-                f"requests have {more} outputs beyond their first, and {count - 1} would come; {self.room} may"
-            )
+            return f"requests have {more} outputs beyond their first, and {count - 1} would come; {self.room} may"
+        return None
 
     def submit(self, requests: Sequence[Request]) -> Job:
-        """Queue requests made by `Batch.request`. Raises QueueFullError."""
-        self.check_room(len(requests))
+        """Queue requests made by `Batch.request`, for which there is room."""
         job = Job(requests, [next(self._numbers) for _ in requests])
         priorities = [index // self._share for index in range(len(requests))]
         changes = self.lockstep.submits(job.numbers, requests, priorities)
