@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvthaw.answering import shared_tokens
+from kvthaw.engine.chat_template import Chat, following, split_prompt
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.files import read_asset
-from kvthaw.evaluate.text import Chat, following, split_prompt
 from lab.evaluate.assets import read_own
 from lab.evaluate.tasks import niah, passkey
 from lab.evaluate.tasks.base import Haystack, count, depth_of, distinct, holds, number, uuid, word_key

@@ -22,6 +22,7 @@ from typing import Any
 
 from kvthaw.bench.card import provenance
 from kvthaw.cli.options import budget_of, listed, tokens_of, words
+from kvthaw.engine.chat_template import Chat
 from kvthaw.engine.hf.model import load, silence
 from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.evaluate.agreement import (
@@ -38,7 +39,6 @@ from kvthaw.evaluate.agreement import (
 from kvthaw.evaluate.files import read_asset
 from kvthaw.evaluate.report import enough
 from kvthaw.evaluate.results import Record, ResultsFile
-from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
 from kvthaw.methods import METHODS
 from lab.script import paragraph, put, run_as_script

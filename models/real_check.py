@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 
 import kvthaw
+from kvthaw.engine.chat_template import Chat
 from kvthaw.engine.hf.model import load, silence
 from kvthaw.evaluate.agreement import Agreement, Comparison, questions, summarize, windows
 from kvthaw.evaluate.files import read_asset
 from kvthaw.evaluate.report import agreements
-from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import read_variants
 
 TOKENS = 12

@@ -18,10 +18,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvthaw.engine.chat_template import Chat
 from kvthaw.engine.hf.model import load, silence
 from kvthaw.evaluate.agreement import questions
 from kvthaw.evaluate.files import read_asset
-from kvthaw.evaluate.text import Chat
 
 TOKENS, STEPS, QUERIES = 760, 8, 72
 Head = dict[str, torch.Tensor]

@@ -10,12 +10,12 @@ import pytest
 
 from kvthaw.answering import Answer
 from kvthaw.conversation import Conversation, plain_template
+from kvthaw.engine.chat_template import Chat
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import load
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import CacheError, ConfigError
-from kvthaw.evaluate.text import Chat
 
 SIX = Sampling(max_tokens=6)
 MARKED = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[end]{% endfor %}[assistant]"

@@ -103,10 +103,10 @@ def compare(
     from kvthaw.evaluate.results import ResultsFile
 
     if not report_only:
+        from kvthaw.engine.chat_template import Chat
         from kvthaw.engine.hf.kv_dir import KvDir
         from kvthaw.evaluate.agreement import Agreement
         from kvthaw.evaluate.passages import text_name
-        from kvthaw.evaluate.text import Chat
         from kvthaw.methods import METHODS
         from lab.evaluate.compare import Grid, agreement, check_texts, fifth, run
         from lab.evaluate.perplexity import Course, Reader

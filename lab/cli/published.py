@@ -102,9 +102,9 @@ def evaluate(
     wanted = list({each.name: each for one in asked_for for each in benchmarks(one)}.values())
     variants, ways = methods.variants(), questions_of(question)
     mine, asked = shard_of(shard, out), template.asked(chat)
+    from kvthaw.engine.chat_template import Chat
     from kvthaw.engine.hf.kv_dir import KvDir
     from kvthaw.evaluate.results import ResultsFile
-    from kvthaw.evaluate.text import Chat
     from kvthaw.evaluate.variant import FULL
     from lab.evaluate.plot import check, score_bars
     from lab.evaluate.published.results import summarize

@@ -10,10 +10,24 @@ import torch
 from torch import Tensor
 
 from kvthaw.engine.decode import Tokens, decode, forward
+from kvthaw.engine.generation_config import stop_tokens
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.model import positions
 from kvthaw.engine.sampling import GREEDY, Sampling, sample
-from kvthaw.evaluate.text import AnswerText, stop_tokens
+from kvthaw.engine.text import Detokenizer
+
+
+class AnswerText(Detokenizer):
+    """The text of an answer. Stop strings before its first word do not end it, if `after_first_word`."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), *, after_first_word: bool = False) -> None:
+        super().__init__(tokenizer, stops)
+        self._begun = not after_first_word
+
+    def _search(self, piece: str) -> str:
+        lead = "" if self._begun else piece[: len(piece) - len(piece.lstrip())]
+        self._begun = self._begun or lead != piece
+        return lead + super()._search(piece[len(lead) :])
 
 
 class Answers:
@@ -94,6 +108,14 @@ class Answers:
         piece, most = text.push(token), positions(self.model)
         self.new_tokens[row] += 1
         full = most is not None and self.cache.kv.sequences.length(row) >= most
-        self.stopped[row] = text.stopped
-        self.over[row] = text.stopped or full or self.new_tokens[row] >= limit
+        self.stopped[row] = text.stopped_by is not None
+        self.over[row] = text.stopped_by is not None or full or self.new_tokens[row] >= limit
         return piece + text.finish() if self.over[row] else piece
+
+
+def spoken(text: str, stops: Sequence[str] = ()) -> str:
+    """Return a model's output after its thoughts, if any, up to the first stop string that follows its first word."""
+    said = text.rpartition("</think>")[2].lstrip() if "</think>" in text else text
+    return said[
+        : min((at for stop in stops if (at := said.find(stop, len(said) - len(said.lstrip()))) >= 0), default=len(said))
+    ]

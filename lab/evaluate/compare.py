@@ -11,12 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from kvthaw.engine.chat_template import Chat
 from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.evaluate.agreement import STEPS, Comparison, Prompt, longest
 from kvthaw.evaluate.agreement import summarize as summarize_agreement
 from kvthaw.evaluate.evaluator import Evaluator, Shard, part
 from kvthaw.evaluate.results import Record
-from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
 from lab.evaluate.job import EVEN_DEPTHS, Job, Question
 from lab.evaluate.perplexity import summarize as summarize_perplexity

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
+from kvthaw.engine.chat_template import Chat
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.evaluate.text import Chat
 from lab.evaluate.tasks import Task, find
 
 T = TypeVar("T")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from kvthaw.engine.chat_template import split_prompt
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.evaluator import Evaluator, Piece
@@ -12,9 +13,8 @@ from kvthaw.evaluate.machine import now, versions
 from kvthaw.evaluate.prefills import Prefilled, Tell
 from kvthaw.evaluate.results import BYTES, CHAT, Record, Setting, asked_budget, largest, mean, means, shared
 from kvthaw.evaluate.row_stats import PerRequestStats
-from kvthaw.evaluate.text import split_prompt, spoken
 from kvthaw.evaluate.variant import Variant, setting_of
-from lab.evaluate.answers import Answers
+from lab.evaluate.answers import Answers, spoken
 from lab.evaluate.job import Job, SampleKey
 from lab.evaluate.metrics import paired, wilson
 from lab.evaluate.probe import QUALITY, Probe

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from kvthaw.engine.chat_template import split_prompt
 from kvthaw.engine.decode import feed, generate
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import check_prompt
@@ -17,7 +18,6 @@ from kvthaw.engine.sampling import Sampling
 from kvthaw.evaluate.evaluator import Progress
 from kvthaw.evaluate.passages import opening, tokens_of
 from kvthaw.evaluate.results import Record, Setting
-from kvthaw.evaluate.text import split_prompt
 from kvthaw.evaluate.variant import Variant, complete, fork, setting_of, whole
 from lab.evaluate.probe import Probe, Quality
 from lab.evaluate.published import BENCHMARKS

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import Method
 from kvthaw.engine.decode import generate
+from kvthaw.engine.generation_config import stop_tokens
 from kvthaw.engine.hf import Cache, PreTrainedModel
-from kvthaw.engine.hf.kv_dir import common
 from kvthaw.engine.hf.model import positions
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import GREEDY, Sampling
-from kvthaw.evaluate.text import AnswerText, stop_tokens
+from kvthaw.engine.text import Detokenizer, common
 
 Progress = Callable[[int, int], None]
 """Called with the prefilled tokens of a prompt, and the prompt's tokens."""
@@ -49,7 +49,7 @@ class Answer:
         self.tokens: list[int] = []
         self.times: list[float] = []
         self.finish = "interrupted"
-        self._out = AnswerText(tokenizer, sampling.stop, after=after)
+        self._out = Detokenizer(tokenizer, sampling.stop, after=after)
         self._cache, self._most = cache, positions(model)
         self._limit = 128 if sampling.max_tokens is None else sampling.max_tokens
         stops = stop_tokens(model, tokenizer)
@@ -65,11 +65,11 @@ class Answer:
                 self.times.append(time.perf_counter())
                 self.tokens.append(token)
                 yield self._out.push(token)
-                if self._out.stopped:
+                if self._out.stopped_by is not None:
                     break
             full = self._most is not None and self._cache.get_seq_length() >= self._most
             over = len(self.tokens) >= self._limit or full
-            self.finish = "length" if over and not self._out.stopped else "stop"
+            self.finish = "length" if over and self._out.stopped_by is None else "stop"
             yield self._out.finish()
         finally:
             self._out.finish()
@@ -77,7 +77,7 @@ class Answer:
     @property
     def stopped(self) -> bool:
         """Whether a stop string ended the answer. The cache then holds tokens of that string."""
-        return self._out.stopped
+        return self._out.stopped_by is not None
 
     @property
     def tpot_s(self) -> float | None:

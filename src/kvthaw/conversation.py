@@ -13,16 +13,15 @@ from typing import Any
 import torch
 
 from kvthaw.answering import Answer, Progress
-from kvthaw.engine.chat_template import dates_of, dates_said
+from kvthaw.engine.chat_template import Chat, dates_of, dates_said, following
 from kvthaw.engine.hf import Cache, PreTrainedModel, saving
-from kvthaw.engine.hf.kv_dir import common, fill, keep
+from kvthaw.engine.hf.kv_dir import fill, keep
 from kvthaw.engine.hf.model import check_prompt, check_text, positions
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import GREEDY, Sampling
-from kvthaw.engine.text import tokens_after
+from kvthaw.engine.text import common, tokens_after
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.machine import now
-from kvthaw.evaluate.text import Chat, following
 from kvthaw.evaluate.variant import Variant
 from kvthaw.inspect.page import standalone, texts
 from kvthaw.inspect.passages import RECENT, Passage, passages

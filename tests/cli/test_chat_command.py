@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvthaw.cli.chat import repeats
-from kvthaw.evaluate.text import AnswerText
+from kvthaw.engine.text import Detokenizer
 from said import Said, refused
 
 DOCUMENT = "Down the rabbit hole. " * 30
@@ -129,15 +129,15 @@ def test_what_fails_ends_no_conversation(talk: Any) -> None:
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    push, tokens = AnswerText.push, list[int]()
+    push, tokens = Detokenizer.push, list[int]()
 
-    def third(self: AnswerText, token: int) -> str:
+    def third(self: Detokenizer, token: int) -> str:
         tokens.append(token)
         if len(tokens) == 3:
             signal.raise_signal(signal.SIGINT)
         return push(self, token)
 
-    monkeypatch.setattr(AnswerText, "push", third)
+    monkeypatch.setattr(Detokenizer, "push", third)
     said = talk(says=("Who?", "Why?"))
     assert said.code == 0
     assert " Stopped." in said.err

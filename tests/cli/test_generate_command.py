@@ -203,7 +203,7 @@ def test_what_was_kept_on_another_day_is_gone_on_from(
             def now(cls, tz: Any = None) -> datetime:
                 return datetime(2026, month, 1, tzinfo=tz)  # noqa: B023
 
-        monkeypatch.setattr("kvthaw.evaluate.text.datetime", Then)
+        monkeypatch.setattr("kvthaw.engine.chat_template.datetime", Then)
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Then)
         kept += [Said("generate", document, *common, "--question", "Who?").records[0]["kept_tokens"]]
     held = len(f"Today is 01 January 2026.[user]{text.rstrip()}")

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvthaw.engine.chat_template import render
+from kvthaw.engine.chat_template import Chat, render
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.text import Chat
 from tokenizers_of import byte_level
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

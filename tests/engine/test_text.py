@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 from kvthaw.engine.hf.model import shipped_path
 from kvthaw.engine.text import Detokenizer, StopStrings, TextStream, tokens_after
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.text import AnswerText
 from tokenizers_of import KINDS, WORDS
 
 HALF = "�"
@@ -207,11 +206,11 @@ def test_a_stop_string_that_spells_a_special_token(kind: str, stop: str, parts: 
         assert shown == out.text
         assert out.text.removesuffix(stop).replace(" ", "") == text
         assert out.text.endswith(stop) is include
-    answer = AnswerText(tokenizer, [stop])
+    answer = Detokenizer(tokenizer, [stop])
     for token in tokens:
         answer.push(token)
     answer.finish()
-    assert answer.stopped
+    assert answer.stopped_by is not None
     assert answer.text.replace(" ", "") == text
 
 
@@ -280,7 +279,7 @@ def test_an_answer_goes_on_its_prompt() -> None:
     tokenizer = KINDS["llama"]()
     a, the = (tokenizer.convert_tokens_to_ids(token) for token in ("a", "▁the"))
     for after, text in (([a], " the the"), ((), "the the")):
-        answer = AnswerText(tokenizer, after=after)
+        answer = Detokenizer(tokenizer, after=after)
         assert "".join([answer.push(the), answer.push(the), answer.finish()]) == answer.text == text
 
 

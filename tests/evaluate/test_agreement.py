@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvthaw.engine.generation_config import stop_tokens
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.agreement import (
     Agreement,
@@ -25,7 +26,6 @@ from kvthaw.evaluate.agreement import (
 from kvthaw.evaluate.files import read_asset
 from kvthaw.evaluate.report import enough
 from kvthaw.evaluate.results import Record, ResultsFile
-from kvthaw.evaluate.text import stop_tokens
 from kvthaw.evaluate.variant import FULL, Variant
 
 WIDE, NARROW = Variant("oracle", 1000), Variant("streaming", 64)

@@ -12,12 +12,12 @@ from unpacking import ints, sets
 
 import bytemodel
 from kvthaw import Cache
+from kvthaw.engine.chat_template import following
 from kvthaw.engine.decode import generate
 from kvthaw.engine.hf.model import load
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import GREEDY, Sampling
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.text import following
 from kvthaw.evaluate.variant import Variant, complete
 from kvthaw.inspect.pack import pack, pack_sets
 from kvthaw.inspect.page import standalone, text_data

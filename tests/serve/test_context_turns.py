@@ -14,7 +14,7 @@ from servers import Served, serving
 
 from kvthaw import Cache
 from kvthaw.conversation import Conversation
-from kvthaw.evaluate.text import Chat
+from kvthaw.engine.chat_template import Chat
 from kvthaw.serve.build import build
 from kvthaw.serve.reader import Reader
 from kvthaw.serve.schema import ChatRequest, CompletionRequest, Message

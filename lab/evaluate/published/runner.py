@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvthaw.engine.chat_template import Chat, split_prompt
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.sampling import Sampling
@@ -16,9 +17,8 @@ from kvthaw.evaluate.evaluator import Evaluator, Piece
 from kvthaw.evaluate.machine import versions
 from kvthaw.evaluate.prefills import Prefills, Tell
 from kvthaw.evaluate.results import Record, Setting
-from kvthaw.evaluate.text import Chat, split_prompt, spoken
 from kvthaw.evaluate.variant import FULL, Variant, setting_of
-from lab.evaluate.answers import Answers
+from lab.evaluate.answers import Answers, spoken
 from lab.evaluate.job import Question, check_question
 from lab.evaluate.probe import QUALITY, Probe
 

@@ -89,10 +89,10 @@ def agreement(
     lengths = None if length is None else listed(length, tokens_of, "--length")
     if prompts is not None and lengths is not None and len(lengths) > 1:
         raise typer.BadParameter("with --prompts it is one number", param_hint="--length")
+    from kvthaw.engine.chat_template import Chat
     from kvthaw.evaluate.agreement import Agreement, Comparison, longest, questions, read_prompts, summarize, windows
     from kvthaw.evaluate.report import agreements
     from kvthaw.evaluate.results import ResultsFile
-    from kvthaw.evaluate.text import Chat
 
     text = None if file is None else prompt_text(None, file)
     results = ResultsFile(out)

@@ -101,13 +101,12 @@ def generate(
     if not several:
         check_name(method)  # a wrong name costs no loading
     from kvthaw.answering import Answer, Prompts, shared_tokens
-    from kvthaw.engine.chat_template import has_template
+    from kvthaw.engine.chat_template import Chat, dates_of_kept, following, has_template, split_prompt
     from kvthaw.engine.hf import Cache, attach
     from kvthaw.engine.hf.chunks import CHUNK
     from kvthaw.engine.hf.kv_dir import KvDir, fill, keep, saved_tokens
     from kvthaw.engine.hf.model import check_prompt, positions
     from kvthaw.evaluate.machine import now, versions
-    from kvthaw.evaluate.text import Chat, dates_of_kept, following, split_prompt
 
     sampling = drawing.sampling(max_new_tokens)
     llm, tokenizer = loading.load(asked, None if cut else text, template.template())

@@ -17,9 +17,9 @@ from kvthaw.config import CacheConfig
 from kvthaw.regions import BUDGET
 
 if TYPE_CHECKING:
+    from kvthaw.engine.chat_template import Chat
     from kvthaw.engine.hf import PreTrainedModel
     from kvthaw.engine.sampling import Sampling
-    from kvthaw.evaluate.text import Chat
     from kvthaw.evaluate.variant import Variant
 
 
@@ -113,7 +113,7 @@ class SystemOptions:
     def asked(self, chat: bool | None = None) -> Chat | None:
         """Return how to ask through the chat template, which --system and --thinking imply; None: not. Raises a usage error for
         these two without it."""
-        from kvthaw.evaluate.text import Chat
+        from kvthaw.engine.chat_template import Chat
 
         wanted = self.system is not None or self.thinking is not None
         if chat is False and wanted:

@@ -46,9 +46,10 @@ def inspect(
     if not os.access(out.parent, os.W_OK):
         raise ConfigError(f"--out is {str(out)!r}; its folder does not exist or cannot be written to")
     document, asked = prompt_text(None, file), template.asked()
-    from kvthaw.engine.chat_template import has_template
+    from kvthaw.engine.chat_template import Chat, has_template
+    from kvthaw.engine.generation_config import stop_tokens
     from kvthaw.engine.sampling import Sampling
-    from kvthaw.evaluate.text import AnswerText, Chat, stop_tokens
+    from kvthaw.engine.text import Detokenizer
     from kvthaw.evaluate.variant import complete
     from kvthaw.inspect.page import standalone
     from kvthaw.inspect.run import inspect as run
@@ -68,7 +69,7 @@ def inspect(
         )  # fmt: skip
     page = standalone(found, tokenizer, f"{file.name}: {question.strip()}")
     write_whole(out, page)
-    said, stops = AnswerText(tokenizer), stop_tokens(llm, tokenizer)
+    said, stops = Detokenizer(tokenizer), stop_tokens(llm, tokenizer)
     for token in found.answer:
         if token not in stops:
             said.push(token)

@@ -1,16 +1,19 @@
-"""Render messages with a tokenizer's chat template."""
+"""Render messages with a tokenizer's chat template, and divide prompts that ask through it."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
 
+from kvthaw.engine.text import common
 from kvthaw.errors import ConfigError
 
 _CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.+?)(?P=quote)\s*\)""")  # how templates ask for the date
@@ -103,3 +106,119 @@ def _taken(tokenizer: Any, template: str | None) -> str:
     own = tokenizer.chat_template if has_template(tokenizer) else ""
     found: str = template or (own["default"] if isinstance(own, dict) else own)
     return found
+
+
+_DATED = 64  # tokens that a date may have more than today's
+
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""What templates call the switch for thinking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Asks through a tokenizer's chat template, the prompt as one message of the user.
+
+    system: a message before it.
+    thinking: switched on or off; None leaves it to the template.
+    """
+
+    system: str | None = None
+    thinking: bool | None = None
+
+    def setting(self) -> dict[str, Any]:
+        """Return the given options of the template, on which a record depends."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def check(self, tokenizer: Any) -> None:
+        """Raise ConfigError if the tokenizer's template does not support these options."""
+        if not has_template(tokenizer):
+            raise ConfigError(f"chat, a system prompt or thinking is asked for, but the tokenizer has {templates(tokenizer)}")
+        if self.system is not None and self.system.strip() not in self.render(tokenizer, "Hello."):
+            raise ConfigError("system is given, but the chat template leaves the system prompt out")
+        if self.thinking is not None:
+            other = replace(self, thinking=not self.thinking)
+            if self.render(tokenizer, "Hello.") == other.render(tokenizer, "Hello."):
+                word = "on" if self.thinking else "off"
+                raise ConfigError(f"thinking is to be {word}, but the chat template does not know {' or '.join(_SWITCHES)}")
+
+    def render(self, tokenizer: Any, prompt: str, dates: Mapping[str, str] = MappingProxyType({})) -> str:
+        """Return the text that asks for an answer to a prompt.
+
+        dates: see `render`.
+        """
+        return self.turns(tokenizer, [{"role": "user", "content": prompt}], dates=dates)
+
+    def turns(
+        self, tokenizer: Any, messages: Sequence[Mapping[str, str]], *, dates: Mapping[str, str] = MappingProxyType({})
+    ) -> str:
+        """Return the text that asks for an answer after several messages.
+
+        dates: see `render`.
+        """
+        if self.system is not None:
+            messages = [{"role": "system", "content": self.system}, *messages]
+        switch: dict[str, Any] = {} if self.thinking is None else dict.fromkeys(_SWITCHES, self.thinking)
+        return render(tokenizer, messages, dates=dates, add_generation_prompt=True, **switch)
+
+
+def following(document: str, question: str) -> str:
+    """Return a question as it follows a document: on a line of its own."""
+    apart = not document or document.endswith("\n") or question[:1] in ("", "\n")
+    return question if apart else f"\n{question}"
+
+
+def dates_of_kept(tokenizer: Any, chat: Chat, kept: Sequence[Sequence[int]], prompt: str) -> dict[str, str]:
+    """Return the date that a chat template should print, by format. Use the date of the saved prompt that shares most tokens
+    with this one, or today's if no saved prompt shares more.
+
+    kept: tokens of saved prompts.
+    """
+    today = dates_of(tokenizer, datetime.now())
+    draw = partial(chat.render, tokenizer)
+
+    def read(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    if not today or not kept:
+        return today
+    ids, start = read(draw(prompt, today)), len(read(opening(draw, today)))
+    best, most = today, max(common(one, ids) for one in kept)
+    for one in kept:
+        text = tokenizer.decode(one[: start + _DATED], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if (dates := dates_said(text, draw, today)) is not None:
+            at = len(read(opening(draw, dates)))
+            if (held := at + common(one[at:], ids[start:])) > most:
+                best, most = dates, held
+    return best
+
+
+def split_prompt(
+    tokenizer: Any,
+    context: str,
+    question: str,
+    chat: Chat | None = None,
+    *,
+    dates: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of a context and of what follows it. Together they are the whole prompt's tokens.
+
+    A token that spans both belongs to the question.
+
+    chat: use the tokenizer's template, whose end then belongs to the question.
+    dates: see `render`.
+    """
+    prompt, before = context + question, context
+    if chat is not None:
+        whole_text = chat.render(tokenizer, prompt, dates)
+        at = whole_text.rfind(question) if question else len(whole_text)
+        if at < 0:
+            raise ConfigError("the chat template changes the question, so context and question cannot be told apart")
+        prompt, before = whole_text, whole_text[:at]
+    special = {"add_special_tokens": False} if chat is not None else {}
+    whole: list[int] = list(tokenizer(prompt, verbose=False, **special)["input_ids"])
+    if prompt == before:
+        return whole, []
+    alone: list[int] = list(tokenizer(before, verbose=False, **special)["input_ids"]) if before else []
+    same = next((i for i, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b), min(len(whole), len(alone)))
+    return whole[:same], whole[same:]

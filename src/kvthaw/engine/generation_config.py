@@ -35,3 +35,13 @@ def as_generate_does(model: Any) -> dict[str, float]:
     if getattr(getattr(model, "generation_config", None), "do_sample", None):
         return {"temperature": 1.0} | found
     return {name: value for name, value in found.items() if name == "repetition_penalty"}
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a generation, from the generation config and the tokenizer."""
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    return frozenset(found)

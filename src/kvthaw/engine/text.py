@@ -219,12 +219,20 @@ class Detokenizer:
         if self._unsearched > 0:
             self._unsearched -= 1
             return self._add(self._stops.shown(piece))
-        return self._add(self._stops.push(piece))
+        return self._add(self._search(piece))
 
     def finish(self) -> str:
         """Return the held-back text, including an incomplete character."""
-        return self._add(self._stops.push(self._stream.finish()) + self._stops.finish())
+        return self._add(self._search(self._stream.finish()) + self._stops.finish())
+
+    def _search(self, piece: str) -> str:
+        return self._stops.push(piece)
 
     def _add(self, piece: str) -> str:
         self.text += piece
         return piece
+
+
+def common(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the common prefix of two prompts, in tokens or characters."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.engine.chat_template import Chat, following, split_prompt
 from kvthaw.engine.decode import feed
+from kvthaw.engine.generation_config import stop_tokens
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import check_prompt, positions
 from kvthaw.errors import ConfigError, at_least
@@ -27,7 +29,6 @@ from kvthaw.evaluate.passages import opening, tokens_of
 from kvthaw.evaluate.prefills import Tell
 from kvthaw.evaluate.results import BYTES, Record, Setting, asked_budget, largest, means, shared
 from kvthaw.evaluate.row_stats import PerRequestStats
-from kvthaw.evaluate.text import Chat, following, split_prompt, stop_tokens
 from kvthaw.evaluate.variant import FULL, Variant, setting_of
 
 STEPS = 16

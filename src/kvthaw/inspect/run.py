@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.layer_base import LayerKV
+from kvthaw.engine.chat_template import Chat, following, split_prompt
 from kvthaw.engine.decode import decode
+from kvthaw.engine.generation_config import stop_tokens
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.model import check_prompt, check_text, positions
 from kvthaw.engine.prefill import chunks, prefill
 from kvthaw.engine.sampling import GREEDY, Sampler, Sampling
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.evaluate.text import Chat, following, split_prompt, stop_tokens
 from kvthaw.evaluate.variant import Variant, fork, whole
 from kvthaw.inspect.recorder import ExactTopK, Recorder, Recording
 from kvthaw.methods import resolve

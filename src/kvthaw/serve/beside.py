@@ -17,8 +17,8 @@ from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.dry_run import head_dim, of_layer
 from kvthaw.engine.prefill import chunks
 from kvthaw.engine.request import Request
+from kvthaw.engine.text import Detokenizer
 from kvthaw.errors import CacheError
-from kvthaw.evaluate.text import AnswerText
 from kvthaw.evaluate.variant import Variant
 from kvthaw.inspect.page import label, passage_data
 from kvthaw.inspect.passages import RECENT
@@ -77,7 +77,7 @@ class Beside:
         recorder = Recorder(self._cache.kv)
         request, limit = self._request, min(self._request.limit, MOST_TOKENS)
         sampling = replace(request.sampling, max_tokens=limit, grammar=None)
-        out = AnswerText(self._tokenizer, sampling.stop, after=request.text_after)
+        out = Detokenizer(self._tokenizer, sampling.stop, after=request.text_after)
         how: Any = {"limit": limit, "stops": request.stop, "sampling": sampling, "prompt": self._prompt}
         for token in generate(self._model, self._cache, logits, **how):
             if self._tokens:
@@ -86,9 +86,9 @@ class Beside:
                 self._recording.skip()  # the prefill chose it
             self._tokens.append(token)
             yield out.push(token)
-            if out.stopped:
+            if out.stopped_by is not None:
                 break
-        self._finish = "length" if len(self._tokens) >= limit and not out.stopped else "stop"
+        self._finish = "length" if len(self._tokens) >= limit and out.stopped_by is None else "stop"
         yield out.finish()
 
     def step(self) -> str | None:

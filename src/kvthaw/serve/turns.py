@@ -7,8 +7,7 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from kvthaw.engine.chat_template import Draw, dates_of, dates_said, has_template, opening, render
-from kvthaw.evaluate.text import following
+from kvthaw.engine.chat_template import Draw, dates_of, dates_said, following, has_template, opening, render
 from kvthaw.serve.schema import Message
 
 

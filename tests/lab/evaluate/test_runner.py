@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import kvthaw
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.engine.chat_template import Chat, split_prompt
 from kvthaw.engine.decode import forward, generate
 from kvthaw.engine.hf.model import load
 from kvthaw.engine.prefill import prefill
@@ -24,12 +25,11 @@ from kvthaw.errors import ConfigError
 from kvthaw.evaluate.evaluator import Piece, Progress
 from kvthaw.evaluate.machine import fingerprint
 from kvthaw.evaluate.results import ResultsFile, mean
-from kvthaw.evaluate.text import AnswerText, Chat, split_prompt
 from kvthaw.evaluate.variant import FULL, Variant
 from kvthaw.index.units import UnitIndex
 from kvthaw.methods import METHODS
 from lab.evaluate import runner as run_of
-from lab.evaluate.answers import Answers
+from lab.evaluate.answers import Answers, AnswerText
 from lab.evaluate.job import EVEN_DEPTHS, Job
 from lab.evaluate.metrics import wilson
 from lab.evaluate.runner import Runner, summarize
@@ -411,7 +411,7 @@ def test_answers_end_at_a_newline_after_the_first_word(loaded: tuple[Any, Any]) 
         answer = AnswerText(tokenizer, stops, after_first_word=after)
         shown = "".join(answer.push(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"])
         assert shown + answer.finish() == answer.text
-        return answer.text, answer.stopped
+        return answer.text, answer.stopped_by is not None
 
     assert [read(text, "\n") for text in ("", "\n", "\n 12")] == [("", False), ("\n", False), ("\n 12", False)]
     assert [read(text, "\n") for text in (" 12\n", "12\nand", "\n12\n")] == [(" 12", True), ("12", True), ("\n12", True)]

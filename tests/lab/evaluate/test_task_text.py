@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvthaw.engine.chat_template import Chat, split_prompt
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.text import Chat, split_prompt, spoken
 from kvthaw.evaluate.variant import FULL
+from lab.evaluate.answers import spoken
 from lab.evaluate.job import THINKING, Job
 from lab.evaluate.runner import Runner
 from lab.evaluate.tasks import TASKS

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.saving import check_header, load, save
+from kvthaw.engine.text import common
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError
 
 _log = logging.getLogger(__name__)
@@ -89,11 +90,6 @@ def keep(
         warn(f"{error}; the prompt is not kept")
         return False
     return True
-
-
-def common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the common prefix of two prompts, in tokens or characters."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def saved_tokens(model: PreTrainedModel, path: Path, warn: Callable[[str], None] = _log.warning) -> list[int]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvthaw.engine.chat_template import Chat, split_prompt
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.results import Record, ResultsFile
-from kvthaw.evaluate.text import Chat, split_prompt
 from kvthaw.evaluate.variant import FULL, Variant
 from lab.evaluate.published import BENCHMARKS, Generation, Item
 from lab.evaluate.published.results import pass_at_k, summarize
