@@ -13,7 +13,6 @@ from kvthaw.bench.card import where
 from kvthaw.bench.decode import Measures
 from kvthaw.bench.settings import HF
 from kvthaw.bench.steps import hf_cache, most_warm
-from kvthaw.cache.clone import padded
 from kvthaw.engine.decode import decode
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError, ConfigError
@@ -139,8 +138,8 @@ class FilledBench(ShapeBench):
 def taken(cache: Cache, number: int) -> Tokens:
     """A layer's tokens, of a cache that has only had a prompt of one row."""
     kv = cache.kv.layers[number]
-    queries, keys, values = padded(kv)
-    return Tokens(number, torch.stack((keys, values), dim=3), queries, kv.scale)
+    queries, sequences = kv.recent_queries[0][None], cache.kv.sequences
+    return Tokens(number, kv.read(0, 0, sequences.length(0))[None].to(queries.device), queries, kv.scale)
 
 
 def hits_as_asked(setting: ShapeSetting, found: float | None) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from kvthaw.cache import host_memory
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.offloader import Offloader, offload, offload_prompt
+from kvthaw.cache.layer_storage import LayerStorage, offload, offload_prompt
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import HostMemoryError
@@ -22,7 +22,7 @@ def test_the_past_is_in_order_from_store_and_ring() -> None:
     slab.write(0, 0, rows[:, :2])
     slab.write(0, 12, rows[:, 12:])
     store.append(0, rows[:, :14])
-    past = list(Offloader(store, slab, Streams()).past(0, 20, queries=4))
+    past = list(LayerStorage(store, slab, Streams()).past(0, 20, queries=4))
     assert torch.equal(torch.cat([keys[0] for keys, _ in past], dim=1), rows[:, :, 0])
     assert torch.equal(torch.cat([values[0] for _, values in past], dim=1), rows[:, :, 1])
 
@@ -32,11 +32,11 @@ def test_a_ring_is_filled_again_as_far_as_the_store_goes() -> None:
     slab = Slab(1, 2, 4, Regions(2, 4, 4), 1, dtype=torch.float32, device=torch.device("cpu"))
     slab.write(0, 14, rows[:, 14:])
     store.append(0, rows[:, :14])
-    Offloader(store, slab, Streams()).refill(0, 12, 20)
+    LayerStorage(store, slab, Streams()).refill(0, 12, 20)
     assert torch.equal(slab.read(0, 12, 20), rows[:, 12:])
 
 
-def layers(count: int, seqs: int = 2) -> list[Offloader]:
+def layers(count: int, seqs: int = 2) -> list[LayerStorage]:
     """Layers of sequences whose first 14 tokens are stored; the ring has 12 .. 20."""
     made = []
     for _ in range(count):
@@ -45,7 +45,7 @@ def layers(count: int, seqs: int = 2) -> list[Offloader]:
         slab.data.normal_()
         for seq in range(seqs):
             store.append(seq, torch.cat([slab.read(seq, 0, 2), torch.randn(2, 10, 2, 4), slab.read(seq, 12, 14)], dim=1))
-        made.append(Offloader(store, slab, Streams()))
+        made.append(LayerStorage(store, slab, Streams()))
     return made
 
 

@@ -59,7 +59,7 @@ def test_a_prompt_is_offloaded_by_one_launch(monkeypatch: pytest.MonkeyPatch) ->
         calls.append(len(slabs))
         definition(slabs, *args, **how)
 
-    monkeypatch.setattr("kvthaw.cache.offloader.freeze_definition", counted)
+    monkeypatch.setattr("kvthaw.cache.layer_storage.freeze_definition", counted)
     model = build("llama", num_hidden_layers=5)
     batch = kvthaw.Batch(model, "pariskv-plus", max_seqs=2, capacity=200, budget=48, dense_layers=2)
     batch.prefill(batch.join(prompt(1, 90)[0]))

@@ -165,7 +165,7 @@ def test_a_replayed_step_has_the_next_ones_work_done(llama: PreTrainedModel, met
         logits = replay(ids, torch.full((2, 1), replayed.get_seq_length()))
         assert torch.equal(logits, step(llama, eager, ids))
         layers = replayed.kv.offloaded
-        went = [layer.storage.offloader.ahead(0, layer.indexed(0)) for layer in layers]
+        went = [layer.storage.ahead(0, layer.indexed(0)) for layer in layers]
         full = replayed.kv.sequences.full()
         found += full and not replayed.kv.needs_host()
         assert goes or not any(went)

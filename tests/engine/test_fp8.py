@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw import Batch, Cache, CacheError, ConfigError, PrefixCache, Scheduler
-from kvthaw.cache import layer_storage
+from kvthaw.cache import offloaded_layer
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
@@ -60,7 +60,7 @@ def logits_of(method: str, kv_dtype: KvDtype | None, new: int = 8) -> tuple[Tens
 @torch.no_grad()
 def test_logits_are_those_of_rounded_rows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, bytes_ = logits_of(method, "fp8")
-    monkeypatch.setattr(layer_storage, "row_format", rounded_format)
+    monkeypatch.setattr(offloaded_layer, "row_format", rounded_format)
     expected, full = logits_of(method, None)
     assert torch.equal(found, expected)
     assert bytes_ * 2 * DIM * 4 == full * E4M3(DIM, torch.float32).row_bytes

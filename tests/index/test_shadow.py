@@ -11,9 +11,8 @@ import torch
 from seqs import FIRST, Seqs
 from torch import Tensor
 
-from kvthaw.cache.index_api import IndexContext
+from kvthaw.cache.index_api import IndexContext, Rotary
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.rotary import Rotary
 from kvthaw.errors import ConfigError
 from kvthaw_baselines.index.shadow import ShadowIndex
 from shapes import DTYPES, TOLERANCE

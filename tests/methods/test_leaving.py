@@ -11,7 +11,7 @@ import torch
 from one_layer import SCALE, OneLayer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvthaw.cache import offloader
+from kvthaw.cache import layer_storage
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
@@ -255,7 +255,7 @@ def test_nothing_is_left_to_do_before_a_step_whose_work_went_ahead(method: str) 
 
 TOKENS = ["oracle", "omnikv", "pqcache", "magicpig", "socket", "infinigen", "twilight"]
 KERNELS = [
-    (offloader, "freeze_definition"),
+    (layer_storage, "freeze_definition"),
     (units, "extend"),
     (codes, "encode"),
     (codes, "count"),

@@ -30,16 +30,16 @@ class Checkpoint:
         prefetched = None if layer.retriever is None else layer.retriever.prefetched
         self._queries = None if prefetched is None else prefetched.queries
         storage = layer.storage
-        self._held, self._offloaded = storage.slab.held().clone(), storage.offloader.marks()
+        self._held, self._offloaded = storage.slab.held().clone(), storage.marks()
         self._indexed = None if storage.updater is None else storage.updater.branch()
 
     def restore(self) -> None:
         """Restore the layer to its state before the step."""
         storage = self.layer.storage
-        storage.offloader.wait()
+        storage.store.wait()
         if storage.updater is not None and self._indexed is not None:
             storage.updater.rejoin(self._indexed)
-        storage.offloader.rewind(self._offloaded)
+        storage.rewind(self._offloaded)
         storage.slab.held().copy_(self._held)
         storage.slab.tickets.zero_()
         self.layer.drop_search()

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host_memory import held_bytes
-from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import FullLayer, OffloadedLayer
-from kvthaw.cache.passes import store
+from kvthaw.cache.passes import take_over
 from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.sequences import Sequences, roomier
@@ -294,12 +293,13 @@ class Chooser:
         sequences.changed()
         _log.info("%s from here on: %s", settings.method.name, reason)
         self._share_among(self.by_method)
+        step = Step(0, sequences.padded_length, tuple(sequences.left_pad), sequences.idle)
         for i, layer in (self.by_method | self.dense).items():
             before = self.layers[i]
             if before is layer:
                 continue
             try:
-                clone_from(layer, before, lengths, self.preallocator)
+                take_over(layer, before, step, self.preallocator)
             except BaseException:  # this layer and all later ones continue with full attention
                 layer.reset()
                 raise
@@ -330,27 +330,6 @@ class Chooser:
             return settings.block_size * crossing.token_bytes  # if rows are of 8 bits it will be less
         own = layer.read(0, 0, 0)
         return settings.block_size * len(own) * row_format(settings.kv_dtype, own.shape[3], own.dtype).row_bytes
-
-
-def clone_from(
-    layer: OffloadedLayer | DenseLayer, other: LayerKV, lengths: Sequence[int], preallocator: BlockPreallocator
-) -> None:
-    """Copy the tokens of a layer of full attention into an empty layer, each sequence as its prompt."""
-    sequences, longest = other.sequences, max(lengths, default=0)
-    for seq in sorted(other.recent_queries):
-        if not lengths[seq]:
-            continue
-        query = other.recent_queries[seq][None]
-        key, value = other.read(seq, 0, lengths[seq]).to(query.device)[None].unbind(3)  # blocks may lie on the host
-        step = Step(0, lengths[seq], tuple(sequences.left_pad), sequences.idle, seq)
-        if isinstance(layer, DenseLayer):
-            layer.scale = other.scale
-            layer.append(step, query, key, value)
-            continue
-        if layer.plan is None:
-            layer.allocate(Step(0, longest, tuple(sequences.left_pad), sequences.idle, seq), query, key, other.scale)
-        store([(layer, layer.append(step, query, key, value))], preallocator)
-    layer.recent_queries = dict(other.recent_queries)
 
 
 def offloaded_numbers(settings: Settings, numbers: Sequence[int], depth: int) -> list[int]:

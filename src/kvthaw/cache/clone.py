@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.layer_base import LayerKV, PrefillKV
+from kvthaw.cache.layer_base import LayerKV, LayerShape
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.passes import check_prompts
+from kvthaw.cache.passes import check_prompts, take_over
+from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
 from kvthaw.cache.window import WindowLayer
@@ -22,9 +19,12 @@ from kvthaw.errors import CacheError
 def clone(kv: KVCache, sequences: Sequences, layers: Iterable[LayerKV]) -> None:
     """Copy the tokens of `layers`, which belong to another cache, into the empty cache `kv` as its prompt, layer by layer."""
     others = iter(layers)
+
+    def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
+        clone_layer(layer, step, next(others), kv.preallocator)
+
     if sequences.padded_length:
-        left_pad = list(sequences.left_pad)
-        kv.append_stored_prompt(sequences.padded_length, left_pad, lambda layer, step: clone_layer(layer, step, next(others)))
+        kv.append_stored_prompt(sequences.padded_length, list(sequences.left_pad), fill)
 
 
 def join(kv: KVCache, others: Sequence[KVCache]) -> None:
@@ -43,8 +43,8 @@ def join(kv: KVCache, others: Sequence[KVCache]) -> None:
         other.reset()
 
 
-def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> PrefillKV | None:
-    """Copy the tokens of another cache's layer, which are the step's tokens. Returns the KV to store, or None.
+def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV, preallocator: BlockPreallocator) -> None:
+    """Copy the tokens of another cache's layer, which are the step's tokens.
 
     Rows that the other layer has on the host are shared. An index that would be the same is copied instead of built.
     """
@@ -55,18 +55,13 @@ def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) 
         other.wait()
         if isinstance(layer, OffloadedLayer) and can_reuse(layer, other):
             _reuse(layer, step, other)
-            return None
-    queries, key, value = padded(other)
-    if isinstance(layer, DenseLayer):
-        layer.scale = other.scale
-    else:
+            return
+    if isinstance(layer, OffloadedLayer):
         _check_queries(layer, other)
-        layer.allocate(step, queries, key, other.scale)
         if isinstance(other, DenseLayer):
+            layer.prepare(step, LayerShape.of(other, next(iter(other.recent_queries)), None))
             layer.store.share(other.offloaded(layer.settings.block_size, layer.store.format))
-    new = layer.append(step, queries, key, value)
-    layer.recent_queries = dict(other.recent_queries)
-    return new
+    take_over(layer, other, step, preallocator)
 
 
 def _check_queries(layer: OffloadedLayer, other: LayerKV) -> None:
@@ -98,29 +93,11 @@ def can_reuse(layer: OffloadedLayer, other: OffloadedLayer) -> bool:
 
 def _reuse(layer: OffloadedLayer, step: Step, other: OffloadedLayer) -> None:
     """Copy the other layer's state, except for the number of rows. Host rows are shared."""
-    queries, held = next(iter(other.recent_queries.values())), other.slab.keys
-    layer.allocate(step, queries[None], held[:, :, :1], other.scale)
+    layer.prepare(step, LayerShape.of(other, next(iter(other.recent_queries)), None))
     layer.store.share(other.store)
-    always = other.slab.pool_start
-    layer.slab.data[:, :, :always] = other.slab.data[:, :, :always]
+    layer.slab.held().copy_(other.slab.held())
     layer.recent_queries = dict(other.recent_queries)
     mine, its = layer.storage.updater, other.storage.updater
     if mine is not None and its is not None:
         mine.clone_from(its)
         mine.retriever.make_room(layer.sequences.capacity)
-
-
-def padded(layer: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a layer's last prompt queries, [B, Hq, W, D], and all keys and values, [B, H, T, D] each, on the device.
-
-    Zeros fill the left padding, and the places before the queries of shorter prompts.
-    """
-    sequences, some = layer.sequences, next(iter(layer.recent_queries.values()))
-    queries, device = [layer.recent_queries.get(seq, some[:, :0]) for seq in range(sequences.count)], some.device
-    width = max(q.shape[1] for q in queries)
-    rows = []
-    for seq in range(sequences.count):
-        own = layer.read(seq, 0, sequences.length(seq)).to(device)
-        rows.append(F.pad(own, (0, 0, 0, 0, sequences.left_pad[seq], 0)))
-    data = torch.stack(rows)
-    return torch.stack([F.pad(q, (0, 0, width - q.shape[1], 0)) for q in queries]), data[:, :, :, 0], data[:, :, :, 1]

@@ -11,12 +11,13 @@ A decode step, start to finish:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
-from kvthaw.cache.index_api import IndexContext, Transfer
+from kvthaw.cache.index_api import IndexContext, Rotary, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import (
     AttentionParams,
@@ -27,12 +28,10 @@ from kvthaw.cache.layer_base import (
     reordered,
     take_queries,
 )
-from kvthaw.cache.layer_storage import LayerStorage
-from kvthaw.cache.offloader import copied
+from kvthaw.cache.layer_storage import LayerStorage, copied
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
-from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.sparse_attention import SparseAttention
 from kvthaw.cache.state import LayerState
@@ -41,6 +40,7 @@ from kvthaw.cache.streams import Streams
 from kvthaw.cache.transfer import BulkCopy, PagedCopy, UvaGather
 from kvthaw.kernels.dense import continued
 from kvthaw.kernels.places import Newest
+from kvthaw.kernels.row_format import row_format
 
 
 class OffloadedLayer(LayerKV):
@@ -88,7 +88,7 @@ class OffloadedLayer(LayerKV):
         return self.sequences.indexed(seq, self.length(seq))
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
-        return self.storage.offloader.read(seq, start, stop)
+        return self.storage.read(seq, start, stop)
 
     def nonfinite(self) -> Tensor | None:
         return self.slab.tickets[:1] if self.plan else None
@@ -127,8 +127,15 @@ class OffloadedLayer(LayerKV):
         plan, count = self.settings.plan(step.longest, self.sequences.limit), len(step.left_pad)
         plan = Plan(plan.regions, rows=0) if self.everything else plan
         method, (_, heads, _, dim), self.scale = self.settings.method, key.shape, scale
-        self.storage = LayerStorage(count, key, plan, self.settings, self.streams)
-        self.store, self.slab = self.storage.store, self.storage.slab
+        how: dict[str, Any] = {
+            "block_size": self.settings.block_size,
+            "pinned": key.is_cuda,
+            "memory": self.streams.memory,
+            "format": row_format(self.settings.kv_dtype, dim, key.dtype),
+        }
+        self.store = HostStore(count, heads, dim, key.dtype, **how)
+        self.slab = Slab(count, heads, dim, plan.regions, method.slots(plan.rows), dtype=key.dtype, device=key.device)
+        self.storage = LayerStorage(self.store, self.slab, self.streams, method.prompt_queries)
         transfer: Transfer | None = None
         if method.index is not None and not self.everything:
             transfer = (method.transfer or UvaGather)()
@@ -180,7 +187,7 @@ class OffloadedLayer(LayerKV):
             k, v = (x[row.row : row.row + 1, :, row.pad :] for x in (key, value))
             if row.past == 0:
                 return attention.causal(q, k, v)
-            past = self.storage.offloader.past(row.seq, row.past, q.shape[2])
+            past = self.storage.past(row.seq, row.past, q.shape[2])
             if passed is not None and self.storage.indexes_whole(row.seq) and row.seq not in self.sequences.paused:
                 passed[row.seq] = k.new_empty((k.shape[1], row.past + k.shape[2], 2, k.shape[3]))
                 past = copied(past, passed[row.seq])
@@ -291,7 +298,7 @@ class OffloadedLayer(LayerKV):
         if self.plan is None:
             return
         self.storage.trim_queries(self.recent_queries, self.sequences.idle)
-        self.storage.offloader.wait_on_stream()
+        self.storage.order()
         self.plan = self.sparse.grow(self.settings, self.plan)
         self.sparse.make_room(self.sequences.capacity)
         if self.retriever is not None and not self.on_host:

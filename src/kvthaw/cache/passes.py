@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.device_lengths import Download
 from kvthaw.cache.host import write
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.index_updater import IndexUpdater
-from kvthaw.cache.layer_base import AttentionParams, LayerKV, PrefillKV
-from kvthaw.cache.layer_storage import Leaving
+from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, PrefillKV
+from kvthaw.cache.layer_storage import Leaving, offload, offload_prompt
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.offloader import offload, offload_prompt
 from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
@@ -60,7 +61,7 @@ def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]], preallocator: Blo
     for layer, new in prompts:
         own = layer.storage
         stored = tuple(own.store.length(row.seq) for row in new.step.rows())
-        kind = own.offloader.kind, own.store.format, new.keys.shape, stored
+        kind = own.kind, own.store.format, new.keys.shape, stored
         alike.setdefault(kind, []).append((layer, new))
     for group in alike.values():
         ends = dict[int, int]()
@@ -90,7 +91,7 @@ def _store_alike(group: Sequence[tuple[OffloadedLayer, PrefillKV]], row: Row) ->
     for (layer, _), most in zip(group, torch.linalg.vector_norm(rows.flatten(1), torch.inf, dim=1), strict=True):
         layer.extremes.append(most)
     rows = format.decode(format.encode(rows))  # the rows as they are stored
-    offload_prompt([storage.offloader for storage in storages], seq, past, rows)
+    offload_prompt(storages, seq, past, rows)
     start = 0
     for (layer, new), own in zip(group, rows, strict=True):
         paused, (keys, values) = seq in layer.sequences.paused, own.unbind(2)
@@ -109,6 +110,18 @@ def _hold(layers: Sequence[OffloadedLayer], seq: int, past: int, rows: Tensor) -
             sources += rows[:, :, begin - past : begin - past + stop - place]
             begin += stop - place
     torch._foreach_copy_(targets, sources)
+
+
+def take_over(layer: OffloadedLayer | DenseLayer, other: LayerKV, step: Step, preallocator: BlockPreallocator) -> None:
+    """Copy the tokens of another layer, which are the step's, into an empty layer, each sequence as its prompt."""
+    for row in step.rows():
+        query, tokens = other.recent_queries[row.seq][None], step.tokens - row.pad
+        key, value = other.read(row.seq, 0, tokens).to(query.device)[None].unbind(3)  # blocks may lie on the host
+        layer.prepare(step, LayerShape.of(other, row.seq, None))
+        new = layer.append(replace(step, tokens=tokens, seq=row.seq), query, key, value)
+        if new is not None and isinstance(layer, OffloadedLayer):
+            store([(layer, new)], preallocator)
+    layer.recent_queries = dict(other.recent_queries)
 
 
 # Steps
@@ -152,13 +165,13 @@ def flush(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
     for layer in ringed:
         layer.storage.finish_moves()
         if spans := tuple(layer.storage.lacking(leaving)):
-            alike.setdefault((spans, layer.storage.offloader.kind), []).append(layer)
+            alike.setdefault((spans, layer.storage.kind), []).append(layer)
     for (spans, _), some in alike.items():
         row = some[0].slab.data[0, :, 0].nbytes
         most = max(1, _AT_ONCE // (1 + row * sum(stop - start for _, start, stop, _ in spans)))
         for at in range(0, len(some), most):
             group = some[at : at + most]
-            rows = offload([layer.storage.offloader for layer in group], spans)
+            rows = offload([layer.storage for layer in group], spans)
             for layer, own in zip(group, rows, strict=True):
                 if layer.storage.updater is not None:
                     layer.storage.updater.flush(spans, own, layer.recent_queries)
@@ -180,7 +193,7 @@ def _work_ahead(layers: Sequence[OffloadedLayer], spans: Sequence[Span]) -> None
         if 0 < n <= regions.window and all(index.upcoming(seq) == n for _, index in indexes[1:]):
             alike.setdefault(n, []).append((seq, stop, stop + n, stop + n))
     for some in alike.values():
-        rows, seqs = offload([own.offloader for own in storages], some), [seq for seq, *_ in some]
+        rows, seqs = offload(storages, some), [seq for seq, *_ in some]
         for i, index in indexes:
             keys, _ = storages[i].store.format.rounded(*rows[i].unbind(3))
             index.work_ahead(seqs, keys)

@@ -110,13 +110,13 @@ class SparseAttention:
         counts = selection.counts, retriever.residency.counts
         tally = counts if choice.slots is None and self.selects else None
         rows = selection.rows.contiguous()
-        self.storage.offloader.wait_on_stream()
+        self.storage.order()
         return Selected(rows, choice.slots, self._table()[: len(rows)], store.block_size, tally, store.format)
 
     def _all(self, seqs: int) -> Selected:
         """Return all rows of the first `seqs` sequences. Their upper bound is equal in all steps of a bucket
         (Sequences.bucket)."""
-        self.storage.offloader.wait_on_stream()
+        self.storage.order()
         table, store = self._table(), self.storage.store
         most = self.sequences.bucket(seqs) if table.is_cuda else self.sequences.longest
         return Selected(None, None, table[:seqs], store.block_size, None, store.format, most)
@@ -167,7 +167,7 @@ class SparseAttention:
     def update_table(self) -> None:
         """Copy the addresses of new blocks to the device, which then waits for their rows."""
         if self.reads_table:
-            self.storage.offloader.wait_on_stream()
+            self.storage.order()
         self.follow_blocks()
 
     def follow_blocks(self) -> None:

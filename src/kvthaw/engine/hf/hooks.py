@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvthaw.cache.index_api import Rotary
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.errors import UnsupportedModelError
