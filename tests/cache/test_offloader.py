@@ -67,7 +67,7 @@ def test_what_was_offloaded_ahead_is_known_after_a_reorder_and_a_rewind() -> Non
     assert [layer.ahead(seq, 12) for seq in range(2)] == [True, False]
     layer.reorder([1, 0])
     assert [layer.ahead(seq, 12) for seq in range(2)] == [False, True]
-    layer.undo(1)
+    layer.rollback(1, 12, 20, None)
     assert [layer.store.length(seq) for seq in range(2)] == [14, 14]
 
 
