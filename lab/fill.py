@@ -92,7 +92,7 @@ def prompts_drawn(model: PreTrainedModel) -> Iterator[None]:
         tokens, kv = input_ids.shape[1], past_key_values.kv
 
         def take(layer: OffloadedLayer | DenseLayer, step: Step) -> PrefillKV | None:
-            of = drawn(model, layer.number, tokens, step.start + (step.seq or 0))
+            of = drawn(model, layer.number, tokens, step.start + next((seq for seq, _ in step.parts), 0))
             (query,), (key, value) = of.recent_queries.values(), of.rows.unbind(3)
             if isinstance(layer, DenseLayer):
                 layer.scale = of.scale

@@ -146,11 +146,10 @@ def test_a_prompt_goes_to_one_sequence() -> None:
     of.open(3, 100)
     of.divide(Regions(1, 4, 2), 4)
     for seq, tokens in ((1, 20), (2, 7)):
-        of.announce(tokens, seq)
-        for part in (5, tokens - 5):
-            assert of.begin(part).seq == seq
-            of.commit()
-        of.announce(0)
+        with of.prompts({seq: tokens}):
+            for part in (5, tokens - 5):
+                assert of.begin(part).parts == ((seq, part),)
+                of.commit()
     assert (lengths(of), of.idle) == ([0, 20, 7], frozenset({0}))
     assert [of.indexed(seq) for seq in (1, 2)] == [16, 3]
     decode(of)
@@ -176,6 +175,30 @@ def test_steps_of_others_leave_a_paused_sequence_and_its_full_ring_as_they_are()
     assert of.leaving() == [one]
 
 
+def test_prompts_come_one_after_the_other_in_one_step() -> None:
+    of = Sequences()
+    of.open(4, 100)
+    of.divide(Regions(1, 4, 2), 4)
+    with of.prompts({2: 20, 0: 7}):
+        assert (of.past, of.prefill_remaining, of.lacks()) == (0, 27, {2: 20, 0: 7})
+        step = of.begin(27)
+        assert (step.remaining, step.longest) == (0, 20)
+        assert [(row.seq, row.start, row.stop, row.past, row.length) for row in step.rows()] == [
+            (2, 0, 20, 0, 20),
+            (0, 20, 27, 0, 7),
+        ]
+        of.commit()
+    assert (lengths(of), of.idle, of.filling) == ([7, 0, 20, 0], frozenset({1, 3}), {})
+    assert [of.indexed(seq) for seq in (0, 2)] == [3, 16]
+
+
+def prefill(of: Sequences, tokens: dict[int, int]) -> None:
+    """Take prompts of some sequences in one step."""
+    with of.prompts(tokens):
+        of.begin(sum(tokens.values()))
+        of.commit()
+
+
 CHANGES: dict[str, Callable[[Sequences], object]] = {
     "crop": lambda of: of.crop(3),
     "reorder": lambda of: of.reorder([1, 0, 1]),
@@ -191,7 +214,7 @@ CHANGES: dict[str, Callable[[Sequences], object]] = {
     "uncommit": lambda of: of.uncommit(),
     "open": lambda of: of.open(3, 100),
     "a prompt": lambda of: (of.begin(3), of.commit()),
-    "a prompt of one": lambda of: (of.announce(3, 1), of.begin(3), of.commit()),
+    "prompts": lambda of: prefill(of, {1: 3}),
     "reset": lambda of: of.reset(),
 }
 

@@ -115,14 +115,17 @@ class Chooser:
         if not self.full:
             return
         sequences, new = self.sequences, max(tokens, self.sequences.prefill_remaining)
-        self._choose([new - pad for pad in pads] if not sequences.count else self._lengths(new, sequences.filling))
+        lengths = [new - pad for pad in pads] if not sequences.count else self._lengths(sequences.lacks() or new)
+        self._choose(lengths)
 
-    def _lengths(self, new: int, seq: int | None = None) -> list[int]:
-        """Return the lengths of all sequences after `new` more tokens in each sequence that is not idle, or only in `seq`."""
+    def _lengths(self, new: int | Mapping[int, int]) -> list[int]:
+        """Return the lengths of all sequences after `new` more tokens in each sequence that is not idle, or only in some."""
         sequences = self.sequences
         lengths = [0 if one in sequences.idle else sequences.length(one) for one in range(sequences.count)]
-        for one in range(sequences.count) if seq is None else [seq]:
-            lengths[one] += new if seq is not None or lengths[one] else 0
+        if isinstance(new, int):
+            return [length + new if length else 0 for length in lengths]
+        for seq, tokens in new.items():
+            lengths[seq] += tokens
         return lengths
 
     def due(self) -> bool:
@@ -152,8 +155,7 @@ class Chooser:
         """
         if not self.full or self._short or self.sequences.step is not None or not (prompt or self.due()):
             return None
-        most, (seq, new) = self.most(), prompt or (None, 1)
-        lengths = self._lengths(new, seq)
+        most, lengths = self.most(), self._lengths({prompt[0]: prompt[1]} if prompt else 1)
         reason = self._reason(lengths) if most < self.sequences.count else None
         return None if reason is None or self._fits_in_blocks(lengths) else (reason, most)
 

@@ -89,13 +89,13 @@ class DenseLayer(DeviceLayer):
 
     def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> tuple[Tensor, None]:
         data = self._write(step, query, key, value, attention.scale)
-        if step.seq is None and not any(step.left_pad):
+        if not (step.parts or any(step.left_pad)):
             return _causal(query, data[:, :, : step.start + step.tokens], attention), None
         return self._attend_rows(step, query, attention), None
 
     def _attend_rows(self, step: Step, query: Tensor, attention: AttentionParams) -> Tensor:
         def attend(row: Row, q: Tensor) -> Tensor:
-            return _causal(q, self._data[row.seq : row.seq + 1, :, : row.past + step.tokens - row.pad], attention)
+            return _causal(q, self._data[row.seq : row.seq + 1, :, : row.length], attention)
 
         return attend_rows(step, query, attend)
 
@@ -148,13 +148,13 @@ class DenseLayer(DeviceLayer):
         self._before = step, dict(self.recent_queries)
         data = self._data
         take_queries(step, query, self.recent_queries, self.prompt_queries)
-        if step.seq is None and not any(step.left_pad):
+        if not (step.parts or any(step.left_pad)):
             place = data[:, :, step.start : step.start + step.tokens]
             place[:, :, :, 0], place[:, :, :, 1] = key, value
             return data
         for row in step.rows():
-            place = data[row.seq, :, row.past : row.past + step.tokens - row.pad]
-            place[:, :, 0], place[:, :, 1] = key[row.row, :, row.pad :], value[row.row, :, row.pad :]
+            place = data[row.seq, :, row.past : row.length]
+            place[:, :, 0], place[:, :, 1] = key[row.row, :, row.places], value[row.row, :, row.places]
         return data
 
     def _allocate(self, key: Tensor, count: int, scale: float) -> None:

@@ -128,7 +128,7 @@ class KVCache:
         step = self.sequences.latest
         if step is None:
             raise CacheError(f"another layer shares the KV of layer {layer.number}, which has no tokens")
-        if self.sequences.step is None and step.seq is None:
+        if self.sequences.step is None and not step.parts:
             layer.rollback(None)
         return layer.attend_again(step, query, key, value, attention)
 
@@ -138,18 +138,18 @@ class KVCache:
         pads = left_pad if left_pad is not None else sequences.left_pad or [0] * rows
         if failed is None:
             self._checkpoints.drop()
-            if tokens > 1 or not sequences.padded_length or sequences.filling is not None:
+            if tokens > 1 or not sequences.padded_length or sequences.filling:
                 self.chooser.before_prompt(tokens, pads)
             else:
                 self.chooser.before_step()
         if not sequences.divided:
             self._divide(tokens, pads)
-        decodes = sequences.filling is None and sequences.padded_length >= max(1, *pads) and sequences.decodes(tokens)
+        decodes = not sequences.filling and sequences.padded_length >= max(1, *pads) and sequences.decodes(tokens)
         step = sequences.begin(tokens, pads, dense=not decodes)
         if failed is not None:
-            self._rollback(failed, repeated=step.retaken, ahead=not step.dense or step.seq is not None)
+            self._rollback(failed, repeated=step.retaken, ahead=not step.dense or bool(step.parts))
             sequences.step = step
-        elif step.dense and step.seq is None:  # tokens that ran ahead in sequences other than the prefilled one stay
+        elif step.dense and not step.parts:  # tokens that ran ahead in sequences other than the prefilled one stay
             for layer in self.layers:
                 layer.rollback(None)
         if not step.dense and self.streams.graph is None:  # else that was seen to, and nothing may move

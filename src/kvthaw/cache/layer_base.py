@@ -48,8 +48,8 @@ class PrefillKV:
     passed: Mapping[int, Tensor]
 
     def of(self, row: Row) -> tuple[Tensor, Tensor]:
-        """Return keys and values [H, n, D] of a row without its padding."""
-        return self.keys[row.row, :, row.pad :], self.values[row.row, :, row.pad :]
+        """Return keys and values [H, n, D] of a sequence's new tokens."""
+        return self.keys[row.row, :, row.places], self.values[row.row, :, row.places]
 
 
 class LayerKV(Protocol):
@@ -128,7 +128,7 @@ class LayerKV(Protocol):
         self.prepare(step, shape)
         for row in step.rows():
             self.recent_queries[row.seq] = shape.queries[0]  # unless the state knows some
-            self.load(row.seq, states[row.seq], self.sequences.regions.first_indexed(step.tokens - row.pad))
+            self.load(row.seq, states[row.seq], self.sequences.regions.first_indexed(row.stop - row.start))
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Replace sequence i by the former sequence sequences[i]."""
@@ -190,16 +190,16 @@ class DeviceLayer(LayerKV):
 
 
 def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tensor]) -> Tensor:
-    """Attend row by row: attend(row, q) returns the output for the queries q [1, Hq, n, D] of a row without its padding.
+    """Attend sequence by sequence: attend(row, q) returns the output for the queries q [1, Hq, n, D] of its new tokens.
 
     query: queries of the step's last tokens.
     """
-    if step.seq is not None:
+    if len(step.parts) == 1:
         return attend(next(step.rows()), query)
-    out = torch.zeros_like(query)
+    out, before = torch.zeros_like(query), step.tokens - query.shape[2]
     for row in step.rows():
-        one, pad = slice(row.row, row.row + 1), max(0, row.pad + query.shape[2] - step.tokens)
-        out[one, :, pad:] = attend(row, query[one, :, pad:])
+        one, places = slice(row.row, row.row + 1), slice(max(0, row.start - before), max(0, row.stop - before))
+        out[one, :, places] = attend(row, query[one, :, places])
     return out
 
 
@@ -223,7 +223,8 @@ def take_queries(step: Step, query: Tensor, recent: dict[int, Tensor], most: int
     """
     last = {}
     for row in step.rows():
-        own = query[row.row, :, row.pad - step.tokens :]  # a clone has the last queries only
+        before = step.tokens - query.shape[2]  # a clone has the last queries only
+        own = query[row.row, :, max(0, row.start - before) : max(0, row.stop - before)]
         kept = recent[row.seq] = last_queries(recent.get(row.seq), own, row.past, most)
         n = own.shape[1] if most is None else min(own.shape[1], most)
         last[row.seq] = kept[:, kept.shape[1] - n :]

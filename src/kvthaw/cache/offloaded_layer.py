@@ -80,7 +80,7 @@ class OffloadedLayer(LayerKV):
 
     def length(self, seq: int) -> int:
         step, taken = self._taken
-        under_way = step is not None and step is self.sequences.step and step.seq is None
+        under_way = step is not None and step is self.sequences.step and not step.parts
         return step.lengths(taken)[seq] if step is not None and under_way else self.sequences.length(seq)
 
     def indexed(self, seq: int) -> int:
@@ -180,11 +180,11 @@ class OffloadedLayer(LayerKV):
         passed: receives the rows [H, n, 2, D] of sequences whose index is built with this step, with space for the new
             rows. See LayerStorage.indexes_whole.
         """
-        if step.start == 0 and (step.seq is not None or not any(step.left_pad)):
+        if step.start == 0 and (len(step.parts) == 1 or not (step.parts or any(step.left_pad))):
             return attention.causal(query, key, value)
 
         def attend(row: Row, q: Tensor) -> Tensor:
-            k, v = (x[row.row : row.row + 1, :, row.pad :] for x in (key, value))
+            k, v = (x[row.row : row.row + 1, :, row.places] for x in (key, value))
             if row.past == 0:
                 return attention.causal(q, k, v)
             past = self.storage.past(row.seq, row.past, q.shape[2])
@@ -217,7 +217,7 @@ class OffloadedLayer(LayerKV):
 
     def begin(self, step: Step, shape: LayerShape, states: Mapping[int, LayerState]) -> None:
         super().begin(step, shape, states)
-        if step.seq is None:  # else other sequences wait for steps, and blocks go to the device one by one
+        if not step.parts:  # else other sequences wait for steps, and blocks go to the device one by one
             for row in step.rows():
                 self.storage.bring(row.seq)
 
@@ -331,13 +331,13 @@ class OffloadedLayer(LayerKV):
             _, self.recent_queries = self._before
             self._before, self.extremes = (None, {}), []
         for seq in range(self.store.seqs):
-            own = failed if failed is not None and not repeated and failed.seq in (None, seq) else None
+            own = failed if failed is not None and not repeated and failed.has(seq) else None
             length = self.sequences.length(seq) if seq < self.sequences.count else 0
             if length == 0:
                 if own is not None:
                     self.clear(seq)
                 continue
-            start = self.sequences.indexed(seq, length + (ahead and (own is None or own.seq is None)))
+            start = self.sequences.indexed(seq, length + (ahead and (own is None or not own.parts)))
             self.storage.rollback(seq, start, length, own)
 
     def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:

@@ -30,7 +30,8 @@ from kvthaw.errors import CacheError
 from kvthaw.kernels.freeze import Span
 
 SHORT = 1 << 22
-"""Bytes of a layer's keys up to which a prompt waits until all layers have attended. All layers' KV is held until then."""
+"""Bytes of a layer's keys up to which a prompt waits until all layers have attended. All layers' KV is held until then, also of
+several prompts in one forward, of twice this in all."""
 BUILT_AT_ONCE = 4
 """Layers whose indexes of a joining prompt are built between two steps of other sequences."""
 _AT_ONCE = 1 << 28
@@ -51,8 +52,10 @@ def updaters(layers: Sequence[OffloadedLayer]) -> list[tuple[OffloadedLayer, Ind
 
 
 def waits(layer: OffloadedLayer, new: PrefillKV) -> bool:
-    """Return whether a layer's prompt is stored together with the following layers' prompts."""
-    return new.keys.nbytes <= SHORT and len(new.keys) == 1 and not new.passed and not layer.on_host
+    """Return whether a layer's prompts are stored together with the following layers' prompts."""
+    longest = max((row.stop - row.start for row in new.step.rows()), default=0)
+    short = new.keys.nbytes <= 2 * SHORT and new.keys.nbytes * longest <= SHORT * new.keys.shape[2]
+    return short and len(new.keys) == 1 and not new.passed and not layer.on_host
 
 
 def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]], preallocator: BlockPreallocator) -> None:
@@ -67,8 +70,8 @@ def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]], preallocator: Blo
         ends = dict[int, int]()
         for row in group[0][1].step.rows():
             ends[row.seq] = (_store_alike if len(group) > 1 else _store_one)(group, row)
-            for layer, new in group:
-                layer.storage.preallocate(row.seq, row.past + new.keys.shape[2] - row.pad, preallocator)
+            for layer, _ in group:
+                layer.storage.preallocate(row.seq, row.length, preallocator)
         for layer, new in group:
             layer.stored(new, ends)
 
@@ -115,10 +118,10 @@ def _hold(layers: Sequence[OffloadedLayer], seq: int, past: int, rows: Tensor) -
 def take_over(layer: OffloadedLayer | DenseLayer, other: LayerKV, step: Step, preallocator: BlockPreallocator) -> None:
     """Copy the tokens of another layer, which are the step's, into an empty layer, each sequence as its prompt."""
     for row in step.rows():
-        query, tokens = other.recent_queries[row.seq][None], step.tokens - row.pad
+        query, tokens = other.recent_queries[row.seq][None], row.stop - row.start
         key, value = other.read(row.seq, 0, tokens).to(query.device)[None].unbind(3)  # blocks may lie on the host
         layer.prepare(step, LayerShape.of(other, row.seq, None))
-        new = layer.append(replace(step, tokens=tokens, seq=row.seq), query, key, value)
+        new = layer.append(replace(step, tokens=tokens, parts=((row.seq, tokens),)), query, key, value)
         if new is not None and isinstance(layer, OffloadedLayer):
             store([(layer, new)], preallocator)
     layer.recent_queries = dict(other.recent_queries)
@@ -271,7 +274,7 @@ def reserve(layers: Sequence[OffloadedLayer], sequences: Sequences, tokens: int)
 
     Raises HostMemoryError before anything has changed.
     """
-    if sequences.filling is not None or not sequences.decodes(tokens):
+    if sequences.filling or not sequences.decodes(tokens):
         return
     if tokens == 1 and not sequences.full():
         return
@@ -354,8 +357,8 @@ class FiniteCheck:
         self._asked: tuple[list[int], Download] | None = None  # layers, and their flags that are on their way
         self._prompts: dict[int, PromptCheck] = {}  # by sequence, of the latest chunk
 
-    def prompt(self, seq: int, layers: Sequence[OffloadedLayer]) -> None:
-        """Take the extremes of a chunk of a sequence's prompt from the layers.
+    def prompt(self, seqs: Sequence[int], layers: Sequence[OffloadedLayer]) -> None:
+        """Take the extremes of a chunk of a sequence's prompt from the layers, or of the prompts of several sequences.
 
         Raises CacheError if the chunk before was not finite. On a CPU it also raises for this chunk; on a GPU the next call
         or end() does.
@@ -363,9 +366,10 @@ class FiniteCheck:
         check, runs_on = PromptCheck(layers), any(number.is_cuda for layer in layers for number in layer.extremes)
         for layer in layers:
             layer.extremes = []
-        self.end(seq)
-        self._prompts[seq] = check
-        if not runs_on:
+        for seq in seqs:
+            self.end(seq)
+            self._prompts[seq] = check
+        for seq in () if runs_on else seqs:
             self.end(seq)
 
     def end(self, seq: int) -> None:

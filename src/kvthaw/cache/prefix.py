@@ -131,7 +131,7 @@ class PrefixCache:
             finally:
                 state.release()
 
-        with kv.sequences.prompt(len(ids), seq):
+        with kv.sequences.prompt(len(ids)) if seq is None else kv.sequences.prompts({seq: len(ids)}):
             kv.append_stored_prompt(tokens, None, take)
         kv.sequences.cached_tokens += tokens
         self._hits += tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -86,9 +86,9 @@ class Sequences:
     def __post_init__(self) -> None:
         self.known: dict[object, Any] = {}
         """Memo of values that depend on the sequences. Every change but decoded tokens clears it."""
-        self.filling: int | None = None
-        """The sequence that an announced prompt belongs to; None: all."""
-        self._end: int | None = None  # of the announced prompt
+        self.filling: dict[int, int] = {}
+        """Where the announced prompts of single sequences end; empty: the announced prompt belongs to all."""
+        self._end: int | None = None  # of a prompt of all sequences
         self._committed: tuple[Step, dict[str, Any]] | None = None  # the latest step, and the counts before it
 
     def reset(self) -> None:
@@ -98,6 +98,7 @@ class Sequences:
         self.prompted = self.prompt_only = False
         self.step, self.held, self._committed = None, Held(), None
         self.announce(0)
+        self.filling = {}
         self.changed()
 
     def changed(self) -> None:
@@ -209,37 +210,52 @@ class Sequences:
 
     # Steps
 
-    def announce(self, tokens: int, seq: int | None = None) -> None:
-        """Treat the next tokens, padding included, as one prompt, in any number of steps; 0 ends it.
-
-        seq: of this sequence; None: of all.
-        """
-        self.filling = seq if tokens else None
-        self._end = (self.padded_length if seq is None else self.length(seq)) + tokens if tokens else None
+    def announce(self, tokens: int) -> None:
+        """Treat the next tokens of all sequences, padding included, as one prompt, in any number of steps; 0 ends it."""
+        self._end = self.padded_length + tokens if tokens else None
 
     @contextmanager
-    def prompt(self, tokens: int, seq: int | None = None) -> Iterator[None]:
-        """Treat the next `tokens` tokens, padding included, as one prompt in chunks.
-
-        seq: of this sequence of a batch; None: of all.
-        """
-        self.announce(tokens, seq)
+    def prompt(self, tokens: int) -> Iterator[None]:
+        """Treat the next `tokens` tokens of all sequences, padding included, as one prompt in chunks."""
+        self.announce(tokens)
         try:
             yield
         finally:
             self.announce(0)
 
+    @contextmanager
+    def prompts(self, tokens: Mapping[int, int]) -> Iterator[None]:
+        """Treat the next tokens as prompts of these sequences of a batch, with so many tokens each.
+
+        The prompt of one sequence may come in chunks. Several prompts come whole, one after the other in one step, in
+        sequences without tokens.
+        """
+        self.filling = {seq: self.length(seq) + own for seq, own in tokens.items()}
+        try:
+            yield
+        finally:
+            self.filling = {}
+
     @property
     def announced(self) -> bool:
         """Whether an announced prompt has not ended yet."""
-        return self._end is not None
+        return self._end is not None or bool(self.filling)
+
+    @property
+    def past(self) -> int:
+        """Tokens before the next step, as transformers counts them: with padding, or of the sequence being prefilled."""
+        return self.length(next(iter(self.filling))) if self.filling else self.padded_length
+
+    def lacks(self) -> dict[int, int]:
+        """Return how many tokens the announced prompts of single sequences lack, by sequence."""
+        return {seq: max(0, end - self.length(seq)) for seq, end in self.filling.items()}
 
     @property
     def prefill_remaining(self) -> int:
         """Tokens of the announced prompt that are still to be prefilled."""
-        if self._end is None:
-            return 0
-        return max(0, self._end - (self.padded_length if self.filling is None else self.length(self.filling)))
+        if self.filling:
+            return sum(self.lacks().values())
+        return 0 if self._end is None else max(0, self._end - self.padded_length)
 
     def decodes(self, tokens: int) -> bool:
         """Return whether a step of `tokens` new tokens decodes them one by one, if every sequence has earlier tokens."""
@@ -251,10 +267,12 @@ class Sequences:
         left_pad: padding of each sequence; None: unchanged.
         dense: see Step.
         """
-        failed, seq = self.step, self.filling
+        failed, filling = self.step, self.filling
         pads = self.left_pad if left_pad is None else left_pad
-        start = self.padded_length if seq is None else self.length(seq)
-        step = Step(start, tokens, tuple(pads), self.idle, seq, dense, max(0, self.prefill_remaining - tokens))
+        parts = tuple(filling.items()) if len(filling) > 1 else tuple((seq, tokens) for seq in filling)
+        assert not parts or sum(own for _, own in parts) == tokens
+        start = self.past
+        step = Step(start, tokens, tuple(pads), self.idle, parts, dense, max(0, self.prefill_remaining - tokens))
         step.retaken = failed is not None and step.repeats(failed)
         if self.capacity == 0:
             self.capacity = self.room or roomier(0, start + tokens + step.remaining)
@@ -269,9 +287,10 @@ class Sequences:
         assert step is not None
         self._committed = step, {name: copy(getattr(self, name)) for name in _COUNTED}
         self.commits += 1
-        if step.seq is not None:
-            self.set_length(step.seq, step.start + step.tokens)
-            self.ring_start[step.seq] = self.regions.first_indexed(self.length(step.seq))
+        if step.parts:
+            for row in step.rows():
+                self.set_length(row.seq, row.length)
+                self.ring_start[row.seq] = self.regions.first_indexed(row.length)
         elif step.dense:
             self._count_dense(step)
         else:

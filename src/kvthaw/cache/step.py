@@ -24,25 +24,38 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a prefill step.
+    """The new tokens of one sequence in a prefill step.
 
-    row: its index in the step's tensors.
-    seq: its sequence.
-    pad: how many of the step's tokens are padding.
+    row: the row of the step's tensors that has them.
+    seq: their sequence.
+    start, stop: their places in that row.
     past: tokens of the sequence before them.
     """
 
     row: int
     seq: int
-    pad: int
+    start: int
+    stop: int
     past: int
+
+    @property
+    def places(self) -> slice:
+        """Their places in the row."""
+        return slice(self.start, self.stop)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence with them."""
+        return self.past + self.stop - self.start
 
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """One forward that gives every sequence, or only sequence `seq`, `tokens` new tokens. `Sequences.commit` counts it.
+    """One forward that gives every sequence `tokens` new tokens, or those of `parts` theirs. `Sequences.commit` counts it.
 
     start: tokens before it, padding included.
+    parts: sequences and their new tokens, one after the other in the one row of the step's tensors. Several have no earlier
+        tokens. Empty: all sequences, a row each.
     left_pad: padding of each sequence.
     dense: every query attends to all tokens; else tokens are decoded one by one.
     remaining: tokens of the announced prompt after this step.
@@ -53,7 +66,7 @@ class Step:
     tokens: int
     left_pad: tuple[int, ...]
     idle: frozenset[int]
-    seq: int | None = None
+    parts: tuple[tuple[int, int], ...] = ()
     dense: bool = True
     remaining: int = 0
     retaken: bool = False
@@ -61,17 +74,26 @@ class Step:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence of the step at the end of its prompt."""
-        return self.start + self.tokens + self.remaining - (0 if self.seq is not None else min(self.left_pad, default=0))
+        if self.parts:
+            return self.start + max(tokens for _, tokens in self.parts) + self.remaining
+        return self.start + self.tokens + self.remaining - min(self.left_pad, default=0)
+
+    def has(self, seq: int) -> bool:
+        """Return whether a sequence gets tokens in this step."""
+        return not self.parts or any(seq == own for own, _ in self.parts)
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows that have tokens besides padding."""
-        if self.seq is not None:
-            yield Row(0, self.seq, 0, self.start)
+        """Yield the new tokens of each sequence that has any besides padding."""
+        at = 0
+        for seq, tokens in self.parts:
+            yield Row(0, seq, at, at + tokens, self.start)
+            at += tokens
+        if self.parts:
             return
         for seq, left in enumerate(self.left_pad):
             pad = min(self.tokens, max(0, left - self.start))
             if pad < self.tokens:
-                yield Row(seq, seq, pad, max(0, self.start - left))
+                yield Row(seq, seq, pad, self.tokens, max(0, self.start - left))
 
     def lengths(self, taken: int) -> list[int]:
         """Return the length of every sequence after `taken` tokens of a step for all sequences."""

@@ -86,12 +86,12 @@ class WindowLayer(DeviceLayer):
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         for row in step.rows():
-            new = torch.stack((key[row.row, :, row.pad :], value[row.row, :, row.pad :]), dim=2)[:, -self.slab.regions.ring :]
-            self.slab.write(row.seq, row.past + step.tokens - row.pad - new.shape[1], new)
+            new = torch.stack((key[row.row, :, row.places], value[row.row, :, row.places]), dim=2)[:, -self.slab.regions.ring :]
+            self.slab.write(row.seq, row.length - new.shape[1], new)
 
     def _attend(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         def attend(row: Row, q: Tensor) -> Tensor:
-            new = torch.stack((key[row.row, :, row.pad :], value[row.row, :, row.pad :]), dim=2)
+            new = torch.stack((key[row.row, :, row.places], value[row.row, :, row.places]), dim=2)
             first = self.span.first(row.past)
             if first < row.past:
                 new = torch.cat((self._past(row.seq, first, row.past), new), dim=1)

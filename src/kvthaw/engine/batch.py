@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Unpack
 
 import torch
@@ -19,7 +20,7 @@ from kvthaw.engine.admission import Admission
 from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
 from kvthaw.engine.hf import PreTrainedModel, Stats
 from kvthaw.engine.hf.attention import unwrap
-from kvthaw.engine.hf.batch_cache import BatchCache, check_positions
+from kvthaw.engine.hf.batch_cache import BatchCache, check_positions, packs
 from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.engine.hf.chunks import CHUNK, spans
 from kvthaw.engine.hf.fused import fused, fusing
@@ -101,6 +102,7 @@ class Batch:
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._sampler = Sampler(max_seqs, self.vocabulary, model.device)
         self._forward = compiled_step(model.forward) if compile else fusing(model, model.forward)
+        self._packs = packs(self.cache)
         self._compile, self._capture = compile, capture and model.device.type == "cuda"
         if not compile and not self.cache.states:  # their steps always compute all sequences
             self.cache.kv.chooser.seq_bytes = functools.cache(
@@ -228,7 +230,7 @@ class Batch:
                     request.seq,
                     request.prompt if stop < request.prompt else 0,
                 )
-            self.cache.kv.finite.prompt(request.seq, self.cache.kv.offloaded)
+            self.cache.kv.finite.prompt([request.seq], self.cache.kv.offloaded)
             if stop == request.prompt:
                 self._indexing[request] = logits
                 if self.cache.kv.built(request.seq, build=False):  # else start() builds them after the others' next tokens
@@ -237,6 +239,48 @@ class Batch:
             self.preempt(request)  # to be prefilled again, since its prompt is incomplete
             raise
         return False
+
+    def shares_forward(self, request: Request) -> bool:
+        """Return whether a request's whole prompt may share a forward with others; see prefill_together()."""
+        own, prefixes = request.embeddings is not None or request.sampling.prompt_logprobs is not None, self.prefix_cache
+        if not self._packs or own or request.prefilled or request in self._indexing:
+            return False
+        return prefixes is None or not prefixes.known(self.cache.kv, request.ids, salt=request.salt)
+
+    def prefill_together(self, requests: Sequence[Request]) -> list[Request]:
+        """Prefill the whole prompts of several requests in one forward, one after the other in its only row.
+
+        The host takes as long for one forward of several short prompts as for that of one. Each prompt attends to itself
+        alone. If the forward fails, all of them keep their slots, and none is prefilled.
+
+        requests: in slots, for which shares_forward() is true.
+
+        Returns the requests that got their first token.
+        """
+        kv, device = self.cache.kv, self._sampler.device
+        try:
+            for request in requests:
+                self._reuse(request, None)  # which finds nothing, and counts it
+                kv.sequences.pause(request.seq)
+            ids = torch.cat([request.ids for request in requests])[None]
+            positions = torch.cat([torch.arange(request.prompt, device=device) for request in requests])[None]
+            ends = upload([n - 1 for n in accumulate(request.prompt for request in requests)], torch.int64, device)
+            how = {"position_ids": positions, "logits_to_keep": ends}
+            with kv.sequences.prompts({one.seq: one.prompt for one in requests}), torch.no_grad(), fused(self.model):
+                logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, **how).logits
+            kv.finite.prompt([request.seq for request in requests], kv.offloaded)
+        except BaseException:
+            for request in requests:
+                request.prefilled = 0
+                self._empty(request.seq)
+            raise
+        told = []
+        for i, request in enumerate(requests):
+            request.prefilled = request.prompt
+            self._indexing[request] = logits[:, i]
+            if kv.built(request.seq, build=False) and self._start(request):
+                told.append(request)
+        return told
 
     def start(self, timeout: float | None = 0.0) -> list[Request]:
         """Start decoding requests whose indexes are complete, and sample their first tokens.
@@ -422,7 +466,7 @@ class Batch:
         most = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
         chunk = request.prompt if self.cache.prefills_whole else most
         logits = torch.empty(0)
-        prompt, states = cache.kv.sequences.prompt(request.prompt - start, seq), cache.states.filling(seq)
+        prompt, states = cache.kv.sequences.prompts({seq: request.prompt - start}), cache.states.filling(seq)
         with prompt, states, torch.no_grad(), fused(self.model):
             for begin, end in spans(stop - start, chunk):
                 begin, end = start + begin, start + end

@@ -180,9 +180,9 @@ class Scheduler:
             told += self.batch.start(POLL if request is None and not self.batch.decoding else 0.0)
             left, decoded = float(self.step_tokens), len(self.batch.decoding)
             while request is not None:
-                depth = request.prefilled
-                told += self._prefill(request, decoded)
-                left -= (request.prefilled - depth) * (1 + depth / DEPTH)
+                depth, group = request.prefilled, self._group(request, left)
+                told += self._prefill_together(group, decoded) if len(group) > 1 else self._prefill(request, decoded)
+                left -= sum(one.prompt for one in group[1:]) + (request.prefilled - depth) * (1 + depth / DEPTH)
                 request = self._fitting(left) if request.prefilled == request.prompt else None
         finally:
             told = give() + told
@@ -226,6 +226,29 @@ class Scheduler:
                 return []
             request.fail(error)
             return [request]
+
+    def _group(self, request: Request, tokens: float) -> list[Request]:
+        """Return the request, and the requests whose whole prompts share its forward: `tokens` tokens in all, or itself."""
+        group, left = [request], tokens - request.prompt
+        if left < 0 or not self.batch.shares_forward(request):
+            return group
+        for one in self.prefilling:
+            if one is not request and one.prompt <= left and self.batch.shares_forward(one):
+                group.append(one)
+                left -= one.prompt
+        return group
+
+    def _prefill_together(self, group: Sequence[Request], decoded: int) -> list[Request]:
+        """Prefill whole prompts in one forward, or one by one if that fails. Returns the requests that got a token or failed."""
+        for request in group:
+            self._give_way(request)
+        left = [request for request in group if request.seq >= 0]
+        try:
+            if len(left) > 1:
+                return self.batch.prefill_together(left)
+        except Exception as error:
+            _log.info("%d prompts are prefilled one by one: %s", len(left), error)
+        return [one for request in left for one in self._prefill(request, decoded)]
 
     def _give_way(self, coming: Request | None = None) -> None:
         """Queue the requests that lose their slots when the method follows full attention; see Batch.give_way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -129,6 +130,17 @@ class States:
         for layer in self._whole.values():
             for rows in _tensors(layer).values():
                 rows[seq].zero_()
+
+
+def packs(cache: BatchCache) -> bool:
+    """Return whether prompts of several sequences may follow each other in one row of a forward.
+
+    All layers must be kvthaw's, which keep the prompts apart, and the model must take each token's position.
+    """
+    model, split = cache.model, cache.kv.settings.ranks.size > 1
+    takes = "position_ids" in inspect.signature(model.forward).parameters and model._supports_logits_to_keep()
+    counts = getattr(model.config.get_text_config(decoder=True), "attn_temperature_tuning", False)  # tokens of the forward
+    return takes and not (split or counts or cache.states) and len(cache.kv.layers) == len(cache.layers)
 
 
 def check_positions(model: PreTrainedModel, capacity: int) -> None:

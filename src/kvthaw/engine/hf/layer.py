@@ -55,8 +55,7 @@ class Shared:
 
         Tokens of a step count once all layers have attended.
         """
-        sequences = self.kv.sequences
-        return sequences.padded_length if sequences.filling is None else sequences.length(sequences.filling)
+        return self.kv.sequences.past
 
     def read_mask(self, mask: Tensor | None, batch: int, before: int, steps: int) -> tuple[list[int], bool]:
         """Check the model's mask for `steps` tokens after `before` tokens.
@@ -65,7 +64,7 @@ class Shared:
         waits for the device, so a single token's mask is read only at the first step after a prompt. Its size is always
         checked. Raises CacheError for a mask of other rows or tokens, or one that hides more than left padding.
         """
-        filling = self.kv.sequences.filling is not None
+        filling = self.kv.sequences.filling
         known = [0] if filling else list(self.kv.sequences.left_pad) or [0] * batch
         if mask is None:
             return known, False
@@ -253,8 +252,8 @@ class CacheLayer(CacheLayerMixin):
             if id(module) not in shared.modules:
                 raise CacheError("this cache belongs to another model")
             self.remember_module(module)
-            count = cache.sequences.count if cache.sequences.filling is None else 1
-            whole = batch == count or (cache.sequences.room and cache.sequences.filling is None and batch < count)
+            count = 1 if cache.sequences.filling else cache.sequences.count
+            whole = batch == count or (cache.sequences.room and not cache.sequences.filling and batch < count)
             if held and not whole:  # a running batch may leave out its last sequences
                 raise CacheError(f"the cache holds {count} rows and was given {batch}; use one cache for each batch")
             if mask is not None:  # in a batch nothing is padded; some models still make a mask of ones (OPT, until 5.23)
@@ -271,7 +270,7 @@ class CacheLayer(CacheLayerMixin):
             raise
         with torch.inference_mode(False), torch.no_grad():
             if new:
-                alone = cache.sequences.filling is not None and cache.sequences.count > 1  # a prompt among other sequences
+                alone = cache.sequences.filling and cache.sequences.count > 1  # prompts among other sequences
                 out = cache.attend(self.kv, query, key, value, attention, None if alone else pads)
             else:
                 out = cache.attend_again(self.kv, query, key, value, attention)
@@ -286,7 +285,7 @@ class CacheLayer(CacheLayerMixin):
 
     def undo(self) -> None:
         """Reset the cache if its first prompt was refused, because earlier layers that are not kvthaw's hold it already."""
-        if self.shared.length == 0 and self.shared.kv.sequences.filling is None:
+        if self.shared.length == 0 and not self.shared.kv.sequences.filling:
             self.shared.empty_others()
             for layer in self.shared.layers:
                 layer.reset()
@@ -294,16 +293,19 @@ class CacheLayer(CacheLayerMixin):
     def _check_room(self, key: Tensor, pads: list[int]) -> None:
         """Raise an error for a prompt that is too long, before the first layer stores it."""
         shared, cache = self.shared, self.shared.kv
-        held, new = shared.length, max(key.shape[2], cache.sequences.prefill_remaining)
-        if shared.positions is not None and held + new > shared.positions:
+        sequences, new = cache.sequences, max(key.shape[2], cache.sequences.prefill_remaining)
+        lengths = {seq: shared.length + new - pad for seq, pad in enumerate(pads)}
+        if sequences.filling:
+            lengths = dict(sequences.filling)
+        longest = max(sequences.filling.values(), default=shared.length + new)
+        if shared.positions is not None and longest > shared.positions:
             raise ConfigError(
-                f"the prompt has {held + new} tokens; the model's positions end at {shared.positions}; where the model can go "
+                f"the prompt has {longest} tokens; the model's positions end at {shared.positions}; where the model can go "
                 "further, raise max_position_embeddings of its config, with rope_parameters that reach so far (YaRN, say)"
             )
         if cache.offloaded:
-            block_size, filling, layer = cache.settings.block_size, cache.sequences.filling, cache.offloaded[0]
-            have = [layer.reserved(seq) for seq in (range(len(pads)) if filling is None else [filling])]
-            wanted = (max(0, held + new - pad - room) for pad, room in zip(pads, have, strict=True))
+            block_size, layer = cache.settings.block_size, cache.offloaded[0]
+            wanted = (max(0, length - layer.reserved(seq)) for seq, length in lengths.items())
             row = row_format(cache.settings.kv_dtype, key.shape[3], key.dtype)
             block = key.shape[1] * row.row_bytes * block_size
             check_memory(cache.offloaded, cache.streams, sum(-(-tokens // block_size) for tokens in wanted), block, key.device)
