@@ -87,7 +87,7 @@ class Sequences:
         self.known: dict[object, Any] = {}
         """Memo of values that depend on the sequences. Every change but decoded tokens clears it."""
         self.filling: dict[int, int] = {}
-        """Where the announced prompts of single sequences end; empty: the announced prompt belongs to all."""
+        """Where the announced prompts of single sequences end, by sequence. It is empty if the prompt belongs to all."""
         self._end: int | None = None  # of a prompt of all sequences
         self._committed: tuple[Step, dict[str, Any]] | None = None  # the latest step, and the counts before it
 
@@ -225,7 +225,9 @@ class Sequences:
 
     @contextmanager
     def prompts(self, tokens: Mapping[int, int]) -> Iterator[None]:
-        """Treat the next tokens as prompts of these sequences of a batch, with so many tokens each.
+        """Treat the next tokens as prompts of some sequences of a batch.
+
+        tokens: of each prompt, by sequence.
 
         The prompt of one sequence may come in chunks. Several prompts come whole, one after the other in one step, in
         sequences without tokens.

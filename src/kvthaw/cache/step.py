@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """One forward that gives every sequence `tokens` new tokens, or those of `parts` theirs. `Sequences.commit` counts it.
+    """One forward that gives `tokens` new tokens to every sequence, or to some. `Sequences.commit` counts it.
 
     start: tokens before it, padding included.
     parts: sequences and their new tokens, one after the other in the one row of the step's tensors. Several have no earlier
