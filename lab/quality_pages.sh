@@ -9,7 +9,7 @@ mkdir -p "$1/parts" && out=$(cd "$1" && pwd) || exit 1
 commit=$2 processes=${3:-12} size=${4:-full}
 cd "$(dirname "$0")/.." || exit 1
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
-python3 -m kvthaw --help > /dev/null || { echo "python3 -m kvthaw does not run here" >&2; exit 1; }
+python3 -m lab --help > /dev/null || { echo "python3 -m lab does not run here" >&2; exit 1; }
 
 found=full,oracle,clusterkv,clusterkv-plus,prkv,prkv:page=8,quest,arkvale
 clusters=$(for distance in cosine l2 inner; do for c in 200 400 600 800; do printf ',clusterkv:distance=%s:clusters=%s' $distance $c; done; done)

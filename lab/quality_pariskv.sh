@@ -8,7 +8,7 @@ mkdir -p "$1/parts" && out=$(cd "$1" && pwd) || exit 1
 commit=$2 processes=${3:-12} size=${4:-full}
 cd "$(dirname "$0")/.." || exit 1
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
-python3 -m kvthaw --help > /dev/null || { echo "python3 -m kvthaw does not run here" >&2; exit 1; }
+python3 -m lab --help > /dev/null || { echo "python3 -m lab does not run here" >&2; exit 1; }
 
 paper=pariskv
 grid=$paper:rho=0.05:beta=0.05,$paper:rho=0.2:beta=0.05,$paper:rho=0.5:beta=0.05,$paper:rho=0.1:beta=0.1,$paper:rho=0.2:beta=0.1

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import kvthaw
 from kvthaw.cli import app
@@ -44,6 +45,8 @@ def test_commands_of_the_repository_are_pointed_to() -> None:
         command = " ".join(words[: 1 + (words[0] in ("eval", "bench"))])
         refused(Said(*words, app=app), 2, f"python -m lab {command}")
     assert "python -m lab" not in Said("eval", "agreemen", app=app).err
+    named = CliRunner().invoke(app, ["eval", "niah"], prog_name="python -m kvthaw", env={"COLUMNS": "200"})
+    assert "python -m lab eval niah" in named.stderr
 
 
 def test_examples_name_methods_that_there_are() -> None:

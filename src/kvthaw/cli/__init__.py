@@ -24,7 +24,7 @@ class Product(Commands):
     """The command group. It points to the commands that only the repository has."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        path = " ".join([*ctx.command_path.split()[1:], *args[:1]])
+        path = " ".join([*([] if ctx.parent is None else [ctx.info_name]), *args[:1]])
         unknown = args and not any(name.startswith(args[0]) for name in self.commands)
         if unknown and (path in LABORATORY or path.startswith("eval ")):
             ctx.fail(f"{path!r} is not installed. A clone of kvthaw's repository has it: python -m lab {path}")

@@ -94,7 +94,7 @@ def agreement(
     from kvthaw.evaluate.report import agreements
     from kvthaw.evaluate.results import ResultsFile
 
-    text = None if file is None else prompt_text(None, file)
+    text = "" if file is None else prompt_text(None, file)
     results = ResultsFile(out)
     llm, tokenizer = loading.load(asked, template=template.template())
     how = asked or (Chat() if template.chat is None and tokenizer.chat_template is not None else None)
@@ -103,7 +103,6 @@ def agreement(
         if prompts is not None:
             most = min(longest(llm, tokens), *(lengths or ()), 1 << 31)
             return read_prompts(tokenizer, prompts, most, how, limit)
-        assert text is not None
         return [
             one
             for size in sorted(lengths or [2048])

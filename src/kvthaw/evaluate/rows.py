@@ -70,14 +70,14 @@ class Forks:
 
     def fork(self, variant: Variant) -> Cache:
         """Its tokens under a variant, offloaded and indexed."""
-        if not self._serves(variant):
+        kept = self._that_serves(variant)
+        if kept is None:
             self._drop()
             method = resolve(variant.method)
             if not method.any_budget:
                 return fork(self._base, variant)
-            self._kept = variant, fork(self._base, variant, method)
-        assert self._kept is not None
-        kept = self._kept[1]
+            kept = fork(self._base, variant, method)
+            self._kept = variant, kept
         return fork(kept, variant, kept.settings.method)
 
     def __enter__(self) -> Self:
@@ -88,14 +88,14 @@ class Forks:
         self._drop()
         self._base.layers.clear()  # a cache refers to itself; its rows go before the next one's come
 
-    def _serves(self, variant: Variant) -> bool:
+    def _that_serves(self, variant: Variant) -> Cache | None:
         if self._kept is None:
-            return False
+            return None
         of, cache = self._kept
         asked = replace(cache.settings, budget=variant.budget, retrieved=variant.retrieved)
         sequences = cache.kv.sequences
         same = not sequences.divided or asked.plan(sequences.longest).regions == sequences.regions
-        return same and (of.method, of.dense_layers) == (variant.method, variant.dense_layers)
+        return cache if same and (of.method, of.dense_layers) == (variant.method, variant.dense_layers) else None
 
     def _drop(self) -> None:
         if self._kept is not None:

@@ -58,10 +58,10 @@ class Guard:
         if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(dict(given).get(b"authorization", "")):
             return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         if self._hosts is not None and scope["path"] not in PROBES:
-            hosts = [
+            sent = [
                 (name, value if name == b"host" else value.partition("://")[2]) for name, value in given if name in _SENDERS
             ]
-            foreign = next(((name, host) for name, host in hosts if not self._own(host)), None)
+            foreign = next(((name, host) for name, host in sent if not self._own(self._hosts, host)), None)
             if foreign is not None:
                 where = f"{foreign[0].decode().capitalize()} is {foreign[1][:100]!r}"
                 return ApiError(
@@ -80,15 +80,14 @@ class Guard:
         right = [hmac.compare_digest(key.strip().encode("latin-1"), each) for each in self._keys]
         return sum(right) > 0  # compares all of them, whichever is right
 
-    def _own(self, given: str) -> bool:
+    def _own(self, hosts: Collection[str], given: str) -> bool:
         """Return whether a host, with or without its port, is this server's."""
-        assert self._hosts is not None
         try:
             host = (urlsplit(f"//{given}").hostname or "").rstrip(".")
         except ValueError:
             return False
         loopback = _loopback(host)
-        return host in self._hosts or bool(loopback) or (loopback is False and self._addresses)
+        return host in hosts or bool(loopback) or (loopback is False and self._addresses)
 
 
 _SENDERS = (b"host", b"origin")

@@ -346,9 +346,8 @@ class ResponsesRequest(Sampled):
     def check(self) -> None:
         super().check()
         if self.top_logprobs is not None and not self.include:
-            raise ApiError(
-                400, "top_logprobs is given; it needs include to name message.output_text.logprobs", param="top_logprobs"
-            )
+            says = "top_logprobs is given; it needs include to name message.output_text.logprobs"
+            raise ApiError(400, says, param="top_logprobs")
 
     @property
     def messages(self) -> list[Message]:

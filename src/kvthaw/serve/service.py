@@ -162,9 +162,8 @@ class Service:
         """Save a job's named prompt to the folder, if any, so that it survives a restart. The save continues if the caller is
         cancelled. Returns an error message for the client if a file cannot be written."""
         named = next((one for one in job.requests if one.name is not None), None)
-        named = None if self._library is None or job.cut_short else named
-        if named is not None:
-            return self.background(self._save((named.salt, named.name or "")))
+        if self._library is not None and named is not None and not job.cut_short:
+            return self.background(self._save(self._library, (named.salt, named.name or "")))
         nothing: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         nothing.set_result(None)
         return nothing
@@ -303,11 +302,9 @@ class Service:
             finally:
                 self._writing.discard(key)
 
-    async def _save(self, key: Key) -> str | None:
+    async def _save(self, library: Library, key: Key) -> str | None:
         """Write the prompt that is in memory under a name, in turn. A deleted prompt is not written; of several, the last is.
         Returns an error message if a file cannot be written."""
-        library = self._library
-        assert library is not None
         async with self._changing(key):
             try:
                 what = await self.worker.call(partial(library.collect, key)) if self.worker.failure is None else None

@@ -151,8 +151,8 @@ class Worker:
     async def forget(self, key: Key) -> None:
         """Delete a named prompt from the prefix cache, if present."""
         prefix, (salt, name) = self.scheduler.batch.prefix_cache, key
-        assert prefix is not None
-        await self.call(lambda: prefix.forget(name, salt) if key in prefix.entries else None, [Forget(salt, name)])
+        if prefix is not None:
+            await self.call(lambda: prefix.forget(name, salt) if key in prefix.entries else None, [Forget(salt, name)])
 
     def cancel(self, job: Job) -> None:
         """Remove a job's unfinished outputs from the batch."""

@@ -14,9 +14,8 @@ import kvthaw
 from kvthaw.cache.choice import Choice
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.probe import Observation, observe
 from kvthaw.kernels.merge import Partial
-from lab.evaluate.probe import Probe, Quality
+from lab.evaluate.probe import Observation, Probe, Quality, observe
 from zoo import VOCAB
 
 Step = tuple[OffloadedLayer, Tensor, Choice | None, list[Tensor], list[int]]
