@@ -26,7 +26,7 @@ import bytemodel
 from forked import forked
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.token_bytes import TokenBytes
-from kvthaw.serve import app
+from kvthaw.serve import app, worker
 from kvthaw.serve.server import listen, run
 
 LONG: dict[str, Any] = {"prompt": "Hi there", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
@@ -264,6 +264,19 @@ def test_the_command_ends_while_it_reads_a_document(tmp_path: Path, monkeypatch:
         until(lambda: "reading" in command.stderr.readline())
         command.send(signal.SIGTERM)
         assert command.wait() == 0
+
+
+def test_freed_memory_is_released_once_after_work(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    released = list[float]()
+    monkeypatch.setattr(worker, "release_freed_memory", lambda: released.append(time.monotonic()))
+    monkeypatch.setattr(worker, "_IDLE", 0.3)
+    with serving(*loaded) as served:
+        served.post("/v1/completions", prompt="Hi", max_tokens=3)
+        until(lambda: len(released) == 1)
+        time.sleep(1)
+        assert len(released) == 1
+        served.post("/v1/completions", prompt="Hi", max_tokens=3)
+        until(lambda: len(released) == 2)
 
 
 def answers(url: str) -> bool:

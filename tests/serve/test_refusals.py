@@ -204,3 +204,9 @@ def test_the_description_tells_of_errors_and_of_fields_that_may_be_null(served: 
     assert fields["additionalProperties"] is False
     for name, field in fields["properties"].items():
         assert ({"type": "null"} in field.get("anyOf", ())) == (name != "prompt"), name
+
+
+def test_a_path_that_is_not_served_is_named(served: Served) -> None:
+    answer = served.post("/v1/embeddings", input="x")
+    assert answer.status_code == 404
+    assert "POST /v1/embeddings is not served" in answer.json()["error"]["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 import weakref
@@ -26,6 +27,16 @@ def check_host_memory(need: int, limit: int | None) -> None:
             f"the prompt's KV needs {need:,} bytes of host memory and {free:,} are free; shorten the prompt, use fewer rows, "
             "or set host_bytes if you know of more"
         )
+
+
+def release_freed_memory() -> None:
+    """Return freed memory that the C library still holds to the system, if it is glibc. It takes milliseconds.
+
+    glibc keeps an arena per thread, and after some large tensors it no longer returns even larger ones by itself.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def available_host_memory(ranks: Ranks = ALONE) -> int | None:

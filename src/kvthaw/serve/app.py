@@ -260,6 +260,8 @@ async def _failed(http: Request, error: Exception) -> Response:
 
 async def _http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return _noted(http, ApiError(404, f"{http.method} {http.url.path} is not served; /openapi.json lists what is"))
     return _noted(http, ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from kvthaw.cache.host_memory import release_freed_memory
 from kvthaw.cache.prefix_kept import Key
 from kvthaw.engine.lockstep import Cancel, Change, Forget, Lockstep
 from kvthaw.engine.request import Request
@@ -26,6 +27,7 @@ from kvthaw.serve.watcher import Watcher
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 _HEARTBEAT = 60.0  # seconds after which other processes get an empty inbox
+_IDLE = 5.0  # seconds without work after which freed memory is released to the system
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +79,7 @@ class Worker:
     _stepped: float = 0.0  # when that step ended
     _failed: bool = False  # whether the latest step did
     _ended: bool = False
+    _worked: bool = False  # whether there was a step since freed memory was released
     _told: float = 0.0  # when the metrics of the cache were set
     _thread: threading.Thread | None = None
 
@@ -207,10 +210,14 @@ class Worker:
     def _tasks(self) -> list[_Task]:
         """Return the tasks to run before the next step. Waits for one if there is no step to take."""
         tasks: list[_Task] = []
+        idle = not self.scheduler.busy
         with suppress(queue.Empty):
             while True:
-                wait = not tasks and not self.scheduler.busy
-                tasks.append(self._inbox.get(wait, _HEARTBEAT))
+                wait = not tasks and idle
+                tasks.append(self._inbox.get(wait, _IDLE if self._worked else _HEARTBEAT))
+        if idle and not tasks and self._worked:
+            self._worked = False
+            release_freed_memory()
         return tasks
 
     def _finish(self) -> None:
@@ -232,7 +239,7 @@ class Worker:
                 self.metrics.finished("abort")
 
     def _step(self) -> None:
-        began = time.perf_counter()
+        began, self._worked = time.perf_counter(), True
         try:
             with self.watcher.watching():
                 told = self.scheduler.step()
