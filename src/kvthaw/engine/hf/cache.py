@@ -64,7 +64,7 @@ class Cache(DynamicCache):
     model: a decoder whose attention goes through transformers' AttentionInterface.
     method: a name in METHODS or a Method. Further keyword arguments are the method's options. "auto" takes full attention
         while all KV lies on the device and measurements say that it is faster (`kvthaw.methods.auto`). Then "auto" takes
-        the best index: thaw on a GPU, icecache-digest on a CPU. It takes the next of pariskv-plus, clusterkv-plus and
+        the best index: thaw on a GPU, icecache-digest:remainder=64 on a CPU. It takes the next of pariskv-plus, clusterkv-plus and
         icecache-digest if an index does not fit a GPU together with the weights. It sets device_memory to "auto" unless the
         caller gives one.
     sized_for: how many sequences must fit, and the tokens of each. None: one sequence of all positions of the model, at
