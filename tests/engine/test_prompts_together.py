@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from test_architectures import COMMON
 from transformers import PreTrainedModel
 
 from kvthaw import Batch, PrefixCache, Sampling, Scheduler
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.errors import CacheError
 from kvthaw.methods import METHODS
-from zoo import MODELS, build_exact, prompt
+from zoo import DISTINCT, MODELS, build_exact, prompt
 
 LENGTHS = (33, 9, 61, 80, 17)
-NEW = 12
+NEW = 8
 SIZES: dict[str, Any] = {"max_seqs": 6, "capacity": 160, "block_size": 16}
 
 
@@ -55,7 +56,7 @@ def alone(model: PreTrainedModel, method: str, ids: list[torch.Tensor], **sizes:
     return [served(batch, [each], 1000)[0] for each in ids]
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", DISTINCT)
 def test_every_method_keeps_the_prompts_apart(model: PreTrainedModel, parts: list[int], method: str) -> None:
     ids = [prompt(1, n, seed=n)[0] for n in LENGTHS]
     sizes: dict[str, Any] = {"dense_layers": 1} | ({} if METHODS[method]().dense else {"budget": 48})
@@ -66,7 +67,8 @@ def test_every_method_keeps_the_prompts_apart(model: PreTrainedModel, parts: lis
     assert max(parts, default=0) > 1
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) for one in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in COMMON])
 def test_every_architecture_keeps_the_prompts_apart(parts: list[int], name: str) -> None:
     model = build_exact(name)
     ids = [prompt(1, n, seed=n)[0] for n in LENGTHS]
