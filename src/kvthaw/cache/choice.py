@@ -105,8 +105,8 @@ def check_selection(
         if not ok:
             raise CacheError(f"{who}, layer {context.layer}: {what}")
 
-    need(isinstance(found, Selection), f"select() returned {type(found).__name__}; it must return a Selection")
-    assert isinstance(found, Selection)
+    if not isinstance(found, Selection):
+        raise CacheError(f"{who}, layer {context.layer}: select() returned {type(found).__name__}; it must return a Selection")
     rows, heads = found.rows, (seqs, context.kv_heads)
     width = rows.shape[2] if rows.dim() == 3 else budget
     wanted = {"rows": (rows, (*heads, width), torch.int32), "counts": (found.counts, heads, torch.int32)}

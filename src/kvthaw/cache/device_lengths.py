@@ -67,9 +67,11 @@ class DeviceLengths:
     live: 1 for sequences that get a token in this step.
     """
 
+    _values: _Values
+
     def __init__(self) -> None:
         self.lengths = self.starts = self.live = torch.empty(0, dtype=torch.int32)
-        self._values: _Values | None = None
+        self.forget()
 
     def set(self, lengths: Sequence[int], starts: Sequence[int], live: Sequence[int], device: torch.device) -> None:
         """Set all values. If every live sequence only gained one token, this is a single addition on the device."""
@@ -90,12 +92,11 @@ class DeviceLengths:
     def advance(self) -> None:
         """Record that a replayed step has added a token to every live sequence."""
         values = self._values
-        assert values is not None
         values.lengths = tuple(n + new for n, new in zip(values.lengths, values.live, strict=True))
 
     def forget(self) -> None:
         """Mark the values as unknown after a replayed step failed."""
-        self._values = None
+        self._values = _Values((), (), (), torch.device("meta"))
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a captured step reads and writes."""

@@ -15,6 +15,7 @@ from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Plan
+from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.sequences import roomier
 from kvthaw.cache.step import Step
 
@@ -97,12 +98,10 @@ def dry_run(
         for one in dense:
             one.before_step()
         for layer in made.values():
-            assert layer.plan is not None
-            layer.plan = layer.sparse.grow(settings, layer.plan)
-            layer.sparse.make_room(sequences.capacity)
+            layer.grow()
     memory.fixed = {one.number: one.fixed_bytes() for one in dense}
     memory.fixed |= {number: twin.fixed_bytes() for number, twin in twins.items()}
-    a_key = {id(twin): _bytes_a_key(twin) for twin in made.values() if twin.on_host and twin.chooses}
+    a_key = {id(twin): _bytes_a_key(twin, twin.own) for twin in made.values() if twin.on_host and twin.own is not None}
     blocks = rows = host_index = fetched = 0
     for number, twin in twins.items():
         block = settings.block_size * twin.host_bytes_per_token()
@@ -112,9 +111,9 @@ def dry_run(
         rows += (many - near) * held_bytes(block, pinned=pinned)
         if many and twin.plan is not None:
             fetched += batch * twin.plan.rows * twin.host_bytes_per_token() * (many - near) // many
-        if twin.retriever is not None and twin.on_host and twin.chooses:
+        if twin.own is not None and twin.on_host:
             host_index += round(batch * prompt * twin.store.kv_heads * a_key[id(twin)])
-            host_index += sum(table.nbytes for table in twin.retriever.residency.tensors())
+            host_index += sum(table.nbytes for table in twin.own.residency.tensors())
     slab = sum(twin.slab.data.nbytes for twin in twins.values())
     first, rotary = next(iter(twins.values()), None), {twin.rotary for twin in made.values() if twin.rotary is not None}
     return Needs(
@@ -124,7 +123,7 @@ def dry_run(
         blocks=blocks,
         rows=rows,
         host_index=host_index,
-        searching=sum(twin.chooses and twin.retriever is not None for twin in twins.values()),
+        searching=sum(twin.own is not None for twin in twins.values()),
         plan=None if first is None else first.plan,
         reason=kv.chooser.reason,
         capacity=sequences.capacity,
@@ -132,11 +131,10 @@ def dry_run(
     )
 
 
-def _bytes_a_key(layer: OffloadedLayer) -> float:
+def _bytes_a_key(layer: OffloadedLayer, retriever: Retriever) -> float:
     """Return the host bytes per key of one KV head that an index on the host takes, measured on random keys; 0 if it does not
     tell."""
-    assert layer.retriever is not None
-    own = layer.retriever.context
+    own = retriever.context
     store, first = HostStore(1, 1, own.head_dim, own.dtype, format=layer.store.format), own.regions.sink
     cpu = torch.device("cpu")
     context = replace(

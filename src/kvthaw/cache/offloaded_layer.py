@@ -299,11 +299,16 @@ class OffloadedLayer(LayerKV):
             return
         self.storage.trim_queries(self.recent_queries, self.sequences.idle)
         self.storage.order()
-        self.plan = self.sparse.grow(self.settings, self.plan)
-        self.sparse.make_room(self.sequences.capacity)
+        self.grow()
         if self.retriever is not None and not self.on_host:
             self.retriever.wait()
         self.sparse.update_table()
+
+    def grow(self) -> None:
+        """Make room for the capacity of the sequences, in a layer that has had a prompt."""
+        if self.plan is not None:
+            self.plan = self.sparse.grow(self.settings, self.plan)
+            self.sparse.make_room(self.sequences.capacity)
 
     def reserved(self, seq: int) -> int:
         """Return how many tokens of a sequence its blocks can hold."""

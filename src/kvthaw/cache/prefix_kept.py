@@ -149,8 +149,8 @@ class PrefixBlocks:
 
     def erase(self, node: Node) -> None:
         """Free a node's slot in the file."""
-        assert self.file is not None
-        self.file.free(self.slots.pop(node))
+        slot = self.slots.pop(node)
+        slot.file.free(slot)
 
     def write(self, node: Node) -> None:
         """Write a node's blocks to the file. Raises OSError."""
@@ -166,15 +166,9 @@ class PrefixBlocks:
         with ThreadPoolExecutor(2) as threads:  # concurrent with pinning
             try:
                 for node in nodes:
-                    assert self.file is not None
-                    blocks = self.new(memory, self.shapes)
-                    coming.append(
-                        (
-                            node,
-                            blocks,
-                            threads.submit(self.file.read, self.slots[node], [each.data for each in blocks.values()]),
-                        )
-                    )
+                    blocks, slot = self.new(memory, self.shapes), self.slots[node]
+                    read = threads.submit(slot.file.read, slot, [each.data for each in blocks.values()])
+                    coming.append((node, blocks, read))
             except HostMemoryError as lack:
                 error = lack
         for done, (node, blocks, read) in enumerate(coming):
@@ -217,8 +211,9 @@ _AT_ONCE = 8  # blocks written or read at a time
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slot of the file: its number, and the SHA-256 of each tensor in it."""
+    """A slot of a file: its number, and the SHA-256 of each tensor in it."""
 
+    file: BlockFile
     number: int
     digests: Sequence[bytes]
 
@@ -251,7 +246,7 @@ class BlockFile:
         number = self._free[-1]
         digests = self._each(number, [tensor.cpu() for tensor in tensors], self._write)
         self._free.pop()
-        return Slot(number, digests)
+        return Slot(self, number, digests)
 
     def read(self, slot: Slot, tensors: Sequence[Tensor]) -> None:
         """Read a slot into tensors on the host. Raises CacheError if the file cannot be read or its content has changed."""
