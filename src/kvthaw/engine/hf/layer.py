@@ -55,7 +55,8 @@ class Shared:
 
         Tokens of a step count once all layers have attended.
         """
-        return self.kv.sequences.past
+        sequences = self.kv.sequences
+        return sequences.past if sequences.filling else sequences.padded_length
 
     def read_mask(self, mask: Tensor | None, batch: int, before: int, steps: int) -> tuple[list[int], bool]:
         """Check the model's mask for `steps` tokens after `before` tokens.
