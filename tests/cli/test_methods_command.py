@@ -102,5 +102,5 @@ def test_auto_tells_what_it_chooses() -> None:
     assert said.startswith("auto: Full attention while")
     assert all(word in said for word in ("NVIDIA H100", "35,700", "thaw", "icecache-digest"))
     (told,) = Said("methods", "auto", "--json").records
-    assert [one["then"] for one in told["by_device"]] == [*["thaw"] * 3, "icecache-digest"]
+    assert [one["then"] for one in told["by_device"]] == [*["thaw"] * 3, "icecache-digest:remainder=64"]
     assert "'auto'" in Said("methods", "autto").err
