@@ -162,7 +162,7 @@ def advice(records: Sequence[Record]) -> str:
         alike = next((one for one in others if one["agreement"] >= ALIKE and _time(one) < FASTER * _time(full)), None)
         if alike is None:
             return f"{fits}; {_named(best)}: keep full attention, or raise the budget."
-        return f"{fits}; {_named(alike)}: {_use(alike)} if kvthaw eval confirms acceptable accuracy on your task."
+        return f"{fits}; {_named(alike)}: {_use(alike)} if kvthaw eval agreement confirms acceptable accuracy on your text."
     ours = full["method"] == "full" and _time(full) < FASTER * max(map(_time, held))
     through = ' through kvthaw.attach(model, "full")' if ours else ""
     best_of = "fastest" if best is None or _time(full) <= _time(best) else "as fast as any"
