@@ -145,7 +145,7 @@ class Chooser:
         if self.due():
             self._choose(self._lengths(1))
 
-    def narrows(self, prompt: tuple[int, int] | None = None) -> tuple[str, int] | None:
+    def narrows(self, prompt: Mapping[int, int] | None = None) -> tuple[str, int] | None:
         """Return why the method applies from the next decode step on, and how many sequences device_memory then holds.
 
         Returns None if it does not apply yet, or if all sequences fit.
@@ -155,7 +155,7 @@ class Chooser:
         """
         if not self.full or self._short or self.sequences.step is not None or not (prompt or self.due()):
             return None
-        most, lengths = self.most(), self._lengths({prompt[0]: prompt[1]} if prompt else 1)
+        most, lengths = self.most(), self._lengths(prompt or 1)
         reason = self._reason(lengths) if most < self.sequences.count else None
         return None if reason is None or self._fits_in_blocks(lengths) else (reason, most)
 
@@ -235,7 +235,7 @@ class Chooser:
         return len(self.by_method) + len(self.dense)
 
     def block_room(self) -> int | None:
-        """Return how many tokens of all sequences full attention holds in blocks on the device, whole blocks only.
+        """Return how many tokens of all sequences, in whole blocks, full attention holds in blocks on the device.
 
         Returns None if full attention is not in force, or has a tensor with room for every sequence's capacity.
         """

@@ -221,9 +221,8 @@ def take_queries(step: Step, query: Tensor, recent: dict[int, Tensor], most: int
 
     Returns the step's own queries that were kept.
     """
-    last = {}
+    last, before = {}, step.tokens - query.shape[2]  # a clone has the last queries only
     for row in step.rows():
-        before = step.tokens - query.shape[2]  # a clone has the last queries only
         own = query[row.row, :, max(0, row.start - before) : max(0, row.stop - before)]
         kept = recent[row.seq] = last_queries(recent.get(row.seq), own, row.past, most)
         n = own.shape[1] if most is None else min(own.shape[1], most)

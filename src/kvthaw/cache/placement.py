@@ -220,9 +220,6 @@ def full_blocks(store: HostStore, *, alone: bool = False) -> list[Block]:
     return [block for block, count in counts.items() if not alone or count == block.owners]
 
 
-_log = logging.getLogger(__name__)
-
-
 class BlockPreallocator:
     """Allocate the next block of every sequence and layer ahead of time, round-robin.
 

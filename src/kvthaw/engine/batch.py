@@ -232,36 +232,36 @@ class Batch:
                 )
             self.cache.kv.finite.prompt([request.seq], self.cache.kv.offloaded)
             if stop == request.prompt:
-                self._indexing[request] = logits
-                if self.cache.kv.built(request.seq, build=False):  # else start() builds them after the others' next tokens
-                    return self._start(request)
+                return self._complete(request, logits)
         except BaseException:
             self.preempt(request)  # to be prefilled again, since its prompt is incomplete
             raise
         return False
 
     def shares_forward(self, request: Request) -> bool:
-        """Return whether a request's whole prompt may share a forward with others; see prefill_together()."""
-        own, prefixes = request.embeddings is not None or request.sampling.prompt_logprobs is not None, self.prefix_cache
-        if not self._packs or own or request.prefilled or request in self._indexing:
-            return False
-        return prefixes is None or not prefixes.known(self.cache.kv, request.ids, salt=request.salt)
+        """Return whether a request's prompt may share a forward with others; see prefill_together()."""
+        own = request.embeddings is not None or request.sampling.prompt_logprobs is not None
+        return self._packs and not (own or request.prefilled or request in self._indexing)
 
     def prefill_together(self, requests: Sequence[Request]) -> list[Request]:
         """Prefill the whole prompts of several requests in one forward, one after the other in its only row.
 
         The host takes as long for one forward of several short prompts as for that of one. Each prompt attends to itself
-        alone. If the forward fails, all of them keep their slots, and none is prefilled.
+        alone. A prompt with a cached prefix only starts with it; prefill() continues it. If the forward fails, all of them
+        keep their slots, and none is prefilled.
 
         requests: in slots, for which shares_forward() is true.
 
         Returns the requests that got their first token.
         """
-        kv, device = self.cache.kv, self._sampler.device
+        kv, device, started = self.cache.kv, self._sampler.device, requests
         try:
-            for request in requests:
-                self._reuse(request, None)  # which finds nothing, and counts it
+            for request in started:
+                self._reuse(request, None)
                 kv.sequences.pause(request.seq)
+            requests = [request for request in started if not request.prefilled]
+            if not requests:
+                return []
             ids = torch.cat([request.ids for request in requests])[None]
             positions = torch.cat([torch.arange(request.prompt, device=device) for request in requests])[None]
             ends = upload([n - 1 for n in accumulate(request.prompt for request in requests)], torch.int64, device)
@@ -270,17 +270,19 @@ class Batch:
                 logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, **how).logits
             kv.finite.prompt([request.seq for request in requests], kv.offloaded)
         except BaseException:
-            for request in requests:
+            for request in started:
                 request.prefilled = 0
                 self._empty(request.seq)
             raise
-        told = []
-        for i, request in enumerate(requests):
+        for request in requests:
             request.prefilled = request.prompt
-            self._indexing[request] = logits[:, i]
-            if kv.built(request.seq, build=False) and self._start(request):
-                told.append(request)
-        return told
+        return [request for i, request in enumerate(requests) if self._complete(request, logits[:, i])]
+
+    def _complete(self, request: Request, logits: Tensor) -> bool:
+        """Start decoding after a whole prompt, whose last logits are [1, V], if its indexes are built. Returns whether the request
+        got its first token; else start() builds them after the others' next tokens."""
+        self._indexing[request] = logits
+        return self.cache.kv.built(request.seq, build=False) and self._start(request)
 
     def start(self, timeout: float | None = 0.0) -> list[Request]:
         """Start decoding requests whose indexes are complete, and sample their first tokens.
@@ -394,7 +396,7 @@ class Batch:
         prompt. Returns the requests that lost their slots. They may join again, as after preempt().
         """
         kv = self.cache.kv
-        found = kv.chooser.narrows(None if coming is None else (coming.seq, coming.prompt - coming.prefilled))
+        found = kv.chooser.narrows(None if coming is None else {coming.seq: coming.prompt - coming.prefilled})
         if found is None:
             return []
         kv.finish_clear()

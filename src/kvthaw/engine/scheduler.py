@@ -182,8 +182,8 @@ class Scheduler:
             while request is not None:
                 depth, group = request.prefilled, self._group(request, left)
                 told += self._prefill_together(group, decoded) if len(group) > 1 else self._prefill(request, decoded)
-                left -= sum(one.prompt for one in group[1:]) + (request.prefilled - depth) * (1 + depth / DEPTH)
-                request = self._fitting(left) if request.prefilled == request.prompt else None
+                left -= (sum(one.prefilled for one in group) - depth) * (1 + depth / DEPTH)
+                request = self._fitting(left) if len(group) > 1 or request.prefilled == request.prompt else None
         finally:
             told = give() + told
             for request in told:

@@ -295,9 +295,7 @@ class CacheLayer(CacheLayerMixin):
         """Raise an error for a prompt that is too long, before the first layer stores it."""
         shared, cache = self.shared, self.shared.kv
         sequences, new = cache.sequences, max(key.shape[2], cache.sequences.prefill_remaining)
-        lengths = {seq: shared.length + new - pad for seq, pad in enumerate(pads)}
-        if sequences.filling:
-            lengths = dict(sequences.filling)
+        lengths = sequences.filling or {seq: shared.length + new - pad for seq, pad in enumerate(pads)}
         longest = max(sequences.filling.values(), default=shared.length + new)
         if shared.positions is not None and longest > shared.positions:
             raise ConfigError(
