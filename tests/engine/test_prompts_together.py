@@ -9,7 +9,7 @@ import torch
 from test_architectures import COMMON
 from transformers import PreTrainedModel
 
-from kvthaw import Batch, PrefixCache, Sampling, Scheduler
+from kvthaw import Batch, PrefixCache, Request, Sampling, Scheduler
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.errors import CacheError
 from kvthaw.methods import METHODS
@@ -134,3 +134,25 @@ def test_a_forward_that_fails_is_repeated_one_by_one(
         assert [request.tokens for request in (first, *requests)] == expected
         assert failed == [layer]
         assert not batch.requests
+
+
+def test_a_request_that_cannot_start_stops_no_other(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the shared forward, when its first token is drawn."""
+    ids = [prompt(1, n, seed=n)[0] for n in (48, 40, 35)]
+    expected = alone(model, "oracle", ids, budget=48)
+    batch, start = Batch(model, "oracle", budget=48, **SIZES), Batch._start
+
+    def broken(batch: Batch, request: Request) -> bool:
+        if request.prompt == 40:
+            raise CacheError("broken")
+        return start(batch, request)
+
+    monkeypatch.setattr(Batch, "_start", broken)
+    scheduler = Scheduler(batch, step_tokens=200)
+    requests = [scheduler.submit(each, max_new_tokens=NEW, stop=()) for each in ids]
+    told = []
+    while scheduler.busy:
+        told += scheduler.step()
+    assert [requests[i].tokens for i in (0, 2)] == [expected[0], expected[2]]
+    assert [request.finished for request in requests] == ["length", "error", "length"]
+    assert told.count(requests[1]) == 1

@@ -232,7 +232,9 @@ class Batch:
                 )
             self.cache.kv.finite.prompt([request.seq], self.cache.kv.offloaded)
             if stop == request.prompt:
-                return self._complete(request, logits)
+                self._indexing[request] = logits
+                if self.cache.kv.built(request.seq, build=False):  # else start() builds them after the others' next tokens
+                    return self._start(request)
         except BaseException:
             self.preempt(request)  # to be prefilled again, since its prompt is incomplete
             raise
@@ -252,7 +254,7 @@ class Batch:
 
         requests: in slots, for which shares_forward() is true.
 
-        Returns the requests that got their first token.
+        Returns the requests that got their first token, and requests that could not start; see start().
         """
         kv, device, started = self.cache.kv, self._sampler.device, requests
         try:
@@ -274,15 +276,9 @@ class Batch:
                 request.prefilled = 0
                 self._empty(request.seq)
             raise
-        for request in requests:
-            request.prefilled = request.prompt
-        return [request for i, request in enumerate(requests) if self._complete(request, logits[:, i])]
-
-    def _complete(self, request: Request, logits: Tensor) -> bool:
-        """Start decoding after a whole prompt, whose last logits are [1, V], if its indexes are built. Returns whether the request
-        got its first token; else start() builds them after the others' next tokens."""
-        self._indexing[request] = logits
-        return self.cache.kv.built(request.seq, build=False) and self._start(request)
+        for i, request in enumerate(requests):
+            request.prefilled, self._indexing[request] = request.prompt, logits[:, i]
+        return self._start_indexed(requests, build=False)
 
     def start(self, timeout: float | None = 0.0) -> list[Request]:
         """Start decoding requests whose indexes are complete, and sample their first tokens.
@@ -292,10 +288,14 @@ class Batch:
 
         timeout: seconds to wait for indexes; None: without limit.
         """
+        return self._start_indexed(list(self._indexing), timeout)
+
+    def _start_indexed(self, requests: Sequence[Request], timeout: float | None = 0.0, *, build: bool = True) -> list[Request]:
+        """Start requests of self._indexing, as start() does; build as for KVCache.built."""
         told = []
-        for request in list(self._indexing):
+        for request in requests:
             try:
-                if self.cache.kv.built(request.seq, timeout) and self._start(request):
+                if self.cache.kv.built(request.seq, timeout, build=build) and self._start(request):
                     told.append(request)
             except Exception as error:
                 self.preempt(request)
