@@ -63,10 +63,11 @@ def timed(batch: Batch, request: Request, tokens: int, *, decoding: bool) -> dic
     whole, host, depth = list[float](), list[float](), request.prefilled
     for _ in range(_CHUNKS):
         begin = time.perf_counter()
-        give = batch.launch() if decoding else list
+        if decoding:
+            batch.launch()
         batch.prefill(request, tokens)
         host.append(time.perf_counter() - begin)
-        give()  # of the step before this chunk, as the scheduler does
+        batch.read(ahead=True)  # of the step before this chunk, as the scheduler does
         whole.append(time.perf_counter() - begin)
     begin = time.perf_counter()
     synchronize()
@@ -158,9 +159,9 @@ def main() -> None:
         synchronize()
 
         def step() -> None:
-            give = batch.launch()
+            batch.launch()
             batch.prefill(request, tokens[1])
-            give()
+            batch.read()
 
         if device.type == "cuda":
             found = {"depth": request.prefilled, "tokens": tokens[1]}

@@ -44,6 +44,7 @@ def main() -> None:
             request = batch.join(ids, max_new_tokens=1, stop=())
             batch.prefill(request, given.length)
             batch.start(timeout=None)
+            batch.read()
         blocks = prefix.stats().kept_tokens // size
 
         def out() -> list[float]:

@@ -61,8 +61,7 @@ class Metronome(Scheduler):
         time.sleep(self.device)
         told = self.requests
         for request in told:
-            request.take(len(request.tokens) + 1, None)
-            request.fed = len(request.tokens)
+            request.take(len(request.tokens) + 1, None, len(request.tokens))
         self.requests = [request for request in told if request.finished is None]
         self.steps.append(time.perf_counter() - begin)
         return told

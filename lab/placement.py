@@ -74,6 +74,7 @@ def decode(
         for request in requests:
             batch.prefill(request, request.prompt)
     batch.start(timeout=None)
+    batch.read()
     _wait()
     joined, gaps = time.perf_counter() - begin, list[float]()
     before = batch.stats()

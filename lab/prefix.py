@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from kvthaw import Batch, PrefixCache
+from kvthaw import Batch, PrefixCache, Request
 from kvthaw.bench.card import where
 from kvthaw.engine.hf.model import load
 from kvthaw.engine.library import Library
@@ -62,6 +62,13 @@ def timed(work: Callable[[], Result]) -> tuple[Result, float]:
 def save(library: Library) -> float:
     """Save the document that is kept; return the seconds."""
     return timed(lambda: library.save("document"))[1]
+
+
+def first_token(batch: Batch, request: Request) -> None:
+    """Bring the prompt of a request and read its first token."""
+    batch.prefill(request, request.prompt)
+    batch.start(timeout=None)
+    batch.read()
 
 
 def forget(folder: Path) -> None:
@@ -105,7 +112,7 @@ def measure(
     def ask(batch: Batch, ids: torch.Tensor, new: int = 4, **given: Any) -> Asked:
         request = batch.request(ids, max_new_tokens=new, stop=(), **given)
         batch.join(request)
-        _, seconds = timed(lambda: batch.prefill(request, request.prompt) or batch.start(timeout=None))
+        _, seconds = timed(lambda: first_token(batch, request))
         block_bytes = batch.stats().device_block_bytes
         while batch.requests:
             batch.step()

@@ -43,6 +43,7 @@ def step_of(
         request = batch.join(random_ids(model, 1, length, seed)[0], max_new_tokens=steps + 1, stop=())
         batch.prefill(request, request.prompt)
     batch.start(timeout=None)
+    batch.read()
     launched, took, until, busy = 0.0, list[float](), list[float](), list[float]()
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if model.device.type == "cuda" else (None, None)
 

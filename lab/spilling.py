@@ -44,6 +44,7 @@ def measure(
         request = batch.join(prompt[: length - seq * apart], max_new_tokens=new, stop=[])
         batch.prefill(request, request.prompt)
     batch.start(timeout=None)
+    batch.read()
     found: dict[str, Any] = {}
     events = Events()
     for name, count in (("spilling", half - 2), ("leaving", 1), ("returning", steps - half)):

@@ -552,6 +552,16 @@ class Batches(RuleBasedStateMachine):
             for one, count in zip(self.asked, counts, strict=True):
                 assert len(one.request.tokens) == count + (one.request in told)
 
+    @rule(n=st.integers(1, 30))
+    def steps_ahead(self, n: int) -> None:
+        """Each step is launched before the tokens of the one before are read."""
+        for _ in range(n):
+            self.batch.launch()
+            self.batch.read(ahead=True)
+            for request in self.batch.prefilling[:1]:
+                self.batch.prefill(request)
+        self.batch.read()
+
     @rule(at=st.integers(0, 100))
     def step_fails(self, at: int) -> None:
         """Requests stay, with the tokens that they had."""

@@ -151,6 +151,7 @@ def _serve(batch: Batch, prompts: list[Tensor], new: int, steps: list[_Step], jo
             served.append(batch.join(waiting.pop(0), max_new_tokens=new, stop=()))
             batch.prefill(served[-1], served[-1].prompt)
             batch.start(timeout=None)
+            batch.read()
             joins.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         told = batch.step()  # its tokens come back to the host, so it is over then

@@ -191,6 +191,7 @@ def together(batch: Batch, prompts: list[Tensor], new: int) -> list[float]:
             request = batch.join(prompt, max_new_tokens=new, stop=())
             batch.prefill(request, request.prompt)
         batch.start(timeout=None)
+        batch.read()
     times = list[float]()
     while batch.requests:
         for request in batch.step():

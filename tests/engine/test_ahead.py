@@ -1,269 +1,107 @@
-"""What leaves a full ring is indexed before the token comes that pushes it out: on the host, and behind a replayed step."""
+"""Steps that are launched before the tokens of the step before are read: on a GPU always, here because the test says so."""
 
 from __future__ import annotations
 
-import copy
-import sys
-from collections.abc import Callable, Sequence
+import random
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-import kvthaw
-from kvthaw.cache import host_memory
-from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.engine.graph_runner import GraphRunner
-from kvthaw.errors import HostMemoryError
-from kvthaw.index import batches
-from kvthaw.index.forest import TreeIndex
-from kvthaw.index.hybrid import HybridIndex
-from zoo import build, prompt
+from kvthaw import Batch, PrefixCache, Request, Sampling, Scheduler
+from zoo import DISTINCT, build_exact, prompt
 
-IDS = prompt(2, 120)
-
-
-def filled(model: PreTrainedModel) -> kvthaw.Cache:
-    """Two sequences of 90 tokens under icecache-digest, and decoded until the ring is full."""
-    cache = kvthaw.Cache(model, "icecache-digest", budget=64, dense_layers=0)
-    step(model, cache, IDS[:, :90])
-    for t in range(200):
-        step(model, cache, IDS[:, t % 90 :][:, :1])
-        if all(ahead(layer) for layer in cache.kv.offloaded):
-            return cache
-    raise AssertionError("the ring was never full")
+SIZES: dict[str, Any] = {"max_seqs": 3, "capacity": 200, "block_size": 16, "budget": 48}
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=0.8, seed=3),
+    Sampling(temperature=1.0, seed=4, repetition_penalty=1.3, presence_penalty=0.5),
+    Sampling(temperature=0.7, seed=5, top_k=20, min_tokens=4),
+    Sampling(logprobs=2),
+)
 
 
-def step(model: PreTrainedModel, cache: kvthaw.Cache, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(ids, past_key_values=cache).logits
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return build_exact("llama", num_hidden_layers=3)
 
 
-def ahead(layer: OffloadedLayer) -> bool:
-    """Whether tokens of every sequence left for the index that the ring still holds."""
-    assert layer.storage.updater is not None
-    return all(layer.storage.updater.indexed(seq) > layer.indexed(seq) for seq in range(layer.store.seqs))
+def served(scheduler: Scheduler, seed: int, *, ahead: bool, cancels: bool = False) -> list[Request]:
+    """Requests that come between random steps, each with the tokens that steps returned; some are given up."""
+    draw, requests, told = random.Random(seed), list[Request](), dict[Request, list[int]]()
+    scheduler.ahead = ahead
+    coming = [
+        (prompt(1, draw.randint(1, 120), seed=i)[0], draw.choice([1, 2, 5, 12]), SAMPLINGS[i % 5], draw.randint(0, 3))
+        for i in range(12)
+    ]
+    while coming or scheduler.busy:
+        for _ in range(min(len(coming), draw.randint(0, 2))):
+            ids, new, sampling, priority = coming.pop()
+            stops = prompt(1, 30, seed=len(coming))[0].tolist()
+            new = max(new, sampling.min_tokens)
+            how: dict[str, Any] = {"max_new_tokens": new, "stop": stops, "sampling": sampling}
+            requests.append(scheduler.submit(ids, priority=priority, **how))
+        for request in scheduler.step() if scheduler.busy else []:
+            assert request.error is None
+            told.setdefault(request, []).append(request.tokens[-1])
+        if cancels and draw.random() < 0.2 and (running := scheduler.batch.requests):
+            scheduler.cancel(draw.choice(running))
+    assert not scheduler.batch.read()
+    assert scheduler.batch.free == scheduler.batch.max_seqs
+    assert all(told.get(request, []) == request.tokens for request in requests)
+    return requests
 
 
-def held(layer: OffloadedLayer) -> list[tuple[int, int]]:
-    """Of each sequence: where the index ends and where the ring begins."""
-    layer.wait()
-    assert layer.retriever is not None
-    index: Any = layer.retriever.index
-    return [(index.length(seq), layer.indexed(seq)) for seq in range(layer.sequences.count)]
+@pytest.mark.parametrize("method", DISTINCT)
+def test_requests_get_the_tokens_of_steps_that_are_read_at_once(model: PreTrainedModel, method: str) -> None:
+    found = [
+        served(Scheduler(Batch(model, method, **SIZES), step_tokens=64), 7, ahead=ahead, cancels=False)
+        for ahead in (True, False)
+    ]
+    assert [one.tokens for one in found[0]] == [one.tokens for one in found[1]]
+    assert [one.logprobs for one in found[0]] == [one.logprobs for one in found[1]]
+    assert [one.finished for one in found[0]] == [one.finished for one in found[1]]
 
 
-def test_the_index_goes_ahead_and_the_ring_follows(llama: PreTrainedModel) -> None:
-    cache = filled(llama)
-    for layer in cache.kv.offloaded:
-        assert all(indexed == ring + layer.plan.regions.buffer for indexed, ring in held(layer))
-    step(llama, cache, IDS[:, :1])
-    for layer in cache.kv.offloaded:
-        assert not ahead(layer)
-        assert all(indexed == ring for indexed, ring in held(layer))
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("method", ["full", "pariskv-plus", "thaw"])
+def test_requests_that_are_given_up_leave_the_others_alone(model: PreTrainedModel, method: str, seed: int) -> None:
+    prefix = PrefixCache(host_bytes=1 << 24)
+    batch = Batch(model, method, **SIZES, prefix_cache=prefix)
+    whole = {one.ids: one for one in served(Scheduler(Batch(model, method, **SIZES), step_tokens=64), seed, ahead=False)}
+    texts = {tuple(ids.tolist()): one for ids, one in whole.items()}
+    for one in served(Scheduler(batch, step_tokens=64), seed, ahead=True, cancels=True):
+        expected = texts[tuple(one.ids.tolist())]
+        assert one.tokens == expected.tokens[: len(one.tokens)]
+        assert one.finished in ("left", expected.finished)
 
 
-def test_a_copy_leaves_no_index_behind(llama: PreTrainedModel) -> None:
-    """A replayed step selects from tables that hold all that has left the rings: nothing is queued where nobody asks for it."""
-    cache = kvthaw.Cache(llama, "clusterkv", budget=64, dense_layers=0)
-    step(llama, cache, IDS[:1, :90])
-    cache = copy.deepcopy(cache)
-    while not cache.kv.sequences.full():
-        step(llama, cache, IDS[:1, :1])
-    cache.kv.run_ahead()
-    for layer in cache.kv.offloaded:
-        assert ahead(layer)
-        assert layer.retriever is not None
-        index: Any = layer.retriever.index
-        known = [table.clone() for table in index.tensors()]
-        index.join()
-        assert all(map(torch.equal, known, index.tensors()))
+def test_the_next_step_is_launched_before_tokens_are_read(model: PreTrainedModel) -> None:
+    batch, ids = Batch(model, "full", **SIZES), prompt(1, 30)[0]
+    scheduler, expected = Scheduler(batch), Batch(model, "full", **SIZES).join(ids, max_new_tokens=6, stop=())
+    scheduler.ahead = True
+    request = scheduler.submit(ids, max_new_tokens=6, stop=())
+    known = []
+    while scheduler.busy:
+        scheduler.step()
+        known.append((len(request.tokens), request.fed, request.unread))
+    assert known == [(0, 0, 1), (1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 4, 1), (5, 5, 1), (6, 5, 0)]
+    assert expected.tokens == []
 
 
-@pytest.mark.parametrize("drop", [1, 40])
-def test_a_crop_brings_it_back(llama: PreTrainedModel, drop: int) -> None:
-    cache = filled(llama)
-    cache.crop(-drop)
-    for layer in cache.kv.offloaded:
-        assert all(indexed == ring for indexed, ring in held(layer))
-    for t in range(40):
-        step(llama, cache, IDS[:, t : t + 1])
-    for layer in cache.kv.offloaded:
-        assert all(indexed in (ring, ring + layer.plan.regions.buffer) for indexed, ring in held(layer))
-
-
-def test_a_dense_continuation_brings_it_back(llama: PreTrainedModel) -> None:
-    cache = filled(llama)
-    step(llama, cache, IDS[:, :30])
-    step(llama, cache, IDS[:, 30:31])
-    for layer in cache.kv.offloaded:
-        assert all(indexed == ring for indexed, ring in held(layer))
-
-
-def test_copies_and_new_sequences_keep_it(llama: PreTrainedModel) -> None:
-    cache = filled(llama)
-    twin = copy.deepcopy(cache)
-    assert torch.equal(step(llama, twin, IDS[:, :1]), step(llama, cache, IDS[:, :1]))
-    cache = filled(llama)
-    for layer in cache.layers:
-        layer.reorder_cache(torch.tensor([1, 1]))
-    logits = step(llama, cache, IDS[:1, :1].repeat(2, 1))
-    torch.testing.assert_close(logits[0], logits[1])
-
-
-def test_rows_are_never_in_the_ring(llama: PreTrainedModel) -> None:
-    cache = filled(llama)
-    asked = []
-
-    def look(layer: OffloadedLayer, query: Tensor, choice: Any) -> None:
-        rows = choice.selection.rows
-        asked.append(bool(((rows < layer.indexed(0)) | (rows < 0)).all()))
-
-    cache.kv.streams.observers.append(look)
-    for t in range(40):
-        step(llama, cache, IDS[:, t : t + 1])
-    assert all(asked)
-    assert len(asked) == 40 * len(cache.kv.offloaded)
-
-
-def test_a_failure_is_not_forgotten(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
-        raise MemoryError("no room for more")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TreeIndex, "append", fail)
-        cache = filled(llama)
-        for layer in cache.kv.offloaded:
-            with pytest.raises(MemoryError):
-                layer.wait()
-    for _ in range(2):
-        with pytest.raises(MemoryError, match="no room"):
-            cache.kv.offloaded[0].wait()
-    with pytest.raises(MemoryError, match="no room"):
-        step(llama, cache, IDS[:, :1])
-    twin = filled(llama)
-    step(llama, twin, IDS[:, :1])
-    step(llama, cache, IDS[:, :1])  # the step that failed is taken again, and the index given what it lacks
-    assert [held(layer) for layer in cache.kv.offloaded] == [held(layer) for layer in twin.kv.offloaded]
-    again = step(llama, cache, IDS[:, 1:2]), step(llama, twin, IDS[:, 1:2])
-    torch.testing.assert_close(*again, atol=5e-5, rtol=5e-5)  # rows may stand in other slots
-
-
-@pytest.mark.parametrize(("method", "goes"), [("pariskv", True), ("clusterkv", True), ("streaming", True), ("h2o", False)])
-def test_a_replayed_step_has_the_next_ones_work_done(llama: PreTrainedModel, method: str, goes: bool) -> None:
-    """Logits are those of eager steps, whose work is done when the token comes; a crop and a longer continuation come between."""
-    eager, replayed = (kvthaw.Cache(llama, method, budget=64, dense_layers=0) for _ in range(2))
-    replay = GraphRunner(llama.forward, replayed, capture=False)
-
-    found = 0
-    for cache in (eager, replayed):
-        step(llama, cache, IDS[:, :60])
-    for t in range(30):
-        ids = IDS[:, 60 + t : 61 + t]
-        logits = replay(ids, torch.full((2, 1), replayed.get_seq_length()))
-        assert torch.equal(logits, step(llama, eager, ids))
-        layers = replayed.kv.offloaded
-        went = [layer.storage.ahead(0, layer.indexed(0)) for layer in layers]
-        full = replayed.kv.sequences.full()
-        found += full and not replayed.kv.needs_host()
-        assert goes or not any(went)
-        if full and found % 2:
-            for cache in (eager, replayed):
-                cache.crop(-3)
-            more = IDS[:, t : t + 20] if found % 4 == 1 else IDS[:, t : t + 2]
-            assert torch.equal(step(llama, replayed, more), step(llama, eager, more))
-    assert found >= 3 if goes else found == 0
-
-
-def test_layers_cluster_together_what_left_their_rings_at_once(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers' batches are one call, behind a replayed step or before an eager one."""
-    calls: list[int] = []
-    real = batches.form
-    monkeypatch.setattr(
-        batches, "form", lambda every, count: (calls.append(sum(len(own.first) for own in every)), real(every, count))[1]
-    )
-    options = {"batch": 16, "clusters_per_batch": 2}
-    eager, replayed = (kvthaw.Cache(llama, "clusterkv", budget=64, dense_layers=0, **options) for _ in range(2))
-    replay = GraphRunner(llama.forward, replayed, capture=False)
-    for cache in (eager, replayed):
-        step(llama, cache, IDS[:, :60])
-    calls.clear()
-    eagerly: list[int] = []
-    layers = len(eager.kv.offloaded)
-    for t in range(44):
-        ids = IDS[:, 60 + t : 61 + t]
-        logits = replay(ids, torch.full((2, 1), replayed.get_seq_length()))
-        batched = len(calls)
-        assert torch.equal(logits, step(llama, eager, ids))
-        eagerly += calls[batched:]
-        del calls[batched:]
-        if t == 20:  # a copy has what was put off, and goes on as the other does
-            replayed = copy.deepcopy(replayed)
-            replay = GraphRunner(llama.forward, replayed, capture=False)
-    assert set(calls) == {2 * layers}  # two rows
-    assert len(calls) >= 2
-    assert eagerly == calls
-
-
-@pytest.mark.parametrize("some_wait", [False, True])
-def test_new_sets_take_effect_before_the_next_tokens_leave(some_wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that PRKV's layers, which choose theirs in turn, all go ahead; a layer that could not is not forgotten."""
-    if some_wait:
-        monkeypatch.setattr(HybridIndex, "take_effect", put_off(HybridIndex.take_effect))
-    model = build("llama", num_hidden_layers=4)
-    eager, cache = (kvthaw.Cache(model, "prkv", budget=64, dense_layers=0, page=8, interval=32) for _ in range(2))
-    replay = GraphRunner(model.forward, cache, capture=False)
-    for each in (eager, cache):
-        step(model, each, IDS[:1, :60])
-    some = went = 0
-    for t in range(44):
-        ids = IDS[:1, 60 + t : 61 + t]
-        logits = replay(ids, torch.full((1, 1), cache.get_seq_length()))
-        assert torch.equal(logits, step(model, eager, ids))
-        ran = [ahead(layer) for layer in cache.kv.offloaded]
-        if cache.kv.sequences.full():
-            assert cache.kv.needs_host() == (not all(ran))
-            some += len(set(ran)) == 2
-            went += all(ran)
-            assert all(ran) or some_wait
-    assert some > 0 if some_wait else went == 5
-
-
-def put_off(take_effect: Callable[[HybridIndex, Sequence[int]], None]) -> Callable[[HybridIndex, Sequence[int]], None]:
-    """Have it fail unless append() calls it."""
-
-    def do(index: HybridIndex, seqs: Sequence[int]) -> None:
-        if sys._getframe(1).f_code.co_name != "append":
-            raise MemoryError("no room for more")
-        take_effect(index, seqs)
-
-    return do
-
-
-def test_memory_that_is_not_to_be_had_is_an_error_of_the_token_that_needs_it(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not of the one before; where there is some again, nothing is missing."""
-    plain, short = (kvthaw.Cache(llama, "clusterkv", budget=64, dense_layers=0, block_size=8) for _ in range(2))
-    replay = GraphRunner(llama.forward, short, capture=False)
-    for cache in (plain, short):
-        step(llama, cache, IDS[:, :60])
-    failed = 0
-    for t in range(28):
-        ids, positions = IDS[:, 60 + t : 61 + t], torch.full((2, 1), short.get_seq_length())
-        with monkeypatch.context() as patch:
-            patch.setattr(host_memory, "host_tensor", none)
-            try:
-                logits = replay(ids, positions)
-            except HostMemoryError:
-                failed += 1
-        if short.get_seq_length() == plain.get_seq_length():
-            logits = replay(ids, positions)
-        assert torch.equal(logits, step(llama, plain, ids))
-    assert failed >= 2
-
-
-def none(*args: Any, **kwargs: Any) -> Tensor:
-    raise HostMemoryError("no more")
+def test_a_stop_token_frees_the_slot_once_no_step_computes_the_request(model: PreTrainedModel) -> None:
+    batch, ids = Batch(model, "thaw", **SIZES), prompt(1, 90)[0]
+    first = batch.join(ids, max_new_tokens=9, stop=())
+    while not first.finished:
+        batch.step()
+    scheduler = Scheduler(Batch(model, "thaw", **SIZES))
+    scheduler.ahead, stop = True, next(token for i, token in enumerate(first.tokens) if token not in first.tokens[:i] and i)
+    request = scheduler.submit(ids, max_new_tokens=9, stop=stop)
+    other = scheduler.submit(prompt(1, 40, seed=2)[0], max_new_tokens=20, stop=())
+    while not request.finished:
+        scheduler.step()
+    assert request.tokens == first.tokens[: first.tokens.index(stop) + 1]
+    assert request.unread == 1
+    assert (scheduler.batch.requests, scheduler.batch.free) == ([other], 1)
+    scheduler.step()
+    assert scheduler.batch.free == 2

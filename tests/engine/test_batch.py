@@ -48,6 +48,7 @@ def prefilled(batch: Batch, ids: torch.Tensor, **how: Any) -> Request:
     request = batch.join(ids, **how)
     batch.prefill(request, request.prompt)
     batch.start(timeout=None)
+    batch.read()
     return request
 
 
@@ -510,13 +511,15 @@ def test_the_host_goes_on_with_a_prompt_while_a_step_is_under_way(
         monkeypatch.setattr(owner, name, noted)
     batch = Batch(llama, method, max_seqs=2, capacity=CAPACITY, **settings_of(method))
     prefilled(batch, prompt(1, 70)[0], max_new_tokens=12, stop=())
-    give = batch.launch()
+    batch.launch()
     told.clear()
     request = batch.join(prompt(1, 40)[0], max_new_tokens=3, stop=())
     assert not told
     batch.prefill(request)
+    batch.read(ahead=True)
+    assert "wait" not in told
+    batch.read()
     monkeypatch.undo()
-    give()
     waits = told.index("end", told.index("__call__"))  # on a CPU a chunk's check ends at once, too
     assert told.index("prepare") < waits
     assert "wait" not in told[:waits]
@@ -537,6 +540,7 @@ def test_a_first_token_is_drawn_before_clusters_are_formed(llama: PreTrainedMode
     monkeypatch.setattr(Sampler, "__call__", lambda *args: (told.append("draw"), draw(*args))[1])
     request = batch.join(prompt(1, 40)[0], max_new_tokens=3, stop=())
     batch.prefill(request)
+    batch.launch()
     assert told[:2] == ["draw", "form"]
     while not request.finished:
         batch.step()
@@ -553,13 +557,13 @@ def test_a_prompt_joins_without_a_wait_for_the_device(method: str) -> None:
     for _ in range(40):
         batch.step()
         request = batch.request(prompt(1, 40)[0], max_new_tokens=3, stop=())
-        give = batch.launch()
+        batch.launch()
         try:
             torch.cuda.set_sync_debug_mode("error")
             batch.join(request)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        give()
+        batch.read()
         batch.leave(request)
 
 
@@ -588,7 +592,9 @@ def test_a_prompt_that_is_whole_comes_no_further(llama: PreTrainedModel, monkeyp
     with monkeypatch.context() as slow:
         slow.setattr(batch.cache.kv, "built", lambda *_, **__: False)
         request = batch.join(ids, max_new_tokens=5, stop=())
-        assert [batch.prefill(request), batch.prefill(request)] == [False, False]
+        batch.prefill(request)
+        batch.prefill(request)
+        assert not batch.read()
     batch.start(timeout=None)
     while not request.finished:
         batch.step()

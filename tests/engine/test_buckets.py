@@ -136,8 +136,10 @@ def test_a_capture_is_of_the_bucket_that_it_is_kept_for(small: None, monkeypatch
     first, short = (batch.join(prompt(1, 8)[0], max_new_tokens=new, stop=()) for new in (1, 20))
     for request in (first, short):
         batch.prefill(request)
+    batch.read()
     for _ in range(4):
-        assert batch.prefill(batch.join(prompt(1, 100)[0], max_new_tokens=1, stop=()))
+        batch.prefill(batch.join(prompt(1, 100)[0], max_new_tokens=1, stop=()))
+        assert batch.read()
         batch.step()
     while not short.finished:
         batch.step()

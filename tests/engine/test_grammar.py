@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import bytemodel
-from kvthaw import Batch
+from kvthaw import Batch, Scheduler
 from kvthaw.engine import grammar
 from kvthaw.engine.grammar import Grammar, Grammars, TokenMasks
 from kvthaw.engine.json_schema import check_schema
 from kvthaw.engine.sampling import Sampler, Sampling, sample
-from kvthaw.errors import ConfigError
+from kvthaw.errors import CacheError, ConfigError
 
 pytest.importorskip("xgrammar", reason="needs pip install 'kvthaw[serve]'")
 
@@ -132,7 +132,7 @@ def test_what_a_grammar_cannot_stand_beside(loaded: tuple[Any, Any], grammars: G
 def test_an_output_that_no_token_continues_ends_with_an_error(loaded: tuple[Any, Any], grammars: Grammars) -> None:
     batch = Batch(loaded[0], "full", max_seqs=1, capacity=64)
     request = batch.request([1, 2], sampling=Sampling(grammar=grammars.json(), max_tokens=9))
-    request.take(5, None)
+    request.take(5, None, 0)
     assert request.finished == "error"
     assert isinstance(request.error, ConfigError)
 
@@ -318,3 +318,25 @@ def test_counts_of_a_whole_schema_are_bounded(grammars: Grammars) -> None:
         grammars.json_schema(properties({"type": "string", "maxLength": 4000}))
     with pytest.raises(ConfigError, match="multipleOf"):
         grammars.json_schema(properties({"type": "integer", "multipleOf": 100}))
+
+
+def test_a_grammar_sees_each_token_first(loaded: tuple[Any, Any], person: Grammar) -> None:
+    sampling = Sampling(temperature=1.0, seed=2, grammar=person)
+    found = []
+    for ahead in (True, False):
+        scheduler = Scheduler(Batch(loaded[0], "full", max_seqs=3, capacity=200))
+        scheduler.ahead = ahead
+        plain = scheduler.submit(list(range(20)), max_new_tokens=12, stop=())
+        scheduler.step()
+        scheduler.step()
+        told = [scheduler.submit(list(range(9)), max_new_tokens=60, stop=loaded[1].eos_token_id, sampling=sampling), plain]
+        while scheduler.busy:
+            assert all(request.error is None for request in scheduler.step())
+        found.append([request.tokens for request in told])
+    assert found[0] == found[1]
+    batch = Batch(loaded[0], "full", max_seqs=3, capacity=200)
+    request = batch.join(list(range(9)), max_new_tokens=60, stop=loaded[1].eos_token_id, sampling=sampling)
+    batch.prefill(request)
+    with pytest.raises(CacheError, match="grammar"):
+        batch.launch()
+    assert batch.read() == [request]

@@ -171,6 +171,7 @@ def test_a_cache_that_is_reset_or_dropped_is_no_owner(model: PreTrainedModel, dr
     tokens_of(batch, prompt(1, 200)[0])
     request = batch.join(prompt(1, 230)[0])
     batch.prefill(request)
+    batch.read()
     kept = list(owners.held([], prefix))
     assert max(block.owners for block in kept) > 1
     if drops:
@@ -284,8 +285,8 @@ def test_no_tree_is_taken_where_what_is_kept_ends_before_its_first_position(
     while not request.finished:
         if request not in batch.decoding:
             batch.prefill(request, 16)
-        batch.decode()
         batch.start()
+        batch.decode()
     assert request.cached_tokens == 145 - 128
     assert not caplog.records
 
@@ -296,6 +297,7 @@ def test_entries_with_a_name_stay(model: PreTrainedModel) -> None:
     ids, rest = prompt(1, 300)[0], prompt(1, 150, seed=1)[0]
     request = batch.request(ids, max_new_tokens=1, name="book")
     batch.prefill(batch.join(request))
+    batch.read()
     assert prefix.stats().names == ["book"]
     for seed in range(3):
         tokens_of(batch, prompt(1, 310, seed=seed + 2)[0])
@@ -305,6 +307,7 @@ def test_entries_with_a_name_stay(model: PreTrainedModel) -> None:
     assert tokens_of(batch, torch.cat((ids, rest)), cache_salt="another tenant")[1] == 0
     large = batch.request(prompt(1, 400, seed=9)[0], max_new_tokens=1, name="second")
     batch.prefill(batch.join(large))
+    batch.read()
     assert isinstance(large.error, CacheError)
     prefix.forget("book")
     with pytest.raises(CacheError, match="book"):

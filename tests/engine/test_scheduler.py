@@ -465,7 +465,7 @@ def test_a_chunk_is_launched_before_tokens_are_read(model: PreTrainedModel, monk
         raise RuntimeError("the chunk failed")
 
     monkeypatch.setattr(scheduler.batch, "prefill", failing)
-    assert scheduler.step() == [first, second]
+    assert set(scheduler.step()) == {first, second}
     assert (len(first.tokens), str(second.error)) == (known + 1, "the chunk failed")
 
 

@@ -107,6 +107,7 @@ def test_a_batch_decodes_behind_drawn_prompts_of_its_own(llama: PreTrainedModel,
         for request in requests:
             batch.prefill(request, request.prompt)
     batch.start(timeout=None)
+    batch.read()
     kv = batch.cache.kv
     for layer in kv.layers:
         for seq in range(2):

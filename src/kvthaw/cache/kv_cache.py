@@ -336,14 +336,25 @@ class KVCache:
         later: queue the layers' part until finish_clear(), after coming replays.
         """
         self.rollback_failed_step(ahead=True)  # the others are decoded next
-        known = {name: self.sequences.known.get(name) for name in ("prepared", "flushed")}
         self.sequences.undropped = max(self.sequences.undropped, self.sequences.length(seq))
-        self.sequences.clear(seq)
-        self.sequences.known.update(known)  # for the others nothing has changed
+        with self._for_one():
+            self.sequences.clear(seq)
         self.finite.forget(seq, self.layers)
         self._cleared += [(layer, seq) for layer in self.layers]
         if not later:
             self.finish_clear()
+
+    def pause(self, seq: int) -> None:
+        """Exclude a decoding sequence from coming steps. No tensor moves."""
+        with self._for_one():
+            self.sequences.pause(seq)
+
+    @contextmanager
+    def _for_one(self) -> Iterator[None]:
+        """Context in which one sequence changes. What is known of the next step stays, since it holds for the others."""
+        known = {name: self.sequences.known.get(name) for name in ("prepared", "flushed")}
+        yield
+        self.sequences.known.update(known)
 
     def finish_clear(self, most: int | None = None) -> None:
         """Free the layer state of at most `most` queued cleared sequences. Each takes the host about 80 us."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_lengths import upload
+from kvthaw.cache.device_lengths import sent, upload
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.passes import expect, wait_indexed
 from kvthaw.cache.prefix import PrefixCache
@@ -25,7 +27,7 @@ from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.engine.hf.chunks import CHUNK, spans
 from kvthaw.engine.hf.fused import fused, fusing
 from kvthaw.engine.hf.handle import is_attached
-from kvthaw.engine.logprobs import TokenLogprobs, logprobs, score
+from kvthaw.engine.logprobs import Drawn, TokenLogprobs, logprobs, score
 from kvthaw.engine.request import Request, RequestOptions, new_request
 from kvthaw.engine.sampling import Sampler
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError, at_least
@@ -35,6 +37,20 @@ from kvthaw.typecheck import check_type
 _log = logging.getLogger(__name__)
 POLL = 0.05  # seconds that a step waits for an index if it has no other work
 _SCORED = 4096  # prompt tokens per forward if all their logits are needed
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """Tokens that the device samples and the host has not read.
+
+    read: waits for them, and returns them with their log-probabilities, by row.
+    rows: of each request: its row, and the index of its token in its output.
+    first: whether they are the first tokens of prompts.
+    """
+
+    read: Callable[[], tuple[list[int], list[TokenLogprobs] | None]]
+    rows: list[tuple[int, Request, int]]
+    first: bool
 
 
 class Batch:
@@ -66,8 +82,8 @@ class Batch:
                 print(request.seq, request.tokens[-1], request.finished)
 
     step() gives each request with a complete prompt one token, and prefills the next chunk of one other prompt.
-    `kvthaw.Scheduler` calls launch() and prefill() instead. It decides better, and queues the requests that wait for a
-    slot.
+    `kvthaw.Scheduler` calls launch(), prefill() and read() instead. It decides better, and queues the requests that wait
+    for a slot.
     """
 
     def __init__(
@@ -98,9 +114,13 @@ class Batch:
         self._seqs: list[Request | None] = [None] * max_seqs  # requests that have a slot
         self._decoding = list(self._seqs)  # of these, requests whose prompts are prefilled and indexed
         self._indexing: dict[Request, Tensor] = {}  # the last logits of prompts whose indexes are being built
+        self._unread = deque[_Unread]()  # oldest first
+        self._earlier = 0  # how many of them were launched before the latest step
+        self._failed: list[Request] = []  # requests that could not start, which read() has not returned
         self._joined: list[Request] = []  # requests that have a slot, in order of arrival
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._sampler = Sampler(max_seqs, self.vocabulary, model.device)
+        self._latest = torch.zeros(max_seqs, dtype=torch.int64, device=model.device)  # the latest token of each sequence
         self._forward = compiled_step(model.forward) if compile else fusing(model, model.forward)
         self._packs = packs(self.cache)
         self._compile, self._capture = compile, capture and model.device.type == "cuda"
@@ -114,8 +134,8 @@ class Batch:
 
     @property
     def requests(self) -> list[Request]:
-        """Requests that have a slot, by slot."""
-        return [request for request in self._seqs if request is not None]
+        """Requests that have a slot and have not ended, by slot."""
+        return [request for request in self._seqs if request is not None and request.finished is None]
 
     @property
     def decoding(self) -> list[Request]:
@@ -202,22 +222,22 @@ class Batch:
         self._sampler.check(request.sampling, request.stop)
         return request
 
-    def prefill(self, request: Request, tokens: int | None = None) -> bool:
-        """Prefill the next tokens of a request's prompt. Returns whether the request got its first token.
+    def prefill(self, request: Request, tokens: int | None = None) -> None:
+        """Prefill the next tokens of a request's prompt.
 
-        The first token is sampled with the last chunk. If indexes are still being built, start() samples it later, and
-        further calls do nothing. In models with linear attention the whole prompt is one chunk. If the prefill fails, the
-        request loses its slot and may join again; the batch is unchanged.
+        The first token is sampled with the last chunk; read() returns it. If indexes are still being built, start() samples
+        it later, and further calls do nothing. In models with linear attention the whole prompt is one chunk. If the prefill
+        fails, the request loses its slot and may join again; the batch is unchanged.
 
         tokens: how many, in chunks of at most `prefill_chunk`; None: one chunk.
         """
         sequences, first = self.cache.kv.sequences, request.prefilled == 0
         if request in self._indexing:
-            return False
+            return
         try:
             if first:
                 if not self._reuse(request, tokens):
-                    return False
+                    return
                 sequences.pause(request.seq)
             start = request.prefilled
             stop = request.prompt if self.cache.prefills_whole else min(request.prompt, start + (tokens or self.prefill_chunk))
@@ -234,18 +254,17 @@ class Batch:
             if stop == request.prompt:
                 self._indexing[request] = logits
                 if self.cache.kv.built(request.seq, build=False):  # else start() builds them after the others' next tokens
-                    return self._start(request)
+                    self._start(request)
         except BaseException:
             self.preempt(request)  # to be prefilled again, since its prompt is incomplete
             raise
-        return False
 
     def shares_forward(self, request: Request) -> bool:
         """Return whether a request's prompt may share a forward with others; see prefill_together()."""
         own = request.embeddings is not None or request.sampling.prompt_logprobs is not None
         return self._packs and not (own or request.prefilled or request in self._indexing)
 
-    def prefill_together(self, requests: Sequence[Request]) -> list[Request]:
+    def prefill_together(self, requests: Sequence[Request]) -> None:
         """Prefill the whole prompts of several requests in one forward, one after the other in its only row.
 
         The host takes as long for one forward of several short prompts as for that of one. Each prompt attends to itself
@@ -253,8 +272,6 @@ class Batch:
         keep their slots, and none is prefilled.
 
         requests: in slots, for which shares_forward() is true.
-
-        Returns the requests that got their first token, and requests that could not start; see start().
         """
         kv, device, started = self.cache.kv, self._sampler.device, requests
         try:
@@ -263,8 +280,8 @@ class Batch:
                 kv.sequences.pause(request.seq)
             requests = [request for request in started if not request.prefilled]
             if not requests:
-                return []
-            ids = torch.cat([request.ids for request in requests])[None]
+                return
+            ids = torch.cat([request.inputs(0, request.prompt)["input_ids"] for request in requests], dim=1)
             positions = torch.cat([torch.arange(request.prompt, device=device) for request in requests])[None]
             ends = upload([n - 1 for n in accumulate(request.prompt for request in requests)], torch.int64, device)
             how = {"position_ids": positions, "logits_to_keep": ends}
@@ -278,67 +295,112 @@ class Batch:
             raise
         for i, request in enumerate(requests):
             request.prefilled, self._indexing[request] = request.prompt, logits[:, i]
-        return self._start_indexed(requests, build=False)
+        self._start_indexed(requests, build=False)
 
-    def start(self, timeout: float | None = 0.0) -> list[Request]:
+    def start(self, timeout: float | None = 0.0) -> None:
         """Start decoding requests whose indexes are complete, and sample their first tokens.
 
-        Returns the requests that got a token, and those whose index failed, with finished="error" and the exception in
-        `error`.
+        read() returns these tokens, and the requests whose index failed, with finished="error" and the exception in `error`.
 
         timeout: seconds to wait for indexes; None: without limit.
         """
-        return self._start_indexed(list(self._indexing), timeout)
+        self._start_indexed(list(self._indexing), timeout)
 
-    def _start_indexed(self, requests: Sequence[Request], timeout: float | None = 0.0, *, build: bool = True) -> list[Request]:
+    def _start_indexed(self, requests: Sequence[Request], timeout: float | None = 0.0, *, build: bool = True) -> None:
         """Start requests of self._indexing, as start() does; build as for KVCache.built."""
-        told = []
         for request in requests:
             try:
-                if self.cache.kv.built(request.seq, timeout, build=build) and self._start(request):
-                    told.append(request)
+                if self.cache.kv.built(request.seq, timeout, build=build):
+                    self._start(request)
             except Exception as error:
                 self.preempt(request)
                 request.fail(error)
-                told.append(request)
-        return told
+                self._failed.append(request)
 
     def decode(self) -> list[Request]:
-        """Decode one token of every request that can; see launch()."""
-        return self.launch()()
+        """Decode one token of every request that can; see launch(). Returns the requests that got one."""
+        self.launch()
+        return self.read()
 
-    def launch(self) -> Callable[[], list[Request]]:
-        """Launch a decode step for every request that can. Returns a function that waits for the tokens.
+    def launch(self) -> None:
+        """Launch a decode step for every request that can decode. read() returns its tokens.
 
-        Call that function once, before the next step. It returns the requests that got a token; finished ones have left the
-        batch. Prefills may run before that call, so that a GPU does not wait for the host.
+        The step before may be unread: the device then feeds its tokens itself, and a request that ends with one of them is
+        computed once more for nothing. A request that waits for its last token takes no part.
 
         If launch() raises, the next call repeats the step. Requests whose state a repetition needs but has lost (linear
-        attention) restart with their prompts and keep their tokens.
+        attention) restart with their prompts and keep their tokens. Raises CacheError if a request with a grammar has an
+        unread token, which the grammar must see first.
         """
-        live, sequences = self.decoding, self.cache.kv.sequences
+        self._earlier = len(self._unread)
+        for request in self.decoding:
+            if request.matcher is not None and request.unread:
+                raise CacheError("a request with a grammar has an unread token; call read() first")
+            if request.fed + 1 >= request.limit and request.seq not in self.cache.kv.sequences.paused:
+                self.cache.kv.pause(request.seq)
+        waits = self.cache.kv.sequences.paused
+        step = [None if one is None or one.seq in waits else one for one in self._decoding]
+        live, sequences = [one for one in step if one is not None], self.cache.kv.sequences
         if not live:
-            return list
+            return
         every = self._compile or self.cache.states  # compiled for one number of rows; transformers' states hold all sequences
         rows = self.max_seqs if every else min(self.max_seqs, 1 << live[-1].seq.bit_length())
         seqs, commits = slice(0, rows), sequences.commits
-        at = [(one.tokens[one.fed], one.prompt + one.fed) if one else (0, 0) for one in self._decoding[seqs]]
+        at = [(one.known, one.prompt + one.fed) if one else (0, 0) for one in step[seqs]]
         ids, positions = upload(at, torch.int64, self._sampler.device)[:, :, None].unbind(1)
+        if any(known < 0 for known, _ in at):
+            ids = torch.where(ids < 0, self._latest[seqs, None], ids)
         try:
             with torch.no_grad():
                 logits = self._replay(ids, positions, ahead=False)[:, -1]
-                read = self._sampler(logits, positions[:, 0] + 1, seqs).fetch()
+                drawn = self._sampler(logits, positions[:, 0] + 1, seqs)
+                unread = self._coming(drawn, seqs, [(one.seq, one, one.fed + 1) for one in live])
             self._replay.run_ahead()  # while the device runs the step
         except BaseException:
             if self.cache.states or sequences.commits != commits:
+                self._settle()
                 for request in live:
                     self._begin_again(request)
             raise
-        self.launched()
+        self._unread.append(unread)
         for request in live:
             request.fed += 1
-        to = self._decoding[seqs]
-        return lambda: self._give(to, *read())
+            request.unread += 1
+        self.launched()
+
+    def read(self, *, ahead: bool = False) -> list[Request]:
+        """Wait for tokens that were launched. Returns the requests that got one or ended, which have left the batch.
+
+        ahead: leave the tokens of the latest step, and those launched after it, to a later call, so that the device works on
+            them meanwhile. Without effect if no request is left that they could belong to.
+        """
+        told, self._failed = self._failed, []
+        while self._unread and (self._earlier or not ahead or not self.decoding):
+            unread, self._earlier = self._unread.popleft(), max(0, self._earlier - 1)
+            tokens, scores = unread.read()
+            for row, request, at in unread.rows:
+                request.unread -= 1
+                if request.seq >= 0 and self._decoding[request.seq] is request:
+                    told += self._take(request, tokens[row], scores[row] if scores else None, at, first=unread.first)
+                elif request.finished and not request.unread and request in self._seqs:
+                    self._free(request)
+        if not self.decoding:  # no step will follow
+            self.cache.kv.finish_clear()
+        return told
+
+    def _take(self, request: Request, token: int, scores: TokenLogprobs | None, at: int, *, first: bool) -> list[Request]:
+        """Append a token to a request, at an index of its output. Returns the request if the token is new or it failed."""
+        if first:
+            try:
+                self._check_prompt(request)
+            except Exception as error:
+                self.preempt(request)
+                request.fail(error)
+                return [request]
+        new = request.take(token, scores, at)
+        if request.finished:
+            self._release(request)
+        return [request] if new else []
 
     def step(self) -> list[Request]:
         """Decode one token of every request that can, and prefill the next chunk of the first other one.
@@ -348,14 +410,14 @@ class Batch:
         """
         told = self.decode()
         coming = [request for request in self.prefilling if request not in self._indexing]
-        told += self.start(0.0 if told or coming else POLL)
+        self.start(0.0 if told or coming else POLL)
         for request in coming[:1]:
             try:
-                told += [request] if self.prefill(request) else []
+                self.prefill(request)
             except Exception as error:
                 request.fail(error)
                 told.append(request)
-        return told
+        return told + self.read()
 
     def leave(self, request: Request) -> None:
         """Remove a request before it has finished. Raises CacheError if it is not in the batch."""
@@ -364,25 +426,27 @@ class Batch:
         request.finished = "left"
         if self._decoding[request.seq] is not request:
             self._keep_part(request)
-        self._release(request)
+        self._settle(request)
+        self._release(request, later=False)
 
     def preempt(self, request: Request, *, keep: bool = True) -> bool:
         """Take a request's slot away. It may join again, and its tokens will be the same.
 
         Returns whether its state was moved to host memory. Else prompt and tokens are prefilled again.
 
-        keep: swap the state of a decoding request to host memory. This fails if the index cannot be swapped out or host
-            memory is short.
+        keep: swap the state of a decoding request to host memory. This fails if the index cannot be swapped out, host
+            memory is short, or a token of the request is unread.
         """
         swapped = None
-        if keep and self._decoding[request.seq] is request:
+        self._settle(request)
+        if keep and self._decoding[request.seq] is request and not request.unread:
             try:
                 swapped = self.cache.swap_out(request.seq)
             except (CacheError, HostMemoryError, torch.OutOfMemoryError) as error:
                 _log.info("a request that is preempted begins again: %s", error)
             else:
                 self._decoding[request.seq] = None
-        self._release(request)
+        self._release(request, later=False)
         request.seq = -1
         if swapped is None:
             request.rewind()
@@ -399,6 +463,9 @@ class Batch:
         found = kv.chooser.narrows(None if coming is None else {coming.seq: coming.prompt - coming.prefilled})
         if found is None:
             return []
+        self._settle()
+        for request in {request for unread in self._unread for _, request, _ in unread.rows if request.finished}:
+            self._free(request)  # the device is done with them
         kv.finish_clear()
         reason, seqs = found
         lost = [request for request in self.requests if request.seq >= seqs]
@@ -424,33 +491,36 @@ class Batch:
             return
         self._decoding[request.seq] = request
 
-    def _give(self, requests: Sequence[Request | None], tokens: list[int], scores: list[TokenLogprobs] | None) -> list[Request]:
-        """Append their tokens to the requests that lack them, and return these requests."""
-        rows = enumerate(zip(requests, tokens, strict=True))
-        told = [one for i, (one, token) in rows if one is not None and one.take(token, scores[i] if scores else None)]
-        for request in told:
-            if request.finished:
-                self._release(request, later=True)
-        if not self.decoding:  # no step will follow
-            self.cache.kv.finish_clear()
-        return told
+    def _coming(self, drawn: Drawn, seqs: slice, rows: list[tuple[int, Request, int]], *, first: bool = False) -> _Unread:
+        """Start to copy sampled tokens to the host; on the device, the next step feeds them."""
+        self._latest[seqs] = drawn.tokens
+        return _Unread(drawn.fetch(), rows, first)
 
-    def _start(self, request: Request) -> bool:
-        """Sample the first token of a request whose prompt is prefilled and indexed. Returns whether it is a new one."""
+    def _start(self, request: Request) -> None:
+        """Sample the first token of a request whose prompt is prefilled and indexed."""
         self.cache.kv.resume(request.seq)
         self.cache.states.place(request.seq)
         self._sampler.join(request.seq, request.sampling, request.ids, request.stop, request.matcher)
         at, place = upload([request.prompt], torch.int64, self._sampler.device), slice(request.seq, request.seq + 1)
-        read = self._sampler(self._indexing.pop(request), at, place).fetch()
+        drawn = self._sampler(self._indexing.pop(request), at, place)
+        self._unread.append(self._coming(drawn, place, [(0, request, 0)], first=True))
+        request.unread += 1
         self._replay.prepare()  # while the device runs the prompt
+        self._decoding[request.seq] = request
+
+    def _check_prompt(self, request: Request) -> None:
+        """Cache a prompt in the prefix cache, once it has arrived on the host. Raises CacheError if it was not finite."""
         self.cache.kv.finite.end(request.seq)
         self.cache.wait()
         self._keep(request, request.prompt % self.cache.settings.block_size)  # decoding writes into the last block
-        self._decoding[request.seq] = request
-        return bool(self._give([request], *read()))
+
+    def _settle(self, request: Request | None = None) -> None:
+        """Wait until the device has run all launched work, if a request takes part in it; None: in any case."""
+        if self._unread and (request is None or request.unread):
+            self._unread[-1].read()
 
     def _begin_again(self, request: Request) -> None:
-        """Restart a request in its slot, which is emptied."""
+        """Restart a request in its slot, which is emptied. The device runs no step of it."""
         self._decoding[request.seq] = None
         self._empty(request.seq)
         request.rewind()
@@ -475,7 +545,7 @@ class Batch:
                 every = self.model(**request.inputs(begin, end), past_key_values=self.cache, use_cache=True, **some).logits
                 logits = every[:, -1]
                 if n is not None:
-                    next_ids = request.ids[begin + 1 : end + 1]
+                    next_ids = sent(request.ids[begin + 1 : end + 1], every.device)
                     request.prompt_logprobs = request.prompt_logprobs if begin else [None]
                     request.prompt_logprobs += logprobs(score(every[0, : len(next_ids)], next_ids, n))
         return logits
@@ -539,12 +609,24 @@ class Batch:
         except Exception as error:  # for example, an index that could not be built; no caller waits for the prompt
             _log.info("a prompt that is given up is not kept: %s", error)
 
-    def _release(self, request: Request, *, later: bool = False) -> None:
+    def _release(self, request: Request, *, later: bool = True) -> None:
+        """Take a request out of the batch. Its slot is free at once, or when the device has run all of its launched steps.
+
+        later: drop its state after coming launches.
+        """
         if self._decoding[request.seq] is request:
             self._keep(request, 0)
-        self._seqs[request.seq] = self._decoding[request.seq] = None
+        self._decoding[request.seq] = None
         self._joined.remove(request)
         if 0 < request.prefilled < request.prompt:
             expect(self.cache.kv.offloaded, self.cache.kv.preallocator, request.seq, 0)
         self._indexing.pop(request, None)
+        if later and request.unread:  # a step that was launched before it ended
+            self.cache.kv.pause(request.seq)
+        else:
+            self._free(request, later=later)
+
+    def _free(self, request: Request, *, later: bool = True) -> None:
+        """Empty the slot of a request that has left the batch."""
+        self._seqs[request.seq] = None
         self._empty(request.seq, later=later)

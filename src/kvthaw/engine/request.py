@@ -59,6 +59,7 @@ class Request:
     prefilled, cached_tokens: prompt tokens that are in the batch, and how many of them came from the prefix cache.
     tokens: output tokens so far.
     fed: output tokens that are in the batch.
+    unread: output tokens that were launched and that the host has not read; see Batch.read.
     finished: None while more will come. "stop" after a stop token (the last of tokens) or a stop string. "length" at its
         limit, "left" if it was removed, "error" if its prefill failed.
     error: the exception of "error", or the reason why its prompt was not named.
@@ -83,6 +84,7 @@ class Request:
     prefilled: int = 0
     cached_tokens: int = 0
     fed: int = 0
+    unread: int = 0
     tokens: list[int] = field(default_factory=list)
     finished: Literal["stop", "length", "left", "error"] | None = None
     stopped_by: int | str | None = None
@@ -94,6 +96,7 @@ class Request:
     fetched: int = field(default=0, init=False, repr=False)  # prompt tokens requested from the prefix cache's file
     swapped: SequenceState | None = field(default=None, init=False, repr=False)  # its state while it is swapped out
     named: bool = field(default=False, init=False, repr=False)  # whether naming its complete prompt was tried
+    _placed: Tensor | None = field(default=None, init=False, repr=False)  # ids on the device
     _read: int = field(default=0, init=False, repr=False)  # number of decoded tokens
     _piece: str = field(default="", init=False, repr=False)
 
@@ -106,16 +109,22 @@ class Request:
         """Number of tokens of the prompt."""
         return self.ids.shape[0]
 
+    @property
+    def known(self) -> int:
+        """The next token to feed; -1 if the host has not read it."""
+        return self.tokens[self.fed] if self.fed < len(self.tokens) else -1
+
     def place(self, seq: int, model: PreTrainedModel) -> None:
         """Put the request into a slot of a model's batch."""
         embeddings = None if self.embeddings is None else self.embeddings.to(model.device, model.dtype)
-        self.ids, self.embeddings, self.seq = sent(self.ids, model.device), embeddings, seq
+        self._placed, self.embeddings, self.seq = sent(self.ids, model.device), embeddings, seq
 
     def inputs(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return the model's inputs for tokens start .. stop of the prompt."""
+        """Return the model's inputs for tokens start .. stop of the prompt of a request in a slot, [1, stop - start]."""
         if self.embeddings is not None:
             return {"inputs_embeds": self.embeddings[None, start:stop]}
-        return {"input_ids": self.ids[None, start:stop]}
+        assert self._placed is not None
+        return {"input_ids": self._placed[None, start:stop]}
 
     @property
     def text(self) -> str:
@@ -154,10 +163,13 @@ class Request:
         if self.matcher is not None:
             self.matcher.reset()
 
-    def take(self, token: int, scores: TokenLogprobs | None) -> bool:
-        """Append a token, which may be the last. Returns whether it is new: a restarted request gets its tokens again."""
-        new = self.fed == len(self.tokens)
-        token = token if new else self.tokens[self.fed]
+    def take(self, token: int, scores: TokenLogprobs | None, at: int) -> bool:
+        """Append a token, which may be the last. Returns whether it is new: a restarted request gets its tokens again.
+
+        at: its index in the output.
+        """
+        new = at == len(self.tokens)
+        token = token if new else self.tokens[at]
         if self.matcher is not None and not self.matcher.accept(token):
             self.fail(ConfigError("no token of the model can continue the output as the grammar requires"))
             return True
@@ -227,7 +239,7 @@ def new_request(
     max_new_tokens, sampling, tokenizer = how.get("max_new_tokens"), how.get("sampling", GREEDY), how.get("tokenizer")
     if isinstance(prompt, str):
         raise ConfigError(f"the prompt is text, {prompt[:20]!r}; it must be token ids, as a tokenizer makes them")
-    ids = torch.as_tensor(prompt, dtype=torch.int64).reshape(-1)
+    ids = torch.as_tensor(prompt, dtype=torch.int64, device="cpu").reshape(-1)
     tokens = ids.shape[0]
     if max_new_tokens is not None and sampling.max_tokens is not None:
         raise ConfigError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_lengths import upload
+from kvthaw.cache.device_lengths import sent, upload
 from kvthaw.counter_rng import gumbel
 from kvthaw.engine.grammar import Grammar, Matcher, TokenMasks
 from kvthaw.engine.logprobs import TOPK, Drawn, score, top
@@ -200,23 +200,23 @@ class Sampler:
         self._samplings[seq] = sampling
         numbers, seeds = _table([sampling], self.device)
         self._numbers[seq], self._seeds[seq] = numbers[0], seeds[0]
-        prompt = torch.as_tensor(prompt, dtype=torch.int64, device=self.device)
         if sampling.penalized:
+            prompt = sent(torch.as_tensor(prompt, dtype=torch.int64), self.device)
             self._counts = self._cleared(self._counts, seq, torch.int32)
             self._prompt = self._cleared(self._prompt, seq, torch.bool)
             self._prompt[seq].index_fill_(0, prompt, True)
-            given = torch.as_tensor(output, dtype=torch.int64, device=self.device)
+            given = upload(output, torch.int64, self.device)
             self._counts[seq].index_add_(0, given, torch.ones_like(given, dtype=torch.int32))
         if sampling.logit_bias:
             self._bias = self._cleared(self._bias, seq, torch.float32)
             tokens, bias = zip(*sampling.logit_bias.items(), strict=True)
-            self._bias[seq, torch.tensor(tokens, device=self.device)] = torch.tensor(bias, device=self.device)
+            self._bias[seq, upload(tokens, torch.int64, self.device)] = upload(bias, torch.float32, self.device)
         elif self._bias is not None:
             self._bias[seq].zero_()
         self._free_from[seq] = len(prompt) + sampling.min_tokens
         if sampling.min_tokens:
             self._stops = self._cleared(self._stops, seq, torch.bool)
-            self._stops[seq].index_fill_(0, torch.tensor(stops, dtype=torch.int64, device=self.device), True)
+            self._stops[seq].index_fill_(0, upload(stops, torch.int64, self.device), True)
         if matcher is not None and self._masks is None:
             self._masks = TokenMasks(self.seqs, self.vocabulary, self.device)
         if self._masks is not None:
@@ -328,7 +328,7 @@ def _groups(samplings: Sequence[Sampling], vocabulary: int, device: torch.device
             long.append(seq)
     widths = (0, min(1 << (widest - 1).bit_length(), vocabulary), vocabulary)  # few widths, so that there are few captures
     rows = zip(widths, (plain, short, long), strict=True)
-    return [(width, torch.tensor(seqs, device=device)) for width, seqs in rows if seqs]
+    return [(width, upload(seqs, torch.int64, device)) for width, seqs in rows if seqs]
 
 
 def _choose(x: Tensor, positions: Tensor, numbers: Tensor, seeds: Tensor, groups: Sequence[tuple[int, Tensor]]) -> Tensor:

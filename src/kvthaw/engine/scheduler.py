@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Unpack
 
 import torch
@@ -79,6 +79,7 @@ class Scheduler:
     preemptions: number of preemptions so far.
     resumed: how many requests were swapped in again.
     recomputed: how many preempted requests were prefilled again.
+    ahead: whether a step may be launched before the tokens of the step before are read.
 
     Example::
 
@@ -106,6 +107,7 @@ class Scheduler:
         self._rank: dict[Request, tuple[int, int]] = {}  # of unfinished requests: priority, number of arrival
         self._waiting: list[Request] = []
         self._arrived = 0
+        self.ahead = batch.model.device.type == "cuda" and not self.split
         self._short = batch.max_seqs  # no more slots are given while this number is taken
         self._shortest = False  # whether the shortest prompt is next
 
@@ -169,15 +171,25 @@ class Scheduler:
     def step(self) -> list[Request]:
         """Take one step. Returns the requests that got a token or ended.
 
+        On a GPU these are the tokens of the step before: the host reads them once the next step is launched, so that the
+        device does not wait for it. With a grammar, which must see each token before the next step, or with a host index, a
+        step returns its own tokens.
+
         Requests whose prefill failed have finished="error" and the exception in `error`. Raises the error of a failed
         decode step, except a lack of memory; the next call repeats the step.
         """
-        self._make_way()
-        give, told = self._launch(), list[Request]()
+        ahead = self._reads_ahead()
+        told = [] if ahead else self.batch.read()
+        if told:  # of an earlier step; nobody gets two tokens from one call
+            return self._told(told)
         try:
+            told += self._make_way()
+            told += self._launch()
+            if ahead:
+                told += self.batch.read(ahead=True)
             self._place()  # the host's work from here on overlaps the device's decode step
             request = self._next_prompt()
-            told += self.batch.start(POLL if request is None and not self.batch.decoding else 0.0)
+            self.batch.start(POLL if request is None and not self.batch.decoding else 0.0)
             left, decoded = float(self.step_tokens), len(self.batch.decoding)
             while request is not None:
                 depth, group = request.prefilled, self._group(request, left)
@@ -185,11 +197,24 @@ class Scheduler:
                 left -= (sum(one.prefilled for one in group) - depth) * (1 + depth / DEPTH)
                 request = self._fitting(left) if len(group) > 1 or request.prefilled == request.prompt else None
         finally:
-            told = give() + told
-            for request in told:
-                if request.finished:
-                    del self._rank[request]
+            told += [] if ahead else self.batch.read()
+            self._told(told)
         return told
+
+    def _told(self, told: list[Request]) -> list[Request]:
+        """Forget the requests that have ended. Returns all."""
+        for request in told:
+            if request.finished:
+                del self._rank[request]
+        return told
+
+    def _reads_ahead(self) -> bool:
+        """Return whether the next step is launched before the tokens of the latest one are read.
+
+        A host index must be known to be built before its request decodes.
+        """
+        on_host = any(layer.on_host for layer in self.batch.cache.kv.offloaded[:1])
+        return self.ahead and not on_host and all(request.matcher is None for request in self.batch.requests)
 
     def _chunk(self, request: Request, decoded: int) -> int | None:
         """Return the length of the next chunk of a prompt; None: the batch's chunk.
@@ -208,7 +233,7 @@ class Scheduler:
         return 1 << (left.bit_length() - 1) if deep else tokens
 
     def _prefill(self, request: Request, decoded: int) -> list[Request]:
-        """Prefill the next chunk of a prompt. Returns the request if it got a token or failed.
+        """Prefill the next chunk of a prompt. Returns the request if it failed.
 
         decoded: number of tokens that the step decodes.
         """
@@ -216,7 +241,7 @@ class Scheduler:
         if request.seq < 0:
             return []
         try:
-            return [request] if self.batch.prefill(request, self._chunk(request, decoded)) else []
+            self.batch.prefill(request, self._chunk(request, decoded))
         except Exception as error:
             if self.split and not isinstance(error, HostMemoryError):
                 del self._rank[request]  # it has lost its slot; no client is notified
@@ -226,6 +251,7 @@ class Scheduler:
                 return []
             request.fail(error)
             return [request]
+        return []
 
     def _group(self, request: Request, tokens: float) -> list[Request]:
         """Return the request, and the requests whose whole prompts share its forward: `tokens` tokens in all, or itself."""
@@ -239,13 +265,14 @@ class Scheduler:
         return group
 
     def _prefill_together(self, group: Sequence[Request], decoded: int) -> list[Request]:
-        """Prefill whole prompts in one forward, or one by one if that fails. Returns the requests that got a token or failed."""
+        """Prefill whole prompts in one forward, or one by one if that fails. Returns the requests that failed."""
         for request in group:
             self._give_way(request)
         left = [request for request in group if request.seq >= 0]
         try:
             if len(left) > 1:
-                return self.batch.prefill_together(left)
+                self.batch.prefill_together(left)
+                return []
         except Exception as error:
             _log.info("%d prompts are prefilled one by one: %s", len(left), error)
         return [one for request in left for one in self._prefill(request, decoded)]
@@ -255,22 +282,25 @@ class Scheduler:
         for request in self.batch.give_way(coming):
             self._preempted(request)
 
-    def _launch(self) -> Callable[[], list[Request]]:
+    def _launch(self) -> list[Request]:
+        """Launch the decode step. If memory is short, returns requests that got an earlier token or failed instead."""
         self._give_way()
         try:
-            return self.batch.launch()
+            self.batch.launch()
         except MEMORY_ERRORS as error:
             if self.split and not isinstance(error, HostMemoryError):
                 raise
-            if self._drop_swapped(error):
-                return list
+            told = self.batch.read()
+            if told or self._drop_swapped(error):
+                return told
             last = max(self.batch.requests, key=self._rank.__getitem__)
             self.batch.preempt(last, keep=not isinstance(error, HostMemoryError) and not self.split)
             if self.batch.requests:
                 self._wait_again(last)
-                return list
+                return []
             last.fail(error)
-            return lambda: [last]
+            return [last]
+        return []
 
     def _place(self) -> None:
         """Give slots to waiting requests in their order, while there are slots and memory; the last one as `_next` says."""
@@ -311,18 +341,23 @@ class Scheduler:
             return None
         return next((one for one in self._waiting if one.prompt <= short and self._rank[one][0] == priority), None)
 
-    def _make_way(self) -> None:
-        """Preempt the last decoding request if a waiting one has a lower priority number."""
+    def _make_way(self) -> list[Request]:
+        """Preempt the last decoding request if a waiting one has a lower priority number.
+
+        Reads launched tokens first, and returns their requests: a slot may be free then.
+        """
         repeats = self.batch.cache.kv.sequences.step is not None  # a failed step, which all of its requests must repeat
         if not self._waiting or self.batch.free or self.split or repeats or not self.batch.decoding:
-            return
+            return []
         first, last = self._waiting[0], max(self.batch.decoding, key=self._rank.__getitem__)
         fits = self._rank[first][0] < self._rank[last][0] and self.batch.admission.fits(
             first, self.batch.requests, self._waiting
         )
-        if fits:
+        told = self.batch.read() if fits else []
+        if fits and not self.batch.free and last.finished is None:
             self.batch.preempt(last)
             self._preempted(last)
+        return told
 
     def _drop_swapped(self, error: Exception) -> bool:
         """Drop the swapped-out state of the last such request in the queue, if host memory is short. Returns whether there was

@@ -130,6 +130,7 @@ def _read(batch: Batch, prefix: PrefixCache, turns: Turns | None, tokenizer: Any
         return False
     batch.prefill(batch.join(request), request.prompt)
     batch.start(timeout=None)
+    batch.read()
     if request.error is not None:
         raise request.error
     return True

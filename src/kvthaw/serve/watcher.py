@@ -61,6 +61,11 @@ class Watcher:
         while len(self.recalls) > KEPT:
             self.recalls.popitem(last=False)
 
+    @property
+    def recording(self) -> bool:
+        """Whether a running request is recorded: its tokens must be read before the next step."""
+        return any(recall.open and recall.request.seq >= 0 for recall in list(self.recalls.values()))
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Wrap a step."""

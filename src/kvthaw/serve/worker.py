@@ -85,6 +85,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self._share = max(1, self.scheduler.batch.max_seqs // 2)  # places of one request where others wait
+        self._ahead = self.scheduler.ahead
 
     def start(self) -> None:
         """Start the thread. Call this in the event loop that it serves."""
@@ -240,6 +241,7 @@ class Worker:
 
     def _step(self) -> None:
         began, self._worked = time.perf_counter(), True
+        self.scheduler.ahead = self._ahead and not self.watcher.recording
         try:
             with self.watcher.watching():
                 told = self.scheduler.step()
@@ -257,7 +259,7 @@ class Worker:
                 output.placed = began
                 self.metrics.queued.observe(max(0.0, began - output.job.arrived))
         self._unsent = told
-        if not self.scheduler.decoding:
+        if self.scheduler.ahead or not self.scheduler.decoding:  # else the next step is launched first
             self._flush()
         if now - self._told > 1 or not self.scheduler.busy:
             self._told = now
