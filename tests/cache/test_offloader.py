@@ -9,8 +9,9 @@ import torch
 
 from kvthaw.cache import host_memory
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.layer_storage import LayerStorage, offload, offload_prompt
+from kvthaw.cache.layer_storage import LayerStorage, offload, offload_prompts
 from kvthaw.cache.pool import Slab
+from kvthaw.cache.step import Row
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import HostMemoryError
 from kvthaw.regions import Regions
@@ -95,7 +96,7 @@ def test_a_piece_of_a_prompt_is_stored_in_all_layers(have: int) -> None:
     three, rows = layers(3), torch.randn(3, 2, 9, 2, 4)
     for layer, own in zip(three, rows, strict=True):
         layer.store.append(1, own[:, : have - 14])
-    offload_prompt(three, 1, 14, rows)
+    offload_prompts(three, [Row(0, 1, 0, 9, 14)], rows)
     for layer, own in zip(three, rows, strict=True):
         assert [layer.store.length(seq) for seq in range(2)] == [14, 23]
         assert torch.equal(layer.store.read(1, 14, 23), own)
@@ -117,6 +118,6 @@ def test_where_one_layer_finds_no_memory_for_a_prompt_none_keeps_any(monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(host_memory, "host_tensor", give)
         with pytest.raises(HostMemoryError):
-            offload_prompt(three, 1, 0, rows)
+            offload_prompts(three, [Row(0, 1, 0, 9, 0)], rows)
     assert [layer.store.nbytes() for layer in three] == before
     assert [layer.store.length(1) for layer in three] == [0] * 3

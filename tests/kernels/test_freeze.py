@@ -59,20 +59,21 @@ def test_against_the_definition(spans: list[Span], head_dim: int, dtype: torch.d
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(80, torch.bfloat16), (8, torch.float32)])
 def test_a_piece_of_a_prompt_goes_to_blocks(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Positions 13 to 40, of which the first three are stored already."""
-    pieces = [own[None] for own in torch.randn(LAYERS, HEADS, 27, 2, head_dim).to(dtype).to(device)]
-    none, spans = pieces[0].new_empty((LAYERS, 1, HEADS, 0, 2, head_dim)), [(0, 40, 40, 16)]
-    found, expected = ([own[:1] for own in blocks(head_dim, dtype)] for _ in range(2))
-    definition(pieces, expected, 16, spans, none, sink=0, ring=40, past=13)
+    """Positions 13 to 40 of sequence 2, of which the first three are stored already, and 11 positions of sequence 0 behind them."""
+    pieces = [own[None] for own in torch.randn(LAYERS, HEADS, 38, 2, head_dim).to(dtype).to(device)]
+    none, spans = pieces[0].new_empty((LAYERS, 2, HEADS, 0, 2, head_dim)), [(2, 40, 40, 16), (0, 11, 11, 0)]
+    found, expected = blocks(head_dim, dtype), blocks(head_dim, dtype)
+    definition(pieces, expected, 16, spans, none, sink=0, ring=40, slots=[-13, 27])
     tables = [torch.tensor([[data.data_ptr() for data in seq] for seq in own]).to(device) for own in found]
-    freeze(pieces, tables, 16, spans, none, sink=0, ring=40, past=13)
+    freeze(pieces, tables, 16, spans, none, sink=0, ring=40, slots=[-13, 27])
     if device.type == "cuda":
         torch.cuda.synchronize()
     for piece, mine, theirs in zip(pieces, found, expected, strict=True):
-        whole, other = torch.cat(mine[0], dim=1), torch.cat(theirs[0], dim=1)
+        whole, other = (torch.stack([torch.cat(seq, dim=1) for seq in own]) for own in (mine, theirs))
         torch.testing.assert_close(whole, other, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(whole[:, 16:40], piece[0, :, 3:].cpu())
-        assert torch.cat((whole[:, :16], whole[:, 40:]), dim=1).isnan().all()
+        assert torch.equal(whole[2, :, 16:40], piece[0, :, 3:27].cpu())
+        assert torch.equal(whole[0, :, :11], piece[0, :, 27:].cpu())
+        assert torch.cat((whole[2, :, :16], whole[2, :, 40:], whole[0, :, 11:], whole[1]), dim=1).isnan().all()
 
 
 def test_what_a_method_evicts_is_read_alone(device: torch.device) -> None:

@@ -96,6 +96,7 @@ class BlockArena:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # the model's
         self._freed: deque[tuple[Tensor, int]] = deque()  # a finalizer appends, on any thread
         self._ready: deque[tuple[Tensor, int, list[torch.cuda.Event]]] = deque()
+        self._waited: tuple[torch.cuda.Stream, list[torch.cuda.Event]] | None = None  # the latest wait
 
     def take(self) -> Tensor:
         """Return an uninitialised block, to be written on the current stream. Raises torch.OutOfMemoryError."""
@@ -108,8 +109,12 @@ class BlockArena:
             before = [] if self._stream is None else [self._stream.record_event()]  # whose work may still use that memory
             self._ready.extend((chunk, i, before) for i in range(_CHUNK))
         chunk, i, events = self._ready.popleft()
-        for event in events:
-            torch.cuda.current_stream(self.device).wait_event(event)
+        if events:  # which hundreds of blocks share
+            stream, waited = torch.cuda.current_stream(self.device), self._waited
+            if waited is None or waited[0] != stream or waited[1] is not events:
+                for event in events:
+                    stream.wait_event(event)
+                self._waited = stream, events
         block = chunk[i]
         weakref.finalize(block, self._freed.append, (chunk, i)).atexit = False
         return block

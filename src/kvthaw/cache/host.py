@@ -120,6 +120,13 @@ class HostStore:
         """Return, for each sequence, its blocks' addresses and whether each lies on the host."""
         return [[block.place for block in blocks] for blocks in self._blocks]
 
+    def all_on_device(self) -> bool:
+        """Return whether no block of a sequence lies on the host."""
+        known = self.on_device.some_on_host_at(self.version)
+        if known is None:
+            known = any(not block.on_device for blocks in self._blocks for block in blocks)
+        return not known
+
     def table_on(self, device: torch.device) -> Tensor:
         """Return the current block table on the device. It keeps its address while there is room. No host sync."""
         return self.on_device.follow(self, device)
@@ -459,6 +466,10 @@ class Addresses:
         self._version, self._written = host.version, places
         self.some_on_host = any(on_host for row in places for _, on_host in row)
         return found
+
+    def some_on_host_at(self, version: int) -> bool | None:
+        """Return whether any block of a version of the store lies on the host; None if the table is of another one."""
+        return self.some_on_host if version == self._version else None
 
     def _allocate(self, seqs: int, width: int, device: torch.device) -> None:
         if self.table.shape[0] != seqs or self.table.shape[1] < width:

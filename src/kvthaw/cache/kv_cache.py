@@ -114,11 +114,11 @@ class KVCache:
         return out
 
     def _store(self, layer: LayerKV, new: PrefillKV | None) -> None:
-        """Store the KV of a layer's prefill. Short prompts wait for the last layer: all layers are then stored in few
+        """Store the KV of a layer's prefill. Short prompts wait for other layers: many layers are then stored in few
         launches."""
         if new is not None and isinstance(layer, OffloadedLayer):
             self._unstored.append((layer, new))
-        if layer is self.layers[-1] or (self._unstored and not passes.waits(*self._unstored[-1])):
+        if layer is self.layers[-1] or (self._unstored and not passes.wait(self._unstored)):
             passes.store(self._unstored, self.preallocator)
             self._unstored.clear()
         self.streams.device.fixed[layer.number] = layer.fixed_bytes()

@@ -14,7 +14,7 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.config import KvDtype
-from kvthaw.kernels.dense import causal_attention
+from kvthaw.kernels.dense import causal_attention, packed_attention
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import RowFormat, row_format
 
@@ -30,6 +30,11 @@ class AttentionParams:
     def causal(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attend from the last T tokens, query [B, Hq, T, D], causally to all n, keys and values [B, H, n, D]."""
         return causal_attention(query, keys, values, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
+
+    def packed(self, query: Tensor, keys: Tensor, values: Tensor, step: Step, sequences: Sequences) -> Tensor:
+        """Attend from the prompts of several sequences, one after the other in one row, each causally to itself."""
+        lengths, ends = [tokens for _, tokens in step.parts], sequences.packed_ends(step, query.device)
+        return packed_attention(query, keys, values, lengths, ends, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +227,12 @@ def take_queries(step: Step, query: Tensor, recent: dict[int, Tensor], most: int
     Returns the step's own queries that were kept.
     """
     last, before = {}, step.tokens - query.shape[2]  # a clone has the last queries only
+    if len(step.parts) > 1 and most is not None and not before:  # whole prompts: one launch
+        parts = {row.seq: query[0, :, max(row.start, row.stop - most) : row.stop] for row in step.rows()}
+        whole = {seq: torch.empty_like(part, memory_format=torch.contiguous_format) for seq, part in parts.items()}
+        torch._foreach_copy_(list(whole.values()), list(parts.values()))
+        recent.update(whole)
+        return whole
     for row in step.rows():
         own = query[row.row, :, max(0, row.start - before) : max(0, row.stop - before)]
         kept = recent[row.seq] = last_queries(recent.get(row.seq), own, row.past, most)

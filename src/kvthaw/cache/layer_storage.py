@@ -384,39 +384,49 @@ def offload(layers: Sequence[LayerStorage], spans: Sequence[Span]) -> Tensor:
     return rows
 
 
-def offload_prompt(layers: Sequence[LayerStorage], seq: int, past: int, rows: Tensor) -> None:
-    """Copy rows [L, H, n, 2, D] of a sequence's prompt, from position `past` on, to the stores of layers of one kind.
+def offload_prompts(layers: Sequence[LayerStorage], parts: Sequence[Row], rows: Tensor) -> None:
+    """Copy rows [L, H, n, 2, D], which hold the new tokens of some prompts, to the stores of layers of one kind.
 
     Earlier tokens that are only in rings are copied first. All stores must have equal watermarks; rows below are skipped.
     One copy overlaps later work. Raises HostMemoryError before any store has more rows.
+
+    parts: the prompts. Their `places` are those in `rows`.
     """
-    one, stores, length = layers[0], [each.store for each in layers], past + rows.shape[2]
+    one, stores = layers[0], [each.store for each in layers]
     for each in layers:
-        each.up_to({seq: past})
-    stored = one.store.length(seq)
+        each.up_to({part.seq: part.past for part in parts})
+    stored = {part.seq: one.store.length(part.seq) for part in parts}
     try:
         with one.streams.beside(rows.device):  # where blocks are written to first
             for store in stores:
-                store.claim(seq, length)
+                for part in parts:
+                    store.claim(part.seq, part.length)
     except HostMemoryError:
         for store in stores:
-            store.truncate(seq, store.length(seq))
+            for seq, length in stored.items():
+                store.truncate(seq, length)
         raise
-    slabs, spans = [own[None] for own in rows], [(0, length, length, stored)]
-    how: dict[str, Any] = {"sink": 0, "ring": length, "past": past, "format": one.store.format}
-    none = rows.new_empty((len(rows), 1, rows.shape[1], 0, *rows.shape[3:]))  # an index takes them where they are
+    slabs, spans = [own[None] for own in rows], [(part.seq, part.length, part.length, stored[part.seq]) for part in parts]
+    how: dict[str, Any] = {"sink": 0, "ring": max(part.length for part in parts), "format": one.store.format}
+    how["slots"] = [part.start - part.past for part in parts]
+    none = rows.new_empty((len(rows), len(parts), rows.shape[1], 0, *rows.shape[3:]))  # an index takes them where they are
     by_kernel = one.on_gpu and rows[0].nbytes % 16 == 0  # which reads 16 bytes at once
     if by_kernel:
         write((store.on_device.changes(store, rows.device) for store in stores), rows.device)
-    tables = [store.table_on(rows.device)[seq : seq + 1] for store in stores] if by_kernel else []
+    tables = [store.table_on(rows.device) for store in stores] if by_kernel else []
     with one.streams.offloading(stores, rows):
         if by_kernel:
             freeze(slabs, tables, one.store.block_size, spans, none, **how)
         else:
-            blocks = [[[block.data for block in store.blocks(seq)]] for store in stores]
-            freeze_definition(slabs, blocks, one.store.block_size, spans, none, **how)
+            freeze_definition(slabs, [_blocks(store) for store in stores], one.store.block_size, spans, none, **how)
     for store in stores:
-        store.extend(seq, length)
+        for part in parts:
+            store.extend(part.seq, part.length)
+
+
+def _blocks(store: HostStore) -> list[list[Tensor]]:
+    """Return the blocks of each sequence of a store."""
+    return [[block.data for block in store.blocks(seq)] for seq in range(store.seqs)]
 
 
 def _copy(layers: Sequence[LayerStorage], spans: Sequence[Span]) -> Tensor:
@@ -429,6 +439,5 @@ def _copy(layers: Sequence[LayerStorage], spans: Sequence[Span]) -> Tensor:
         tables = [store.table_on(rows.device) for store in stores]
         freeze(slabs, tables, one.store.block_size, spans, rows, **how)
     else:
-        blocks = [[[block.data for block in store.blocks(seq)] for seq in range(store.seqs)] for store in stores]
-        freeze_definition(slabs, blocks, one.store.block_size, spans, rows, **how)
+        freeze_definition(slabs, [_blocks(store) for store in stores], one.store.block_size, spans, rows, **how)
     return rows

@@ -20,7 +20,7 @@ from kvthaw.cache.host import write
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, PrefillKV
-from kvthaw.cache.layer_storage import Leaving, offload, offload_prompt
+from kvthaw.cache.layer_storage import Leaving, offload, offload_prompts
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.sequences import Sequences
@@ -30,12 +30,12 @@ from kvthaw.errors import CacheError
 from kvthaw.kernels.freeze import Span
 
 SHORT = 1 << 22
-"""Bytes of a layer's keys up to which a prompt waits until all layers have attended. All layers' KV is held until then, also of
-several prompts in one forward, of twice this in all."""
+"""Bytes of a layer's keys up to which a prompt waits until other layers have attended. Several prompts in one forward may have
+four times as many in all."""
 BUILT_AT_ONCE = 4
 """Layers whose indexes of a joining prompt are built between two steps of other sequences."""
 _AT_ONCE = 1 << 28
-"""Most bytes of rows that leave rings in one launch; at least one layer."""
+"""Most bytes of rows that leave rings in one launch, and of prompts that wait; at least one layer."""
 
 
 def allocated(layers: Sequence[OffloadedLayer]) -> list[OffloadedLayer]:
@@ -51,11 +51,13 @@ def updaters(layers: Sequence[OffloadedLayer]) -> list[tuple[OffloadedLayer, Ind
 # Prompts
 
 
-def waits(layer: OffloadedLayer, new: PrefillKV) -> bool:
-    """Return whether a layer's prompts are stored together with the following layers' prompts."""
+def wait(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]]) -> bool:
+    """Return whether the prompts of some layers, the latest last, are stored together with the following layers' prompts."""
+    layer, new = prompts[-1]
     longest = max((row.stop - row.start for row in new.step.rows()), default=0)
-    short = new.keys.nbytes <= 2 * SHORT and new.keys.nbytes * longest <= SHORT * new.keys.shape[2]
-    return short and len(new.keys) == 1 and not new.passed and not layer.on_host
+    short = new.keys.nbytes <= 4 * SHORT and new.keys.nbytes * longest <= SHORT * new.keys.shape[2]
+    held = sum(2 * each.keys.nbytes for _, each in prompts)
+    return short and held < _AT_ONCE and len(new.keys) == 1 and not new.passed and not layer.on_host
 
 
 def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]], preallocator: BlockPreallocator) -> None:
@@ -67,51 +69,59 @@ def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]], preallocator: Blo
         kind = own.kind, own.store.format, new.keys.shape, stored
         alike.setdefault(kind, []).append((layer, new))
     for group in alike.values():
-        ends = dict[int, int]()
-        for row in group[0][1].step.rows():
-            ends[row.seq] = (_store_alike if len(group) > 1 else _store_one)(group, row)
+        rows = list(group[0][1].step.rows())
+        ends = _store_one(*group[0], rows) if len(group) == 1 else _store_alike(group, rows)
+        for row in rows:
             for layer, _ in group:
                 layer.storage.preallocate(row.seq, row.length, preallocator)
         for layer, new in group:
             layer.stored(new, ends)
 
 
-def _store_one(group: Sequence[tuple[OffloadedLayer, PrefillKV]], row: Row) -> int:
-    """Store a row's KV in one layer. Returns where the sequence's ring begins afterwards."""
-    ((layer, new),), seq = group, row.seq
-    keys, values = new.of(row)
-    layer.extremes += *torch.aminmax(keys), *torch.aminmax(values)
-    paused, passed = seq in layer.sequences.paused, new.passed.get(seq)
-    return layer.storage.append(row, new.queries[seq], keys, values, new.step.remaining, passed, paused=paused)
+def _store_one(layer: OffloadedLayer, new: PrefillKV, rows: Sequence[Row]) -> dict[int, int]:
+    """Store the KV of some sequences in one layer. Returns where their rings begin afterwards."""
+    ends = dict[int, int]()
+    for row in rows:
+        (keys, values), seq = new.of(row), row.seq
+        layer.extremes += *torch.aminmax(keys), *torch.aminmax(values)
+        paused, passed = seq in layer.sequences.paused, new.passed.get(seq)
+        ends[seq] = layer.storage.append(row, new.queries[seq], keys, values, new.step.remaining, passed, paused=paused)
+    return ends
 
 
-def _store_alike(group: Sequence[tuple[OffloadedLayer, PrefillKV]], row: Row) -> int:
-    """Store a row's KV in several layers at once, as _store_one() does in one."""
-    storages, pairs = [layer.storage for layer, _ in group], [new.of(row) for _, new in group]
-    format, like, seq, past = storages[0].store.format, pairs[0][0], row.seq, row.past
-    rows = like.new_empty((len(pairs), *like.shape[:2], 2, like.shape[2]))  # [L, H, n, 2, D]
-    torch._foreach_copy_([part for own in rows for part in own.unbind(2)], [part for pair in pairs for part in pair])
-    for (layer, _), most in zip(group, torch.linalg.vector_norm(rows.flatten(1), torch.inf, dim=1), strict=True):
+def _store_alike(group: Sequence[tuple[OffloadedLayer, PrefillKV]], rows: Sequence[Row]) -> dict[int, int]:
+    """Store the KV of some sequences, all in one row of the step's tensors, in several layers at once, as _store_one() does
+    in one."""
+    storages, begin = [layer.storage for layer, _ in group], rows[0].start  # padding comes before it
+    rows = [replace(row, start=row.start - begin, stop=row.stop - begin) for row in rows]
+    parts = [each[0, :, begin:] for _, new in group for each in (new.keys, new.values)]
+    format, ends, (heads, tokens, dim) = storages[0].store.format, dict[int, int](), parts[0].shape
+    kv = parts[0].new_empty((len(group), heads, tokens, 2, dim))
+    torch._foreach_copy_([part for own in kv for part in own.unbind(2)], parts)
+    for (layer, _), most in zip(group, torch.linalg.vector_norm(kv.flatten(1), torch.inf, dim=1), strict=True):
         layer.extremes.append(most)
-    rows = format.decode(format.encode(rows))  # the rows as they are stored
-    offload_prompt(storages, seq, past, rows)
-    start = 0
-    for (layer, new), own in zip(group, rows, strict=True):
-        paused, (keys, values) = seq in layer.sequences.paused, own.unbind(2)
-        start = layer.storage.index_prompt(row, new.queries[seq], keys, values, new.step.remaining, paused=paused)
-    _hold([layer for layer, _ in group], seq, past, rows)  # last, because indexes read earlier tokens from the rings
-    return start
+    kv = format.decode(format.encode(kv))  # the rows as they are stored
+    offload_prompts(storages, rows, kv)
+    for row in rows:
+        for (layer, new), own in zip(group, kv, strict=True):
+            paused, (key, value) = row.seq in layer.sequences.paused, own[:, row.places].unbind(2)
+            ends[row.seq] = layer.storage.index_prompt(row, new.queries[row.seq], key, value, new.step.remaining, paused=paused)
+    _hold([layer for layer, _ in group], rows, kv)  # last, because indexes read earlier tokens from the rings
+    return ends
 
 
-def _hold(layers: Sequence[OffloadedLayer], seq: int, past: int, rows: Tensor) -> None:
-    """Write a sequence's rows [L, H, n, 2, D], whose first position is `past`, to sinks and rings."""
-    slabs, length = [layer.slab for layer in layers], past + rows.shape[2]
-    regions, targets, sources = slabs[0].regions, list[Tensor](), list[Tensor]()
-    for begin, end in ((past, min(regions.sink, length)), (max(past, regions.first_indexed(length)), length)):
-        for place, stop in slabs[0].runs(begin, end):
-            targets += [slab.data[seq, :, place:stop] for slab in slabs]
-            sources += rows[:, :, begin - past : begin - past + stop - place]
-            begin += stop - place
+def _hold(layers: Sequence[OffloadedLayer], rows: Sequence[Row], kv: Tensor) -> None:
+    """Write the KV [L, H, n, 2, D] of some sequences to sinks and rings."""
+    slabs, targets, sources = [layer.slab for layer in layers], list[Tensor](), list[Tensor]()
+    regions = slabs[0].regions
+    for row in rows:
+        past, length = row.past, row.length
+        for begin, end in ((past, min(regions.sink, length)), (max(past, regions.first_indexed(length)), length)):
+            at = row.start + begin - past
+            for place, stop in slabs[0].runs(begin, end):
+                targets += [slab.data[row.seq, :, place:stop] for slab in slabs]
+                sources += kv[:, :, at : at + stop - place]
+                at += stop - place
     torch._foreach_copy_(targets, sources)
 
 

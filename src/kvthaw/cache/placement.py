@@ -130,7 +130,7 @@ class Placement:
 
     def _warmest(self) -> Block | None:
         """Return the full block on the host that was selected most, the newest if several are equal."""
-        if all(block.on_device for seq in range(self.store.seqs) for block in self.store.blocks(seq)):
+        if self.store.all_on_device():
             return None
         mine = [block for block in full_blocks(self.store) if not block.on_device and not block.moving]
         return max(reversed(mine), key=lambda block: block.recalls, default=None)

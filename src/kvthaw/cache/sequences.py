@@ -6,11 +6,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kvthaw.cache.device_lengths import DeviceLengths
+from kvthaw.cache.device_lengths import DeviceLengths, upload
 from kvthaw.cache.step import Held, Step
 from kvthaw.regions import Regions
 
@@ -352,6 +354,15 @@ class Sequences:
         if self.known.get("placed") != (step, token, device):
             self._set(step.lengths(token + 1), device)
             self.known["placed"] = step, token, device
+
+    def packed_ends(self, step: Step, device: torch.device) -> Tensor:
+        """Return where the prompts of a step that has several begin and end in their row, [prompts + 1] int32."""
+        known = self.known.get("packed")
+        if known is None or known[0] is not step:
+            ends = upload([0, *accumulate(tokens for _, tokens in step.parts)], torch.int32, device)
+            known = self.known["packed"] = step, ends
+        found: Tensor = known[1]
+        return found
 
     def place_before_step(self, device: torch.device) -> None:
         """Set the device's lengths to the committed ones, and its ring starts as of the next token.

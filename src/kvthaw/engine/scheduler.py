@@ -20,6 +20,9 @@ _log = logging.getLogger(__name__)
 MEMORY_ERRORS = (HostMemoryError, torch.OutOfMemoryError)
 STEP_TOKENS = 4096
 """Tokens that one step processes on a GPU while other requests decode."""
+TOGETHER = 2
+"""How many times as many tokens whole prompts may have that share a forward on a GPU: the host then launches half as much a
+token."""
 CPU_WORK = 1 << 38
 """Multiplications that a CPU does in about a second. A server does more, a laptop fewer."""
 CPU_SHARE, CPU_LEAST = 4, 32
@@ -255,6 +258,8 @@ class Scheduler:
 
     def _group(self, request: Request, tokens: float) -> list[Request]:
         """Return the request, and the requests whose whole prompts share its forward: `tokens` tokens in all, or itself."""
+        if self._alone is None and tokens == self.step_tokens:  # it is the first prompt of the step
+            tokens *= TOGETHER
         group, left = [request], tokens - request.prompt
         if left < 0 or not self.batch.shares_forward(request):
             return group

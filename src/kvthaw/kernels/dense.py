@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +93,35 @@ def causal_attention(
         return continued(query, *new, past, scale=scale, softcap=softcap, sinks=sinks)
     out, lse = attend(query, keys, values, scale=scale, causal=True, softcap=softcap)
     return with_sinks(out, lse, sinks).to(query.dtype)
+
+
+def packed_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Sequence[int],
+    ends: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute causal attention of several prompts, one after the other in one row, each to itself alone.
+
+    query: [1, Hq, T, D].
+    keys, values: [1, H, T, D].
+    lengths: tokens of each prompt, T in all.
+    ends: 0, and the sums of the first lengths, [prompts + 1] int32 on the device.
+
+    Returns [1, Hq, T, D] in the dtype of query.
+    """
+    if query.is_cuda and _flash(query) and softcap is None and sinks is None:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, keys, values))  # [T, heads, D]
+        most = max(lengths)
+        out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, most, most, 0.0, True, False, scale=scale)[0]
+        return out.transpose(0, 1)[None]
+    parts = zip(*(x.split(list(lengths), dim=2) for x in (query, keys, values)), strict=True)
+    return torch.cat([causal_attention(*part, scale=scale, softcap=softcap, sinks=sinks) for part in parts], dim=2)
 
 
 def continued(

@@ -28,7 +28,7 @@ def definition(
     *,
     sink: int,
     ring: int,
-    past: int = 0,
+    slots: Sequence[int] = (),
     format: RowFormat | None = None,
 ) -> None:
     """Copy the rows of each span from the sink and ring of L slabs [B, H, N, 2, D] to host blocks and to `rows`.
@@ -36,7 +36,8 @@ def definition(
     Positions stored .. stop go to host blocks, positions start .. stop to rows [L, R, H, n, 2, D]. Rows behind the span's
     are left unchanged.
 
-    past: the position of a slab's first slot, if it holds a piece of a prompt: then sink is 0 and ring at least its end.
+    slots: of each span the slot of its position 0, if slabs [1, H, N, 2, D] hold pieces of prompts: then sink is 0 and ring at
+        least their ends. A slot is below 0 if the piece begins behind position 0.
 
     Row t of layer l and sequence b goes to blocks[l][b][t // block_size][:, t % block_size].
 
@@ -44,19 +45,20 @@ def definition(
         too.
     """
     for slab, own, taken in zip(slabs, blocks, rows, strict=True):
-        for (seq, start, stop, stored), out in zip(spans, taken, strict=True):
-            place = place_of(torch.arange(stored, stop, device=slab.device), sink, ring) - past
-            leaving = slab[seq].index_select(1, place)
+        for (seq, start, stop, stored), slot, out in zip(spans, slots or [0] * len(spans), taken, strict=True):
+            held = slab[0 if slots else seq]
+            place = place_of(torch.arange(stored, stop, device=slab.device), sink, ring) + slot
+            leaving = held.index_select(1, place)
             if format is not None and (encoded := format.encode(leaving)) is not leaving:
-                slab[seq].index_copy_(1, place, format.decode(encoded))
+                held.index_copy_(1, place, format.decode(encoded))
                 leaving = encoded
             while leaving.shape[1]:
                 number, offset = divmod(stored, block_size)
                 some, leaving = leaving[:, : block_size - offset], leaving[:, block_size - offset :]
                 own[seq][number][:, offset : offset + some.shape[1]].copy_(some, non_blocking=True)
                 stored += some.shape[1]
-            place = place_of(torch.arange(start, stop, device=slab.device), sink, ring) - past
-            out[:, : stop - start] = slab[seq].index_select(1, place)
+            place = place_of(torch.arange(start, stop, device=slab.device), sink, ring) + slot
+            out[:, : stop - start] = held.index_select(1, place)
 
 
 if HAS_TRITON:
@@ -65,19 +67,20 @@ if HAS_TRITON:
 
     from kvthaw.kernels.row_format import copy_words, store_part
 
-    @triton.jit(do_not_specialize=["count", "most", "sink", "ring", "past"])
+    @triton.jit(do_not_specialize=["count", "most", "sink", "ring", "seq_stride"])
     def _freeze(
-        numbers, rows, count, most, block_size, width, sink, ring, past, seq_stride, head_stride,
+        numbers, rows, count, most, block_size, width, sink, ring, seq_stride, head_stride,
         BLOCK: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr,
     ):  # fmt: skip
         # Program (token, head, sequence of a layer) copies 2 D contiguous elements, as 32-bit words; if DIM is given it stores them
-        # as e4m3. numbers: the spans, then of each layer the addresses of its slab and of its blocks, and how many of a sequence.
+        # as e4m3. numbers: the spans with their slots, then of each layer the addresses of its slab and of its blocks, and how many
+        # of a sequence.
         i, h, pair = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-        span, layer = numbers + 4 * (pair % count), numbers + 4 * count + 3 * (pair // count)
+        span, layer = numbers + 5 * (pair % count), numbers + 5 * count + 3 * (pair // count)
         seq, start, stop, stored = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
         row = tl.minimum(start, stored) + i
         if row < stop:
-            place = tl.where(row < sink, row, sink + (row - sink) % ring) - past
+            place = tl.where(row < sink, row, sink + (row - sink) % ring) + tl.load(span + 4)
             # The compiler cannot infer the alignment of an address that it loads.
             source = tl.multiple_of(tl.load(layer).to(rows.dtype), 16) + seq * seq_stride + h * head_stride
             table = tl.load(layer + 1).to(tl.pointer_type(tl.int64)) + seq * tl.load(layer + 2)
@@ -109,7 +112,7 @@ def freeze(
     *,
     sink: int,
     ring: int,
-    past: int = 0,
+    slots: Sequence[int] = (),
     format: RowFormat | None = None,
 ) -> None:
     """Launch the kernel: as `definition`, on the slabs' current stream, without a sync.
@@ -117,17 +120,19 @@ def freeze(
     slabs: contiguous, with equal shapes. tables [B, blocks] int64: of each layer the addresses of its blocks, pinned if the
         slabs are on a GPU, on the slabs' device; None stores nothing.
     """
-    like, numbers = slabs[0], [number for span in spans for number in span]
+    like = slabs[0]
+    numbers = [number for span, slot in zip(spans, slots or [0] * len(spans), strict=True) for number in (*span, slot)]
     for slab, table in zip(slabs, tables, strict=True):
         assert slab.is_contiguous() and slab.shape == like.shape and slab.dtype == like.dtype
         assert table is None or (table.stride(1) == 1 and table.dtype == torch.int64)
         numbers += (slab.data_ptr(), 0, 0) if table is None else (slab.data_ptr(), table.data_ptr(), table.stride(0))
     assert rows.is_contiguous() and rows.dtype == like.dtype and rows.shape[:3] == (len(slabs), len(spans), like.shape[1])
     words, width, how = copying(rows[0], format)
+    seq_stride, head_stride = like.view(words.dtype).stride()[:2]
     longest = max(stop - min(start, stored) for _, start, stop, stored in spans)
+    assert not slots or len(like) == 1
     _freeze[(max(1, longest), like.shape[1], len(spans) * len(slabs))](
         torch.tensor(numbers).to(like.device, non_blocking=True), words, len(spans), rows.shape[3], block_size, width,
-        sink, ring, past,
-        *like.view(words.dtype).stride()[:2],
+        sink, ring, 0 if slots else seq_stride, head_stride,
         **how,
     )  # fmt: skip
