@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvthaw.kernels import dense
-from kvthaw.kernels.dense import attend, causal_attention, continued, definition, with_sinks
+from kvthaw.kernels.dense import attend, causal_attention, continued, definition, packed_attention, with_sinks
 from shapes import DTYPES, Shape, close, over_shapes
 
 SCALE = 0.2
@@ -125,6 +125,23 @@ def test_gpu_attend_with_its_log_sum_exp(dtype: torch.dtype, dim: int, steps: in
     past = ((k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 512), (512, 1000)))
     out = continued(q, k[:, :, 1000:], v[:, :, 1000:], past, scale=SCALE)
     close(out, definition(q, k, v, scale=SCALE, causal=True)[0])
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (3.0, False), (None, True)])
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (torch.float16, 80), (torch.float32, 64)])
+def test_prompts_in_one_row_attend_to_themselves_alone(
+    dtype: torch.dtype, dim: int, softcap: float | None, *, sinks: bool, group: int, device: torch.device
+) -> None:
+    lengths, heads = [1, 130, 17, 64], 2
+    made = [torch.randn(1, sum(lengths), n * heads, dim, device=device).to(dtype).transpose(1, 2) for n in (group, 1, 1)]
+    learned = torch.randn(group * heads, device=device) if sinks else None
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+    out = packed_attention(*made, lengths, ends, scale=SCALE, softcap=softcap, sinks=learned)
+    assert (out.shape, out.dtype) == (made[0].shape, dtype)
+    for start, stop in zip(ends.tolist()[:-1], ends.tolist()[1:], strict=True):
+        expected, lse = definition(*(x[:, :, start:stop] for x in made), scale=SCALE, causal=True, softcap=softcap)
+        close(out[:, :, start:stop], with_sinks(expected, lse, learned).to(dtype))
 
 
 def test_plans_are_made_for_few_lengths() -> None:

@@ -30,8 +30,8 @@ from kvthaw.errors import CacheError
 from kvthaw.kernels.freeze import Span
 
 SHORT = 1 << 22
-"""Bytes of a layer's keys up to which a prompt waits until other layers have attended. Several prompts in one forward may have
-four times as many in all."""
+"""Bytes of a layer's keys up to which a prompt waits until other layers have attended. The limit of several prompts in one
+forward is four times this."""
 BUILT_AT_ONCE = 4
 """Layers whose indexes of a joining prompt are built between two steps of other sequences."""
 _AT_ONCE = 1 << 28

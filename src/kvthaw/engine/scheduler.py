@@ -21,8 +21,8 @@ MEMORY_ERRORS = (HostMemoryError, torch.OutOfMemoryError)
 STEP_TOKENS = 4096
 """Tokens that one step processes on a GPU while other requests decode."""
 TOGETHER = 2
-"""How many times as many tokens whole prompts may have that share a forward on a GPU: the host then launches half as much a
-token."""
+"""Whole prompts that share a forward on a GPU may have this many times the step's tokens. The host then launches half the kernels
+per token."""
 CPU_WORK = 1 << 38
 """Multiplications that a CPU does in about a second. A server does more, a laptop fewer."""
 CPU_SHARE, CPU_LEAST = 4, 32
@@ -183,7 +183,7 @@ class Scheduler:
         """
         ahead = self._reads_ahead()
         told = [] if ahead else self.batch.read()
-        if told:  # of an earlier step; nobody gets two tokens from one call
+        if told:  # of an earlier step; a request gets at most one token per call
             return self._told(told)
         try:
             told += self._make_way()
