@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from kvthaw.cache import host_memory
+from kvthaw.cache.device_memory import DeviceBlocks, DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block, HostMemory, check_host_memory, held_bytes
+from kvthaw.cache.page_locked import HUGE
 from kvthaw.cache.placement import full_blocks
 from kvthaw.cache.plan import default_block_size
 from kvthaw.config import KvDtype
@@ -315,3 +317,26 @@ def test_blocks_fill_what_is_page_locked_for_them(heads: int, dim: int, kv_dtype
     token = heads * row_format(kv_dtype, dim, torch.bfloat16).row_bytes
     size = default_block_size(token) * token
     assert size <= held_bytes(size, pinned=True) <= (1 + most) * size
+    fewer = default_block_size(token, short=True)
+    assert fewer * token <= held_bytes(fewer * token, pinned=True) <= (1 + most) * fewer * token
+    assert fewer * token > HUGE // 2 or 1024 * token < HUGE, "such blocks are pinned many at a time"
+
+
+def test_blocks_of_a_batch_are_short() -> None:
+    assert (default_block_size(4096), default_block_size(4096, short=True)) == (1024, 512)  # 8 heads of 128 dimensions
+
+
+def test_on_a_full_device_a_block_held_ahead_is_used_before_the_host() -> None:
+    store = HostStore(3, 1, 4, torch.float32, block_size=2)
+    size = store.allocator.size
+    device = DeviceMemory(3 * size, [0])
+    device.resolve(torch.device("cpu"))
+    store.allocator.device = DeviceBlocks(device, 0, store.allocator.shape, store.allocator.dtype, torch.device("cpu"))
+    store.claim(0, 2)
+    store.allocator.preallocate(0)
+    store.allocator.preallocate(1)
+    store.claim(2, 4)  # both that the others held
+    assert [block.on_device for seq in (0, 2) for block in store.blocks(seq)] == [True] * 3
+    assert not store.allocator.ahead
+    store.claim(0, 4)
+    assert [block.on_device for block in store.blocks(0)] == [True, False]

@@ -285,6 +285,10 @@ class BlockAllocator:
         """
         if seq in self.ahead:
             return self.ahead.pop(seq)
+        if self.device is not None and self.device.room < self.device.size:  # what others hold ahead need not go to the host
+            for owner, block in self.ahead.items():
+                if block.on_device:
+                    return self.ahead.pop(owner)
         try:
             return self.new()
         except HostMemoryError:

@@ -12,23 +12,28 @@ from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory, held_bytes
 from kvthaw.cache.index_api import Index, IndexContext, Method
+from kvthaw.cache.page_locked import HUGE
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.config import CacheConfig, Crossing
 from kvthaw.errors import ConfigError
 from kvthaw.regions import BUDGET, Regions
 
 
-def default_block_size(token_bytes: int) -> int:
+def default_block_size(token_bytes: int, *, short: bool = False) -> int:
     """Return the default tokens per block: the number from 512 to 1,024 that best fills the pinned memory of a block.
 
     token_bytes: bytes of a 16-bit token in one layer. An 8-bit block of 1,024 tokens with scales would pin the memory of a
         16-bit one.
+    short: return the smallest number from 256 on that fills whole huge pages, which are pinned many at a time. A running
+        batch holds many short sequences, each of which leaves half a block empty.
     """
 
-    def filled(tokens: int) -> tuple[float, int]:
-        return tokens * token_bytes / held_bytes(tokens * token_bytes, pinned=True), tokens
+    def filled(tokens: int) -> float:
+        return tokens * token_bytes / held_bytes(tokens * token_bytes, pinned=True)
 
-    return max(range(512, 1025, 64), key=filled)
+    best = max(range(512, 1025, 64), key=lambda tokens: (filled(tokens), tokens))
+    whole = (n for n in range(256, 1025, 32) if n * token_bytes > HUGE // 2 and filled(n) >= 0.95)
+    return next(whole, best) if short else best
 
 
 def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32, softcap: float | None = None) -> Index | None:

@@ -46,8 +46,8 @@ class Admission:
         if not placed:
             return True
         if self._stays_full(every):
-            room = kv.chooser.block_room()  # a block more, which is allocated ahead
-            return room is None or sum(self._blocks(one) + 1 for one in every) * kv.settings.block_size <= room
+            room = kv.chooser.block_room()
+            return room is None or sum(map(self._blocks, every)) * kv.settings.block_size <= room
         if kv.offloaded and not kv.sequences.divided:
             return False  # the first prompt tells the sizes
         if kv.settings.host_bytes is not None:

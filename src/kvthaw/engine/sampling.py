@@ -213,7 +213,7 @@ class Sampler:
             self._bias[seq, upload(tokens, torch.int64, self.device)] = upload(bias, torch.float32, self.device)
         elif self._bias is not None:
             self._bias[seq].zero_()
-        self._free_from[seq] = len(prompt) + sampling.min_tokens
+        self._free_from[seq].fill_(len(prompt) + sampling.min_tokens)
         if sampling.min_tokens:
             self._stops = self._cleared(self._stops, seq, torch.bool)
             self._stops[seq].index_fill_(0, upload(stops, torch.int64, self.device), True)

@@ -31,6 +31,8 @@ class BatchCache(Cache):
     states. Raises UnsupportedModelError for a model with other kinds of layers or without a device; else as `Cache`.
     """
 
+    _short_blocks = True
+
     def __init__(self, model: PreTrainedModel, method: str | Method, *, max_seqs: int, capacity: int, **settings: Any) -> None:
         if model.device.type == "meta":
             raise UnsupportedModelError(

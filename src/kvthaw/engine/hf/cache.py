@@ -85,6 +85,8 @@ class Cache(DynamicCache):
     Raises ConfigError for a setting out of range and UnsupportedModelError for a model that cannot work.
     """
 
+    _short_blocks = False
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -129,7 +131,7 @@ class Cache(DynamicCache):
             "dense_layers": chosen.dense_layers * (len(self.layers) >= 16) if dense_layers is None else dense_layers,
             # Layers that share KV ask after the index has gone on, so several tokens at once are dense.
             "sparse_queries": 1 if self.shares_kv else sparse_queries,
-            "block_size": block_size or default_block_size(heads * row_bytes),
+            "block_size": block_size or default_block_size(heads * row_bytes, short=self._short_blocks),
             "device_memory": "auto" if crossing is not None and device_memory is None else device_memory,
             "full_below": known and known.on(2 * heads * head_dim(layer) * model.dtype.itemsize, model.device),
         }
