@@ -25,7 +25,7 @@ def default_block_size(token_bytes: int, *, short: bool = False) -> int:
     token_bytes: bytes of a 16-bit token in one layer. An 8-bit block of 1,024 tokens with scales would pin the memory of a
         16-bit one.
     short: return the smallest number from 256 on that fills whole huge pages, which are pinned many at a time. A running
-        batch holds many short sequences, each of which leaves half a block empty.
+        batch holds many short sequences, and each leaves half a block empty.
     """
 
     def filled(tokens: int) -> float:
