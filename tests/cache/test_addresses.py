@@ -15,8 +15,11 @@ class Blocks:
     def __init__(self, *rows: list[tuple[int, bool]]) -> None:
         self.rows, self.seqs, self.block_size, self.version = list(rows), len(rows), 4, 0
 
-    def places(self) -> list[list[tuple[int, bool]]]:
-        return self.rows
+    def places(self, seq: int) -> list[tuple[int, bool]]:
+        return self.rows[seq]
+
+    def touched(self) -> set[int]:
+        return set(range(self.seqs))
 
 
 def test_blocks_that_a_sequence_no_longer_has_are_nowhere() -> None:

@@ -185,7 +185,7 @@ def test_what_was_kept_outlives_a_process_that_is_killed(tmp_path: Path) -> None
     after it, unless a request that nobody answered took effect; and no document is damaged."""
     model, folder, random = str(bytemodel.save(tmp_path / "model")), tmp_path / "kv", Random(0)
     said: dict[str, list[int | None]] = {name: [None] for name in ("one", "two", "three")}  # what may be there
-    for _ in range(6):
+    for _ in range(4):
         with forked("serve", model, "--port", "0", "--budget", "64", "--device", "cpu", "--kv-dir", str(folder)) as command:
             url = next(line.split()[-1] for line in command.stderr if "http://" in line)
             with httpx2.Client(base_url=url, timeout=30) as http:

@@ -129,9 +129,9 @@ def test_a_silent_stream_gets_comments(served: Served, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("path", "more"),
     [
-        ("/v1/completions", {"prompt": [65] * 400, "echo": True, "logprobs": 2, "max_tokens": 1}),
-        ("/v1/completions", {"prompt": [65] * 400, "echo": True, "logprobs": 2, "max_tokens": 1, "stream": True}),
-        ("/v1/responses", {"input": "Hi", "max_output_tokens": 300, "include": ["message.output_text.logprobs"]}),
+        ("/v1/completions", {"prompt": [65] * 150, "echo": True, "logprobs": 2, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": [65] * 150, "echo": True, "logprobs": 2, "max_tokens": 1, "stream": True}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 150, "include": ["message.output_text.logprobs"]}),
     ],
 )
 def test_a_long_answer_is_written_while_others_are_answered(

@@ -272,7 +272,7 @@ class Chooser:
 
     def _share_among(self, layers: Mapping[int, Layer]) -> None:
         """Divide the device memory for blocks among these layers."""
-        self.streams.device.offloaded = [layer.number for layer in layers.values()]
+        self.streams.device.offloaded = frozenset(layer.number for layer in layers.values())
 
     def change(self, reason: str, seqs: int | None = None) -> None:
         """Put the method's layers in force, with the tokens that the cache has. Raises HostMemoryError, with nothing changed.

@@ -41,7 +41,7 @@ class DeviceMemory:
     """
 
     def __init__(self, limit: int | str | None = None, offloaded: Collection[int] = (), ranks: Ranks = ALONE) -> None:
-        self.limit, self.offloaded, self.ranks = limit, offloaded, ranks
+        self.limit, self.offloaded, self.ranks = limit, frozenset(offloaded), ranks
         self.fixed: dict[int, int] = {}
         self.streams: list[torch.cuda.Stream] = []
         self.bytes, self.spills = limit if isinstance(limit, int) else 0, False
@@ -64,7 +64,9 @@ class DeviceMemory:
         """Return the bytes that blocks of a layer may take."""
         if not self.bytes:
             return 0
-        dense = sum(held for number, held in self.fixed.items() if number not in self.offloaded)
+        dense = 0
+        if not self.fixed.keys() <= self.offloaded:
+            dense = sum(held for number, held in self.fixed.items() if number not in self.offloaded)
         return (self.bytes - dense) // len(self.offloaded) - self.fixed.get(layer, 0)
 
     def arena(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> BlockArena:

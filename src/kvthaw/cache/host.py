@@ -60,6 +60,7 @@ class HostStore:
         """Blocks that a prefix cache owns."""
         self.version = 0
         """Changes whenever block addresses change."""
+        self._touched = set[int]()
         self._table: tuple[int, Tensor] | None = None
         self.on_device = Addresses()
         self.crossed = torch.zeros(COUNTERS, dtype=torch.int64)
@@ -116,9 +117,18 @@ class HostStore:
         maps = [torch.tensor([not block.on_device for block in blocks], dtype=torch.bool) for blocks in self._blocks]
         return torch.nn.utils.rnn.pad_sequence(maps, batch_first=True)
 
-    def places(self) -> list[list[tuple[int, bool]]]:
-        """Return, for each sequence, its blocks' addresses and whether each lies on the host."""
-        return [[block.place for block in blocks] for blocks in self._blocks]
+    def places(self, seq: int) -> list[tuple[int, bool]]:
+        """Return the addresses of a sequence's blocks, and whether each lies on the host."""
+        return [block.place for block in self._blocks[seq]]
+
+    def touched(self) -> set[int]:
+        """Return the sequences whose blocks have changed since the last call."""
+        touched, self._touched = self._touched, set()
+        return touched
+
+    def _touch(self, *seqs: int) -> None:
+        self._touched.update(seqs)
+        self.version += 1
 
     def all_on_device(self) -> bool:
         """Return whether no block of a sequence lies on the host."""
@@ -185,22 +195,23 @@ class HostStore:
         self.allocator.prepare(seq, -(-length // self.block_size) - len(blocks))
         while len(blocks) * self.block_size < length:
             blocks.append(self.allocator.allocate(seq).share())
-            self.version += 1
+            self._touch(seq)
         for number in range(self._length[seq] // self.block_size, -(-length // self.block_size)):
             self._writable(seq, number)
 
     def replace(self, old: Block, new: Block) -> bool:
         """Replace a block by its copy in every sequence and prefix. Returns whether any held it."""
-        places = [(blocks, i) for blocks in self._blocks for i, block in enumerate(blocks) if block is old]
-        for blocks, i in places:
-            blocks[i] = new
+        places = [(seq, i) for seq, blocks in enumerate(self._blocks) for i, block in enumerate(blocks) if block is old]
+        for seq, i in places:
+            self._blocks[seq][i] = new
         kept = [key for key, block in self.kept.items() if block is old]
         self.kept.update((key, new) for key in kept)
         for _ in (*places, *kept):
             new.share()
             old.release()
         new.recalls = old.recalls
-        self.version += bool(places or kept)
+        if places or kept:
+            self._touch(*(seq for seq, _ in places))
         return bool(places or kept)
 
     def reserved(self, seq: int) -> int:
@@ -323,7 +334,7 @@ class HostStore:
             self.allocator.ahead.pop(seq, None)
         del self._blocks[seq][keep:]
         self._length[seq] = length
-        self.version += 1
+        self._touch(seq)
 
     def share(self, other: HostStore) -> None:
         """Hold the rows of another store instead of one's own. Blocks are shared until either store writes into one.
@@ -335,7 +346,7 @@ class HostStore:
         for seq in range(self.seqs):
             self.truncate(seq, 0)
         self._blocks, self._length = [[block.share() for block in blocks] for blocks in other._blocks], list(other._length)
-        self.version += 1
+        self._touch(*range(self.seqs))
 
     def blocks(self, seq: int) -> list[Block]:
         """Return the blocks of a sequence. Their rows stay where they are while the list is held."""
@@ -344,7 +355,7 @@ class HostStore:
     def adopt(self, seq: int, blocks: Sequence[Block], length: int) -> None:
         """Start an empty sequence with the first `length` rows of `blocks`, which are shared until it writes into one."""
         self._blocks[seq], self._length[seq] = [block.share() for block in blocks], length
-        self.version += 1
+        self._touch(seq)
 
     def export(self, seq: int) -> list[Block]:
         """Return the rows of a sequence in host blocks that the caller owns.
@@ -369,7 +380,7 @@ class HostStore:
         self._blocks, self._length = blocks, [self._length[seq] for seq in seqs]
         ahead = self.allocator.ahead
         self.allocator.ahead = {seq: block for seq, block in ahead.items() if seq < len(seqs)}
-        self.version += 1
+        self._touch(*range(self.seqs))
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostStore:
         """Copy the store. Blocks are shared until either store writes; none is allocated ahead."""
@@ -419,7 +430,7 @@ class HostStore:
             copy.data.copy_(block.data)
             block.release()
             block = self._blocks[seq][number] = copy
-            self.version += 1
+            self._touch(seq)
         return block.data
 
 
@@ -427,15 +438,19 @@ class Addresses:
     """A block table [seqs, blocks] int64 of addresses that follows a store, and a bool table that marks blocks on the host.
 
     Both tensors keep their addresses while there is room. Only rows of sequences whose blocks have changed are written.
-
-    some_on_host: whether any block lies on the host.
     """
 
     def __init__(self) -> None:
         self.table = torch.empty((0, 0), dtype=torch.int64)
         self.on_host = torch.empty(0, dtype=torch.bool)
-        self.some_on_host, self._version = False, -1
-        self._written: list[list[tuple[int, bool]]] = []  # as places()
+        self._version = -1
+        self._written: list[list[tuple[int, bool]]] = []  # of each sequence, as places()
+        self._hosted = set[int]()  # sequences with a block on the host
+
+    @property
+    def some_on_host(self) -> bool:
+        """Whether any block lies on the host."""
+        return bool(self._hosted)
 
     def make_room(self, host: HostStore, tokens: int, device: torch.device) -> None:
         """Grow the table to `tokens` per sequence. It becomes a new tensor only if it was too small."""
@@ -450,12 +465,18 @@ class Addresses:
         """Return pairs of a view of the tables and the values that write() has yet to write there."""
         if self._version == host.version:
             return []
-        places = host.places()
-        width = max(map(len, places), default=0)
-        if self.table.shape[0] != len(places) or self.table.shape[1] < width:
-            self._allocate(len(places), max(8, 2 * width), device)
+        version, seqs = host.version, host.touched()
+        if self._version < 0 or self.table.shape[0] != host.seqs:
+            seqs = set(range(host.seqs))
+        places = {seq: host.places(seq) for seq in seqs if seq < host.seqs}
+        width = max(map(len, places.values()), default=0)
+        if self.table.shape[0] != host.seqs or self.table.shape[1] < width:
+            self._allocate(host.seqs, max(8, 2 * width), device)
+            places |= {seq: host.places(seq) for seq in range(host.seqs) if seq not in places}
         found = list[tuple[Tensor, list[int]]]()
-        for seq, (row, written) in enumerate(zip(places, self._written, strict=True)):
+        for seq, row in places.items():
+            written, self._written[seq] = self._written[seq], row
+            (self._hosted.add if any(on_host for _, on_host in row) else self._hosted.discard)(seq)
             if row != written:
                 most = max(len(row), len(written))
                 now, before = ([*some, *[(0, False)] * (most - len(some))] for some in (row, written))
@@ -463,8 +484,7 @@ class Addresses:
                     its = [int(place[column]) for place in now]
                     if its != [place[column] for place in before]:
                         found.append((mine[seq, :most], its))
-        self._version, self._written = host.version, places
-        self.some_on_host = any(on_host for row in places for _, on_host in row)
+        self._version = version
         return found
 
     def some_on_host_at(self, version: int) -> bool | None:
@@ -475,6 +495,7 @@ class Addresses:
         if self.table.shape[0] != seqs or self.table.shape[1] < width:
             self.table, self._version = torch.zeros((seqs, width), dtype=torch.int64, device=device), -1
             self.on_host, self._written = torch.zeros((seqs, width), dtype=torch.bool, device=device), [[] for _ in range(seqs)]
+            self._hosted.clear()
 
 
 def write(changes: Iterable[Sequence[tuple[Tensor, list[int]]]], device: torch.device) -> None:
