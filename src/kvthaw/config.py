@@ -67,7 +67,7 @@ class CacheConfig:
         and more.
     sparse_queries: continuations of at most this number of tokens are decoded one by one through the index, longer ones are
         dense. The last chunk of a prompt given in chunks is a continuation too.
-    block_size: tokens in a block of host memory. None: default_block_size(), with `short` in a running batch.
+    block_size: tokens in a block of host memory. None: default_block_size().
     host_bytes: the most host memory of KV blocks, including blocks allocated ahead. A pinned block takes whole pages of 2
         MiB. A prompt or a token that needs more raises HostMemoryError and changes nothing. None: no limit.
     device_memory: device memory that the cache may fill: bytes, text such as "8GiB", or "auto", the free memory at the

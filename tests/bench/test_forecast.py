@@ -96,7 +96,7 @@ def test_plan_and_a_cache_agree_about_a_card_of_24_gb(
     told, room = planned.forecast("auto", 131_072), planned.room
     monkeypatch.setitem(BEST, "cpu", BEST["cuda"])  # the meta device stands for the card
     monkeypatch.setattr("kvthaw.engine.hf.cache.available_host_memory", lambda ranks: None)
-    cache = Cache(planned.model, device_memory=room, sized_for=(1, 131_072 + planned.new_tokens))
+    cache = Cache(planned.model, device_memory=room, sized_for=(1, 131_072, planned.new_tokens))
     assert told.fits
     assert cache.settings.method.name == told.in_force
     needs = Cache(planned.model, told.in_force, device_memory=room).needs(1, 131_072, planned.new_tokens, pinned=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from kvthaw import Batch, PrefixCache, Request, Sampling, Scheduler
+from kvthaw.cache.passes import FiniteCheck, PromptCheck
+from kvthaw.errors import CacheError
 from zoo import DISTINCT, build_exact, prompt
 
 SIZES: dict[str, Any] = {"max_seqs": 3, "capacity": 200, "block_size": 16, "budget": 48}
@@ -105,3 +109,114 @@ def test_a_stop_token_frees_the_slot_once_no_step_computes_the_request(model: Pr
     assert (scheduler.batch.requests, scheduler.batch.free) == ([other], 1)
     scheduler.step()
     assert scheduler.batch.free == 2
+
+
+def test_a_request_that_cannot_start_is_told_though_nothing_else_runs(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Scheduler(Batch(model, "full", **SIZES))
+    scheduler.ahead = True
+    first, second = (scheduler.submit(prompt(1, 20, seed=i)[0], max_new_tokens=4, stop=()) for i in range(2))
+
+    def short(_: Request) -> None:
+        raise torch.OutOfMemoryError("short")
+
+    monkeypatch.setattr(scheduler.batch, "_start", short)
+    assert scheduler.step() == []
+    assert scheduler.busy
+    scheduler.cancel(second)  # its client leaves before anybody has told it
+    assert scheduler.step() == [first]
+    assert (first.finished, scheduler.busy) == ("error", False)
+    with pytest.raises(CacheError, match="not in the batch"):
+        scheduler.cancel(second)
+
+
+@pytest.mark.parametrize("fails", ["join", "launch"])
+def test_tokens_that_were_read_by_a_step_that_fails_come_with_the_next(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    scheduler = Scheduler(Batch(model, "full", **SIZES | {"max_seqs": 1 if fails == "join" else 2}))
+    scheduler.ahead, told = True, dict[Request, list[int]]()
+    requests = [scheduler.submit(prompt(1, 20, seed=i)[0], max_new_tokens=3, stop=(), priority=5) for i in range(2)]
+    real, calls = getattr(scheduler.batch, fails), [0]
+
+    def failing(*given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 2 + (fails == "launch"):
+            raise RuntimeError("the device failed")
+        return real(*given)
+
+    monkeypatch.setattr(scheduler.batch, fails, failing)
+    if fails == "launch":  # the slots are wanted, so tokens are read before it
+        scheduler.step()
+        scheduler.step()
+        requests.append(scheduler.submit(prompt(1, 20, seed=9)[0], max_new_tokens=3, stop=(), priority=0))
+        for request in requests[:2]:
+            told[request] = list(request.tokens)
+    while scheduler.busy:
+        try:
+            for request in scheduler.step():
+                told.setdefault(request, []).append(request.tokens[-1])
+        except RuntimeError:
+            continue
+    assert calls[0] > 2
+    assert [told[request] for request in requests] == [request.tokens for request in requests]
+
+
+@pytest.mark.parametrize("ends", ["runs", "cancelled", "preempted"])
+def test_a_prompt_that_is_not_finite_is_not_kept(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """As on a GPU: it is known when the first token is read."""
+
+    def later(check: FiniteCheck, seqs: list[int], layers: list[Any]) -> None:
+        asked = PromptCheck(layers)
+        for layer in layers:
+            layer.extremes = []
+        check._prompts.update(dict.fromkeys(seqs, asked))
+
+    monkeypatch.setattr(FiniteCheck, "prompt", later)
+    ill = copy.deepcopy(model)
+    with torch.no_grad():
+        ill.get_input_embeddings().weight[7] = torch.nan
+    prefix = PrefixCache(host_bytes=1 << 24)
+    scheduler, ids = Scheduler(Batch(ill, "pariskv-plus", **SIZES, prefix_cache=prefix)), prompt(1, 90, seed=1)[0]
+    scheduler.ahead, ids[20] = True, 7
+    request = scheduler.submit(ids, max_new_tokens=5, stop=(), name="document")
+    while not request.unread:
+        scheduler.step()
+    if ends == "cancelled":
+        scheduler.cancel(request)
+    elif ends == "preempted":
+        scheduler.batch.preempt(request)
+    else:
+        while scheduler.busy:
+            scheduler.step()
+        assert "not finite" in str(request.error)
+    assert (prefix.stats().kept_tokens, prefix.stats().names) == (0, [])
+
+
+def test_a_change_of_method_frees_no_slot_of_another(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt fails when its first token is read, with a later step of it unread."""
+    batch = Batch(model, "oracle", max_seqs=3, capacity=512, block_size=16, full_below=150, retrieved=512)
+    scheduler = Scheduler(batch, step_tokens=400)
+    scheduler.ahead = True
+    requests = [scheduler.submit(prompt(1, 30, seed=i)[0], max_new_tokens=40, stop=()) for i in range(3)]
+    scheduler.step()
+    real = batch._check_prompt
+
+    def check(request: Request) -> None:
+        if request is requests[0]:
+            raise CacheError("not finite")
+        real(request)
+
+    monkeypatch.setattr(batch, "_check_prompt", check)
+    while scheduler.busy:
+        scheduler.step()
+    monkeypatch.undo()
+    assert batch.cache.kv.settings.full_below is not None
+    assert [request.finished for request in requests] == ["error", "length", "length"]
+    alone = Batch(model, "oracle", max_seqs=3, capacity=512, block_size=16, retrieved=512)
+    for request in requests[1:]:
+        own = alone.join(request.ids, max_new_tokens=40, stop=())
+        while own in alone.requests:
+            alone.step()
+        assert own.tokens == request.tokens

@@ -434,21 +434,26 @@ def test_auto_takes_the_fastest_method_that_fits(monkeypatch: pytest.MonkeyPatch
     fast, small = "clusterkv-plus", "pariskv-plus"
     monkeypatch.setitem(auto.BEST, "cpu", auto.Best((fast, small), Crossing(((1, 100),), 0, "for a test")))
     model = build_exact("llama", max_position_embeddings=4096)
-    most, least = (
-        Cache(model, name, device_memory=1, **SMALL).needs(1, 2000, 0, pinned=False).device for name in (fast, small)
+    made = [Cache(model, name, device_memory=1, **SMALL) for name in (fast, small)]
+    most, least, most_attached, least_attached = (
+        cache.needs(1, *tokens, pinned=False).device for tokens in ((2000, 0), (2000 - 256, 256)) for cache in made
     )
-    for memory, name, fits in ((most, fast, True), (most - 1, small, True), (least - 1, small, False)):
-        cache = Cache(model, device_memory=memory, sized_for=(1, 2000), **SMALL)
+    for memory, attached, name, fits in (
+        (most, most_attached, fast, True),
+        (most - 1, most_attached - 1, small, True),
+        (least - 1, least_attached - 1, small, False),
+    ):
+        cache = Cache(model, device_memory=memory, sized_for=(1, 2000, 0), **SMALL)
         assert cache.settings.method.name == name
         assert ("no method fits" in caplog.text) is not fits
-        with kvthaw.attach(model, device_memory=memory, **SMALL) as handle:
+        with kvthaw.attach(model, device_memory=attached, **SMALL) as handle:
             model.generate(prompt(1, 2000 - 256), max_new_tokens=3, **HOW)
             stats = handle.stats()
         assert stats.method == name
         assert (f"{fast} would need" in stats.reason) == (name != fast)
         batch = Batch(model, max_seqs=2, capacity=2000, device_memory=memory, **SMALL)
         assert batch.cache.settings.method.name == cache.fork("auto").settings.method.name == name
-    assert Cache(model, device_memory=most - 1, sized_for=(1, 200), **SMALL).settings.method.name == fast
+    assert Cache(model, device_memory=most - 1, sized_for=(1, 200, 0), **SMALL).settings.method.name == fast
 
 
 @pytest.mark.gpu
@@ -473,7 +478,7 @@ def test_an_attached_model_gives_the_memory_of_the_latest_call_back_first(llama:
         llama.generate(prompt(1, 90), max_new_tokens=3, **HOW)
         before, made, gone = weakref.ref(handle.cache), handle._forward.make, list[bool]()
 
-        def make(sized_for: tuple[int, int] | None) -> Cache:
+        def make(sized_for: tuple[int, int, int] | None) -> Cache:
             gone.append(before() is None)
             return made(sized_for)
 

@@ -100,7 +100,7 @@ def test_calls_that_begin_together_have_caches_of_their_own(llama: PreTrainedMod
         alone = [generate(llama, ids) for ids in prompts]
         make = handle._forward.make
 
-        def waits(sized_for: tuple[int, int] | None) -> Cache:
+        def waits(sized_for: tuple[int, int, int] | None) -> Cache:
             cache = make(sized_for)
             cache.__class__ = Waits
             if where == "make":

@@ -319,7 +319,8 @@ class BlockAllocator:
     def lacks(self, seq: int, count: int) -> int:
         """Return how many of `count` more blocks of a sequence need new host memory."""
         near = 0 if self.device is None else max(0, self.device.room) // self.size
-        return max(0, count - near - (seq in self.ahead))
+        ahead = sum(block.on_device or owner == seq for owner, block in self.ahead.items())  # see allocate()
+        return max(0, count - near - ahead)
 
     def nbytes(self, *, on_device: bool = False) -> int:
         """Return the bytes of host or device memory of the blocks allocated ahead."""

@@ -391,6 +391,7 @@ class FiniteCheck:
     def forget(self, seq: int, layers: Sequence[LayerKV]) -> None:
         """Forget the prompt of a sequence and clear the flags of all layers, which this sequence may have set."""
         self._prompts.pop(seq, None)
+        self._asked = None  # it may have a flag of this sequence
         if flags := [flag for layer in layers if (flag := layer.nonfinite()) is not None]:
             torch._foreach_zero_(flags)
 

@@ -19,21 +19,20 @@ from kvthaw.errors import ConfigError
 from kvthaw.regions import BUDGET, Regions
 
 
-def default_block_size(token_bytes: int, *, short: bool = False) -> int:
-    """Return the default tokens per block: the number from 512 to 1,024 that best fills the pinned memory of a block.
+def default_block_size(token_bytes: int) -> int:
+    """Return the default tokens per block: the smallest number from 256 on that fills whole huge pages.
 
-    token_bytes: bytes of a 16-bit token in one layer. An 8-bit block of 1,024 tokens with scales would pin the memory of a
-        16-bit one.
-    short: return the smallest number from 256 on that fills whole huge pages, which are pinned many at a time. A running
-        batch holds many short sequences, and each leaves half a block empty.
+    Huge pages are pinned many at a time, and short sequences leave half a block empty. If no number up to 1,024 fills one, return
+    the number from 512 on that best fills the pinned memory of a block.
+
+    token_bytes: bytes of a stored token in one layer.
     """
 
     def filled(tokens: int) -> float:
         return tokens * token_bytes / held_bytes(tokens * token_bytes, pinned=True)
 
-    best = max(range(512, 1025, 64), key=lambda tokens: (filled(tokens), tokens))
-    whole = (n for n in range(256, 1025, 32) if n * token_bytes > HUGE // 2 and filled(n) >= 0.95)
-    return next(whole, best) if short else best
+    whole = (tokens for tokens in range(256, 1025, 32) if tokens * token_bytes > HUGE // 2 and filled(tokens) >= 0.95)
+    return next(whole, max(range(512, 1025, 64), key=lambda tokens: (filled(tokens), tokens)))
 
 
 def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32, softcap: float | None = None) -> Index | None:

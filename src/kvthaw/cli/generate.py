@@ -133,7 +133,7 @@ def generate(
             goes_on=asked is None, chunk=prefill_chunk, live=live, as_json=as_json,
         )  # fmt: skip
         return
-    cache = Cache(llm, method, sized_for=(1, longest + max_new_tokens), **config)
+    cache = Cache(llm, method, sized_for=(1, longest, max_new_tokens), **config)
     start, once = now(llm.device), kv is None and kv_dir is None and len(prompts) == 1
     shared = prompts[0] if once else shared_tokens(parts)
     taken = fill(cache, kv, shared, warned) if kv else folder.fill(cache, shared) if folder else 0

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Unpack
@@ -136,6 +137,16 @@ class Batch:
     def requests(self) -> list[Request]:
         """Requests that have a slot and have not ended, by slot."""
         return [request for request in self._seqs if request is not None and request.finished is None]
+
+    @property
+    def placed(self) -> list[Request]:
+        """Requests that hold a slot, by slot: also ended ones that a launched step still computes."""
+        return [request for request in self._seqs if request is not None]
+
+    @property
+    def unread(self) -> bool:
+        """Whether read() has tokens or failed requests to return."""
+        return bool(self._unread or self._failed)
 
     @property
     def decoding(self) -> list[Request]:
@@ -394,6 +405,7 @@ class Batch:
             try:
                 self._check_prompt(request)
             except Exception as error:
+                self._decoding[request.seq] = None  # so that its prompt is not kept
                 self.preempt(request)
                 request.fail(error)
                 return [request]
@@ -464,8 +476,9 @@ class Batch:
         if found is None:
             return []
         self._settle()
-        for request in {request for unread in self._unread for _, request, _ in unread.rows if request.finished}:
-            self._free(request)  # the device is done with them
+        for request in self.placed:
+            if request.finished:  # the device is done with it
+                self._free(request)
         kv.finish_clear()
         reason, seqs = found
         lost = [request for request in self.requests if request.seq >= seqs]
@@ -512,6 +525,7 @@ class Batch:
         """Cache a prompt in the prefix cache, once it has arrived on the host. Raises CacheError if it was not finite."""
         self.cache.kv.finite.end(request.seq)
         self.cache.wait()
+        request.checked = True
         self._keep(request, request.prompt % self.cache.settings.block_size)  # decoding writes into the last block
 
     def _settle(self, request: Request | None = None) -> None:
@@ -585,8 +599,9 @@ class Batch:
             tokens = request.prompt - (0 if how else but)
             try:
                 self.prefix_cache.keep(self.cache.kv, request.ids[:tokens], seq=request.seq, salt=request.salt, **how)
-            except CacheError as error:  # no room for a named entry
-                request.error = error
+            except Exception as error:  # no room for a named entry, or no memory
+                request.error = error if how else request.error
+                _log.info("a prompt is not kept: %s", error)
 
     def _naming(self, request: Request) -> dict[str, Any]:
         """Return the arguments that name a complete prompt in the prefix cache, once; empty if it has no name."""
@@ -614,10 +629,13 @@ class Batch:
 
         later: drop its state after coming launches.
         """
-        if self._decoding[request.seq] is request:
-            self._keep(request, 0)
-        self._decoding[request.seq] = None
+        decoded, self._decoding[request.seq] = self._decoding[request.seq] is request, None
         self._joined.remove(request)
+        if decoded and request.checked:
+            self._keep(request, 0)
+        elif decoded:  # nobody has read its first token
+            with suppress(Exception):
+                self._check_prompt(request)
         if 0 < request.prefilled < request.prompt:
             expect(self.cache.kv.offloaded, self.cache.kv.preallocator, request.seq, 0)
         self._indexing.pop(request, None)

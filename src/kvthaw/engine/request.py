@@ -60,6 +60,7 @@ class Request:
     tokens: output tokens so far.
     fed: output tokens that are in the batch.
     unread: output tokens that were launched and that the host has not read; see Batch.read.
+    checked: whether its prompt is in the batch, known to be finite.
     finished: None while more will come. "stop" after a stop token (the last of tokens) or a stop string. "length" at its
         limit, "left" if it was removed, "error" if its prefill failed.
     error: the exception of "error", or the reason why its prompt was not named.
@@ -85,6 +86,7 @@ class Request:
     cached_tokens: int = 0
     fed: int = 0
     unread: int = 0
+    checked: bool = False
     tokens: list[int] = field(default_factory=list)
     finished: Literal["stop", "length", "left", "error"] | None = None
     stopped_by: int | str | None = None
@@ -159,7 +161,7 @@ class Request:
     def rewind(self) -> None:
         """Reset its progress: prompt and output tokens go through the model again. Keeps the tokens."""
         self.drop_swapped()
-        self.prefilled, self.cached_tokens, self.fetched, self.fed = 0, 0, 0, 0
+        self.prefilled, self.cached_tokens, self.fetched, self.fed, self.checked = 0, 0, 0, 0, False
         if self.matcher is not None:
             self.matcher.reset()
 

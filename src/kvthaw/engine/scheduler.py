@@ -111,6 +111,7 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._arrived = 0
         self.ahead = batch.model.device.type == "cuda" and not self.split
+        self._untold: list[Request] = []  # requests whose tokens were read by a step that then failed
         self._short = batch.max_seqs  # no more slots are given while this number is taken
         self._shortest = False  # whether the shortest prompt is next
 
@@ -132,7 +133,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._waiting or self.batch.requests)
+        return bool(self._waiting or self.batch.requests or self.batch.unread or self._untold)
 
     def submit(self, prompt: Tensor | Sequence[int] | Request, *, priority: int = 0, **how: Unpack[RequestOptions]) -> Request:
         """Queue a request for a slot, and return it at once.
@@ -163,11 +164,13 @@ class Scheduler:
 
     def cancel(self, request: Request) -> None:
         """Remove a request, queued or running. Its slot is free at once. Raises CacheError if it has finished or is unknown."""
+        if request not in self._rank:
+            raise CacheError("the request is not in the batch or the queue")
         if request in self._waiting:
             self._waiting.remove(request)
             request.finished = "left"
             request.drop_swapped()
-        else:
+        elif request.finished is None:  # else it has ended, and no step has returned it yet
             self.batch.leave(request)
         del self._rank[request]
 
@@ -182,7 +185,8 @@ class Scheduler:
         decode step, except a lack of memory; the next call repeats the step.
         """
         ahead = self._reads_ahead()
-        told = [] if ahead else self.batch.read()
+        told, self._untold = self._untold, []
+        told += [] if ahead or told else self.batch.read()
         if told:  # of an earlier step; a request gets at most one token per call
             return self._told(told)
         try:
@@ -199,13 +203,18 @@ class Scheduler:
                 told += self._prefill_together(group, decoded) if len(group) > 1 else self._prefill(request, decoded)
                 left -= (sum(one.prefilled for one in group) - depth) * (1 + depth / DEPTH)
                 request = self._fitting(left) if len(group) > 1 or request.prefilled == request.prompt else None
-        finally:
             told += [] if ahead else self.batch.read()
-            self._told(told)
-        return told
+        except BaseException:
+            told += [] if ahead else self.batch.read()
+            self._untold = [] if self.split else told
+            if self.split:  # its processes end
+                self._told(told)
+            raise
+        return self._told(told)
 
-    def _told(self, told: list[Request]) -> list[Request]:
-        """Forget the requests that have ended. Returns all."""
+    def _told(self, told: Sequence[Request]) -> list[Request]:
+        """Forget the requests that have ended. Returns all that no client has cancelled."""
+        told = [request for request in told if request in self._rank]
         for request in told:
             if request.finished:
                 del self._rank[request]
@@ -314,7 +323,7 @@ class Scheduler:
         self._short = self.batch.max_seqs
         while self._waiting and self.batch.free:
             request = self._next()
-            if request is None or not self.batch.admission.fits(request, self.batch.requests, self._waiting):
+            if request is None or not self.batch.admission.fits(request, self.batch.placed, self._waiting):
                 return
             preempted = request.swapped is not None
             try:
@@ -342,7 +351,7 @@ class Scheduler:
         read = (one for one in self.batch.prefilling if self._rank[one][0] <= priority)
         if first.prompt <= short or not any(left(one) > short for one in read) or left(first) <= short:
             return first
-        if not self.batch.admission.fits(first, self.batch.requests, self._waiting):
+        if not self.batch.admission.fits(first, self.batch.placed, self._waiting):
             return None
         return next((one for one in self._waiting if one.prompt <= short and self._rank[one][0] == priority), None)
 
@@ -355,9 +364,7 @@ class Scheduler:
         if not self._waiting or self.batch.free or self.split or repeats or not self.batch.decoding:
             return []
         first, last = self._waiting[0], max(self.batch.decoding, key=self._rank.__getitem__)
-        fits = self._rank[first][0] < self._rank[last][0] and self.batch.admission.fits(
-            first, self.batch.requests, self._waiting
-        )
+        fits = self._rank[first][0] < self._rank[last][0] and self.batch.admission.fits(first, self.batch.placed, self._waiting)
         told = self.batch.read() if fits else []
         if fits and not self.batch.free and last.finished is None:
             self.batch.preempt(last)

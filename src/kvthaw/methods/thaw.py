@@ -41,8 +41,8 @@ def thaw(
         a half of an equal number's. 0: the number of rows decides alone.
     policy: how the query heads of a group agree on rows. Each of them weighs the remainder by its own query.
 
-    The other options are pariskv-plus's. Sink and window are small, since the estimate covers what a long window is for. Two
-    layers are dense in deep models.
+    The other options are pariskv-plus's. Sink and window are small, since the estimate covers what a long window is for. One
+    layer is dense in deep models, since the first one's attention is flat.
 
     Host: the rows. Device: each key's codes (112 bytes for 128 dimensions) and each page's means; every decision. Not for models
     with a softcap on attention logits.
@@ -64,6 +64,7 @@ def thaw(
         name="thaw",
         paper="-",
         regions=Regions(4, 32, 16),
+        dense_layers=1,
         differs="-",
         choose="the closest to full attention at every budget",
     )

@@ -98,7 +98,8 @@ class Watcher:
 
     def _sample(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         """Compare one layer and request with exact attention."""
-        layers, decoding = self._batch.cache.kv.offloaded, self._batch.decoding
+        layers, idle = self._batch.cache.kv.offloaded, self._batch.cache.kv.sequences.idle
+        decoding = [request for request in self._batch.decoding if request.seq not in idle]
         turn = self._steps // EVERY
         if layer is not layers[turn % len(layers)]:
             return

@@ -31,15 +31,13 @@ class BatchCache(Cache):
     states. Raises UnsupportedModelError for a model with other kinds of layers or without a device; else as `Cache`.
     """
 
-    _short_blocks = True
-
     def __init__(self, model: PreTrainedModel, method: str | Method, *, max_seqs: int, capacity: int, **settings: Any) -> None:
         if model.device.type == "meta":
             raise UnsupportedModelError(
                 f"{type(model).__name__} has its first weights offloaded by accelerate; a running batch needs them on the device, "
                 "an attached model does not"
             )
-        super().__init__(model, method, sized_for=(1, capacity), **settings)
+        super().__init__(model, method, sized_for=(1, capacity, 0), **settings)
         for i, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayerMixin) and not isinstance(layer, CacheLayer):
                 raise UnsupportedModelError(

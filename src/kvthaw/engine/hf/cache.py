@@ -67,8 +67,8 @@ class Cache(DynamicCache):
         the best index: thaw on a GPU, icecache-digest:remainder=64 on a CPU. It takes the next of pariskv-plus, clusterkv-plus and
         icecache-digest if an index does not fit a GPU together with the weights. It sets device_memory to "auto" unless the
         caller gives one.
-    sized_for: how many sequences must fit, and the tokens of each. None: one sequence of all positions of the model, at
-        most 131,072.
+    sized_for: how many sequences must fit, the prompt tokens of each, and the tokens after them. None: one sequence of all
+        positions of the model, at most 131,072.
 
     The arguments budget to kv_dtype are described in `kvthaw.config.CacheConfig`. Under "auto", full_below None means the
     measured crossing.
@@ -85,8 +85,6 @@ class Cache(DynamicCache):
     Raises ConfigError for a setting out of range and UnsupportedModelError for a model that cannot work.
     """
 
-    _short_blocks = False
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -102,7 +100,7 @@ class Cache(DynamicCache):
         device_memory: int | str | None = None,
         full_below: int | Crossing | None = None,
         kv_dtype: KvDtype | None = None,
-        sized_for: tuple[int, int] | None = None,
+        sized_for: tuple[int, int, int] | None = None,
         **options: Any,
     ) -> None:
         self.config = given = CacheConfig.of(locals())
@@ -131,7 +129,7 @@ class Cache(DynamicCache):
             "dense_layers": chosen.dense_layers * (len(self.layers) >= 16) if dense_layers is None else dense_layers,
             # Layers that share KV ask after the index has gone on, so several tokens at once are dense.
             "sparse_queries": 1 if self.shares_kv else sparse_queries,
-            "block_size": block_size or default_block_size(heads * row_bytes, short=self._short_blocks),
+            "block_size": block_size or default_block_size(heads * row_bytes),
             "device_memory": "auto" if crossing is not None and device_memory is None else device_memory,
             "full_below": known and known.on(2 * heads * head_dim(layer) * model.dtype.itemsize, model.device),
         }
@@ -371,7 +369,7 @@ def _that_fits(
     model: PreTrainedModel,
     methods: Sequence[Method],
     layers: int,
-    sized_for: tuple[int, int] | None,
+    sized_for: tuple[int, int, int] | None,
     config: CacheConfig,
 ) -> tuple[Method, str]:
     """Return the fastest of `methods` that fits, and why it is not the first.
@@ -381,17 +379,17 @@ def _that_fits(
     processes, own = ranks(model), model.config.get_text_config(decoder=True)
     memory = DeviceMemory(config.device_memory or "auto", (), processes)
     memory.resolve(model.device)
-    rows, tokens = sized_for or (1, min(getattr(own, "max_position_embeddings", None) or _LONGEST, _LONGEST))
+    rows, tokens, new = sized_for or (1, min(getattr(own, "max_position_embeddings", None) or _LONGEST, _LONGEST), 0)
     heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
     every = 2 * heads * head_dim(own) * model.dtype.itemsize * layers // processes.all_heads(1)
-    if not memory.bytes or rows * tokens * every <= memory.bytes:  # an index takes less than all KV
+    if not memory.bytes or rows * (tokens + new) * every <= memory.bytes:  # an index takes less than all KV
         return methods[0], ""
     free = available_host_memory(processes) if config.host_bytes is None else config.host_bytes
     host = None if free is None else processes.least(free)
 
     def needs(method: Method) -> Needs:
         cache = Cache(model, method, **replace(config, device_memory=memory.bytes, full_below=None).keywords())
-        return cache.needs(rows, tokens, 0, pinned=model.device.type == "cuda")
+        return cache.needs(rows, tokens, new, pinned=model.device.type == "cuda")
 
     def limits(needs: Needs) -> Limits:
         return {"device": (needs.device, memory.bytes)} | ({} if host is None else {"host": (needs.host, host)})
@@ -401,7 +399,7 @@ def _that_fits(
         _log.warning(
             "no method fits %d x %s tokens: %s. A shorter prompt may, kv_dtype='fp8' or quantised weights: kvthaw plan tells",
             rows,
-            f"{tokens:,}",
+            f"{tokens + new:,}",
             chosen.lacks,
         )
     elif chosen.reason:

@@ -58,7 +58,7 @@ class Forward:
     def __init__(
         self,
         model: PreTrainedModel,
-        make: Callable[[tuple[int, int] | None], Cache],
+        make: Callable[[tuple[int, int, int] | None], Cache],
         settings: Settings,
         capture: bool,
         compiled: bool,
@@ -164,7 +164,7 @@ class Forward:
         holds it."""
         tokens = next((call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None), None)
         self.cache = None
-        return self.make(None if tokens is None else (tokens.shape[0], tokens.shape[1] + _ANSWER))
+        return self.make(None if tokens is None else (tokens.shape[0], tokens.shape[1], _ANSWER))
 
     def _supplied(self, given: Any, call: Mapping[str, Any]) -> Any:
         """Return the past_key_values for the model in place of `given`: a kvthaw cache, or a DynamicCache with its layers.
@@ -354,7 +354,7 @@ def attach(
         Handle(earlier).detach()
     served = attends(model)
 
-    def make(sized_for: tuple[int, int] | None) -> Cache:
+    def make(sized_for: tuple[int, int, int] | None) -> Cache:
         return Cache(model, method, sized_for=sized_for, **config.keywords(), **options)
 
     try:
