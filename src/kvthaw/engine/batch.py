@@ -633,7 +633,7 @@ class Batch:
         self._joined.remove(request)
         if decoded and request.checked:
             self._keep(request, 0)
-        elif decoded:  # nobody has read its first token
+        elif decoded:  # its first token is unread
             with suppress(Exception):
                 self._check_prompt(request)
         if 0 < request.prefilled < request.prompt:
