@@ -3,7 +3,8 @@
 `python -m lab.soak --seconds 600`: a server of the model that ships, whose memory is bounded, answers honest clients alone,
 then beside hostile ones that send what is to be refused (bodies that are far too large or no requests, costly numbers and schemas,
 half of a request), then beside hostile ones that send what is to be served, too (long prompts, many outputs, documents that
-others delete), and leave; all three several times by turns. At the end all is quiet for a while. The last line has the honest
+others delete), and leave; all three several times by turns. Each honest client has its API key, and the hostile ones share one.
+At the end all is quiet for a while. The last line has the honest
 clients' times, the answers by status, and the server's resident memory after each turn; a summary of it goes to stderr. It exits
 with 1 where an answer is 500 or above, an honest client got none, or the server ended.
 """
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,7 +128,6 @@ REFUSED: dict[str, Send] = {
     "half a character": posted("/v1/chat/completions", '{"messages":[{"role":"user","content":"\\ud800"}]}'),
     "no number": posted("/v1/completions", '{"prompt":"x","temperature":NaN}'),
     "half a request": half,
-    "another host": posted("/v1/completions", {"prompt": "x", "max_tokens": 1}, Host="evil.example"),
     "a pattern": shaped({"type": "string", "pattern": "(.{1,4000}){1,4000}"}),
     "deep patterns": shaped({"type": "string", "pattern": "((a{1,1000}){1,1000}){1,1000}"}),
     "a loop": shaped({"$ref": "#"}),
@@ -148,6 +148,17 @@ SERVED: dict[str, Send] = {
 BOTH = REFUSED | SERVED
 SHARES = {"alone": 0.25, "refused": 0.375, "served": 0.375}
 """Of the time: without hostile clients, beside those whose requests are refused, and beside all of them."""
+HOSTILE_KEY = "hostile"
+
+
+def honest_key(number: int) -> str:
+    """Return the API key of an honest client."""
+    return f"honest-{number}"
+
+
+def bearer(key: str) -> dict[str, str]:
+    """Return the header of an API key."""
+    return {"Authorization": f"Bearer {key}"}
 
 
 async def honest(client: httpx2.AsyncClient, ends: float, number: int, seconds: list[float], answers: Counter[str]) -> None:
@@ -156,7 +167,8 @@ async def honest(client: httpx2.AsyncClient, ends: float, number: int, seconds: 
         began = time.monotonic()
         body = {"prompt": f"Story {number}: the king", "max_tokens": 16, "ignore_eos": True, "temperature": 0}
         try:
-            answers[str((await client.post("/v1/completions", json=body)).status_code)] += 1
+            answer = await client.post("/v1/completions", json=body, headers=bearer(honest_key(number)))
+            answers[str(answer.status_code)] += 1
         except httpx2.TransportError as error:
             answers[type(error).__name__] += 1
         seconds.append(time.monotonic() - began)
@@ -202,7 +214,7 @@ async def clients(url: str, seconds: float, good: int, bad: int = 0, hostile: Ho
     limits = httpx2.Limits(max_connections=None)
     async with (
         httpx2.AsyncClient(base_url=url, timeout=120, limits=limits) as client,
-        httpx2.AsyncClient(base_url=url, timeout=120, limits=limits) as other,
+        httpx2.AsyncClient(base_url=url, timeout=120, limits=limits, headers=bearer(HOSTILE_KEY)) as other,
     ):
         await asyncio.gather(
             *(honest(client, ends, number, found.seconds, found.answers) for number in range(good)),
@@ -217,11 +229,12 @@ def resident(pid: int) -> int:
 
 
 @contextmanager
-def served(model: str, memory: int) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Serve a model with so many bytes of address space. Yields the process, and its URL once it takes requests. What it
+def served(model: str, memory: int, keys: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Serve a model to clients with API keys, with so many bytes of address space. Yields the process, and its URL once it takes requests. What it
     logs goes to stderr in the end."""
     sizes = ["--max-len", "2048", "--max-seqs", "8", "--prefix-memory", "1GB"]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+b") as log:
+        (Path(folder) / "keys").write_text("\n".join(keys))
         command = [
             sys.executable,
             "-m",
@@ -235,6 +248,8 @@ def served(model: str, memory: int) -> Iterator[tuple[subprocess.Popen[bytes], s
             *sizes,
             "--kv-dir",
             f"{folder}/kv",
+            "--api-key-file",
+            f"{folder}/keys",
         ]
         server = subprocess.Popen(
             command, stderr=log, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -314,7 +329,8 @@ def main() -> None:
         commit=str,
     )
     report = Report(given.out, given.commit)
-    with served(given.model, given.memory_gib << 30) as (server, url):
+    keys = [HOSTILE_KEY, *map(honest_key, range(given.honest))]
+    with served(given.model, given.memory_gib << 30, keys) as (server, url):
         line = measured(server, url, given)
     report(line)
     print(summary(line), file=sys.stderr)
