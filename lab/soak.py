@@ -230,8 +230,8 @@ def resident(pid: int) -> int:
 
 @contextmanager
 def served(model: str, memory: int, keys: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Serve a model to clients with API keys, with so many bytes of address space. Yields the process, and its URL once it takes requests. What it
-    logs goes to stderr in the end."""
+    """Serve a model to clients with API keys, with so many bytes of address space. Yields the process, and its URL once it takes
+    requests. What it logs goes to stderr in the end."""
     sizes = ["--max-len", "2048", "--max-seqs", "8", "--prefix-memory", "1GB"]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+b") as log:
         (Path(folder) / "keys").write_text("\n".join(keys))

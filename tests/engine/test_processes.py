@@ -95,7 +95,9 @@ def test_changes_come_as_they_were_sent() -> None:
     same = [field.name for field in fields(Sampling) if getattr(sampling, field.name) == getattr(GREEDY, field.name)]
     assert same == ["grammar"]
     about = [{"role": "user", "content": "\u00e9"}]
-    request = Request(torch.tensor([1, 2, 150000]), 9, frozenset({2, 3}), sampling, "salt", "name", about, text_after=(7, 8))
+    request = Request(
+        torch.tensor([1, 2, 150000]), 9, frozenset({2, 3}), sampling, "salt", "client", "name", about, text_after=(7, 8)
+    )
     submit = Submit(1 << 40, request, True, ('{"type": "object"}', True), 3)
     sent = read(write([submit, Cancel(2), Forget("", "a b")]))
     assert sent is not None

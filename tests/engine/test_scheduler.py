@@ -214,6 +214,71 @@ def test_places_go_by_priority_then_by_arrival(model: PreTrainedModel) -> None:
     assert [requests.index(one) for one in order] == [3, 0, 2, 1]
 
 
+def finished(scheduler: Scheduler) -> list[Request]:
+    """The requests, in the order in which they end."""
+    order = list[Request]()
+    while scheduler.busy:
+        order += [one for one in scheduler.step() if one.finished]
+    return order
+
+
+def test_a_flood_of_one_client_leaves_the_next_place_to_another(model: PreTrainedModel) -> None:
+    scheduler = Scheduler(Batch(model, "oracle", max_seqs=1, capacity=100, budget=48))
+    flood = [scheduler.submit([i + 1] * 40, max_new_tokens=6, stop=(), client="many") for i in range(4)]
+    scheduler.step()
+    later = [scheduler.submit([9 + i] * 4, max_new_tokens=2, stop=(), client="few") for i in range(3)]
+    assert finished(scheduler) == [flood[0], *later[:2], flood[1], later[2], *flood[2:]]
+
+
+def test_clients_that_wait_together_get_places_by_turns(model: PreTrainedModel) -> None:
+    scheduler = Scheduler(Batch(model, "oracle", max_seqs=4, capacity=100, budget=48))
+    asked = [scheduler.submit([i + 1] * 20, max_new_tokens=9, stop=(), client=client) for i, client in enumerate("aaaabbb")]
+    while scheduler.batch.free:
+        scheduler.step()
+    assert {asked.index(one) for one in scheduler.batch.requests} == {0, 1, 4, 5}
+
+
+def test_the_next_chunk_is_of_the_client_with_the_least(model: PreTrainedModel) -> None:
+    scheduler = Scheduler(Batch(model, "full", max_seqs=4, capacity=200, **settings_of("full")), step_tokens=16)
+    running = scheduler.submit([7] * 4, max_new_tokens=60, stop=(), client="another")
+    while not running.tokens:
+        scheduler.step()
+    flood = [scheduler.submit(prompt(1, 150, seed=i)[0], max_new_tokens=2, stop=(), client="many") for i in range(2)]
+    for _ in range(3):
+        scheduler.step()
+    seen = [one.prefilled for one in flood]
+    short = scheduler.submit(prompt(1, 30, seed=3)[0], max_new_tokens=2, stop=(), client="few")
+    scheduler.step()
+    scheduler.step()
+    assert short.prefilled == 30
+    assert sum(one.prefilled for one in flood) - sum(seen) < 16
+
+
+def test_a_client_without_a_place_gets_one_of_several(model: PreTrainedModel) -> None:
+    """A request that gives way goes on later, and each short one asks for one place at most."""
+    batch = Batch(model, "full", max_seqs=3, capacity=100, **settings_of("full"))
+    scheduler, ids = Scheduler(batch), [prompt(1, 20, seed=i)[0] for i in range(6)]
+    flood = [scheduler.submit(one, max_new_tokens=40, stop=(), client="many") for one in ids[:4]]
+    while len(scheduler.decoding) < 3:
+        scheduler.step()
+    short = [scheduler.submit(one, max_new_tokens=4, stop=(), client="few") for one in ids[4:]]
+    for _ in range(2):
+        scheduler.step()
+    assert [one.seq >= 0 for one in (*flood, *short)] == [True, True, False, False, True, False]
+    assert finished(scheduler)[:2] == short
+    assert scheduler.preemptions <= len(short)
+    asked = [(one, 40) for one in ids[:4]] + [(one, 4) for one in ids[4:]]
+    assert [one.tokens for one in (*flood, *short)] == alone(model, "full", *asked, capacity=100)
+
+
+def test_a_client_that_holds_one_place_keeps_it(model: PreTrainedModel) -> None:
+    scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=100, budget=48))
+    for client in "abcdef":
+        scheduler.submit([5] * 4, max_new_tokens=6, stop=(), client=client)
+    finished(scheduler)
+    assert scheduler.preemptions == 0
+
+
 def together(scheduler: Scheduler, *asked: tuple[torch.Tensor, int]) -> tuple[int, list[list[int]]]:
     """Serve requests. Returns how many had places at a time, and their tokens."""
     requests, most = [scheduler.submit(ids, max_new_tokens=new, stop=()) for ids, new in asked], 0

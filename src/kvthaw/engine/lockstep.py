@@ -49,7 +49,7 @@ class Submit:
         request = self.request
         how = {field.name: getattr(request.sampling, field.name) for field in fields(Sampling) if field.name != "grammar"}
         how["logit_bias"] = list(request.sampling.logit_bias.items())  # JSON's keys are no numbers
-        given = {name: getattr(request, name) for name in ("limit", "salt", "name", "about", "text_after")}
+        given = {name: getattr(request, name) for name in ("limit", "salt", "client", "name", "about", "text_after")}
         given |= {"ids": request.ids.tolist(), "stop": sorted(request.stop), "sampling": how}
         said = {"number": self.number, "decodes": self.decodes, "grammar": self.grammar, "priority": self.priority}
         return said | {"request": given}

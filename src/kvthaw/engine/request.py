@@ -33,6 +33,7 @@ class RequestOptions(TypedDict, total=False):
     text_after: tokens whose text the output continues, such as the prompt; without them the text is tokenized as a
         beginning.
     cache_salt: the prefix cache shares prompts only within a salt.
+    client: whom the request is for. A `Scheduler` shares slots and prefill between clients.
     name: the prefix cache keeps this prompt under a name.
     about: any JSON value, kept with the name.
     embeddings: [T, hidden], replace the model's embeddings of the prompt's tokens, such as for an image; each token attends
@@ -45,6 +46,7 @@ class RequestOptions(TypedDict, total=False):
     tokenizer: Any
     text_after: Sequence[int]
     cache_salt: str
+    client: str
     name: str | None
     about: Any
     embeddings: Tensor | None
@@ -77,6 +79,7 @@ class Request:
     stop: frozenset[int]
     sampling: Sampling
     salt: str = ""
+    client: str = ""
     name: str | None = None
     about: Any = field(default=None, repr=False)
     embeddings: Tensor | None = field(default=None, repr=False)
@@ -239,6 +242,7 @@ def new_request(
 ) -> Request:
     """Make a request for a model's batch with room for `capacity` tokens per sequence; see `Batch.request`."""
     max_new_tokens, sampling, tokenizer = how.get("max_new_tokens"), how.get("sampling", GREEDY), how.get("tokenizer")
+    check_type(str, client=how.get("client", ""))
     if isinstance(prompt, str):
         raise ConfigError(f"the prompt is text, {prompt[:20]!r}; it must be token ids, as a tokenizer makes them")
     ids = torch.as_tensor(prompt, dtype=torch.int64, device="cpu").reshape(-1)
@@ -270,7 +274,16 @@ def new_request(
         check_embeddings(embeddings, tokens, model, how.get("name"))
     ends = frozenset([*own, *sampling.stop_token_ids])
     request = Request(
-        ids, limit, ends, sampling, salt, how.get("name"), how.get("about"), embeddings, tuple(how.get("text_after", ()))
+        ids,
+        limit,
+        ends,
+        sampling,
+        salt=salt,
+        client=how.get("client", ""),
+        name=how.get("name"),
+        about=how.get("about"),
+        embeddings=embeddings,
+        text_after=tuple(how.get("text_after", ())),
     )
     if tokenizer is not None:
         request.decode(tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence
 from typing import Unpack
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.engine.batch import POLL, Batch
+from kvthaw.engine.fair_share import FairShare
 from kvthaw.engine.hf.model import attention_depth
 from kvthaw.engine.request import Request, RequestOptions
 from kvthaw.errors import CacheError, HostMemoryError, QueueFullError, at_least
@@ -23,6 +25,8 @@ STEP_TOKENS = 4096
 TOGETHER = 2
 """Whole prompts that share a forward on a GPU may have this many times the step's tokens. The host then launches half the kernels
 per token."""
+OUTPUT = 2.0
+"""Prompt tokens whose service equals an output token's, as in Sheng et al. (2024)."""
 CPU_WORK = 1 << 38
 """Multiplications that a CPU does in about a second. A server does more, a laptop fewer."""
 CPU_SHARE, CPU_LEAST = 4, 32
@@ -62,15 +66,18 @@ class Scheduler:
     GPU. On a CPU that would take seconds, and a short request that arrives would wait. A CPU therefore takes 128 to 512
     tokens, fewer for larger models, and a quarter of that while others decode.
 
-    - Requests get slots by priority, the lowest number first, then by arrival, once host and device memory suffice for them
-      and the running requests.
-    - If no slot is free, a request preempts the last decoding request of a higher number, which continues later.
+    - Requests get slots by priority, the lowest number first, once host and device memory suffice for them and the running
+      requests. Within a number the client with the least service is next (see `FairShare`), and within a client the earliest
+      request.
+    - The prompts of the client with the least service are prefilled first, too.
+    - If no slot is free, a request preempts the last decoding request of a higher number, which continues later. So does a
+      request of a client without a slot; the client with the most slots then loses one of several.
     - If memory still runs short, the last request in this order is preempted, and continues once another has ended.
     - The state of a preempted request is swapped to host memory and back. If host memory is short or its prompt is
       incomplete, its prompt and tokens are prefilled again.
     - When full attention ends (method="auto"), device_memory may not hold the index of all slots. There are then fewer
       slots until all requests have ended. Requests that lose theirs are prefilled again.
-    - Of the prompts in slots, the earliest and the shortest take turns.
+    - Of a client's prompts in slots, the earliest and the shortest take turns.
     - While one of them is long, the last slot is for a short prompt; a second long one would only wait there.
     - If a model is split over processes, every process makes the same calls (see `kvthaw.engine.lockstep`). Only a lack of
       host memory, which all processes notice, is handled there. Other errors are raised, since other processes may be
@@ -109,6 +116,7 @@ class Scheduler:
         self.preemptions = self.resumed = self.recomputed = 0
         self._rank: dict[Request, tuple[int, int]] = {}  # of unfinished requests: priority, number of arrival
         self._waiting: list[Request] = []
+        self._share = FairShare()
         self._arrived = 0
         self.ahead = batch.model.device.type == "cuda" and not self.split
         self._untold: list[Request] = []  # requests whose tokens were read by a step that then failed
@@ -117,13 +125,13 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests without a slot, in the order in which they will get one."""
+        """Requests without a slot, by priority, then by arrival."""
         return list(self._waiting)
 
     @property
     def prefilling(self) -> list[Request]:
         """Requests that have a slot but do not decode yet, in scheduling order: their prompt or index is incomplete."""
-        return sorted(self.batch.prefilling, key=self._rank.__getitem__)
+        return sorted(self.batch.prefilling, key=self._order)
 
     @property
     def decoding(self) -> list[Request]:
@@ -172,7 +180,7 @@ class Scheduler:
             request.drop_swapped()
         elif request.finished is None:  # else it has ended, and no step has returned it yet
             self.batch.leave(request)
-        del self._rank[request]
+        self._forget(request)
 
     def step(self) -> list[Request]:
         """Take one step. Returns the requests that got a token or ended.
@@ -200,7 +208,10 @@ class Scheduler:
             left, decoded = float(self.step_tokens), len(self.batch.decoding)
             while request is not None:
                 depth, group = request.prefilled, self._group(request, left)
+                before = [one.prefilled for one in group]
                 told += self._prefill_together(group, decoded) if len(group) > 1 else self._prefill(request, decoded)
+                for one, earlier in zip(group, before, strict=True):
+                    self._share.serve(one.client, max(0, one.prefilled - max(earlier, one.cached_tokens)))
                 left -= (sum(one.prefilled for one in group) - depth) * (1 + depth / DEPTH)
                 request = self._fitting(left) if len(group) > 1 or request.prefilled == request.prompt else None
             told += [] if ahead else self.batch.read()
@@ -213,12 +224,17 @@ class Scheduler:
         return self._told(told)
 
     def _told(self, told: Sequence[Request]) -> list[Request]:
-        """Forget the requests that have ended. Returns all that no client has cancelled."""
+        """Count the tokens, and forget the requests that have ended. Returns all that no client has cancelled."""
         told = [request for request in told if request in self._rank]
         for request in told:
+            self._share.serve(request.client, OUTPUT)
             if request.finished:
-                del self._rank[request]
+                self._forget(request)
         return told
+
+    def _forget(self, request: Request) -> None:
+        del self._rank[request]
+        self._share.forget({one.client for one in self._rank})
 
     def _reads_ahead(self) -> bool:
         """Return whether the next step is launched before the tokens of the latest one are read.
@@ -256,7 +272,7 @@ class Scheduler:
             self.batch.prefill(request, self._chunk(request, decoded))
         except Exception as error:
             if self.split and not isinstance(error, HostMemoryError):
-                del self._rank[request]  # it has lost its slot; no client is notified
+                self._forget(request)  # it has lost its slot; no client is notified
                 raise
             if isinstance(error, MEMORY_ERRORS) and (self.batch.requests or self._drop_swapped(error)):
                 self._wait_again(request)
@@ -307,7 +323,7 @@ class Scheduler:
             told = self.batch.read()
             if told or self._drop_swapped(error):
                 return told
-            last = max(self.batch.requests, key=self._rank.__getitem__)
+            last = max(self.batch.requests, key=self._order)
             self.batch.preempt(last, keep=not isinstance(error, HostMemoryError) and not self.split)
             if self.batch.requests:
                 self._wait_again(last)
@@ -335,6 +351,7 @@ class Scheduler:
                 self._short = len(self.batch.requests)
                 return  # the others' tokens must still be reported
             self._waiting.remove(request)
+            self._share.choose(request.client)
             self.resumed += preempted and request in self.batch.decoding
             self.recomputed += preempted and request not in self.batch.decoding
 
@@ -344,7 +361,8 @@ class Scheduler:
         While a long prompt of no higher number is prefilled, the last slot goes to the first short prompt of the same number.
         The processes of a split model may know different prefixes, so there the first request gets every slot.
         """
-        first, short = self._waiting[0], self.step_tokens if self._alone is None else self._alone
+        waiting = self._queue()
+        first, short = waiting[0], self.step_tokens if self._alone is None else self._alone
         if self.batch.free > 1 or self.split or not self.batch.requests:
             return first
         priority, left = self._rank[first][0], self.batch.left
@@ -353,18 +371,21 @@ class Scheduler:
             return first
         if not self.batch.admission.fits(first, self.batch.placed, self._waiting):
             return None
-        return next((one for one in self._waiting if one.prompt <= short and self._rank[one][0] == priority), None)
+        return next((one for one in waiting if one.prompt <= short and self._rank[one][0] == priority), None)
 
     def _make_way(self) -> list[Request]:
-        """Preempt the last decoding request if a waiting one has a lower priority number.
+        """Preempt the last decoding request if a waiting one has a lower priority number, or its client no slot.
 
         Reads launched tokens first, and returns their requests: a slot may be free then.
         """
         repeats = self.batch.cache.kv.sequences.step is not None  # a failed step, which all of its requests must repeat
         if not self._waiting or self.batch.free or self.split or repeats or not self.batch.decoding:
             return []
-        first, last = self._waiting[0], max(self.batch.decoding, key=self._rank.__getitem__)
-        fits = self._rank[first][0] < self._rank[last][0] and self.batch.admission.fits(first, self.batch.placed, self._waiting)
+        held, first = Counter(one.client for one in self.batch.requests), self._queue()[0]
+        last = max(self.batch.decoding, key=lambda one: (self._rank[one][0], held[one.client], self._rank[one]))
+        urgent = self._rank[last][0] - self._rank[first][0]
+        gives_way = urgent > 0 or (urgent == 0 and held[last.client] > 1 and not held[first.client])
+        fits = gives_way and self.batch.admission.fits(first, self.batch.placed, self._waiting)
         told = self.batch.read() if fits else []
         if fits and not self.batch.free and last.finished is None:
             self.batch.preempt(last)
@@ -374,7 +395,7 @@ class Scheduler:
     def _drop_swapped(self, error: Exception) -> bool:
         """Drop the swapped-out state of the last such request in the queue, if host memory is short. Returns whether there was
         one."""
-        away = [one for one in self.waiting if one.swapped is not None]
+        away = [one for one in self._queue() if one.swapped is not None]
         if not away or not isinstance(error, HostMemoryError):
             return False
         away[-1].rewind()
@@ -382,12 +403,14 @@ class Scheduler:
         return True
 
     def _next_prompt(self) -> Request | None:
-        """Return the next prompt to prefill: alternately the earliest and the one with the fewest tokens left."""
+        """Return the next prompt to prefill: of the client with the least service, alternately the earliest and the one with
+        the fewest tokens left."""
         prompts = [one for one in self.prefilling if one.prefilled < one.prompt]
         if not prompts:
             return None
         shortest, self._shortest = self._shortest, not self._shortest
-        return min(prompts, key=lambda one: one.prompt - one.prefilled) if shortest else prompts[0]
+        own = [one for one in prompts if one.client == prompts[0].client]
+        return min(own, key=lambda one: one.prompt - one.prefilled) if shortest else own[0]
 
     def _fitting(self, tokens: float) -> Request | None:
         """Return the first prompt whose rest takes no longer than `tokens` tokens at the start of a prompt."""
@@ -397,7 +420,26 @@ class Scheduler:
         return None
 
     def _wait(self, request: Request) -> None:
+        self._share.wait(request.client, {one.client for one in self._waiting})
         insort(self._waiting, request, key=self._rank.__getitem__)
+
+    def _queue(self) -> list[Request]:
+        """Return the waiting requests in the order in which they get slots.
+
+        The prompts that a client has in slots count as if they were prefilled.
+        """
+        coming = Counter[str]()
+        for one in self.batch.prefilling:
+            coming[one.client] += one.prompt - one.prefilled
+        return sorted(self._waiting, key=lambda one: self._order(one, coming[one.client]))
+
+    def _order(self, request: Request, coming: int = 0) -> tuple[int, float, int]:
+        """Return what requests are ordered by: priority, service of the client, arrival.
+
+        coming: tokens to add to the service.
+        """
+        priority, arrived = self._rank[request]
+        return priority, self._share.had(request.client) + coming, arrived
 
     def _preempted(self, request: Request) -> None:
         self.preemptions += 1

@@ -188,7 +188,7 @@ async def _generate(http: Request, body: Sampled, prompts: Sequence[Sequence[int
         sampling = body.sampling(grammar)
     except ConfigError as error:
         raise refused(body, error, kind.param) from None
-    job = service.submit(body, prompts, sampling, kind.param, answer.id)
+    job = service.submit(body, prompts, sampling, kind.param, answer.id, client_of(http))
     http.state.job, http.state.outputs = job, body.outputs
     if body.stream:
         return EventStream(service, job, _events(service, job, answer, client_of(http)))

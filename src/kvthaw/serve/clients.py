@@ -15,6 +15,8 @@ from kvthaw.serve.jobs import Job
 from kvthaw.serve.service import Service
 
 Result = TypeVar("Result")
+CLIENT = "kvthaw.client"
+"""Name of a scope's entry for the request's API key, where the server has several."""
 
 
 def service_of(http: Request) -> Service:
@@ -42,8 +44,9 @@ async def attended(service: Service, job: Job, receive: Receive) -> AsyncIterato
 
 
 def client_of(http: Request) -> str:
-    """Return the address of a client, by which clients take turns; a header would be any that they like."""
-    return "" if http.client is None else http.client.host
+    """Return the identity by which clients take turns: the API key if the server has several, else the address."""
+    key: str | None = http.scope.get(CLIENT)
+    return key or ("" if http.client is None else http.client.host)
 
 
 async def while_connected(service: Service, work: Coroutine[Any, Any, Result], receive: Receive) -> Result:

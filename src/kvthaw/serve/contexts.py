@@ -46,7 +46,9 @@ async def create(body: ContextRequest, http: Request) -> Response:
     if len(ids) + 1 > service.batch.capacity:
         raise too_long(len(ids), 1, service.batch.capacity, param)
     try:
-        request = service.batch.request(ids, max_new_tokens=1, cache_salt=body.cache_salt, name=body.name, about=about)
+        request = service.batch.request(
+            ids, max_new_tokens=1, cache_salt=body.cache_salt, client=client_of(http), name=body.name, about=about
+        )
     except ConfigError as error:
         raise ApiError(400, str(error), param=param) from None
     service.admit(1)

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvthaw.serve import page
+from kvthaw.serve.clients import CLIENT
 from kvthaw.serve.errors import ApiError
 
 MOST_BYTES = 16 << 20
@@ -55,8 +56,12 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         given = [(name, value.decode("latin-1")) for name, value in scope["headers"]]
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(dict(given).get(b"authorization", "")):
-            return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        if self._keys and scope["path"] not in OPEN_PATHS:
+            key = self._key(dict(given).get(b"authorization", ""))
+            if key is None:
+                return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+            if len(self._keys) > 1:
+                scope[CLIENT] = f"key {key}"
         if self._hosts is not None and scope["path"] not in PROBES:
             sent = [
                 (name, value if name == b"host" else value.partition("://")[2]) for name, value in given if name in _SENDERS
@@ -73,12 +78,13 @@ class Guard:
                 return ApiError(415, f"Content-Type is {kind[:100]!r}; a body is sent as 'application/json'")
         return None
 
-    def _has_key(self, given: str) -> bool:
+    def _key(self, given: str) -> int | None:
+        """Return the number of the key in a header; None without one."""
         scheme, _, key = given.partition(" ")
         if scheme.lower() != "bearer":
-            return False
+            return None
         right = [hmac.compare_digest(key.strip().encode("latin-1"), each) for each in self._keys]
-        return sum(right) > 0  # compares all of them, whichever is right
+        return right.index(True) if sum(right) else None  # compares all of them, whichever is right
 
     def _own(self, hosts: Collection[str], given: str) -> bool:
         """Return whether a host, with or without its port, is this server's."""

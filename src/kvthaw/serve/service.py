@@ -255,11 +255,14 @@ class Service:
         asked = body.json_format
         return None if asked is None else await self._compilers.grammar(asked, body.format_field, client)
 
-    def submit(self, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, param: str, name: str) -> Job:
+    def submit(
+        self, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, param: str, name: str, client: str
+    ) -> Job:
         """Queue n outputs for each prompt. Raises ApiError.
 
         param: the field of the prompts.
         name: name of the answer.
+        client: the slots and the prefill are shared between clients.
         """
         limit = self.batch.capacity
         for ids in prompts:
@@ -270,7 +273,9 @@ class Service:
         afters = [list(ids[-FOLLOWED:]) if isinstance(body, CompletionRequest) else [] for ids in prompts]
         try:
             requests = [
-                self.batch.request(ids, sampling=one, tokenizer=self.tokenizer, text_after=after, cache_salt=body.cache_salt)
+                self.batch.request(
+                    ids, sampling=one, tokenizer=self.tokenizer, text_after=after, cache_salt=body.cache_salt, client=client
+                )
                 for ids, after in zip(tensors, afters, strict=True)
                 for one in samplings
             ]
