@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvthaw import Batch, PrefixCache, Request, Sampling, Scheduler
 from kvthaw.cache.passes import FiniteCheck, PromptCheck
 from kvthaw.errors import CacheError
+from kvthaw.serve import watcher
 from zoo import DISTINCT, build_exact, prompt
 
 SIZES: dict[str, Any] = {"max_seqs": 3, "capacity": 200, "block_size": 16, "budget": 48}
@@ -220,3 +221,40 @@ def test_a_change_of_method_frees_no_slot_of_another(model: PreTrainedModel, mon
         while own in alone.requests:
             alone.step()
         assert own.tokens == request.tokens
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_request_that_has_stopped_counts_until_its_slot_is_empty(model: PreTrainedModel, *, ahead: bool) -> None:
+    """Host memory holds two requests. The third one comes when the first has given its blocks back."""
+    sizes, ids = SIZES | {"max_seqs": 4, "capacity": 300}, [prompt(1, 140, seed=i)[0] for i in range(3)]
+    batch = Batch(model, "thaw", **sizes)
+    known = batch.join(ids[0], max_new_tokens=9, stop=())
+    while not known.finished:
+        batch.step()
+    need = batch.admission.need(known)
+    stop = next(token for i, token in enumerate(known.tokens) if i and token not in known.tokens[:i])
+    scheduler = Scheduler(Batch(model, "thaw", **sizes, host_bytes=int(2.5 * need)), step_tokens=4096)
+    scheduler.ahead = ahead
+    requests = [scheduler.submit(each, max_new_tokens=9, stop=[] if i else [stop]) for i, each in enumerate(ids)]
+    while scheduler.busy:
+        scheduler.step()
+    assert [request.finished for request in requests] == ["stop", "length", "length"]
+    assert (scheduler.preemptions, scheduler.recomputed) == (0, 0)
+
+
+def test_a_sampled_step_looks_at_a_request_that_it_computes(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for its last token takes no part in it."""
+    monkeypatch.setattr(watcher, "EVERY", 1)
+    for turn in range(4):
+        scheduler, seen = Scheduler(Batch(model, "thaw", **SIZES), step_tokens=400), list[float]()
+        scheduler.ahead, watches = True, watcher.Watcher(scheduler.batch, seen.append)
+        watches._steps = turn
+        requests = [scheduler.submit(prompt(1, 100, seed=i)[0], max_new_tokens=n, stop=()) for i, n in enumerate((12, 12, 4))]
+        scheduler.step()
+        scheduler.step()
+        scheduler.cancel(requests[1])
+        while scheduler.busy:
+            with watches.watching():
+                scheduler.step()
+        assert seen
+        assert all(0 < mass <= 1.001 for mass in seen)
