@@ -434,9 +434,10 @@ def test_auto_takes_the_fastest_method_that_fits(monkeypatch: pytest.MonkeyPatch
     fast, small = "clusterkv-plus", "pariskv-plus"
     monkeypatch.setitem(auto.BEST, "cpu", auto.Best((fast, small), Crossing(((1, 100),), 0, "for a test")))
     model = build_exact("llama", max_position_embeddings=4096)
-    made = [Cache(model, name, device_memory=1, **SMALL) for name in (fast, small)]
     most, least, most_attached, least_attached = (
-        cache.needs(1, *tokens, pinned=False).device for tokens in ((2000, 0), (2000 - 256, 256)) for cache in made
+        Cache(model, name, device_memory=1, **SMALL).needs(1, *tokens, pinned=False).device
+        for tokens in ((2000, 0), (2000 - 256, 256))
+        for name in (fast, small)
     )
     for memory, attached, name, fits in (
         (most, most_attached, fast, True),
