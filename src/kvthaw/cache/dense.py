@@ -91,7 +91,7 @@ class DenseLayer(DeviceLayer):
         data = self._write(step, query, key, value, attention.scale)
         if not (step.parts or any(step.left_pad)):
             return _causal(query, data[:, :, : step.start + step.tokens], attention), None
-        if len(step.parts) > 1 and query.shape[2] == step.tokens:
+        if step.packs(query.shape[2]):
             return attention.packed(query, key, value, step, self.sequences), None
         return self._attend_rows(step, query, attention), None
 

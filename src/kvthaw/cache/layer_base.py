@@ -227,7 +227,7 @@ def take_queries(step: Step, query: Tensor, recent: dict[int, Tensor], most: int
     Returns the step's own queries that were kept.
     """
     last, before = {}, step.tokens - query.shape[2]  # a clone has the last queries only
-    if len(step.parts) > 1 and most is not None and not before:  # whole prompts: one launch
+    if most is not None and step.packs(query.shape[2]):  # one launch
         parts = {row.seq: query[0, :, max(row.start, row.stop - most) : row.stop] for row in step.rows()}
         whole = {seq: torch.empty_like(part, memory_format=torch.contiguous_format) for seq, part in parts.items()}
         torch._foreach_copy_(list(whole.values()), list(parts.values()))

@@ -182,7 +182,7 @@ class OffloadedLayer(LayerKV):
         """
         if step.start == 0 and (len(step.parts) == 1 or not (step.parts or any(step.left_pad))):
             return attention.causal(query, key, value)
-        if len(step.parts) > 1 and query.shape[2] == step.tokens:
+        if step.packs(query.shape[2]):
             return attention.packed(query, key, value, step, self.sequences)
 
         def attend(row: Row, q: Tensor) -> Tensor:

@@ -78,6 +78,10 @@ class Step:
             return self.start + max(tokens for _, tokens in self.parts) + self.remaining
         return self.start + self.tokens + self.remaining - min(self.left_pad, default=0)
 
+    def packs(self, queries: int) -> bool:
+        """Return whether `queries` queries are the whole prompts of several sequences, in one row."""
+        return len(self.parts) > 1 and queries == self.tokens
+
     def has(self, seq: int) -> bool:
         """Return whether a sequence gets tokens in this step."""
         return not self.parts or any(seq == own for own, _ in self.parts)

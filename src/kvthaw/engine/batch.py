@@ -136,7 +136,7 @@ class Batch:
     @property
     def requests(self) -> list[Request]:
         """Requests that have a slot and have not ended, by slot."""
-        return [request for request in self._seqs if request is not None and request.finished is None]
+        return [request for request in self.placed if request.finished is None]
 
     @property
     def placed(self) -> list[Request]:
