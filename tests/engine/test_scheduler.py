@@ -806,6 +806,15 @@ def test_on_a_cpu_chunks_take_about_as_long_however_deep_they_are() -> None:
         assert stop - start <= max(32, 128 / (1 + start / depth))
 
 
+def test_layers_of_different_head_dimensions_are_scheduled() -> None:
+    model = build("gemma4")
+    scheduler = Scheduler(Batch(model, "auto", max_seqs=2, capacity=100))
+    request = scheduler.submit(prompt(1, 20)[0], max_new_tokens=2, stop=())
+    while scheduler.busy:
+        scheduler.step()
+    assert len(request.tokens) == 2
+
+
 def test_attention_outweighs_the_weights_of_an_8b_model_where_depth_says() -> None:
     config = SimpleNamespace(hidden_size=4096, num_attention_heads=32, num_hidden_layers=32)
     model: Any = SimpleNamespace(

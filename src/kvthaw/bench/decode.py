@@ -17,6 +17,7 @@ from kvthaw.bench.settings import HF, DecodeSetting, groups, possible
 from kvthaw.bench.steps import Steps, attention, hf_cache, prefill, replayed, take
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
+from kvthaw.engine.hf.model import head_dim, of_layer
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.index.nodes import NodeIndex
@@ -191,9 +192,9 @@ class Bench(ABC, Generic[S]):
         """
         model, config = self.model, self.model.config.get_text_config(decoder=True)
         (before, after), steps = taken.counts, len(taken.gaps)
-        heads = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // self.tp
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token = 2 * heads * head_dim * model.dtype.itemsize * one.batch  # of one layer
+        layer = of_layer(config, cache.is_sliding.index(False))
+        heads = (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) // self.tp
+        token = 2 * heads * head_dim(layer) * model.dtype.itemsize * one.batch  # of one layer
         layers = cache.is_sliding.count(False)  # what a sliding window holds does not grow
         full = token * layers * cache.get_seq_length()
         held = held_bytes(cache, full)

@@ -7,7 +7,7 @@ from typing import Self
 
 from kvthaw.cache.clone import join
 from kvthaw.engine.hf import Cache, PreTrainedModel
-from kvthaw.engine.hf.dry_run import head_dim, of_layer
+from kvthaw.engine.hf.model import head_dim, of_layer
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.variant import Variant, fork
 from kvthaw.methods import resolve

@@ -14,7 +14,7 @@ from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.decode import generate
 from kvthaw.engine.hf import Cache, PreTrainedModel
-from kvthaw.engine.hf.dry_run import head_dim, of_layer
+from kvthaw.engine.hf.model import head_dim, of_layer
 from kvthaw.engine.prefill import chunks
 from kvthaw.engine.request import Request
 from kvthaw.engine.text import Detokenizer

@@ -36,11 +36,12 @@ from kvthaw.config import CacheConfig, Crossing, KvDtype
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf import saving
 from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
-from kvthaw.engine.hf.dry_run import dry_run, head_dim, of_layer
+from kvthaw.engine.hf.dry_run import dry_run
 from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
 from kvthaw.engine.hf.identity import Origin
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
 from kvthaw.engine.hf.masks import as_bool
+from kvthaw.engine.hf.model import head_dim, of_layer
 from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
 from kvthaw.formatting import human
@@ -119,7 +120,7 @@ class Cache(DynamicCache):
             methods = [each for each in methods if knows_softcap(each)]
         chosen, self._passed_over = methods[0], ""
         if len(methods) > 1:
-            chosen, self._passed_over = _that_fits(model, methods, len(full), sized_for, given)
+            chosen, self._passed_over = _that_fits(model, methods, full, sized_for, given)
         self.shares_kv = bool(getattr(config, "num_kv_shared_layers", 0))
         processes, layer = ranks(model), of_layer(config, full[0])
         heads = (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) // processes.all_heads(1)
@@ -368,20 +369,21 @@ def sequence_bytes(model: PreTrainedModel, method: str | Method, capacity: int, 
 def _that_fits(
     model: PreTrainedModel,
     methods: Sequence[Method],
-    layers: int,
+    layers: Sequence[int],
     sized_for: tuple[int, int, int] | None,
     config: CacheConfig,
 ) -> tuple[Method, str]:
     """Return the fastest of `methods` that fits, and why it is not the first.
 
-    layers: number of layers that keep KV of all tokens.
+    layers: the layers that keep KV of all tokens.
     """
     processes, own = ranks(model), model.config.get_text_config(decoder=True)
     memory = DeviceMemory(config.device_memory or "auto", (), processes)
     memory.resolve(model.device)
     rows, tokens, new = sized_for or (1, min(getattr(own, "max_position_embeddings", None) or _LONGEST, _LONGEST), 0)
-    heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
-    every = 2 * heads * head_dim(own) * model.dtype.itemsize * layers // processes.all_heads(1)
+    each = [of_layer(own, i) for i in layers]
+    width = sum((getattr(one, "num_key_value_heads", None) or one.num_attention_heads) * head_dim(one) for one in each)
+    every = 2 * width * model.dtype.itemsize // processes.all_heads(1)
     if not memory.bytes or rows * (tokens + new) * every <= memory.bytes:  # an index takes less than all KV
         return methods[0], ""
     free = available_host_memory(processes) if config.host_bytes is None else config.host_bytes

@@ -15,19 +15,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvthaw.cache import dry_run as cache_dry_run
 from kvthaw.cache.dry_run import Needs
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.engine.hf.model import plain_weights
+from kvthaw.engine.hf.model import head_dim, of_layer, plain_weights
 from kvthaw.engine.hf.tensor_parallel import ranks
-
-
-def of_layer(config: Any, layer: int) -> Any:
-    """Return the config of one layer of a decoder, whose layers may differ (Gemma 4)."""
-    return config.per_layer_config[layer] if hasattr(config, "per_layer_config") else config
-
-
-def head_dim(config: Any) -> int:
-    """Return the dimension of a layer's keys, from its config."""
-    dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return dim
 
 
 def dry_run(

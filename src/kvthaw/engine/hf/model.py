@@ -252,9 +252,20 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def of_layer(config: Any, layer: int) -> Any:
+    """Return the config of one layer of a decoder, whose layers may differ (Gemma 4)."""
+    return config.per_layer_config[layer] if hasattr(config, "per_layer_config") else config
+
+
+def head_dim(config: Any) -> int:
+    """Return the dimension of a layer's keys, from its config."""
+    dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return dim
+
+
 def attention_depth(model: PreTrainedModel) -> float:
     """Return the number of earlier tokens whose attention takes the multiplications of all weights: about 32,000 for an 8B
     model."""
     config = model.config.get_text_config(decoder=True)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return float(model.num_parameters() / (2 * config.num_hidden_layers * config.num_attention_heads * width))
+    layers = [of_layer(config, i) for i in range(config.num_hidden_layers)]
+    return float(model.num_parameters() / (2 * sum(layer.num_attention_heads * head_dim(layer) for layer in layers)))
