@@ -14,7 +14,7 @@ from kvthaw.cache import passes
 from kvthaw.cache.checkpoint import Checkpoints
 from kvthaw.cache.chooser import Chooser, Layer, make_layers, offloaded_numbers
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.layer_base import AttentionParams, LayerKV, PrefillKV
+from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerPrompt, LayerShape, PrefillKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.passes import FiniteCheck, check_prompts
 from kvthaw.cache.placement import BlockPreallocator
@@ -27,6 +27,7 @@ from kvthaw.cache.streams import Streams
 from kvthaw.cache.window import WindowLayer
 from kvthaw.errors import CacheError
 from kvthaw.kernels.local import Span
+from kvthaw.kernels.row_format import row_format
 
 
 class KVCache:
@@ -112,6 +113,20 @@ class KVCache:
         if place == len(self._places) - 1:
             self._commit(step)
         return out
+
+    def append(self, prompts: Sequence[LayerPrompt]) -> None:
+        """Store the whole prompt of one sequence as attend() does in all layers, after a forward that ran without the cache.
+
+        prompts: of each layer.
+        """
+        device, count = prompts[0].keys.device, self.sequences.count
+        self.streams.follow(device)
+        step = self._begin(1, prompts[0].keys.shape[2], None if count > 1 else [0])
+        for layer, new in zip(self.layers, prompts, strict=True):
+            kv_format = row_format(self.settings.kv_dtype, new.keys.shape[3], new.keys.dtype)
+            layer.prepare(step, LayerShape(new.queries[:, :, :0], new.keys[:, :, :0], new.scale, kv_format))
+            self._store(layer, layer.append(step, new.queries, new.keys, new.values))
+        self._commit(step)
 
     def _store(self, layer: LayerKV, new: PrefillKV | None) -> None:
         """Store the KV of a layer's prefill. Short prompts wait for other layers: many layers are then stored in few

@@ -28,6 +28,7 @@ from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.engine.hf.chunks import CHUNK, spans
 from kvthaw.engine.hf.fused import fused, fusing
 from kvthaw.engine.hf.handle import is_attached
+from kvthaw.engine.hf.prompt_graphs import prompt_graphs
 from kvthaw.engine.logprobs import Drawn, TokenLogprobs, logprobs, score
 from kvthaw.engine.request import Request, RequestOptions, new_request
 from kvthaw.engine.sampling import Sampler
@@ -125,6 +126,7 @@ class Batch:
         self._forward = compiled_step(model.forward) if compile else fusing(model, model.forward)
         self._packs = packs(self.cache)
         self._compile, self._capture = compile, capture and model.device.type == "cuda"
+        self.prompt_graphs = prompt_graphs(model, self.cache) if self._capture else None
         if not compile and not self.cache.states:  # their steps always compute all sequences
             self.cache.kv.chooser.seq_bytes = functools.cache(
                 functools.partial(
@@ -274,6 +276,11 @@ class Batch:
         """Return whether a request's prompt may share a forward with others; see prefill_together()."""
         own = request.embeddings is not None or request.sampling.prompt_logprobs is not None
         return self._packs and not (own or request.prefilled or request in self._indexing)
+
+    def replays(self, request: Request) -> bool:
+        """Return whether a request's whole prompt can be prefilled by a captured forward."""
+        graphs = self.prompt_graphs
+        return graphs is not None and self.shares_forward(request) and graphs.serves(request.prompt)
 
     def prefill_together(self, requests: Sequence[Request]) -> None:
         """Prefill the whole prompts of several requests in one forward, one after the other in its only row.
@@ -552,6 +559,9 @@ class Batch:
         most = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
         chunk = request.prompt if self.cache.prefills_whole else most
         logits = torch.empty(0)
+        if self.prompt_graphs is not None and (start, stop) == (0, request.prompt) and self.replays(request):
+            with cache.kv.sequences.prompts({seq: stop}):
+                return self.prompt_graphs(request.inputs(0, stop)["input_ids"])
         prompt, states = cache.kv.sequences.prompts({seq: request.prompt - start}), cache.states.filling(seq)
         with prompt, states, torch.no_grad(), fused(self.model):
             for begin, end in spans(stop - start, chunk):

@@ -90,7 +90,7 @@ def bucket(kv: KVCache, rows: int) -> int:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Disable garbage collection: a capture fails if an earlier graph is destroyed meanwhile."""
     enabled = gc.isenabled()
     gc.disable()
@@ -241,7 +241,7 @@ class GraphRunner:
 
     def _capture(self) -> SegmentedGraph:
         begin, device = time.perf_counter(), self._ids.device
-        with _uncollected(), SegmentedGraph() as graph:
+        with uncollected(), SegmentedGraph() as graph:
             before = torch.cuda.memory_reserved(device)
             with self._kv.streams.records(graph):
                 self._logits = self._run()

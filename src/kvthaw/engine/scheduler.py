@@ -14,6 +14,7 @@ from torch import Tensor
 from kvthaw.engine.batch import POLL, Batch
 from kvthaw.engine.fair_share import FairShare
 from kvthaw.engine.hf.model import attention_depth
+from kvthaw.engine.hf.prompt_graphs import LONGEST
 from kvthaw.engine.request import Request, RequestOptions
 from kvthaw.errors import CacheError, HostMemoryError, QueueFullError, at_least
 from kvthaw.typecheck import check_type
@@ -292,7 +293,8 @@ class Scheduler:
             if one is not request and one.prompt <= left and self.batch.shares_forward(one):
                 group.append(one)
                 left -= one.prompt
-        return group
+        few = sum(one.prompt for one in group) <= LONGEST  # one by one, the host launches them faster
+        return group[:1] if few and all(map(self.batch.replays, group)) else group
 
     def _prefill_together(self, group: Sequence[Request], decoded: int) -> list[Request]:
         """Prefill whole prompts in one forward, or one by one if that fails. Returns the requests that failed."""

@@ -14,7 +14,7 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.sequences import buckets
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.graph_runner import bucket
-from kvthaw.engine.hf.dry_run import of_layer
+from kvthaw.engine.hf.model import of_layer
 from kvthaw.engine.scheduler import STEP_TOKENS, chunk_tokens, streamed_tokens
 from kvthaw.kernels.dense import BLOCK, LONG, continued, plan, runs
 from kvthaw.kernels.merge import PARTS
@@ -50,6 +50,8 @@ def warm(batch: Batch) -> None:
         seqs = min(2 * seqs, batch.max_seqs)
     if on_gpu:
         _serve(batch, min(2, batch.max_seqs))
+    if batch.prompt_graphs is not None:
+        batch.prompt_graphs.warm()
     plan_attention(batch)
 
 

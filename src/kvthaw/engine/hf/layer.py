@@ -261,11 +261,7 @@ class CacheLayer(CacheLayerMixin):
                 mask = None if cache.sequences.room or serves(cache) else as_bool(mask)
             pads, own = shared.read_mask(mask, batch, before, steps)
             if new and self.first:
-                if steps > 1 or before == 0:
-                    self._check_room(key, pads)
-                cache.finite.look(cache.layers)
-                with torch.inference_mode(False):
-                    reserve(cache.offloaded, cache.sequences, steps)
+                self.check(key, pads, before)
         except KvthawError:
             self.undo()
             raise
@@ -276,6 +272,20 @@ class CacheLayer(CacheLayerMixin):
             else:
                 out = cache.attend_again(self.kv, query, key, value, attention)
             return out if mask is None or not own else attention_by_mask(query, key, value, mask[:, :, -steps:], attention)
+
+    def check(self, key: Tensor, pads: list[int], before: int) -> None:
+        """Raise the errors of a step that are known before the first layer stores its tokens, and reserve blocks for them.
+
+        key: [B, H, T, D].
+        pads: left padding of each row.
+        before: tokens before them.
+        """
+        cache, steps = self.shared.kv, key.shape[2]
+        if steps > 1 or before == 0:
+            self._check_room(key, pads)
+        cache.finite.look(cache.layers)
+        with torch.inference_mode(False):
+            reserve(cache.offloaded, cache.sequences, steps)
 
     def remember_module(self, module: torch.nn.Module) -> None:
         """Remember the attention module of this layer."""

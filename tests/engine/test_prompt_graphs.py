@@ -1,0 +1,164 @@
+"""Prefills of whole short prompts by a forward that runs without the cache: a request gets the same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_architectures import COMMON
+from transformers import PreTrainedModel
+
+from kvthaw import Batch, Request, Sampling, Scheduler
+from kvthaw.engine.hf.prompt_graphs import LENGTHS, PromptGraphs, prompt_graphs
+from kvthaw.errors import CacheError
+from kvthaw.methods import METHODS
+from zoo import DISTINCT, MODELS, build_exact, prompt
+
+NEW = 8
+SIZES: dict[str, Any] = {"max_seqs": 3, "capacity": 320, "block_size": 16}
+IDS = [prompt(1, n, seed=n)[0] for n in (33, 128, 2, 141, 250)]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """Of three layers: omnikv's last one reuses what the one before has chosen."""
+    return build_exact("llama", num_hidden_layers=3)
+
+
+def replaying(model: PreTrainedModel, method: str, *, capture: bool = False, **sizes: Any) -> Batch:
+    """A batch that prefills short prompts by a forward without its cache, which only a GPU's does by itself."""
+    batch = Batch(model, method, **SIZES | sizes)
+    batch.prompt_graphs = prompt_graphs(model, batch.cache, capture=capture)
+    return batch
+
+
+def served(batch: Batch, ids: list[torch.Tensor], **how: Any) -> list[Request]:
+    """Requests that came one after the other, of which some decode together."""
+    scheduler, requests = Scheduler(batch, step_tokens=1000), list[Request]()
+    for each in ids:
+        requests.append(scheduler.submit(each, max_new_tokens=NEW, stop=(), **how))
+        scheduler.step()
+    while scheduler.busy:
+        scheduler.step()
+    assert not any(request.error for request in requests)
+    return requests
+
+
+def tokens(requests: list[Request]) -> list[list[int]]:
+    return [request.tokens for request in requests]
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of prompts that ran without the cache."""
+    found, plain = list[int](), PromptGraphs.__call__
+
+    def noted(graphs: PromptGraphs, ids: torch.Tensor) -> torch.Tensor:
+        found.append(ids.shape[1])
+        return plain(graphs, ids)
+
+    monkeypatch.setattr(PromptGraphs, "__call__", noted)
+    return found
+
+
+@pytest.mark.parametrize("method", DISTINCT)
+def test_every_method_decodes_the_same_tokens(model: PreTrainedModel, forwards: list[int], method: str) -> None:
+    sizes: dict[str, Any] = {"dense_layers": 1} | ({} if METHODS[method]().dense else {"budget": 48})
+    expected = tokens(served(Batch(model, method, **SIZES, **sizes), IDS))
+    batch = replaying(model, method, **sizes)
+    assert tokens(served(batch, IDS)) == expected
+    on_host = any(layer.on_host for layer in batch.cache.kv.offloaded)
+    if batch.prompt_graphs is None or METHODS[method]().prompt_queries is None:
+        assert not forwards
+    else:  # the first prompt allocates the layers, after which an index is known to be on the host
+        assert forwards == [len(each) for each in IDS[: 1 if on_host else None]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in COMMON])
+def test_every_architecture_decodes_the_same_tokens(name: str) -> None:
+    model = build_exact(name)
+    expected = tokens(served(Batch(model, "oracle", **SIZES, budget=160), IDS))
+    assert tokens(served(replaying(model, "oracle", budget=160), IDS)) == expected
+
+
+def test_what_was_in_the_buffers_before_does_not_matter(model: PreTrainedModel) -> None:
+    expected = tokens(served(Batch(model, "oracle", **SIZES, budget=320), IDS))
+    batch = replaying(model, "oracle", budget=320)
+    served(batch, IDS[-1:])
+    assert batch.prompt_graphs is not None
+    for layer in batch.prompt_graphs._layers:
+        for tensor in (layer._kv, layer._queries):
+            tensor.fill_(float("nan"))
+    assert tokens(served(batch, IDS)) == expected
+
+
+def test_sampling_and_log_probabilities_are_the_same(model: PreTrainedModel) -> None:
+    how = {"sampling": Sampling(temperature=1.0, seed=3, logprobs=2)}
+    expected, found = (served(batch, IDS, **how) for batch in (Batch(model, **SIZES), replaying(model, "auto")))
+    assert tokens(found) == tokens(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert [each.token for each in one.logprobs] == [each.token for each in other.logprobs]
+
+
+def test_a_prompt_that_needs_the_log_probabilities_of_its_tokens_runs_with_the_cache(
+    model: PreTrainedModel, forwards: list[int]
+) -> None:
+    served(replaying(model, "auto"), IDS[:1], sampling=Sampling(prompt_logprobs=1))
+    assert not forwards
+
+
+def test_longer_prompts_run_with_the_cache(model: PreTrainedModel) -> None:
+    graphs = replaying(model, "full").prompt_graphs
+    assert graphs is not None
+    assert graphs.serves(LENGTHS[-1])
+    assert not graphs.serves(LENGTHS[-1] + 1)
+    assert not graphs.serves(1)
+
+
+def test_a_prompt_that_is_not_finite_fails_alone(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = replaying(model, "oracle", budget=48)
+    good = served(batch, IDS[:1])
+    plain = PromptGraphs._run
+
+    def poisoned(graphs: PromptGraphs, length: int) -> None:
+        plain(graphs, length)
+        graphs._layers[1]._kv[:, :, 5] = float("inf")
+
+    monkeypatch.setattr(PromptGraphs, "_run", poisoned)
+    scheduler = Scheduler(batch)
+    bad = scheduler.submit(IDS[1], max_new_tokens=NEW, stop=())
+    while scheduler.busy:
+        scheduler.step()
+    assert isinstance(bad.error, CacheError)
+    monkeypatch.undo()
+    assert tokens(served(batch, IDS[:1])) == tokens(good)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["auto", "full", "thaw", "oracle", "pariskv", "clusterkv-plus"])
+def test_captured_prefills_give_the_same_tokens(method: str) -> None:
+    model = build_exact("llama", num_hidden_layers=3).to("cuda")
+    ids = [each.to("cuda") for each in [*IDS, *IDS[::-1], *IDS]]
+    sizes: dict[str, Any] = {} if method in ("auto", "full") else {"budget": 48}
+    plain = Batch(model, method, **SIZES, **sizes)
+    plain.prompt_graphs = None
+    expected = tokens(served(plain, ids))
+    batch = replaying(model, method, capture=True, **sizes)
+    assert tokens(served(batch, ids)) == expected
+    assert batch.prompt_graphs is not None
+    assert batch.prompt_graphs.captures == 2
+
+
+@pytest.mark.gpu
+def test_warming_captures_every_length() -> None:
+    model = build_exact("llama", num_hidden_layers=2).to("cuda")
+    batch = replaying(model, "auto", capture=True)
+    assert batch.prompt_graphs is not None
+    batch.prompt_graphs.warm()
+    assert batch.prompt_graphs.captures == len(LENGTHS)
+    expected = Batch(model, "auto", **SIZES, capture=False)
+    ids = [each.to("cuda") for each in IDS]
+    assert tokens(served(batch, ids)) == tokens(served(expected, ids))
+    assert batch.prompt_graphs.captures == len(LENGTHS)
