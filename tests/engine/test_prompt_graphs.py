@@ -13,7 +13,7 @@ from kvthaw import Batch, Request, Sampling, Scheduler
 from kvthaw.engine.hf.prompt_graphs import LENGTHS, PromptGraphs, prompt_graphs
 from kvthaw.errors import CacheError
 from kvthaw.methods import METHODS
-from zoo import DISTINCT, MODELS, build_exact, prompt
+from zoo import DISTINCT, MODELS, build, build_exact, prompt
 
 NEW = 8
 SIZES: dict[str, Any] = {"max_seqs": 3, "capacity": 320, "block_size": 16}
@@ -139,7 +139,7 @@ def test_a_prompt_that_is_not_finite_fails_alone(model: PreTrainedModel, monkeyp
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["auto", "full", "thaw", "oracle", "pariskv", "clusterkv-plus"])
 def test_captured_prefills_give_the_same_tokens(method: str) -> None:
-    model = build_exact("llama", num_hidden_layers=3).to("cuda")
+    model = build("llama", num_hidden_layers=3).to("cuda")
     ids = [each.to("cuda") for each in [*IDS, *IDS[::-1], *IDS]]
     sizes: dict[str, Any] = {} if method in ("auto", "full") else {"budget": 48}
     plain = Batch(model, method, **SIZES, **sizes)
@@ -153,8 +153,9 @@ def test_captured_prefills_give_the_same_tokens(method: str) -> None:
 
 @pytest.mark.gpu
 def test_warming_captures_every_length() -> None:
-    model = build_exact("llama", num_hidden_layers=2).to("cuda")
+    model = build("llama", num_hidden_layers=2).to("cuda")
     batch = replaying(model, "auto", capture=True)
+    served(batch, [each.to("cuda") for each in IDS[-1:]])
     assert batch.prompt_graphs is not None
     batch.prompt_graphs.warm()
     assert batch.prompt_graphs.captures == len(LENGTHS)

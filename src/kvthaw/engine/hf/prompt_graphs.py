@@ -80,6 +80,8 @@ class PromptGraphs:
         """Capture the graphs of all lengths, the longest first: the others use its memory."""
         if not self._layers:
             self._allocate(self._model.device)
+        self._last.zero_()
+        self._places.zero_()  # else those of a longer prompt
         for length in reversed(LENGTHS) if self._capture else ():
             self._run(length)
             self._graphs[length] = self._captured(length)
