@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvthaw import Batch, HostMemoryError, PrefixCache, Scheduler
 from kvthaw.cache import host_memory
+from kvthaw.config import Crossing
 from kvthaw.engine import admission
 from kvthaw.engine.library import Library
 from zoo import build, prompt
@@ -116,3 +117,24 @@ def test_entries_with_a_name_refuse_nobody_for_good(
         Library(restarted.cache, restarted.prefix_cache, tmp_path, restarted.admission.leaves_room).restore()
     assert caplog.text.count("too little host memory") == 2
     assert served(restarted, 100, 30) is None
+
+
+@pytest.mark.parametrize("spare", [0, 1, 5])
+def test_full_attention_goes_on_while_its_blocks_fit_the_device(spare: int) -> None:
+    """Blocks that are allocated ahead must not push others to the host, after which the method would take over."""
+    model = build("llama", num_hidden_layers=2)
+    config, seqs, size = model.config, 32, 64
+    token = 2 * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads) * 4 * config.num_hidden_layers
+    sizes = {"max_seqs": seqs, "capacity": 320, "block_size": size, "budget": 64}
+    held = seqs * Batch(model, "oracle", **sizes).cache.settings.plan(0).regions.held
+    memory = ((2 * seqs + spare) * size + held) * token  # two blocks for each request
+    batch = Batch(model, "oracle", **sizes, device_memory=memory, full_below=Crossing(((1, 2000),)))
+    scheduler = Scheduler(batch)
+    requests = [scheduler.submit(prompt(1, 100, seed=i)[0], max_new_tokens=28, stop=()) for i in range(seqs)]
+    while scheduler.busy:
+        scheduler.step()
+        assert batch.cache.kv.chooser.in_blocks or not batch.requests
+        stores = [layer.store for layer in batch.cache.kv.offloaded if layer.plan]
+        assert all(block.on_device for store in stores for seq in range(seqs) for block in store.blocks(seq))
+    assert scheduler.preemptions == 0
+    assert all(len(request.tokens) == 28 for request in requests)

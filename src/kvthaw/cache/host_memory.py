@@ -285,8 +285,8 @@ class BlockAllocator:
         """
         if seq in self.ahead:
             return self.ahead.pop(seq)
-        if (owner := self._ahead_on_full_device()) is not None:
-            return self.ahead.pop(owner)
+        if self.takes_from_others():
+            return self.ahead.pop(next(owner for owner, block in self.ahead.items() if block.on_device))
         try:
             return self.new()
         except HostMemoryError:
@@ -299,18 +299,15 @@ class BlockAllocator:
             return self.new()
 
     def preallocate(self, seq: int) -> None:
-        """Allocate the next block of a sequence ahead. Raises HostMemoryError, with nothing changed.
-
-        Does nothing on a full device while other sequences hold blocks there ahead: allocate() uses these first.
-        """
-        if seq not in self.ahead and self._ahead_on_full_device() is None:
+        """Allocate the next block of a sequence ahead. Raises HostMemoryError, with nothing changed."""
+        if seq not in self.ahead:
             self.ahead[seq] = self.new()
 
-    def _ahead_on_full_device(self) -> int | None:
-        """Return a sequence that holds a block ahead on the device, if the device has no room for another block."""
-        if self.device is None or self.device.room >= self.device.size:
-            return None
-        return next((seq for seq, block in self.ahead.items() if block.on_device), None)
+    def takes_from_others(self) -> bool:
+        """Return whether allocate() uses a block that was allocated ahead for another sequence: the device has no room, and such
+        blocks lie there."""
+        full = self.device is not None and self.device.room < self.device.size
+        return full and any(block.on_device for block in self.ahead.values())
 
     def prepare(self, seq: int, count: int) -> None:
         """Pin host memory for `count` more blocks of a sequence in one call, which is faster than one by one."""

@@ -257,13 +257,18 @@ class LayerStorage:
         if self.placement is not None:
             self.placement.finish()
 
-    def preallocate(self, seq: int, length: int, preallocator: BlockPreallocator) -> None:
+    def preallocate(self, seq: int, length: int, most: int, preallocator: BlockPreallocator) -> None:
         """Allocate the next block of a sequence, or make room for it on the device, if it needs the block before its next
         turn.
 
+        Does nothing on a full device while other sequences hold blocks there ahead: the sequence takes one of these.
+
         length: the sequence's tokens.
+        most: the tokens that it will have at most.
         """
-        due = seq not in self.store.allocator.ahead and preallocator.due(self.store, self.slab.regions, seq, length)
+        allocator = self.store.allocator
+        needs = self.store.reserved(seq) < most and seq not in allocator.ahead and not allocator.takes_from_others()
+        due = needs and preallocator.due(self.store, self.slab.regions, seq, length)
         if self.placement is not None:
             self.placement.balance(int(due), None if self.updater is None else self.updater.retriever.recalled)
         if due and (self.placement is None or not self.placement.spilling):

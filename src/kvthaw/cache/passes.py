@@ -73,7 +73,7 @@ def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]], preallocator: Blo
         ends = _store_one(*group[0], rows) if len(group) == 1 else _store_alike(group, rows)
         for row in rows:
             for layer, _ in group:
-                layer.storage.preallocate(row.seq, row.length, preallocator)
+                layer.storage.preallocate(row.seq, row.length, layer.sequences.end(row.seq), preallocator)
         for layer, new in group:
             layer.stored(new, ends)
 
@@ -300,7 +300,7 @@ def preallocate(layers: Sequence[OffloadedLayer], sequences: Sequences, prealloc
     for number, seq in preallocator.turns(sequences.decoded, sequences.count, rounds):
         if number in numbered and seq not in sequences.idle:
             layer = numbered[number]
-            layer.storage.preallocate(seq, sequences.length(seq), preallocator)
+            layer.storage.preallocate(seq, sequences.length(seq), sequences.end(seq), preallocator)
             layer.sparse.update_table()
 
 

@@ -90,6 +90,8 @@ class Sequences:
         """Memo of values that depend on the sequences. Every change but decoded tokens clears it."""
         self.filling: dict[int, int] = {}
         """Where the announced prompts of single sequences end, by sequence. It is empty if the prompt belongs to all."""
+        self.ends: dict[int, int] = {}
+        """The most tokens that a sequence will have, by sequence, where that is known."""
         self._end: int | None = None  # of a prompt of all sequences
         self._committed: tuple[Step, dict[str, Any]] | None = None  # the latest step, and the counts before it
 
@@ -100,8 +102,12 @@ class Sequences:
         self.prompted = self.prompt_only = False
         self.step, self.held, self._committed = None, Held(), None
         self.announce(0)
-        self.filling = {}
+        self.filling, self.ends = {}, {}
         self.changed()
+
+    def end(self, seq: int) -> int:
+        """Return the most tokens that a sequence will have; a large number if that is unknown."""
+        return self.ends.get(seq, 1 << 60)
 
     def changed(self) -> None:
         """Count a change other than decoded tokens, and clear the memo that layers and captured steps rely on."""

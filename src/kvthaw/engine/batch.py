@@ -211,6 +211,7 @@ class Batch:
         seq = self._seqs.index(None)
         wait_indexed(self.cache.kv.offloaded)  # not for the step under way: the host proceeds to the prompt meanwhile
         self.cache.kv.clear(seq)  # steps also wrote to it while it was empty
+        self.cache.kv.sequences.ends[seq] = request.prompt + request.limit
         request.place(seq, self.model)
         self._seqs[seq] = request
         self._joined.append(request)

@@ -81,7 +81,7 @@ class PromptGraphs:
         if not self._layers:
             self._allocate(self._model.device)
         self._last.zero_()
-        self._places.zero_()  # else those of a longer prompt
+        self._places.zero_()  # a longer prompt had others
         for length in reversed(LENGTHS) if self._capture else ():
             self._run(length)
             self._graphs[length] = self._captured(length)
