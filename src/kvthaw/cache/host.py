@@ -192,7 +192,8 @@ class HostStore:
     def claim(self, seq: int, length: int) -> None:
         """Allocate the blocks for `length` tokens of a sequence. Shared blocks that will be written are copied."""
         blocks = self._blocks[seq]
-        self.allocator.prepare(seq, -(-length // self.block_size) - len(blocks))
+        if (lacking := -(-length // self.block_size) - len(blocks)) > 0:
+            self.allocator.prepare(seq, lacking)
         while len(blocks) * self.block_size < length:
             blocks.append(self.allocator.allocate(seq).share())
             self._touch(seq)

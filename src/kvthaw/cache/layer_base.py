@@ -241,13 +241,14 @@ def take_queries(step: Step, query: Tensor, recent: dict[int, Tensor], most: int
 
     Returns the step's own queries that were kept.
     """
-    last, before = {}, step.tokens - query.shape[2]  # a clone has the last queries only
-    if most is not None and step.packs(query.shape[2]):  # one launch
+    last, before = dict[int, Tensor](), step.tokens - query.shape[2]  # a clone has the last queries only
+    if most is not None and step.packs(query.shape[2]):  # one launch for each number of queries
         parts = {row.seq: query[0, :, max(row.start, row.stop - most) : row.stop] for row in step.rows()}
-        whole = {seq: torch.empty_like(part, memory_format=torch.contiguous_format) for seq, part in parts.items()}
-        torch._foreach_copy_(list(whole.values()), list(parts.values()))
-        recent.update(whole)
-        return whole
+        for width in {part.shape[1] for part in parts.values()}:
+            some = [seq for seq, part in parts.items() if part.shape[1] == width]
+            last.update(zip(some, torch.stack([parts[seq] for seq in some]), strict=True))
+        recent.update(last)
+        return last
     for row in step.rows():
         own = query[row.row, :, max(0, row.start - before) : max(0, row.stop - before)]
         kept = recent[row.seq] = last_queries(recent.get(row.seq), own, row.past, most)

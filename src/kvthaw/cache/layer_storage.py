@@ -441,6 +441,7 @@ def _copy(layers: Sequence[LayerStorage], spans: Sequence[Span]) -> Tensor:
     rows = slabs[0].new_empty((len(slabs), len(spans), heads, n, *tail))
     how: dict[str, Any] = {"sink": one.slab.regions.sink, "ring": one.slab.regions.ring, "format": one.store.format}
     if one.on_gpu:
+        write((store.on_device.changes(store, rows.device) for store in stores), rows.device)  # one copy, not one a layer
         tables = [store.table_on(rows.device) for store in stores]
         freeze(slabs, tables, one.store.block_size, spans, rows, **how)
     else:

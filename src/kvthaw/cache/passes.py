@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, starmap
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.device_lengths import Download
+from kvthaw.cache.device_lengths import Download, upload
 from kvthaw.cache.host import write
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.index_updater import IndexUpdater
@@ -111,18 +112,16 @@ def _store_alike(group: Sequence[tuple[OffloadedLayer, PrefillKV]], rows: Sequen
 
 
 def _hold(layers: Sequence[OffloadedLayer], rows: Sequence[Row], kv: Tensor) -> None:
-    """Write the KV [L, H, n, 2, D] of some sequences to sinks and rings."""
-    slabs, targets, sources = [layer.slab for layer in layers], list[Tensor](), list[Tensor]()
-    regions = slabs[0].regions
+    """Write the KV [L, H, n, 2, D] of some sequences to sinks and rings, in one launch a layer."""
+    slab, found = layers[0].slab, list[tuple[int, int, int]]()  # sequence, slot, place in kv
     for row in rows:
         past, length = row.past, row.length
-        for begin, end in ((past, min(regions.sink, length)), (max(past, regions.first_indexed(length)), length)):
-            at = row.start + begin - past
-            for place, stop in slabs[0].runs(begin, end):
-                targets += [slab.data[row.seq, :, place:stop] for slab in slabs]
-                sources += kv[:, :, at : at + stop - place]
-                at += stop - place
-    torch._foreach_copy_(targets, sources)
+        for begin, end in ((past, min(slab.regions.sink, length)), (max(past, slab.regions.first_indexed(length)), length)):
+            slots = chain.from_iterable(starmap(range, slab.runs(begin, end)))
+            found += [(row.seq, slot, at) for at, slot in enumerate(slots, row.start + begin - past)]
+    seqs, slots, places = upload(list(zip(*found, strict=True)), torch.int64, kv.device)
+    for layer, own in zip(layers, kv.index_select(2, places), strict=True):
+        layer.slab.data.transpose(1, 2)[seqs, slots] = own.transpose(0, 1)
 
 
 def take_over(layer: OffloadedLayer | DenseLayer, other: LayerKV, step: Step, preallocator: BlockPreallocator) -> None:
