@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def scripted(setting: dict[str, Any], told: Forecast) -> int:
     return int(4 * setting["batch"] * 8 * 30 * (rows + 127 * round((1 - setting["hits"]) * rows)))
 
 
+@functools.cache
 def on(gpu: str | None, *, memory: float | None = None, shape: str = "llama-3.1-8b", **asked: Any) -> Forecaster:
     known = None if gpu is None else GPUS[gpu]
     machine = Machine(gpu=known, gpu_memory=None if memory is None else int(memory * GIB), host_memory=asked.pop("host", None))

@@ -69,7 +69,7 @@ def test_requests_get_the_tokens_of_steps_that_are_read_at_once(model: PreTraine
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("method", ["full", "pariskv-plus", "thaw"])
+@pytest.mark.parametrize("method", ["full", "thaw"])
 def test_requests_that_are_given_up_leave_the_others_alone(model: PreTrainedModel, method: str, seed: int) -> None:
     prefix = PrefixCache(host_bytes=1 << 24)
     batch = Batch(model, method, **SIZES, prefix_cache=prefix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import resource
 from pathlib import Path
@@ -318,7 +319,10 @@ def test_queries_are_predicted_by_layers_that_turn_them_alike(name: str) -> None
 
 
 @pytest.mark.slow
-def test_a_compiled_batch_gives_the_same_tokens() -> None:
+def test_a_compiled_batch_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole graphs without machine code, which tests/engine/test_replay.py compiles."""
+    compiled_graph = functools.partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")
+    monkeypatch.setattr("kvthaw.engine.batch.compiled_step", compiled_graph)
     llama, found = build_exact("llama", num_hidden_layers=1), []
     for compiled in (False, True):
         batch = Batch(llama, "oracle", max_seqs=2, capacity=CAPACITY, budget=48, compile=compiled)

@@ -13,8 +13,8 @@ from kvthaw.methods import resolve
 from zoo import build, build_exact, prompt
 
 CAPACITY = 260
-LONG, SHORT, NEW = 150, 40, 60
-INTERVALS = {"prkv": ":interval=24", "prkv-plus": ":interval=24", "snapkv-refreshed": ":refresh=16"}
+LONG, SHORT, NEW = 150, 40, 40
+INTERVALS = {"prkv": ":interval=12", "prkv-plus": ":interval=12", "snapkv-refreshed": ":refresh=8"}
 """So that what recent queries choose is chosen again a few times."""
 
 
@@ -69,7 +69,7 @@ def preempt_and_go_on(model: PreTrainedModel, batch: Batch, ids: torch.Tensor, a
 @pytest.mark.parametrize("method", [name + INTERVALS.get(name, "") for name in METHODS])
 def test_every_method_goes_on_with_its_tokens(model: PreTrainedModel, method: str) -> None:
     ids = prompt(1, LONG, seed=5)[0]
-    request = preempt_and_go_on(model, batch_of(model, method), ids, (2, 11, 30, 41))
+    request = preempt_and_go_on(model, batch_of(model, method), ids, (2, 11, 24, 31))
     assert request.tokens == alone(model, method, ids, NEW)
 
 
@@ -312,7 +312,7 @@ def test_what_waits_on_the_host_gives_way_first(model: PreTrainedModel, monkeypa
     assert low.tokens == alone(model, "quest", prompt(1, LONG)[0], NEW)
 
 
-@pytest.mark.parametrize("method", ["prkv:interval=24", "prkv-plus:interval=24", "h2o", "snapkv-refreshed:refresh=16"])
+@pytest.mark.parametrize("method", ["prkv:interval=12", "prkv-plus:interval=12", "h2o", "snapkv-refreshed:refresh=8"])
 def test_a_step_that_failed_is_not_remembered(model: PreTrainedModel, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half way through it indexes were asked that remember queries. Others decode next: one has given its place back."""
     asked = [(prompt(1, LONG, seed=n)[0], NEW) for n in range(3)]
@@ -323,7 +323,7 @@ def test_a_step_that_failed_is_not_remembered(model: PreTrainedModel, method: st
 
     def short(*given: Any) -> torch.Tensor:
         calls[0] += 1
-        if calls[0] in (5, 16, 27, 60, 90) and len(scheduler.batch.requests) > 1:
+        if calls[0] in (5, 16, 27, 38, 49) and len(scheduler.batch.requests) > 1:
             raise torch.OutOfMemoryError("short")
         return real(*given)
 

@@ -12,11 +12,14 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvthaw.kernels.decode_step import DecodeStep
 
 HEADS, GROUP = 2, 4
 SHARED = {"cuda:89": 99 << 10}
@@ -205,10 +208,11 @@ def batches(dtype: torch.dtype, dim: int) -> None:
         encode.launch_count(into, seqs, starts, stops)
 
 
-def attention(dtype: torch.dtype, dim: int) -> None:
+def attention_steps(dtype: torch.dtype, dim: int) -> Iterator[DecodeStep]:
     """Over a slab and over all keys, few and many."""
-    from kvthaw.kernels import admit, flash_decode, merge
     from kvthaw.kernels.decode_step import DecodeStep
+    from kvthaw.kernels.in_place import Selected
+    from kvthaw.kernels.row_format import E4M3
     from kvthaw.regions import Regions
 
     query, new = empty(2, HEADS * GROUP, dim, dtype=dtype), empty(2, HEADS, dim, dtype=dtype)
@@ -220,12 +224,9 @@ def attention(dtype: torch.dtype, dim: int) -> None:
     }
     for places, mask, regions in ((500, empty(2, HEADS, 100, dtype=torch.bool), Regions(100, 200, 100)), (70_000, None, None)):
         slab = empty(2, HEADS, places, 2, dim, dtype=dtype)
-        flash_decode.flash_decode(DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], visible=mask, regions=regions, **how))
+        yield DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], visible=mask, regions=regions, **how)
     held = empty(2, HEADS, 70_000, 2, dim, dtype=torch.float8_e4m3fn)
-    flash_decode.flash_decode(DecodeStep(query, held[:, :, :, 0], held[:, :, :, 1], **how))
-    from kvthaw.kernels.in_place import Selected
-    from kvthaw.kernels.row_format import E4M3
-
+    yield DecodeStep(query, held[:, :, :, 0], held[:, :, :, 1], **how)
     slab, regions, eight = empty(2, HEADS, 500, 2, dim, dtype=dtype), Regions(100, 200, 100), E4M3(dim, dtype)
     for places, slots, format in (
         (500, None, None),
@@ -236,8 +237,15 @@ def attention(dtype: torch.dtype, dim: int) -> None:
         selected = Selected(empty(2, HEADS, places), slots, empty(2, 8, dtype=torch.int64), 1024, tally, format)
         every = Selected(None, None, selected.table, 1024, None, format, places)
         for each in (selected,) if slots is not None else (selected, every):
-            step = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], regions=regions, selected=each, **how)
-            flash_decode.flash_decode(step)
+            yield DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], regions=regions, selected=each, **how)
+
+
+def attention(dtype: torch.dtype, dim: int) -> None:
+    """Attention, and what stands before and behind it."""
+    from kvthaw.kernels import admit, flash_decode, merge
+
+    for step in attention_steps(dtype, dim):
+        flash_decode.flash_decode(step)
     tables = empty(2, HEADS, 9000), empty(2, HEADS, 101), empty(2, HEADS, 101), empty(4, dtype=torch.int64)
     admit.admit(empty(2, HEADS, 100), *tables)
     placed = admit.Placed(empty(2, 8, dtype=torch.bool), 1024, empty(2, HEADS, 100))
@@ -246,6 +254,17 @@ def attention(dtype: torch.dtype, dim: int) -> None:
     for count in range(1, merge.PARTS + 1):
         merge.launch([(part, lse)] * count, dtype)
     merge.launch([(part.float(), lse), (part, lse)], torch.float32)
+
+
+def large(dtype: torch.dtype, dim: int) -> None:
+    """Attention over rows as they are, alone and beside rows of 8 bits."""
+    from kvthaw.kernels import flash_decode
+
+    for step in attention_steps(dtype, dim):
+        rows = step.selected
+        small = rows is not None and rows.format is not None and rows.format.fp8 and (rows.slots is None) == (rows.rows is None)
+        if small or (rows is None and step.keys.dtype == dtype):
+            flash_decode.flash_decode(step)
 
 
 def chunks(dtype: torch.dtype, dim: int) -> None:
@@ -282,6 +301,7 @@ CASES: dict[str, Callable[[torch.dtype, int], None]] = {
     "moves": moves,
     "codes": codes,
     "elsewhere": elsewhere,
+    "large": large,
     "batches": batches,
     "chunks": chunks,
     "model": model,

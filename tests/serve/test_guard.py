@@ -131,12 +131,12 @@ def test_headers_behind_a_body_are_dropped_and_bounded(own: Served) -> None:
 
 
 def test_half_sent_requests_end_in_time(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
-    monkeypatch.setattr(protocol, "WHOLE_SECONDS", 0.6)
-    monkeypatch.setattr(protocol, "IDLE_SECONDS", 0.6)
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(protocol, "WHOLE_SECONDS", 0.4)
+    monkeypatch.setattr(protocol, "IDLE_SECONDS", 0.4)
     parts = (b"", b"GET / HT", b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
     with serving(*loaded) as served:
-        for part, seconds in zip(parts, (0.3, 0.3, 0.6), strict=True):
+        for part, seconds in zip(parts, (0.2, 0.2, 0.4), strict=True):
             with connected(served) as sock:
                 began = time.monotonic()
                 sock.sendall(part)
@@ -147,11 +147,11 @@ def test_half_sent_requests_end_in_time(loaded: tuple[Any, Any], monkeypatch: py
 
 
 def test_a_body_that_stops_or_trickles_ends_in_time(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "WHOLE_SECONDS", 1.5)
-    monkeypatch.setattr(protocol, "IDLE_SECONDS", 0.4)
+    monkeypatch.setattr(protocol, "WHOLE_SECONDS", 0.9)
+    monkeypatch.setattr(protocol, "IDLE_SECONDS", 0.3)
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     with serving(*loaded) as served:
-        for pause, least in ((9.0, 0.3), (0.1, 1.3)):
+        for pause, least in ((9.0, 0.2), (0.1, 0.8)):
             with connected(served) as sock:
                 began = time.monotonic()
                 sock.sendall(head)

@@ -166,7 +166,7 @@ def test_a_long_answer_is_written_while_others_are_answered(
     monkeypatch.setattr(TokenBytes, "text", slowly)
     body = {"ignore_eos": True, "temperature": 0} | more
     wanted = served.post(path, **body).text
-    slow = 0.003  # a second and more in all
+    slow = 0.002  # more than half a second in all
     with ThreadPoolExecutor() as pool:
         coming, silent = pool.submit(served.post, path, **body), 0.0
         while not coming.done():
@@ -289,12 +289,12 @@ def test_the_command_ends_while_it_reads_a_document(tmp_path: Path, monkeypatch:
 def test_freed_memory_is_released_once_after_work(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     released = list[threading.Thread]()  # by the threads of all servers of this process
     monkeypatch.setattr(worker, "release_freed_memory", lambda: released.append(threading.current_thread()))
-    monkeypatch.setattr(worker, "_IDLE", 0.3)
+    monkeypatch.setattr(worker, "_IDLE", 0.1)
     with serving(*loaded) as served:
         served.post("/v1/completions", prompt="Hi", max_tokens=3)
         own = served.service.worker._thread
         until(lambda: released.count(own) == 1)
-        time.sleep(1)
+        time.sleep(0.4)
         assert released.count(own) == 1
         served.post("/v1/completions", prompt="Hi", max_tokens=3)
         until(lambda: released.count(own) == 2)

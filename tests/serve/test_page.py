@@ -139,6 +139,7 @@ def test_steps_of_others_come_between_those_of_a_run(served: Served, monkeypatch
         for _ in range(3):
             assert served.post("/v1/completions", prompt="Hi", max_tokens=2).status_code == 200
         assert len(taken) < 29, "the first run has not ended"
+        monkeypatch.undo()
         assert runs[0].result().text == runs[1].result().text
 
 
@@ -168,6 +169,7 @@ def test_a_run_ends_where_its_client_leaves(served: Served, monkeypatch: pytest.
         served.http.post(path, json={"method": "quest", "budget": 128}, timeout=0.7)
     until(lambda: not served.service.busy)
     assert 0 < len(taken) < 30
+    monkeypatch.undo()
     assert served.post(path, budget=64).status_code == 200
 
 

@@ -85,7 +85,7 @@ def test_what_is_wrong_with_a_large_body_is_said_as_of_a_small_one(served: Serve
 def test_others_are_answered_while_large_bodies_come(served: Served) -> None:
     """Of as many as hold the interpreter all of the time without a limit."""
     many = most_values(served.service) // 3
-    text, ends = json.dumps({"messages": [{}] * many}), time.monotonic() + 2
+    text, ends = json.dumps({"messages": [{}] * many}), time.monotonic() + 1
     said: list[int] = []
 
     def send() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,14 @@ def dry_run(
     kv, layers: the cache's.
     pinned: whether rows on the host are pinned.
     """
-    tensors = partial(_tensors, model, batch, prompt)
+    config, made = model.config.get_text_config(decoder=True), dict[int, tuple[Tensor, Tensor]]()
+
+    def tensors(layer: int) -> tuple[Tensor, Tensor]:
+        own = of_layer(config, layer)
+        if id(own) not in made:
+            made[id(own)] = _tensors(model, own, batch, prompt)
+        return made[id(own)]
+
     needs = cache_dry_run.dry_run(kv, tensors, batch, prompt, new_tokens, pinned=pinned)
     windows = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
     for layer in windows:
@@ -36,10 +42,9 @@ def dry_run(
     return replace(needs, windows=sum(layer.keys.nbytes + layer.values.nbytes for layer in windows))
 
 
-def _tensors(model: PreTrainedModel, batch: int, tokens: int, layer: int) -> tuple[Tensor, Tensor]:
-    """Return a layer's query and key, of this process's heads, on the meta device."""
-    config, processes = of_layer(model.config.get_text_config(decoder=True), layer), ranks(model)
-    q_heads = config.num_attention_heads
+def _tensors(model: PreTrainedModel, config: Any, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the query and key of a layer of a config, of this process's heads, on the meta device."""
+    processes, q_heads = ranks(model), config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or q_heads
     query, key = (
         torch.empty(batch, n // processes.all_heads(1), tokens, head_dim(config), dtype=model.dtype, device="meta")
