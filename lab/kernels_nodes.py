@@ -67,7 +67,7 @@ def check(index: NodeIndex, query: Tensor, scores: Tensor, field: Tensor, true: 
     agree(scores[want > -torch.inf], want[want > -torch.inf], "node scores", 1e-3)
     wider, _ = choose(want, index.stops, order, index.counts, first=SINK, budget=index.width, policy="max")
     demand((other := differing(field, wider)) <= 64, f"the field of view: {other} rows of a head differ from the definition's")
-    here = definition(query, store.table_on(query.device), store.block_size, field)
+    here = definition(query, store.table.on(query.device), store.block_size, field)
     agree(true[here > -torch.inf], here[here > -torch.inf], "true scores", 1e-3)
     best, counts = topk(Estimates(here), field, index.wanted, ROWS, 0, SCALE, "max")
     found = index.select(query, ROWS)
@@ -87,7 +87,7 @@ def select_time(tokens: int, field: int, seqs: int = 1) -> dict[str, Any]:
     pairs = [(twins[i % len(twins)], query) for i, query in enumerate(asked)]
     store, order = index.context.store, index.order
     assert order is not None
-    table, run = store.table_on(device), run_length(index.width, ROWS) or TILE
+    table, run = store.table.on(device), run_length(index.width, ROWS) or TILE
     how: dict[str, Any] = {"first": SINK, "budget": index.width, "policy": "max"}
 
     def scored(one: NodeIndex, query: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ def stage(
     paged: dict[Layout, Tensor] = {"HND": rewritten(store, mixed, "HND"), "NHD": rewritten(store, mixed, "NHD")}
     slab = Slab(1, heads, dim, Regions(0, 1, 1), wanted * PAGE, dtype=dtype, device=device)
     staging = torch.empty((heads, wanted, PAGE, 2, dim), dtype=dtype, pin_memory=pinned)
-    tables = {"rows": store.table(), "pages": torch.tensor([[paged["HND"].data_ptr()]])}
+    tables = {"rows": store.table.on_cpu(), "pages": torch.tensor([[paged["HND"].data_ptr()]])}
     return Stage(store, mixed, paged, slab, staging, {name: table.to(device) for name, table in tables.items()})
 
 
@@ -93,7 +93,7 @@ def rewritten(store: HostStore, order: Tensor, layout: Layout) -> Tensor:
     pages = -(-tokens // PAGE)
     padded = torch.cat((order, order[:, -1:].expand(-1, pages * PAGE - tokens)), dim=1).int().contiguous()
     rows = torch.empty((heads, pages, PAGE, 2, store.head_dim), dtype=store.dtype, pin_memory=store.pinned)
-    gather_rows(store.table()[:1], store.block_size, padded[None], rows.view(-1, 2, store.head_dim))
+    gather_rows(store.table.on_cpu()[:1], store.block_size, padded[None], rows.view(-1, 2, store.head_dim))
     if layout == "HND":
         return rows
     rows = rows.permute(1, 2, 3, 0, 4)

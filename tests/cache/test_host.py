@@ -85,9 +85,9 @@ class Stores(RuleBasedStateMachine):
     @rule(pair=stores, data=st.data())
     def take_spare(self, pair: tuple[HostStore, Lists], data: st.DataObject) -> None:
         store, _ = pair
-        version = store.version
+        version = store.table.version
         store.allocator.preallocate(data.draw(st.integers(0, store.seqs - 1)))
-        assert store.version == version
+        assert store.table.version == version
 
     @rule(target=stores, pair=stores)
     def copied(self, pair: tuple[HostStore, Lists]) -> tuple[HostStore, Lists]:
@@ -102,12 +102,12 @@ class Stores(RuleBasedStateMachine):
     def stores_say_what_the_lists_say(self) -> None:
         for store, lists in self.known:
             assert [store.length(seq) for seq in range(store.seqs)] == [len(seq) for seq in lists.seqs]
-            table = store.table()
+            table = store.table.on_cpu()
             for seq, numbers in enumerate(lists.seqs):
                 assert torch.equal(store.read(seq, 0, len(numbers)), rows(numbers))
                 middle = slice(len(numbers) // 3, 2 * len(numbers) // 3)
                 assert torch.equal(store.read(seq, middle.start, middle.stop), rows(numbers[middle]))
-                addresses = store.addresses(seq)
+                addresses = store.table.row(seq)
                 assert torch.equal(table[seq, : len(addresses)], addresses)
                 assert (table[seq, len(addresses) :] == 0).all()
                 assert len(addresses) * BLOCK_SIZE == store.reserved(seq) >= len(numbers)
@@ -115,7 +115,7 @@ class Stores(RuleBasedStateMachine):
     @invariant()
     def a_spare_is_one_seqs_own(self) -> None:
         spares = [spare.place[0] for store, _ in self.known for spare in store.allocator.ahead.values()]
-        used = {int(at) for store, _ in self.known for seq in range(store.seqs) for at in store.addresses(seq)}
+        used = {int(at) for store, _ in self.known for seq in range(store.seqs) for at in store.table.row(seq)}
         assert len(set(spares)) == len(spares)
         assert not used & set(spares)
         assert all(seq < store.seqs for store, _ in self.known for seq in store.allocator.ahead)
@@ -132,11 +132,11 @@ def test_prefixes_are_shared_until_one_writes() -> None:
     assert one == 3 * BLOCK_SIZE * HEADS * store.row_bytes
     store.reorder([0, 0, 0])
     assert store.nbytes() == one
-    version = store.version
+    version = store.table.version
     store.append(1, rows([50]))
     assert store.nbytes() == one + BLOCK_SIZE * HEADS * store.row_bytes, "only the block that is written into is copied"
-    assert store.version > version
-    assert torch.equal(store.addresses(0)[:2], store.addresses(1)[:2])
+    assert store.table.version > version
+    assert torch.equal(store.table.row(0)[:2], store.table.row(1)[:2])
     assert torch.equal(store.read(0, 0, 10), store.read(2, 0, 10))
     assert torch.equal(store.read(1, 0, 11), rows([*range(10), 50]))
 
@@ -145,7 +145,7 @@ def test_a_copy_shares_and_is_independent() -> None:
     store = HostStore(1, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
     store.append(0, rows(list(range(6))))
     twin = copy.deepcopy(store)
-    assert torch.equal(store.addresses(0), twin.addresses(0))
+    assert torch.equal(store.table.row(0), twin.table.row(0))
     twin.append(0, rows([70]))
     store.append(0, rows([80]))
     assert torch.equal(twin.read(0, 0, 7), rows([*range(6), 70]))
@@ -159,7 +159,7 @@ def test_a_row_lies_where_the_addresses_say(dtype: torch.dtype) -> None:
     store.append(1, data)
     assert store.row_bytes == 2 * 8 * dtype.itemsize
     for h, t in ((0, 0), (2, 4), (1, 5), (2, 12)):
-        address = int(store.addresses(1)[t // 5]) + (h * 5 + t % 5) * store.row_bytes
+        address = int(store.table.row(1)[t // 5]) + (h * 5 + t % 5) * store.row_bytes
         raw = ctypes.string_at(address, store.row_bytes)
         assert torch.equal(torch.frombuffer(bytearray(raw), dtype=dtype).reshape(2, 8), data[h, t])
 
@@ -210,16 +210,16 @@ def test_a_store_shares_the_rows_of_another_until_either_writes() -> None:
     first.append(0, rows([1, 2, 3, 4, 5, 6]))
     first.append(1, rows([7]))
     second.append(0, rows([9, 9]))
-    version = second.version
+    version = second.table.version
     second.share(first)
-    assert second.version > version
+    assert second.table.version > version
     assert [second.length(seq) for seq in range(second.seqs)] == [6, 1]
-    assert second.addresses(0).tolist() == first.addresses(0).tolist()
+    assert second.table.row(0).tolist() == first.table.row(0).tolist()
     second.append(0, rows([8]))
     assert torch.equal(second.read(0, 0, 7), rows([1, 2, 3, 4, 5, 6, 8]))
     assert torch.equal(first.read(0, 0, 6), rows([1, 2, 3, 4, 5, 6]))
-    assert second.addresses(0)[0] == first.addresses(0)[0]
-    assert second.addresses(0)[1] != first.addresses(0)[1]
+    assert second.table.row(0)[0] == first.table.row(0)[0]
+    assert second.table.row(0)[1] != first.table.row(0)[1]
     first.append(1, rows([10]))
     assert torch.equal(second.read(1, 0, 1), rows([7]))
 
@@ -229,7 +229,7 @@ def test_room_for_rows_that_a_kernel_writes_is_in_blocks_of_ones_own() -> None:
     store.append(0, rows(list(range(BLOCK_SIZE + 2))))
     store.reorder([0, 0])
     store.claim(0, BLOCK_SIZE + 3)
-    (whole, part), (others, other) = store.addresses(0).tolist(), store.addresses(1).tolist()
+    (whole, part), (others, other) = store.table.row(0).tolist(), store.table.row(1).tolist()
     assert whole == others
     assert part != other
 

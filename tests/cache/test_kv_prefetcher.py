@@ -63,7 +63,7 @@ def test_blocks_are_brought_as_they_lie(kv_dtype: Any, span: tuple[int, int], de
         for block in (store.blocks(1)[i] for i in some):
             block.data, block.on_device = block.data.to(device), True
             block.place = block.data.data_ptr(), False
-        store._touch(1)
+        store.table.changed(1)
         place = torch.zeros(10 * size, dtype=torch.uint8, device=device)
         addresses = place.data_ptr() + torch.arange(0, 10 * size, size, device=device)
         bring_blocks(store, 1, *span, place)

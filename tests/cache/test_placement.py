@@ -137,9 +137,9 @@ class Spilling(RuleBasedStateMachine):
     def tables_say_where_blocks_lie(self) -> None:
         for layer in self.cache.offloaded if hasattr(self, "cache") else ():
             store = layer.store
-            table = store.table_on(torch.device("cpu"))
+            table = store.table.on(torch.device("cpu"))
             for seq in range(store.seqs):
-                addresses = store.addresses(seq)
+                addresses = store.table.row(seq)
                 assert torch.equal(table[seq, : len(addresses)], addresses)
 
 
@@ -162,7 +162,7 @@ def test_a_prompt_tells_the_device_where_its_blocks_are() -> None:
     cache, tokens = make(device_memory="1MiB"), Tokens()
     take(cache, tokens.draw(2, 40))
     for layer in cache.offloaded:
-        written, table = layer.store.table(), layer.store.on_device.table
+        written, table = layer.store.table.on_cpu(), layer.store.table.addresses
         assert table is not None
         torch.testing.assert_close(table[:, : written.shape[1]], written)
 
@@ -229,10 +229,10 @@ def test_replayed_steps_find_blocks_that_moved(monkeypatch: pytest.MonkeyPatch) 
     class Reads(StandIn):
         def replay(self) -> None:
             for store in (layer.store for layer in cache.offloaded):
-                table = store.on_device.table
+                table = store.table.addresses
                 assert table is not None
-                assert torch.equal(table[:, : store.table().shape[1]], store.table())
-                assert torch.equal(store.on_device.on_host[:, : store.on_host().shape[1]], store.on_host())
+                assert torch.equal(table[:, : store.table.on_cpu().shape[1]], store.table.on_cpu())
+                assert torch.equal(store.table.on_host[:, : store.table.which_on_host().shape[1]], store.table.which_on_host())
 
     captured_by(monkeypatch, Reads)
     of: Any = ModelCache(kv=cache)

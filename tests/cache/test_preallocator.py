@@ -114,7 +114,7 @@ def test_no_step_takes_more_than_two_blocks(
     blocks = Blocks(monkeypatch)
     ahead = Stack(monkeypatch, pads=pads, replayed=replayed)
     counts = taken(ahead, blocks, steps)
-    needed = sum(len(store.addresses(seq)) for store in ahead.stores for seq in range(SEQS))
+    needed = sum(len(store.table.row(seq)) for store in ahead.stores for seq in range(SEQS))
     with monkeypatch.context() as patch:
         patch.setattr(KVCache, "after_step", lambda self: None)
         late = Stack(monkeypatch, pads=pads, replayed=replayed)
@@ -122,8 +122,8 @@ def test_no_step_takes_more_than_two_blocks(
     assert max(late_counts) == burst
     assert max(counts) <= 2
     assert sum(counts) == sum(late_counts) + ahead.spares()
-    assert needed == sum(len(store.addresses(seq)) for store in late.stores for seq in range(SEQS))
-    assert [store.version for store in ahead.stores] == [store.version for store in late.stores]
+    assert needed == sum(len(store.table.row(seq)) for store in late.stores for seq in range(SEQS))
+    assert [store.table.version for store in ahead.stores] == [store.table.version for store in late.stores]
 
 
 def test_one_row_takes_one_at_a_time_and_not_long_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_idle_sequences_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = Stack(monkeypatch, block_size=64, layers=20, replayed=True)  # of which there are so many that turns are far apart
     idle.kv.clear(1)
     taken(idle, blocks, 100)
-    assert all(len(store.addresses(1)) == 0 and 1 not in store.allocator.ahead for store in idle.stores)
+    assert all(len(store.table.row(1)) == 0 and 1 not in store.allocator.ahead for store in idle.stores)
 
 
 @pytest.mark.parametrize("replayed", [True, False])
@@ -178,11 +178,11 @@ def test_a_store_takes_one_and_gives_it_when_it_is_needed(monkeypatch: pytest.Mo
     store = HostStore(2, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
     rows = torch.randn(HEADS, 40, 2, DIM)
     store.append(0, rows[:, :10])
-    size, version, table = store.nbytes(), store.version, store.table()
+    size, version, table = store.nbytes(), store.table.version, store.table.on_cpu()
     for _ in range(2):
         store.allocator.preallocate(0)
     assert (blocks.given, store.nbytes(0), store.nbytes()) == (2, size, 2 * size)
-    assert (store.version, store.table()) == (version, table)
+    assert (store.table.version, store.table.on_cpu()) == (version, table)
     store.append(0, rows[:, 10:20])
     assert (blocks.given, store.nbytes()) == (2, 2 * size)
     assert torch.equal(store.read(0, 0, 20), rows[:, :20])

@@ -75,7 +75,7 @@ def test_a_long_chunk_brings_the_addresses_of_all_layers_by_one_copy(monkeypatch
         return torch.tensor(numbers, dtype=dtype, device=device)
 
     monkeypatch.setattr(passes, "SHORT", 0)
-    monkeypatch.setattr("kvthaw.cache.host.upload", upload)
+    monkeypatch.setattr("kvthaw.cache.block_table.upload", upload)
     model = build("llama", num_hidden_layers=5)
     some: dict[str, Any] = {"budget": 48, "dense_layers": 0, "block_size": 16, "full_below": 200}
     device = 5 * 1200 * 2 * model.config.num_key_value_heads * model.config.head_dim * model.dtype.itemsize  # of 3 * 500 tokens
@@ -87,7 +87,7 @@ def test_a_long_chunk_brings_the_addresses_of_all_layers_by_one_copy(monkeypatch
     assert len(sent) == 2
     for layer in batch.cache.kv.offloaded:
         blocks = [block.data.data_ptr() for block in layer.store.blocks(0)]
-        table = layer.store.on_device.table
+        table = layer.store.table.addresses
         assert table is not None
         assert table[0, : len(blocks)].tolist() == blocks
 

@@ -368,7 +368,7 @@ def test_forks_of_a_dense_cache_share_what_was_offloaded_for_the_first(llama: Pr
     assert held == 80 / 90 * base.stats().kv_dense_bytes
     for mine, theirs in zip(first.kv.offloaded, second.kv.offloaded, strict=True):
         for seq in range(2):
-            same = mine.store.addresses(seq) == theirs.store.addresses(seq)
+            same = mine.store.table.row(seq) == theirs.store.table.row(seq)
             assert same.tolist() == [True] * 5 + [False]
     decode(llama, first, more)
     fresh = kvthaw.Cache(llama, "quest", budget=TIGHT, block_size=16)
@@ -419,7 +419,7 @@ def test_an_index_that_serves_any_budget_is_not_built_again(
         assert fork.settings.budget == budget
     for mine, theirs in zip(fork.kv.offloaded, first.kv.offloaded, strict=True):
         held = theirs.store.reserved(0)
-        assert mine.store.addresses(0)[0] == theirs.store.addresses(0)[0], "rows are shared"
+        assert mine.store.table.row(0)[0] == theirs.store.table.row(0)[0], "rows are shared"
         mine.store.claim(0, held + 1)
         assert theirs.store.reserved(0) == held, "what comes to a fork is its own"
     others = (  # of other regions; of more tokens than the prompt's; of a method made again, which may have other options

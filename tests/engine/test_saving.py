@@ -77,7 +77,7 @@ def test_blocks_lie_where_those_of_a_prompt_would(
     llama(saved[1], past_key_values=prefilled)
     loaded = Cache.load(saved[0], llama, "oracle", device_memory=room, **SETTINGS)
     for layer in (*prefilled.kv.offloaded, *loaded.kv.offloaded):
-        assert layer.store.on_host()[0, :5].tolist() == [False] * near + [True] * (5 - near)
+        assert layer.store.table.which_on_host()[0, :5].tolist() == [False] * near + [True] * (5 - near)
     assert torch.equal(decode(llama, loaded, token), decode(llama, prefilled, token))
 
 

@@ -546,7 +546,7 @@ def tree_of(index: TreeIndex, seq: int, head: int) -> DciTree:
 def check_trees(index: TreeIndex, *, nearest: bool = False) -> None:
     """Raise AssertionError where a tree of an index is not one. nearest: as after build(), every parent is the nearest there is."""
     seqs = range(index.context.store.seqs)
-    bases = index.context.store.table()[: len(seqs)].contiguous()
+    bases = index.context.store.table.on_cpu()[: len(seqs)].contiguous()
     wrong = index.forest.check(bases.data_ptr(), bases.shape[1])
     assert not wrong, wrong
     for seq in seqs:

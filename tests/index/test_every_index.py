@@ -120,7 +120,7 @@ def test_selecting_from_a_captured_graph(make: Make, device: torch.device) -> No
     for step in range(1, 12):
         seqs.deferred.flush()  # as the cache does between captured steps
         seqs.index.join()
-        seqs.store.table_on(device)
+        seqs.store.table.on(device)
         query.copy_(seqs.query(step))
         selection.rows.fill_(-9)
         graph.replay()

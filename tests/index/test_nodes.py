@@ -132,7 +132,7 @@ def test_the_kernels_choose_the_same(device: torch.device) -> None:
     rows, _ = launch_choice(scores, parts, index.stops, index.order, index.counts, **how)  # type: ignore[arg-type]
     run = run_length(TILE, 20)
     assert run is not None
-    table = seqs.store.table().to(device)
+    table = seqs.store.table.on_cpu().to(device)
     true = launch(query, table, seqs.store.block_size, rows, index.wanted, scale=scale, run=run)
     found, counts = topk(true, rows, index.wanted, 20, 0, scale, "max")
     assert (counts == 20).all()

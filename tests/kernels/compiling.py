@@ -241,7 +241,7 @@ def attention_steps(dtype: torch.dtype, dim: int) -> Iterator[DecodeStep]:
 
 
 def attention(dtype: torch.dtype, dim: int) -> None:
-    """Attention, and what stands before and behind it."""
+    """Launch attention, and the kernels that run before and after it."""
     from kvthaw.kernels import admit, flash_decode, merge
 
     for step in attention_steps(dtype, dim):
@@ -257,7 +257,7 @@ def attention(dtype: torch.dtype, dim: int) -> None:
 
 
 def large(dtype: torch.dtype, dim: int) -> None:
-    """Attention over rows as they are, alone and beside rows of 8 bits."""
+    """Attention over rows of the slab, alone and together with rows of 8 bits."""
     from kvthaw.kernels import flash_decode
 
     for step in attention_steps(dtype, dim):

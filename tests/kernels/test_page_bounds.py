@@ -96,7 +96,7 @@ def test_keys_stream_from_any_blocks(
         if path == "store":
             store.copy_keys([1], start, part[None])
         else:
-            stream_keys.stream_keys(store.addresses(1)[None].to(device), 16, start, part[None])
+            stream_keys.stream_keys(store.table.row(1)[None].to(device), 16, start, part[None])
         assert torch.equal(part.cpu(), rows[:, start:stop, 0])
         assert not out[:, stop - start :].any()
 
@@ -115,7 +115,7 @@ def test_keys_of_several_sequences_are_copied_at_once(path: str, device: torch.d
         with pytest.raises(IndexError, match=r"rows 6..71 of sequence 0, which holds 70"):
             store.copy_keys(which, 6, out)
     else:
-        stream_keys.stream_keys(store.table()[which].to(device), 16, 5, out)
+        stream_keys.stream_keys(store.table.on_cpu()[which].to(device), 16, 5, out)
     for own, seq in zip(out, which, strict=True):
         assert torch.equal(own.cpu(), rows[seq][:, 5:70, 0])
     assert not whole[:, :, :4].any()
@@ -128,7 +128,7 @@ def test_rows_stream_from_any_blocks(dim: int, dtype: torch.dtype, device: torch
     store = HostStore(2, 3, dim, dtype, block_size=16, pinned=device.type == "cuda")
     rows = torch.randn(3, 70, 2, dim).to(dtype)
     store.append(1, rows)
-    table = store.table().to(device)[1]
+    table = store.table.on_cpu().to(device)[1]
     for start, stop in [(0, 70), (5, 6), (15, 50), (9, 9)]:
         out = torch.zeros(3, stop - start + 4, 2, dim, dtype=dtype, device=device)
         stream_keys.stream_rows(table, 16, start, out[:, : stop - start])

@@ -115,12 +115,12 @@ def test_fetched_and_streamed(dim: int, dtype: torch.dtype, device: torch.device
     fetch, slots = fetch.to(device), torch.arange(7, dtype=torch.int32, device=device).expand(3, HEADS, -1).contiguous()
     found, expected = (poisoned(3, HEADS, 4 + 7, 2, dim, dtype=dtype).to(device) for _ in range(2))
     for host, slab in ((eight, found), (full, expected)):
-        uva_gather(host.table().to(device), 16, slab, fetch, slots, 4, None, host.format)
+        uva_gather(host.table.on_cpu().to(device), 16, slab, fetch, slots, 4, None, host.format)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert found.isnan().any(), "what was not asked for is left as it was"
 
     keys = poisoned(HEADS, 20, dim, dtype=dtype).to(device)
-    stream_keys(eight.addresses(0)[None].to(device), 16, 11, keys[None], eight.format)
+    stream_keys(eight.table.row(0)[None].to(device), 16, 11, keys[None], eight.format)
     assert torch.equal(keys.cpu(), full.read(0, 11, 31)[:, :, 0])
 
 
@@ -134,9 +134,11 @@ def test_scored(dim: int, dtype: torch.dtype, device: torch.device, monkeypatch:
         rows[seq, :, :length] = torch.stack([torch.randperm(length) for _ in range(HEADS)]).int()
     rows, wanted = rows.to(device), torch.tensor(LENGTHS, dtype=torch.int32, device=device)
     query = torch.randn(3, 2 * HEADS, dim, device=device).to(dtype)
-    true = stored_scores.definition(query, full.table(), 16, rows)
-    assert torch.equal(stored_scores.definition(query, eight.table(), 16, rows, eight.format), true)
-    made = stored_scores.launch(query, eight.table().to(device), 16, rows, wanted, scale=0.3, run=16, format=eight.format)
+    true = stored_scores.definition(query, full.table.on_cpu(), 16, rows)
+    assert torch.equal(stored_scores.definition(query, eight.table.on_cpu(), 16, rows, eight.format), true)
+    made = stored_scores.launch(
+        query, eight.table.on_cpu().to(device), 16, rows, wanted, scale=0.3, run=16, format=eight.format
+    )
     for seq, length in enumerate(LENGTHS):
         torch.testing.assert_close(made.scores[seq, :, :, :length], true[seq, :, :, :length], rtol=1e-4, atol=1e-4)
 

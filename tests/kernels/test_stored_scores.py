@@ -46,7 +46,7 @@ def test_scores_are_products_of_the_stored_keys(
     store = stored(lengths, heads, dim, dtype)
     rows, wanted = some_rows(lengths, heads, TILE)
     query = torch.randn(len(lengths), heads * group, dim).to(dtype)
-    found = stored_scores.definition(query.to(device), store.table(), 16, rows.to(device)).cpu()
+    found = stored_scores.definition(query.to(device), store.table.on_cpu(), 16, rows.to(device)).cpu()
     for b, n in enumerate(wanted.tolist()):
         keys = store.read(b, 0, lengths[b])[:, :, 0].double()
         for h in range(heads):
@@ -74,8 +74,8 @@ def test_the_kernel_is_the_definition(
     store = stored(lengths, heads, dim, dtype)
     rows, wanted = (t.to(device) for t in some_rows(lengths, heads, width))
     query = torch.randn(len(lengths), heads * group, dim).to(dtype).to(device)
-    expected = stored_scores.definition(query, store.table(), 16, rows)
-    made = stored_scores.launch(query, store.table().to(device), 16, rows, wanted, scale=0.3, run=run)
+    expected = stored_scores.definition(query, store.table.on_cpu(), 16, rows)
+    made = stored_scores.launch(query, store.table.on_cpu().to(device), 16, rows, wanted, scale=0.3, run=run)
     assert made.parts is not None
     assert made.peaks is not None
     for b, n in enumerate(wanted.tolist()):
@@ -91,7 +91,7 @@ def test_the_kernel_is_the_definition(
 def test_layout_is_checked(device: torch.device) -> None:
     store = stored([40], 2, 64, torch.float32)
     rows, wanted = (t.to(device) for t in some_rows([40], 2, TILE))
-    query, table = torch.randn(1, 4, 64, device=device), store.table().to(device)
+    query, table = torch.randn(1, 4, 64, device=device), store.table.on_cpu().to(device)
     for bad in (
         (query, table.int(), 16, rows, wanted),
         (query, table, 16, rows.long(), wanted),

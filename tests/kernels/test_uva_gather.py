@@ -44,9 +44,9 @@ def test_against_the_definition(head_dim: int, dtype: torch.dtype, device: torch
     found, expected = (poisoned(3, heads, offset + slots, 2, head_dim, dtype=dtype).to(device) for _ in range(2))
     tables = [list(host.read(seq, 0, length).split(16, dim=1)) for seq, length in enumerate(lengths)]
     definition(tables, 16, expected, fetch, places, offset)
-    on_host, counters = torch.rand(host.table().shape) < 0.5, torch.zeros(COUNTERS, dtype=torch.int64, device=device)
+    on_host, counters = torch.rand(host.table.on_cpu().shape) < 0.5, torch.zeros(COUNTERS, dtype=torch.int64, device=device)
     rows = fetch.to(device), places.to(device)
-    uva_gather(host.table().to(device), 16, found, *rows, offset, (on_host.to(device), counters))
+    uva_gather(host.table.on_cpu().to(device), 16, found, *rows, offset, (on_host.to(device), counters))
     assert counters.sum() == crossing(on_host, 16, fetch).sum() > 0
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert expected.isnan().any(), "what was not asked for is left as it was"
@@ -63,8 +63,8 @@ def test_programs_of_many_rows(dtype: torch.dtype, device: torch.device, monkeyp
     for programs in (1 << 14, 20, 1):  # of one row, of four and of sixteen, 54 in all
         monkeypatch.setattr(op, "PROGRAMS", programs)
         slab, counters = poisoned(2, heads, slots, 2, 64, dtype=dtype).to(device), torch.zeros(COUNTERS, dtype=torch.int64)
-        there = torch.ones(host.table().shape, dtype=torch.bool, device=device), counters.to(device)
-        uva_gather(host.table().to(device), 16, slab, fetch, places, 0, there)
+        there = torch.ones(host.table.on_cpu().shape, dtype=torch.bool, device=device), counters.to(device)
+        uva_gather(host.table.on_cpu().to(device), 16, slab, fetch, places, 0, there)
         assert there[1].sum() == (fetch >= 0).sum()
         found.append(slab)
     for other in found[1:]:
@@ -75,14 +75,14 @@ def test_nothing_to_fetch(device: torch.device) -> None:
     host = store(64, torch.float32, 16, [20])
     slab = poisoned(1, 3, 5, 2, 64).to(device)
     nothing = torch.full((1, 3, 4), -1, dtype=torch.int32, device=device)
-    uva_gather(host.table().to(device), 16, slab, nothing, nothing, 0)
+    uva_gather(host.table.on_cpu().to(device), 16, slab, nothing, nothing, 0)
     assert slab.isnan().all()
 
 
 def test_layout_is_checked(device: torch.device) -> None:
     host = store(64, torch.float32, 16, [20])
     slab, rows = torch.zeros(1, 3, 5, 2, 64, device=device), torch.zeros(1, 3, 4, dtype=torch.int32, device=device)
-    table = host.table().to(device)
+    table = host.table.on_cpu().to(device)
     for bad in (
         (table, 16, slab.transpose(1, 2), rows, rows, 0),
         (table, 16, slab, rows.long(), rows, 0),

@@ -68,12 +68,12 @@ def test_layers_share_the_host_and_decode_as_with_rows_of_their_own(llama: PreTr
     own, shared = (Cache(llama, "icecache-digest", budget=64, block_size=32) for _ in range(2))
     fill(own, lambda _: drawn(llama, 0, 160, 0), batch=2)
     fill(shared, lambda _: tokens, batch=2, shared=True)
-    addresses = [kv.store.addresses(seq).tolist() for kv in shared.kv.offloaded for seq in range(2)]
+    addresses = [kv.store.table.row(seq).tolist() for kv in shared.kv.offloaded for seq in range(2)]
     assert all(one == addresses[0] for one in addresses)
-    apart = [kv.store.addresses(0).tolist() for kv in own.kv.offloaded]
+    apart = [kv.store.table.row(0).tolist() for kv in own.kv.offloaded]
     assert apart[0] != apart[1]
     torch.testing.assert_close(_steps(llama, shared, 2), _steps(llama, own, 2))
-    assert shared.kv.offloaded[0].store.addresses(0)[-1] != shared.kv.offloaded[1].store.addresses(0)[-1]  # what came since
+    assert shared.kv.offloaded[0].store.table.row(0)[-1] != shared.kv.offloaded[1].store.table.row(0)[-1]  # what came since
 
 
 def test_drawn_tokens_are_seeded_and_differ_by_layer(llama: PreTrainedModel) -> None:
@@ -89,11 +89,11 @@ def test_host_memory_of_coming_tokens_is_taken_before_they_come(llama: PreTraine
     cache = Cache(llama, "quest", budget=64, block_size=32)
     tokens = drawn(llama, 0, 160, 0)
     fill(cache, lambda _: tokens, batch=2, shared=shared, coming=40)
-    before = [(kv.store.addresses(seq).tolist(), kv.store.length(seq)) for kv in cache.kv.offloaded for seq in range(2)]
+    before = [(kv.store.table.row(seq).tolist(), kv.store.length(seq)) for kv in cache.kv.offloaded for seq in range(2)]
     new = [at for addresses, _ in before for at in addresses[5:]]
     assert len(new) == len(set(new)) == 2 * len(before)
     _steps(llama, cache, 2)
-    after = [(kv.store.addresses(seq).tolist(), kv.store.length(seq)) for kv in cache.kv.offloaded for seq in range(2)]
+    after = [(kv.store.table.row(seq).tolist(), kv.store.length(seq)) for kv in cache.kv.offloaded for seq in range(2)]
     assert all(then[0] == now[0] and then[1] < now[1] for then, now in zip(before, after, strict=True))
 
 

@@ -140,38 +140,38 @@ def test_gather_rows(dtype: torch.dtype, threads: int) -> None:
             rows[seq] = torch.where(torch.rand(heads, width, generator=g) < 0.4, drawn, -1)
     wanted = int((rows >= 0).sum())
     out = torch.full((wanted + 2, 2, dim), float("nan"), dtype=dtype)
-    count, where = gather_rows(store.table(), store.block_size, rows, out, threads=threads)
+    count, where = gather_rows(store.table.on_cpu(), store.block_size, rows, out, threads=threads)
     assert count == wanted
     assert torch.equal(where, (rows.flatten() >= 0).nonzero()[:, 0])
     for i, flat in enumerate(where.tolist()):
         seq, head, row = flat // (heads * width), flat // width % heads, int(rows.flatten()[flat])
         assert torch.equal(out[i], store.read(seq, row, row + 1)[head, 0])
     assert out[wanted:].isnan().all()
-    assert gather_rows(store.table(), store.block_size, torch.full_like(rows, -1), out)[0] == 0
+    assert gather_rows(store.table.on_cpu(), store.block_size, torch.full_like(rows, -1), out)[0] == 0
 
 
 def test_bad_tensors_are_refused() -> None:
     store = make_store([50], 1, 64, torch.float32)
     rows = torch.arange(8, dtype=torch.int32)[None, None]
     with pytest.raises(ValueError, match="room for 7 rows; 8 are wanted"):
-        gather_rows(store.table(), store.block_size, rows, torch.empty(7, 2, 64))
+        gather_rows(store.table.on_cpu(), store.block_size, rows, torch.empty(7, 2, 64))
     with pytest.raises(ValueError, match=r"rows is torch\.int64"):
-        gather_rows(store.table(), store.block_size, rows.long(), torch.empty(8, 2, 64))
+        gather_rows(store.table.on_cpu(), store.block_size, rows.long(), torch.empty(8, 2, 64))
     with pytest.raises(ValueError, match="contiguous"):
-        gather_rows(store.table(), store.block_size, rows, torch.empty(8, 64, 2).mT)
+        gather_rows(store.table.on_cpu(), store.block_size, rows, torch.empty(8, 64, 2).mT)
 
 
 def test_many_python_threads_at_once() -> None:
     store = make_store([3000], 2, 64, torch.float32, block_size=512)
     rows = torch.randint(3000, (1, 2, 700), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     want = torch.empty(1400, 2, 64)
-    gather_rows(store.table(), store.block_size, rows, want, threads=1)
+    gather_rows(store.table.on_cpu(), store.block_size, rows, want, threads=1)
     wrong = []
 
     def work() -> None:
         for threads in (0, 1, 2, 3, 4) * 10:
             out = torch.empty_like(want)
-            gather_rows(store.table(), store.block_size, rows, out, threads=threads)
+            gather_rows(store.table.on_cpu(), store.block_size, rows, out, threads=threads)
             if not torch.equal(out, want):
                 wrong.append(threads)
 

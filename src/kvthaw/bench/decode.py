@@ -249,7 +249,7 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
     here = [kv for kv in layers if kv.slab.data.is_cuda or not _on_host(kv)]
     tensors = {t.data_ptr(): t.nbytes for kv in here for t in kv.tensors() if t.device == kv.slab.data.device}
     slabs = {t.data_ptr(): t.nbytes for kv in layers for t in (kv.slab.data, kv.slab.tickets)}
-    blocks = {int(at): kv.store for kv in layers for seq in range(cache.kv.sequences.count) for at in kv.store.addresses(seq)}
+    blocks = {int(at): kv.store for kv in layers for seq in range(cache.kv.sequences.count) for at in kv.store.table.row(seq)}
     host_index = [kv.retriever.index for kv in layers if kv.retriever is not None and kv.leader is None and _on_host(kv)]
     told = [index.nbytes() for index in host_index]
     return {

@@ -8,7 +8,7 @@ prompts) therefore share blocks. A block is copied only when a sequence writes i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_lengths import upload
+from kvthaw.cache.block_table import BlockTable
 from kvthaw.cache.host_memory import Block, BlockAllocator, HostMemory
 from kvthaw.cache.page_copy import PageCopy
 from kvthaw.kernels import HAS_TRITON
@@ -32,9 +32,10 @@ class HostStore:
     """Rows of one layer, by sequence and position.
 
     Rows 0 .. length(seq) - 1 of a sequence are readable. Every block is one contiguous tensor. Row (h, t) begins (h * E + t
-    % E) * row_bytes after address `addresses(seq)[t // E]`.
+    % E) * row_bytes after address `table.row(seq)[t // E]`.
 
     block_size: E, tokens per block.
+    table: the blocks of each sequence.
     format: how a row is stored; None: in `dtype`, unchanged.
     """
 
@@ -50,7 +51,7 @@ class HostStore:
         memory: HostMemory | None = None,
         format: RowFormat | None = None,
     ) -> None:
-        self._blocks: list[list[Block]] = [[] for _ in range(seqs)]
+        self.table = BlockTable(seqs, block_size)
         self.kv_heads, self.head_dim, self.dtype, self.block_size = kv_heads, head_dim, dtype, block_size
         self.format = format = format or RowFormat(head_dim, dtype)
         shape = kv_heads, block_size, *format.tail
@@ -58,11 +59,6 @@ class HostStore:
         self._length = [0] * seqs
         self.kept: MutableMapping[Any, Block] = {}
         """Blocks that a prefix cache owns."""
-        self.version = 0
-        """Changes whenever block addresses change."""
-        self._touched = set[int]()
-        self._table: tuple[int, Tensor] | None = None
-        self.on_device = Addresses()
         self.crossed = torch.zeros(COUNTERS, dtype=torch.int64)
         """Rows that were fetched from blocks on the host, in several partial sums. Counted only if some blocks lie on the
         device."""
@@ -75,7 +71,7 @@ class HostStore:
 
     @property
     def seqs(self) -> int:
-        return len(self._blocks)
+        return len(self.table.blocks)
 
     def length(self, seq: int) -> int:
         """Return the number of readable tokens of a sequence."""
@@ -96,54 +92,9 @@ class HostStore:
 
         seq: only this sequence's blocks; None: all, including the blocks allocated ahead.
         """
-        held = self._blocks if seq is None else [self._blocks[seq]]
+        held = self.table.blocks if seq is None else [self.table.blocks[seq]]
         unique = {block: block.data.nbytes for blocks in held for block in blocks if block.on_device == on_device}
         return sum(unique.values()) + (self.allocator.nbytes(on_device=on_device) if seq is None else 0)
-
-    def addresses(self, seq: int) -> Tensor:
-        """Return the address of each block of a sequence, [blocks] int64."""
-        return torch.tensor([block.place[0] for block in self._blocks[seq]], dtype=torch.int64)
-
-    def table(self) -> Tensor:
-        """Return the block table of all sequences, [seqs, most blocks] int64, 0 padded."""
-        known, version = self._table, self.version  # read first: another thread may add blocks meanwhile
-        if known is None or known[0] != version:
-            tables = [self.addresses(seq) for seq in range(self.seqs)]
-            known = self._table = version, torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
-        return known[1]
-
-    def on_host(self) -> Tensor:
-        """Return which blocks lie on the host, [seqs, most blocks] bool."""
-        maps = [torch.tensor([not block.on_device for block in blocks], dtype=torch.bool) for blocks in self._blocks]
-        return torch.nn.utils.rnn.pad_sequence(maps, batch_first=True)
-
-    def places(self, seq: int) -> list[tuple[int, bool]]:
-        """Return the addresses of a sequence's blocks, and whether each lies on the host."""
-        return [block.place for block in self._blocks[seq]]
-
-    def touched(self) -> set[int]:
-        """Return the sequences whose blocks have changed since the last call."""
-        touched, self._touched = self._touched, set()
-        return touched
-
-    def _touch(self, *seqs: int) -> None:
-        self._touched.update(seqs)
-        self.version += 1
-
-    def all_on_device(self) -> bool:
-        """Return whether no block of a sequence lies on the host."""
-        known = self.on_device.some_on_host_at(self.version)
-        if known is None:
-            known = any(not block.on_device for blocks in self._blocks for block in blocks)
-        return not known
-
-    def table_on(self, device: torch.device) -> Tensor:
-        """Return the current block table on the device. It keeps its address while there is room. No host sync."""
-        return self.on_device.follow(self, device)
-
-    def make_room(self, tokens: int, device: torch.device) -> None:
-        """Grow the table on the device to `tokens` per sequence. It keeps its address until a sequence has more."""
-        self.on_device.make_room(self, tokens, device)
 
     def append(self, seq: int, rows: Tensor, *, non_blocking: bool = False) -> None:
         """Append rows [H, n, 2, D] of any device to a sequence.
@@ -191,20 +142,20 @@ class HostStore:
 
     def claim(self, seq: int, length: int) -> None:
         """Allocate the blocks for `length` tokens of a sequence. Shared blocks that will be written are copied."""
-        blocks = self._blocks[seq]
+        blocks = self.table.blocks[seq]
         if (lacking := -(-length // self.block_size) - len(blocks)) > 0:
             self.allocator.prepare(seq, lacking)
         while len(blocks) * self.block_size < length:
             blocks.append(self.allocator.allocate(seq).share())
-            self._touch(seq)
+            self.table.changed(seq)
         for number in range(self._length[seq] // self.block_size, -(-length // self.block_size)):
             self._writable(seq, number)
 
     def replace(self, old: Block, new: Block) -> bool:
         """Replace a block by its copy in every sequence and prefix. Returns whether any held it."""
-        places = [(seq, i) for seq, blocks in enumerate(self._blocks) for i, block in enumerate(blocks) if block is old]
+        places = [(seq, i) for seq, blocks in enumerate(self.table.blocks) for i, block in enumerate(blocks) if block is old]
         for seq, i in places:
-            self._blocks[seq][i] = new
+            self.table.blocks[seq][i] = new
         kept = [key for key, block in self.kept.items() if block is old]
         self.kept.update((key, new) for key in kept)
         for _ in (*places, *kept):
@@ -212,12 +163,12 @@ class HostStore:
             old.release()
         new.recalls = old.recalls
         if places or kept:
-            self._touch(*(seq for seq, _ in places))
+            self.table.changed(*(seq for seq, _ in places))
         return bool(places or kept)
 
     def reserved(self, seq: int) -> int:
         """Return the number of tokens that a sequence's blocks can hold, without the block allocated ahead."""
-        return len(self._blocks[seq]) * self.block_size
+        return len(self.table.blocks[seq]) * self.block_size
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
         """Return rows start .. stop of a sequence as [H, stop - start, 2, D], possibly a view if one block holds them.
@@ -240,11 +191,11 @@ class HostStore:
 
         The kernel runs on the current stream. Returns None unless all blocks of the sequence lie on a GPU, unquantized.
         """
-        apart = device.type != "cuda" or not all(block.on_device for block in self._blocks[seq])
+        apart = device.type != "cuda" or not all(block.on_device for block in self.table.blocks[seq])
         if apart or self.format.fp8 or not HAS_TRITON:
             return None
         self.order(device)
-        return partial(stream_rows, self.table_on(device)[seq], self.block_size)
+        return partial(stream_rows, self.table.on(device)[seq], self.block_size)
 
     def read_keys(self, seq: int, start: int, stop: int, device: torch.device) -> Tensor:
         """Return the keys [H, stop - start, D] of rows start .. stop of a sequence on `device`; see copy_keys."""
@@ -266,22 +217,22 @@ class HostStore:
             if self.arriving is not None:
                 torch.cuda.current_stream(out.device).wait_event(self.arriving)
             blocks = -(-stop // self.block_size)
-            table = self.table()[list(seqs), :blocks]
+            table = self.table.on_cpu()[list(seqs), :blocks]
             stream_keys(table.pin_memory().to(out.device, non_blocking=True), self.block_size, start, out, self.format)
         else:
             if self.arriving is not None:
                 self.arriving.synchronize()
             for seq, keys in zip(seqs, out, strict=True):
-                stream_definition([block.data for block in self._blocks[seq]], start, keys, self.format)
+                stream_definition([block.data for block in self.table.blocks[seq]], start, keys, self.format)
 
     def gather(self, rows: Tensor, out: Tensor) -> tuple[int, Tensor]:
         """Gather rows [B, H, M] int32 of the first B sequences in stored form, as `kvthaw.native.gather_rows` does."""
-        return gather_rows(self.table()[: len(rows)], self.block_size, rows, out)
+        return gather_rows(self.table.on_cpu()[: len(rows)], self.block_size, rows, out)
 
     def piece(self, seq: int, head: int, row: int, most: int) -> Tensor:
         """Return at most `most` stored rows of a head in one block, from `row` on, [n, *tail]."""
         number, offset = divmod(row, self.block_size)
-        return self._blocks[seq][number].data[head, offset : offset + most]
+        return self.table.blocks[seq][number].data[head, offset : offset + most]
 
     def keep_pages(self) -> None:
         """Keep a second copy of each sequence's rows, in the order given to rearrange()."""
@@ -293,7 +244,7 @@ class HostStore:
         order: [H, T] int32 positions.
         """
         if self.pages is not None:
-            table, blocks = self.table()[seq : seq + 1], self.blocks(seq)  # which must not go meanwhile
+            table, blocks = self.table.on_cpu()[seq : seq + 1], self.blocks(seq)  # which must not go meanwhile
 
             def gather(rows: Tensor, out: Tensor) -> None:
                 gather_rows(table, self.block_size, rows, out)
@@ -327,15 +278,15 @@ class HostStore:
         if self.pages is not None:
             self.pages.forget(seq)
         keep = -(-length // self.block_size)
-        for block in self._blocks[seq][keep:]:
+        for block in self.table.blocks[seq][keep:]:
             block.recalls = 0.0  # by its other holders
             if block.release():
                 self.allocator.ahead.setdefault(seq, block)
         if length == 0:
             self.allocator.ahead.pop(seq, None)
-        del self._blocks[seq][keep:]
+        del self.table.blocks[seq][keep:]
         self._length[seq] = length
-        self._touch(seq)
+        self.table.changed(seq)
 
     def share(self, other: HostStore) -> None:
         """Hold the rows of another store instead of one's own. Blocks are shared until either store writes into one.
@@ -346,17 +297,20 @@ class HostStore:
             raise ValueError(f"a store of {self.allocator.kind} cannot share rows of one of {other.allocator.kind}")
         for seq in range(self.seqs):
             self.truncate(seq, 0)
-        self._blocks, self._length = [[block.share() for block in blocks] for blocks in other._blocks], list(other._length)
-        self._touch(*range(self.seqs))
+        self.table.blocks, self._length = (
+            [[block.share() for block in blocks] for blocks in other.table.blocks],
+            list(other._length),
+        )
+        self.table.changed(*range(self.seqs))
 
     def blocks(self, seq: int) -> list[Block]:
         """Return the blocks of a sequence. Their rows stay where they are while the list is held."""
-        return list(self._blocks[seq])
+        return list(self.table.blocks[seq])
 
     def adopt(self, seq: int, blocks: Sequence[Block], length: int) -> None:
         """Start an empty sequence with the first `length` rows of `blocks`, which are shared until it writes into one."""
-        self._blocks[seq], self._length[seq] = [block.share() for block in blocks], length
-        self._touch(seq)
+        self.table.blocks[seq], self._length[seq] = [block.share() for block in blocks], length
+        self.table.changed(seq)
 
     def export(self, seq: int) -> list[Block]:
         """Return the rows of a sequence in host blocks that the caller owns.
@@ -364,8 +318,8 @@ class HostStore:
         Blocks on the device are copied, which is only enqueued. Blocks on the host are shared. Raises HostMemoryError, with
         nothing changed.
         """
-        held = [Block(self.allocator.on_host()) if block.on_device else block for block in self._blocks[seq]]
-        for block, there in zip(held, self._blocks[seq], strict=True):
+        held = [Block(self.allocator.on_host()) if block.on_device else block for block in self.table.blocks[seq]]
+        for block, there in zip(held, self.table.blocks[seq], strict=True):
             block.share()
             if block is not there:
                 block.data.copy_(there.data, non_blocking=True)
@@ -376,12 +330,12 @@ class HostStore:
         """Make sequence i hold the rows of the former sequence seqs[i]. Blocks are shared until a sequence writes."""
         if self.pages is not None:
             self.pages.clear()
-        blocks = [[block.share() for block in self._blocks[seq]] for seq in seqs]
+        blocks = [[block.share() for block in self.table.blocks[seq]] for seq in seqs]
         self.release()
-        self._blocks, self._length = blocks, [self._length[seq] for seq in seqs]
+        self.table.blocks, self._length = blocks, [self._length[seq] for seq in seqs]
         ahead = self.allocator.ahead
         self.allocator.ahead = {seq: block for seq, block in ahead.items() if seq < len(seqs)}
-        self._touch(*range(self.seqs))
+        self.table.changed(*range(self.seqs))
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostStore:
         """Copy the store. Blocks are shared until either store writes; none is allocated ahead."""
@@ -393,22 +347,22 @@ class HostStore:
         if self.pages is not None:
             twin.keep_pages()
         twin.allocator.device = copy.deepcopy(self.allocator.device, memo)
-        twin._blocks = [[block.share() for block in blocks] for blocks in self._blocks]
+        twin.table.blocks = [[block.share() for block in blocks] for blocks in self.table.blocks]
         twin._length = list(self._length)
         return twin
 
     def release(self) -> None:
         """Release all blocks of the store."""
-        for block in chain.from_iterable(self._blocks):
+        for block in chain.from_iterable(self.table.blocks):
             block.release()
-        self._blocks = []
+        self.table.blocks = []
 
     def __del__(self) -> None:
         self.release()
 
     def _parts(self, seq: int, start: int, stop: int) -> list[Tensor]:
         """Return rows of a sequence in stored form, [H, n, *tail] of each block."""
-        own, pieces = self._blocks[seq], self._pieces(start, stop)
+        own, pieces = self.table.blocks[seq], self._pieces(start, stop)
         return [own[number].data[:, offset : offset + take] for number, offset, _, take in pieces]
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
@@ -424,86 +378,12 @@ class HostStore:
             at += take
 
     def _writable(self, seq: int, number: int) -> Tensor:
-        block = self._blocks[seq][number]
+        block = self.table.blocks[seq][number]
         block.moving = None  # a copy under way lacks what is written now
         if block.owners > 1:
             copy = self.allocator.allocate(seq).share()
             copy.data.copy_(block.data)
             block.release()
-            block = self._blocks[seq][number] = copy
-            self._touch(seq)
+            block = self.table.blocks[seq][number] = copy
+            self.table.changed(seq)
         return block.data
-
-
-class Addresses:
-    """A block table [seqs, blocks] int64 of addresses that follows a store, and a bool table that marks blocks on the host.
-
-    Both tensors keep their addresses while there is room. Only rows of sequences whose blocks have changed are written.
-    """
-
-    def __init__(self) -> None:
-        self.table = torch.empty((0, 0), dtype=torch.int64)
-        self.on_host = torch.empty(0, dtype=torch.bool)
-        self._version = -1
-        self._written: list[list[tuple[int, bool]]] = []  # of each sequence, as places()
-        self._hosted = set[int]()  # sequences with a block on the host
-
-    @property
-    def some_on_host(self) -> bool:
-        """Whether any block lies on the host."""
-        return bool(self._hosted)
-
-    def make_room(self, host: HostStore, tokens: int, device: torch.device) -> None:
-        """Grow the table to `tokens` per sequence. It becomes a new tensor only if it was too small."""
-        self._allocate(host.seqs, max(8, -(-tokens // host.block_size)), device)
-
-    def follow(self, host: HostStore, device: torch.device) -> Tensor:
-        """Return the table with the store's current addresses. Only changed rows are written. No host sync."""
-        write([self.changes(host, device)], device)
-        return self.table
-
-    def changes(self, host: HostStore, device: torch.device) -> list[tuple[Tensor, list[int]]]:
-        """Return pairs of a view of the tables and the values that write() has yet to write there."""
-        if self._version == host.version:
-            return []
-        version, seqs = host.version, host.touched()
-        if self._version < 0 or self.table.shape[0] != host.seqs:
-            seqs = set(range(host.seqs))
-        places = {seq: host.places(seq) for seq in seqs if seq < host.seqs}
-        width = max(map(len, places.values()), default=0)
-        if self.table.shape[0] != host.seqs or self.table.shape[1] < width:
-            self._allocate(host.seqs, max(8, 2 * width), device)
-            places |= {seq: host.places(seq) for seq in range(host.seqs) if seq not in places}
-        found = list[tuple[Tensor, list[int]]]()
-        for seq, row in places.items():
-            written, self._written[seq] = self._written[seq], row
-            (self._hosted.add if any(on_host for _, on_host in row) else self._hosted.discard)(seq)
-            if row != written:
-                most = max(len(row), len(written))
-                now, before = ([*some, *[(0, False)] * (most - len(some))] for some in (row, written))
-                for mine, column in ((self.table, 0), (self.on_host, 1)):
-                    its = [int(place[column]) for place in now]
-                    if its != [place[column] for place in before]:
-                        found.append((mine[seq, :most], its))
-        self._version = version
-        return found
-
-    def some_on_host_at(self, version: int) -> bool | None:
-        """Return whether any block of a version of the store lies on the host; None if the table is of another one."""
-        return self.some_on_host if version == self._version else None
-
-    def _allocate(self, seqs: int, width: int, device: torch.device) -> None:
-        if self.table.shape[0] != seqs or self.table.shape[1] < width:
-            self.table, self._version = torch.zeros((seqs, width), dtype=torch.int64, device=device), -1
-            self.on_host, self._written = torch.zeros((seqs, width), dtype=torch.bool, device=device), [[] for _ in range(seqs)]
-            self._hosted.clear()
-
-
-def write(changes: Iterable[Sequence[tuple[Tensor, list[int]]]], device: torch.device) -> None:
-    """Write the changed values into the tables with one copy to the device. No host sync."""
-    every = [change for own in changes for change in own]
-    if every:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("blocks have moved while a step is captured; every replay would bring these addresses back")
-        numbers = upload([number for _, its in every for number in its], torch.int64, device)
-        torch._foreach_copy_([mine for mine, _ in every], numbers.split([len(its) for _, its in every]))

@@ -36,7 +36,7 @@ def buffer_for(store: HostStore, most: int, device: torch.device) -> Tensor:
     equal a dense layer's, on which the plans of attention depend.
     """
     held = most if most <= RUN else max(most, _HELD // (store.kv_heads * store.row_bytes))
-    rows = min(held, store.table_on(device).shape[1] * store.block_size)
+    rows = min(held, store.table.on(device).shape[1] * store.block_size)
     return torch.empty((store.kv_heads, rows, 2, store.head_dim), dtype=store.dtype, device=device)
 
 
@@ -225,8 +225,8 @@ def brought_addresses(store: HostStore, seq: int, start: int, stop: int, brought
     blocks = store.blocks(seq)[span]
     if not any(block.on_device for block in blocks):
         return brought[: len(blocks)]
-    there = store.table_on(brought.device)[seq, span]
-    return torch.where(store.on_device.on_host[seq, span], brought[: len(blocks)], there)
+    there = store.table.on(brought.device)[seq, span]
+    return torch.where(store.table.on_host[seq, span], brought[: len(blocks)], there)
 
 
 def _rows_in(data: Tensor, store: HostStore, rows: int) -> Tensor:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.block_table import follow
 from kvthaw.cache.device_memory import DeviceBlocks
-from kvthaw.cache.host import HostStore, write
+from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.placement import BlockPreallocator, Placement
@@ -416,9 +417,7 @@ def offload_prompts(layers: Sequence[LayerStorage], parts: Sequence[Row], rows: 
     how["slots"] = [part.start - part.past for part in parts]
     none = rows.new_empty((len(rows), len(parts), rows.shape[1], 0, *rows.shape[3:]))  # an index takes them where they are
     by_kernel = one.on_gpu and rows[0].nbytes % 16 == 0  # which reads 16 bytes at once
-    if by_kernel:
-        write((store.on_device.changes(store, rows.device) for store in stores), rows.device)
-    tables = [store.table_on(rows.device) for store in stores] if by_kernel else []
+    tables = follow([store.table for store in stores], rows.device) if by_kernel else []
     with one.streams.offloading(stores, rows):
         if by_kernel:
             freeze(slabs, tables, one.store.block_size, spans, none, **how)
@@ -441,8 +440,7 @@ def _copy(layers: Sequence[LayerStorage], spans: Sequence[Span]) -> Tensor:
     rows = slabs[0].new_empty((len(slabs), len(spans), heads, n, *tail))
     how: dict[str, Any] = {"sink": one.slab.regions.sink, "ring": one.slab.regions.ring, "format": one.store.format}
     if one.on_gpu:
-        write((store.on_device.changes(store, rows.device) for store in stores), rows.device)  # one copy, not one a layer
-        tables = [store.table_on(rows.device) for store in stores]
+        tables = follow([store.table for store in stores], rows.device)
         freeze(slabs, tables, one.store.block_size, spans, rows, **how)
     else:
         freeze_definition(slabs, [_blocks(store) for store in stores], one.store.block_size, spans, rows, **how)

@@ -15,9 +15,9 @@ from itertools import chain, starmap
 import torch
 from torch import Tensor
 
+from kvthaw.cache.block_table import follow
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.device_lengths import Download, upload
-from kvthaw.cache.host import write
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, PrefillKV
@@ -313,8 +313,7 @@ def follow_blocks(layers: Sequence[OffloadedLayer]) -> None:
     transfer."""
     own = [(layer.sparse, layer.store) for layer in allocated(layers) if layer.sparse.reads_table]
     if own:
-        device = own[0][0].storage.slab.data.device
-        write((store.on_device.changes(store, device) for _, store in own), device)
+        follow([store.table for _, store in own], own[0][0].storage.slab.data.device)
     for sparse, _ in own:
         sparse.follow_blocks()
 

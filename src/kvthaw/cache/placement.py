@@ -72,11 +72,11 @@ class Placement:
         going = len(self._moves) - coming
         room = self.device.room + going * size
         short, ample = room < needed * size, room >= (needed + self.store.seqs + 1) * size
-        if (not short and not ample) or self._none == (self.store.version, short):
+        if (not short and not ample) or self._none == (self.store.table.version, short):
             return changed
         block = self._coldest() if short else self._warmest()
         if block is None:
-            self._none = self.store.version, short
+            self._none = self.store.table.version, short
         elif self._move(block, self._to_host if short else self._to_device) and recalled is not None:
             self._sample_recalls(recalled)
         return self.finish() or changed
@@ -130,14 +130,14 @@ class Placement:
 
     def _warmest(self) -> Block | None:
         """Return the full block on the host that was selected most, the newest if several are equal."""
-        if self.store.all_on_device():
+        if self.store.table.all_on_device():
             return None
         mine = [block for block in full_blocks(self.store) if not block.on_device and not block.moving]
         return max(reversed(mine), key=lambda block: block.recalls, default=None)
 
     def _sample_recalls(self, recalled: Tensor) -> None:
         """Count the selected rows by block, [B, blocks] int32; on a GPU after the steps under way."""
-        counts = count_by_block(recalled, self.store.block_size, self.store.table().shape[1])
+        counts = count_by_block(recalled, self.store.block_size, self.store.table.on_cpu().shape[1])
         if not counts.is_cuda:
             self._recalls = counts, None
             return

@@ -218,7 +218,7 @@ class Retriever:
         if self.index.traits.on_host and query.is_cuda:
             return self._upload(selection, query)
         store = self.context.store
-        blocks = (store.on_device.on_host, store.block_size) if self.reads_blocks else None
+        blocks = (store.table.on_host, store.block_size) if self.reads_blocks else None
         return Choice(selection, *self.residency.admit(selection.rows, blocks=blocks))
 
     @contextmanager

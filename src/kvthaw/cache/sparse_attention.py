@@ -123,7 +123,7 @@ class SparseAttention:
 
     def _table(self) -> Tensor:
         """Return the current block table on the device."""
-        return self.storage.store.table_on(self.storage.slab.data.device)
+        return self.storage.store.table.on(self.storage.slab.data.device)
 
     def _by_place(self, log_weight: Tensor, slots: Tensor | None) -> Tensor:
         """Scatter log_weight [B, Hq, M] to the slab's slots, [B, Hq, N], by the rows' slots; 0 elsewhere.
@@ -159,7 +159,7 @@ class SparseAttention:
             if self.selects and self.retriever is not None:
                 self.retriever.make_room(capacity)
             if self.reads_table:
-                self.storage.store.make_room(capacity, self.storage.slab.data.device)
+                self.storage.store.table.make_room(capacity, self.storage.slab.data.device)
             self._room = capacity
             if self.storage.placement is not None:
                 self.storage.placement.make_room(capacity, self.fixed_bytes())
@@ -175,7 +175,7 @@ class SparseAttention:
         if self.reads_table:
             self._table()
             if self.storage.placement is not None:
-                self.storage.placement.device.memory.spills |= self.storage.store.on_device.some_on_host
+                self.storage.placement.device.memory.spills |= self.storage.store.table.some_on_host
 
     def reorder(self) -> None:
         """Forget the room of the block tables, which belong to other sequences now."""
@@ -187,8 +187,8 @@ class SparseAttention:
         if self.retriever is not None:
             found += self.retriever.tensors()
         store = self.storage.store
-        if self.reads_table and store.on_device.table.numel():
-            found += [store.on_device.table, store.on_device.on_host, store.crossed]
+        if self.reads_table and store.table.addresses.numel():
+            found += [store.table.addresses, store.table.on_host, store.crossed]
         return found
 
     def fixed_bytes(self) -> int:

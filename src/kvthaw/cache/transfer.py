@@ -63,7 +63,7 @@ class BulkCopy:
         host.wait()
         fetch = fetch.cpu()
         if host.allocator.device is not None:
-            host.crossed[0] += crossing(host.on_host(), host.block_size, fetch).sum().to(host.crossed.device)
+            host.crossed[0] += crossing(host.table.which_on_host(), host.block_size, fetch).sum().to(host.crossed.device)
         self.copy(host, slab, fetch, slots.cpu())
 
     def copy(self, source: Rows, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
@@ -160,8 +160,8 @@ class UvaGather:
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
         """Fetch as BulkCopy.fetch does, with fetch and slots on the device."""
         host.order(slab.data.device)
-        table = host.table_on(slab.data.device)
-        count = None if host.allocator.device is None else (host.on_device.on_host, host.crossed)
+        table = host.table.on(slab.data.device)
+        count = None if host.allocator.device is None else (host.table.on_host, host.crossed)
         uva_gather(table, host.block_size, slab.data, fetch, slots, slab.pool_start, count, host.format)
 
 

@@ -214,7 +214,7 @@ class TreeIndex(Index, tested=True):
             held = store.length(seq) if seq < store.seqs else 0
             if held < length:
                 raise CacheError(f"sequence {seq} is to be indexed to position {length}, but the store holds {held} rows")
-        table, missing = store.table(), stop - store.seqs
+        table, missing = store.table.on_cpu(), stop - store.seqs
         if start == missing == 0:
             return table
         return (torch.nn.functional.pad(table, (0, 0, 0, missing)) if missing > 0 else table)[start:stop]

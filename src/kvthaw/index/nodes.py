@@ -172,7 +172,7 @@ class NodeIndex(BatchedIndex, tested=True):
 
     def _table(self) -> Tensor:
         store, device = self.context.store, self.context.device
-        return store.table_on(device) if device.type == "cuda" else store.table()
+        return store.table.on(device) if device.type == "cuda" else store.table.on_cpu()
 
 
 def digest_open(every: Sequence[NodeIndex], last: Sequence[Full], n: int) -> None:

@@ -158,7 +158,7 @@ class StaticPageIndex(ObservedIndex, tested=True):
         )  # fmt: skip
         if device.type == "cuda":
             store.order(device)
-        table = store.table_on(device) if device.type == "cuda" else store.table()
+        table = store.table.on(device) if device.type == "cuda" else store.table.on_cpu()
         how: dict[str, Any] = {"scale": context.scale, "run": run_length(field, count) or TILE, "format": store.format}
         true = stored_scores(asked, table[of], store.block_size, found, rows, **how)
         return topk(true, found, rows, count, 0, context.scale, "mean")[0]

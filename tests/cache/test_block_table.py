@@ -1,0 +1,54 @@
+"""The table of blocks: its tensors follow the lists."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvthaw.cache import block_table
+from kvthaw.cache.block_table import BlockTable, follow
+
+CPU = torch.device("cpu")
+
+
+def blocks(*places: tuple[int, bool]) -> Any:
+    """Blocks at made-up addresses, on the host or not."""
+    return [SimpleNamespace(place=place, on_device=not place[1]) for place in places]
+
+
+def table_of(*rows: Any) -> BlockTable:
+    table = BlockTable(len(rows), 4)
+    table.blocks = list(rows)
+    table.changed(*range(len(rows)))
+    return table
+
+
+def test_blocks_that_a_sequence_no_longer_has_are_nowhere() -> None:
+    table = table_of(blocks((16, False), (32, True)), blocks((64, True)))
+    addresses = table.on(CPU)
+    assert addresses[:, :3].tolist() == [[16, 32, 0], [64, 0, 0]]
+    assert table.some_on_host
+    table.blocks = [blocks((16, False)), blocks((80, False), (96, False))]
+    table.changed(0, 1)
+    assert table.on(CPU) is addresses
+    assert addresses[:, :3].tolist() == [[16, 0, 0], [80, 96, 0]]
+    assert not table.on_host.any()
+    assert not table.some_on_host
+
+
+def test_tables_follow_by_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, sent = [table_of(blocks((16 + i, i == 1)), blocks()) for i in range(3)], []
+
+    def upload(numbers: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        sent.append(numbers)
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+    monkeypatch.setattr(block_table, "upload", upload)
+    follow(tables, CPU)
+    assert sent == [[16, 17, 1, 18]]
+    assert [own.on(CPU)[0, 0].item() for own in tables] == [16, 17, 18]
+    assert [own.on_host[0, 0].item() for own in tables] == [False, True, False]
+    assert len(sent) == 1
