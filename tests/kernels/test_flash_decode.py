@@ -278,6 +278,17 @@ def test_split_fills_the_device(n: int, pairs: int, dim: int) -> None:
     assert (split.stages == 1) == (split.splits * split.block >= n), "one block each, or several that follow each other"
 
 
+@pytest.mark.parametrize("n", [2048 + 52, 8192 + 52, 32768])
+@pytest.mark.parametrize("pairs", [1, 8, 128, 500, 2048])
+@pytest.mark.parametrize(("dim", "itemsize"), [(64, 2), (128, 2), (256, 2), (128, 4)])
+def test_whole_blocks_are_read_in_at_most_one_wave_of_programs(n: int, pairs: int, dim: int, itemsize: int) -> None:
+    split = split_for(pairs, n, dim, itemsize, 132, scattered=True, whole=True)
+    assert split.block * 2 * dim * itemsize <= 1 << 16
+    assert split.splits == 1 or pairs * split.splits <= 264
+    assert split.splits * split.block < n
+    assert pairs * split.splits >= min(100, pairs * (n // (2 * split.block)))
+
+
 @pytest.mark.parametrize(
     ("tile", "shared", "stages"), [(32, 99, 3), (64, 227, 3), (64, 163, 3), (64, 99, 2), (64, 64, 1), (256, 99, 1)]
 )

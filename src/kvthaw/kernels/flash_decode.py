@@ -361,7 +361,8 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         more = Partial(*merge([p.out for p in step.partials], [p.lse for p in step.partials]))
     more_out, more_lse = (None, None) if more is None else (more.out.float().contiguous(), more.lse.float().contiguous())
 
-    split = split_for(batch * heads, n, dim, keys.dtype.itemsize, multiprocessors(query.device), selected is not None)
+    whole = selected is not None and selected.rows is None and not fp8
+    split = split_for(batch * heads, n, dim, keys.itemsize, multiprocessors(query.device), selected is not None, whole)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     acc = torch.empty((batch, q_heads, split.splits, dim), dtype=torch.float32, device=query.device)
     parts = torch.empty((batch, q_heads, split.splits), dtype=torch.float32, device=query.device)

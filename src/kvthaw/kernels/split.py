@@ -24,10 +24,13 @@ class Split:
     stages: int
 
 
-def split_for(pairs: int, n: int, dim: int, itemsize: int, multiprocessors: int, scattered: bool = False) -> Split:
+def split_for(
+    pairs: int, n: int, dim: int, itemsize: int, multiprocessors: int, scattered: bool = False, whole: bool = False
+) -> Split:
     """Choose the split for `pairs` (sequence, KV head) pairs of n keys each.
 
     scattered: a table gives the addresses of many keys.
+    whole: these are all keys of blocks, one after the other, in the dtype of the slab.
 
     A step reads pairs * n * 2 * dim * itemsize bytes once: 4 MiB for 8 heads of 1k keys of 128 in bf16, 1 us at 4.3 TB/s;
     512 MiB for 128k, 125 us. The small case is bound by latency, so all loads should be in flight at once. Blocks shrink
@@ -37,13 +40,17 @@ def split_for(pairs: int, n: int, dim: int, itemsize: int, multiprocessors: int,
     programs per multiprocessor in a single wave. A split writes and reads 4 * dim bytes per query head: 0.5 MiB for 33
     splits of 32 heads, which stay in the L2 cache. Programs that read scattered rows use few registers and no shared memory
     for stages. Four of them share a multiprocessor and wait for each other's rows. They get two waves, of two blocks at
-    least.
+    least. Rows of whole blocks are read best by programs with many keys each, which hold a block of 64 KiB in registers: on
+    an H100 64 sequences of 1k keys take 107 us instead of 124, 16 of 4k take 95 instead of 126.
     """
     row = 2 * triton_block(dim) * itemsize
     block = min(128, max(16, 32768 // row))
     while block > 16 and pairs * -(-n // block) < 100:
         block //= 2
     splits = max(1, min(2 * multiprocessors // pairs, -(-n // block)))
+    if whole and splits * block < n:
+        block = min(128, max(16, 65536 // row))
+        return Split(block, max(1, min(2 * multiprocessors // pairs, n // (2 * block))), warps=4, stages=1)
     if scattered and splits * block < n:
         block = min(64, max(16, 16384 // row))
         return Split(block, max(1, min(-(-8 * multiprocessors // pairs), n // (2 * block))), warps=4, stages=1)
