@@ -285,8 +285,9 @@ def test_whole_blocks_are_read_in_at_most_one_wave_of_programs(n: int, pairs: in
     split = split_for(pairs, n, dim, itemsize, 132, scattered=True, whole=True)
     assert split.block * 2 * dim * itemsize <= 1 << 16
     assert split.splits == 1 or pairs * split.splits <= 264
-    assert split.splits * split.block < n
-    assert pairs * split.splits >= min(100, pairs * (n // (2 * split.block)))
+    assert split.stages == 1
+    if split.splits * split.block < n:  # else programs of one block each, for few keys
+        assert pairs * split.splits >= min(100, pairs * (n // (2 * split.block)))
 
 
 @pytest.mark.parametrize(
