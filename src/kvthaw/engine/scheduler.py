@@ -202,6 +202,7 @@ class Scheduler:
             told += self._make_way()
             told += self._launch()
             if ahead:
+                self._place()  # while the device is at earlier work: after read() it has the decode step alone
                 told += self.batch.read(ahead=True)
             self._place()  # the host's work from here on overlaps the device's decode step
             request = self._next_prompt()
