@@ -169,10 +169,10 @@ class Sampler:
             self._numbers, self._seeds = _table(self._samplings, self.device)
             # The first position of each sequence at which a stop token may come.
             self._free_from = torch.zeros(seqs, dtype=torch.int64, device=self.device)
-        self._counts: Tensor | None = None  # [S, V] int32, counts in the output
-        self._prompt: Tensor | None = None  # [S, V] bool
-        self._bias: Tensor | None = None  # [S, V] float32
-        self._stops: Tensor | None = None  # [S, V] bool
+        # [S, V] each once a sequence needs it, until then empty
+        self._counts = torch.empty(0, dtype=torch.int32)  # in the output
+        self._prompt = self._stops = torch.empty(0, dtype=torch.bool)
+        self._bias = torch.empty(0)
         self._masks: TokenMasks | None = None
         # by range of sequences, since the last change of settings
         self._groups: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
@@ -202,20 +202,20 @@ class Sampler:
         self._numbers[seq], self._seeds[seq] = numbers[0], seeds[0]
         if sampling.penalized:
             prompt = sent(torch.as_tensor(prompt, dtype=torch.int64), self.device)
-            self._counts = self._cleared(self._counts, seq, torch.int32)
-            self._prompt = self._cleared(self._prompt, seq, torch.bool)
+            self._counts = self._cleared(self._counts, seq)
+            self._prompt = self._cleared(self._prompt, seq)
             self._prompt[seq].index_fill_(0, prompt, True)
             given = upload(output, torch.int64, self.device)
             self._counts[seq].index_add_(0, given, torch.ones_like(given, dtype=torch.int32))
         if sampling.logit_bias:
-            self._bias = self._cleared(self._bias, seq, torch.float32)
+            self._bias = self._cleared(self._bias, seq)
             tokens, bias = zip(*sampling.logit_bias.items(), strict=True)
             self._bias[seq, upload(tokens, torch.int64, self.device)] = upload(bias, torch.float32, self.device)
-        elif self._bias is not None:
+        elif len(self._bias):
             self._bias[seq].zero_()
         self._free_from[seq].fill_(len(prompt) + sampling.min_tokens)
         if sampling.min_tokens:
-            self._stops = self._cleared(self._stops, seq, torch.bool)
+            self._stops = self._cleared(self._stops, seq)
             self._stops[seq].index_fill_(0, upload(stops, torch.int64, self.device), True)
         if matcher is not None and self._masks is None:
             self._masks = TokenMasks(self.seqs, self.vocabulary, self.device)
@@ -254,7 +254,7 @@ class Sampler:
         if self._masks is not None:
             x = self._masks(x, seqs)
         tokens = _choose(x, positions, self._numbers[seqs], self._seeds[seqs], groups)
-        if self._counts is not None:
+        if len(self._counts):
             ones = torch.ones_like(tokens, dtype=torch.int32)
             self._counts[seqs].scatter_add_(1, tokens[:, None], ones[:, None])
         asked = [one.logprobs for one in samplings if one.logprobs is not None]
@@ -268,25 +268,21 @@ class Sampler:
             return logits
         x = logits.double()
         if biased:
-            assert self._bias is not None
             x = x + self._bias[seqs]
         if penalized:
-            assert self._counts is not None
-            assert self._prompt is not None
             counts, numbers = self._counts[seqs], self._numbers[seqs]
             repetition, frequency, presence = numbers[:, 4:, None].unbind(1)
             seen = self._prompt[seqs] | (counts > 0)
             x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
             x = x - frequency * counts - presence * (counts > 0)
         if waiting:
-            assert self._stops is not None
             x = x.masked_fill(self._stops[seqs] & (positions < self._free_from[seqs])[:, None], -torch.inf)
         return x if logits.dtype == torch.float64 else x.float()
 
-    def _cleared(self, state: Tensor | None, seq: int, dtype: torch.dtype) -> Tensor:
-        if state is None:
+    def _cleared(self, state: Tensor, seq: int) -> Tensor:
+        if not len(state):
             with torch.inference_mode(False):
-                return torch.zeros(self.seqs, self.vocabulary, dtype=dtype, device=self.device)
+                return torch.zeros(self.seqs, self.vocabulary, dtype=state.dtype, device=self.device)
         state[seq].zero_()
         return state
 
