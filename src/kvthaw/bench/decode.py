@@ -17,7 +17,7 @@ from kvthaw.bench.settings import HF, DecodeSetting, groups, possible
 from kvthaw.bench.steps import Steps, attention, hf_cache, prefill, replayed, take
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
-from kvthaw.engine.hf.model import head_dim, of_layer
+from kvthaw.engine.hf.model import kv_bytes
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.index.nodes import NodeIndex
@@ -190,13 +190,9 @@ class Bench(ABC, Generic[S]):
         searched_bytes: read from the host by the search, per step.
         bus_bytes: the sum of these three.
         """
-        model, config = self.model, self.model.config.get_text_config(decoder=True)
-        (before, after), steps = taken.counts, len(taken.gaps)
-        layer = of_layer(config, cache.is_sliding.index(False))
-        heads = (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) // self.tp
-        token = 2 * heads * head_dim(layer) * model.dtype.itemsize * one.batch  # of one layer
-        layers = cache.is_sliding.count(False)  # what a sliding window holds does not grow
-        full = token * layers * cache.get_seq_length()
+        (before, after), steps, model = taken.counts, len(taken.gaps), self.model
+        growing = [number for number, slides in enumerate(cache.is_sliding) if not slides]
+        full, layers = kv_bytes(model, growing) // self.tp * one.batch * cache.get_seq_length(), len(growing)
         held = held_bytes(cache, full)
         selected = after.selected - before.selected
         fetched, stored = ((getattr(after, f) - getattr(before, f)) / steps for f in ("fetched_bytes", "stored_bytes"))

@@ -15,7 +15,7 @@ from kvthaw.cache.dry_run import Needs
 from kvthaw.cache.index_api import Method
 from kvthaw.engine.hf import Cache, PreTrainedConfig
 from kvthaw.engine.hf.dry_run import weight_bytes
-from kvthaw.engine.hf.model import build, positions
+from kvthaw.engine.hf.model import build, kv_heads, positions
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.variant import OWN
 from kvthaw.method_names import AUTO
@@ -203,7 +203,7 @@ class Forecaster:
         gpu, config = self.machine.gpu, self.model.config.get_text_config(decoder=True)
         if gpu is None:
             return None
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        heads = kv_heads(config)
         share = (length + self.new_tokens) / needs.capacity  # of dense layers' KV that there is
         step = step_seconds(
             gpu,

@@ -14,7 +14,7 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.sequences import buckets
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.graph_runner import bucket
-from kvthaw.engine.hf.model import of_layer
+from kvthaw.engine.hf.model import kv_heads, of_layer
 from kvthaw.engine.scheduler import STEP_TOKENS, chunk_tokens, streamed_tokens
 from kvthaw.kernels.dense import BLOCK, LONG, continued, plan, runs
 from kvthaw.kernels.merge import PARTS
@@ -103,7 +103,7 @@ def plan_attention(batch: Batch) -> None:
         else:
             continue
         own = of_layer(config, layer.number)
-        group = own.num_attention_heads // (getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
+        group = own.num_attention_heads // kv_heads(own)
         kind = type(layer), group, heads, dim
         for chunk, run in () if kind in known else sorted(_lengths(batch.capacity, most, streams=streams)):
             query = torch.zeros(1, chunk, group * heads, dim, dtype=batch.model.dtype, device=device).transpose(1, 2)

@@ -7,7 +7,7 @@ from typing import Self
 
 from kvthaw.cache.clone import join
 from kvthaw.engine.hf import Cache, PreTrainedModel
-from kvthaw.engine.hf.model import head_dim, of_layer
+from kvthaw.engine.hf.model import kv_bytes
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.variant import Variant, fork
 from kvthaw.methods import resolve
@@ -35,10 +35,7 @@ class Rows:
                 f"batch is {asked}; {type(model).__name__} has layers that transformers serves itself, so only 1 works"
             )
         self._asked = 1 if alone else asked
-        config = model.config.get_text_config(decoder=True)
-        layers = [of_layer(config, i) for i in range(len(empty.layers))]
-        heads = [getattr(one, "num_key_value_heads", None) or one.num_attention_heads for one in layers]
-        self._token_bytes = 2 * model.dtype.itemsize * sum(n * head_dim(one) for n, one in zip(heads, layers, strict=True))
+        self._token_bytes = kv_bytes(model, range(len(empty.layers)))
 
     def at(self, length: int) -> int:
         """Return the number for prompts of `length` tokens."""

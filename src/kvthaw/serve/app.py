@@ -13,11 +13,12 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from kvthaw.cache.window import WindowLayer
+from kvthaw.engine.hf.model import kv_bytes
 from kvthaw.errors import ConfigError
 from kvthaw.methods import METHODS
 from kvthaw.serve import contexts, page
 from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json, scores_in, written
-from kvthaw.serve.beside import kv_bytes
 from kvthaw.serve.bodies import BodyRoute, LargeBodies, invalid
 from kvthaw.serve.clients import attended, client_of, service_of, while_connected
 from kvthaw.serve.errors import ERRORS, ApiError, as_api_error
@@ -245,7 +246,9 @@ def _card(service: Service) -> Json:
     more = {
         "method": batch.cache.settings.method.name,
         "methods": [*METHODS],
-        "kv_bytes_per_token": kv_bytes(batch.model, batch.cache),
+        "kv_bytes_per_token": kv_bytes(
+            batch.model, (one.number for one in batch.cache.kv.layers if not isinstance(one, WindowLayer))
+        ),
     }
     return card | {"max_model_len": batch.capacity, "chat_template": service.chats, **more}
 

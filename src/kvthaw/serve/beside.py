@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.prefix import PrefixCache
-from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.decode import generate
 from kvthaw.engine.hf import Cache, PreTrainedModel
-from kvthaw.engine.hf.model import head_dim, of_layer
 from kvthaw.engine.prefill import chunks
 from kvthaw.engine.request import Request
 from kvthaw.engine.text import Detokenizer
@@ -117,12 +115,3 @@ class Beside:
             yield await worker.call(self.told)
         except Exception as error:
             yield as_api_error(error).body()
-
-
-def kv_bytes(model: PreTrainedModel, cache: Cache) -> int:
-    """Return the bytes of the KV of a token, in all layers that keep all tokens."""
-    config = model.config.get_text_config(decoder=True)
-    return sum(
-        2 * (getattr(one, "num_key_value_heads", None) or one.num_attention_heads) * head_dim(one) * model.dtype.itemsize
-        for one in (of_layer(config, layer.number) for layer in cache.kv.layers if not isinstance(layer, WindowLayer))
-    )

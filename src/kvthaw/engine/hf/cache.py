@@ -41,7 +41,7 @@ from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
 from kvthaw.engine.hf.identity import Origin
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
 from kvthaw.engine.hf.masks import as_bool
-from kvthaw.engine.hf.model import head_dim, of_layer
+from kvthaw.engine.hf.model import head_dim, kv_bytes, kv_heads, of_layer
 from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
 from kvthaw.formatting import human
@@ -123,7 +123,7 @@ class Cache(DynamicCache):
             chosen, self._passed_over = _that_fits(model, methods, full, sized_for, given)
         self.shares_kv = bool(getattr(config, "num_kv_shared_layers", 0))
         processes, layer = ranks(model), of_layer(config, full[0])
-        heads = (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) // processes.all_heads(1)
+        heads = kv_heads(layer) // processes.all_heads(1)
         row_bytes = row_format(kv_dtype or chosen.kv_dtype, head_dim(layer), model.dtype).row_bytes
         known = given.crossing or crossing
         resolved = {
@@ -381,9 +381,7 @@ def _that_fits(
     memory = DeviceMemory(config.device_memory or "auto", (), processes)
     memory.resolve(model.device)
     rows, tokens, new = sized_for or (1, min(getattr(own, "max_position_embeddings", None) or _LONGEST, _LONGEST), 0)
-    each = [of_layer(own, i) for i in layers]
-    width = sum((getattr(one, "num_key_value_heads", None) or one.num_attention_heads) * head_dim(one) for one in each)
-    every = 2 * width * model.dtype.itemsize // processes.all_heads(1)
+    every = kv_bytes(model, layers) // processes.all_heads(1)
     if not memory.bytes or rows * (tokens + new) * every <= memory.bytes:  # an index takes less than all KV
         return methods[0], ""
     free = available_host_memory(processes) if config.host_bytes is None else config.host_bytes

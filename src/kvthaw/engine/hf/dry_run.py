@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvthaw.cache import dry_run as cache_dry_run
 from kvthaw.cache.dry_run import Needs
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.engine.hf.model import head_dim, of_layer, plain_weights
+from kvthaw.engine.hf.model import head_dim, kv_heads, of_layer, plain_weights
 from kvthaw.engine.hf.tensor_parallel import ranks
 
 
@@ -44,11 +44,10 @@ def dry_run(
 
 def _tensors(model: PreTrainedModel, config: Any, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
     """Return the query and key of a layer of a config, of this process's heads, on the meta device."""
-    processes, q_heads = ranks(model), config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or q_heads
+    processes = ranks(model)
     query, key = (
         torch.empty(batch, n // processes.all_heads(1), tokens, head_dim(config), dtype=model.dtype, device="meta")
-        for n in (q_heads, heads)
+        for n in (config.num_attention_heads, kv_heads(config))
     )
     return query, key
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -261,6 +261,19 @@ def head_dim(config: Any) -> int:
     """Return the dimension of a layer's keys, from its config."""
     dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return dim
+
+
+def kv_heads(config: Any) -> int:
+    """Return the number of KV heads of a layer, from its config."""
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
+
+
+def kv_bytes(model: PreTrainedModel, layers: Iterable[int]) -> int:
+    """Return the bytes of a token's keys and values in some layers, of all processes together."""
+    config = model.config.get_text_config(decoder=True)
+    width = sum(kv_heads(one) * head_dim(one) for one in (of_layer(config, i) for i in layers))
+    return 2 * int(model.dtype.itemsize) * width
 
 
 def attention_depth(model: PreTrainedModel) -> float:
