@@ -107,11 +107,8 @@ class KVPrefetcher:
         if device.type != "cuda" or not spans:
             return (store.read(seq, *span) for span in spans)
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-            self._made.append(self._stream)
         if after is not None:
-            self._stream.wait_event(after)
+            self._side(device).wait_event(after)
         return self._streamed(
             store, seq, spans, most, device, [self._bring(store, seq, *span, most, device) for span in spans[:1]]
         )
@@ -149,15 +146,14 @@ class KVPrefetcher:
 
     def _bring(self, store: HostStore, seq: int, start: int, stop: int, most: int, device: torch.device) -> _Place:
         """Enqueue the copy of rows start .. stop to the next buffer, after the buffer's latest read."""
-        place = self._next_place(store, most, device)
-        assert self._stream is not None
-        self._stream.wait_event(place.read)
-        with torch.cuda.stream(self._stream):
+        place, stream = self._next_place(store, most, device), self._side(device)
+        stream.wait_event(place.read)
+        with torch.cuda.stream(stream):
             if in_blocks(store):
                 bring_blocks(store, seq, start, stop, place.data)
             else:
                 store.copy_to(_rows_in(place.data, store, stop - start), seq, start)
-            place.brought = self._stream.record_event()
+            place.brought = stream.record_event()
         return place
 
     def _side_by_side(self, store: HostStore, seq: int, start: int, stop: int, place: _Place) -> Tensor:
@@ -176,13 +172,19 @@ class KVPrefetcher:
             size, blocks = most * store.kv_heads * 2 * store.head_dim * store.dtype.itemsize, 1
         places = self._places.get((device, size))
         if places is None or len(places[0].addresses) < blocks:
-            assert self._stream is not None
-            count = min(4, max(2, _STAGED // run))
-            places = self._places[device, size] = deque(_Place(device, size, blocks, self._stream) for _ in range(count))
+            count, stream = min(4, max(2, _STAGED // run)), self._side(device)
+            places = self._places[device, size] = deque(_Place(device, size, blocks, stream) for _ in range(count))
         if self._rows.numel() < run or self._rows.device != device:
             self._rows = torch.empty(run, dtype=torch.uint8, device=device)
         places.rotate(1)
         return places[0]
+
+    def _side(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the side stream, which the first call makes."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+            self._made.append(self._stream)
+        return self._stream
 
     def release(self) -> None:
         """Free the buffers. The next chunk allocates them again."""

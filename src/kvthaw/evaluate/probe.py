@@ -49,9 +49,8 @@ def attention_mass(layer: OffloadedLayer, seq: int, query: Tensor, choice: Choic
 
 def sparse_bias(layer: OffloadedLayer, seq: int, scores: Tensor, choice: Choice | None) -> Tensor:
     """Return what the sparse softmax adds to each score [H, G, n]: -inf for rows that it leaves out."""
-    assert layer.plan is not None
     added = torch.full_like(scores, -torch.inf)
-    added[:, :, : min(layer.plan.regions.sink, layer.length(seq))] = 0.0
+    added[:, :, : min(layer.slab.regions.sink, layer.length(seq))] = 0.0
     added[:, :, layer.indexed(seq) :] = 0.0
     if choice is not None:
         selected, log_weight = choice.selection.rows[seq].to(scores.device), choice.selection.log_weight

@@ -131,8 +131,8 @@ class CodesIndex(Index, tested=True):
         votes = most(self._subs, self._combine) if graded else most_votes(self._subs, scored, self._combine)
         self._shift = shift(votes)
         self.learned: Tensor | None = None  # [L, H, B, 256, 8]
-        self._learn = centroids == "learned"
-        self.traits = Traits(graph_safe=True, grows=not (self._learn or centre), reversible=True, attends=dense_below > 0)
+        learns = centroids == "learned"
+        self.traits = Traits(graph_safe=True, grows=not (learns or centre), reversible=True, attends=dense_below > 0)
         self._first, self._k = context.regions.sink, 1
         self._deferred = context.deferred or DeferredBatch()
         self.counts: list[int] = []
@@ -150,7 +150,7 @@ class CodesIndex(Index, tested=True):
             sizes |= dict.fromkeys(("keys", "values"), ((heads, dense_below, dim), context.dtype))
         if centre:
             sizes["centre"] = ((heads, dim), torch.float32)
-        if self._learn:
+        if learns:
             sizes["learned"] = ((heads, subs, CENTROIDS, SUB), torch.float32)
         self.tables = {
             name: torch.zeros((0, *size), dtype=dtype, device=context.device) for name, (size, dtype) in sizes.items()
@@ -168,8 +168,7 @@ class CodesIndex(Index, tested=True):
         self._reserve(seq + 1, 0)
         if self.centred and keys.shape[1]:
             self.tables["centre"][seq] = keys.mean(dim=1, dtype=torch.float32).to(keys.dtype)
-        if self._learn and keys.shape[1]:
-            assert self.learned is not None
+        if self.learned is not None and keys.shape[1]:
             points = subspaces(self._moved(seq, keys), self.rotation, normalise=self.normalise)
             self.learned[seq] = learn(points, self.context.seed)
         self.append([seq], keys[None], values[None], None)

@@ -90,8 +90,7 @@ def exact_rows(layer: OffloadedLayer, seq: int, query: Tensor, selected: Tensor,
 
     Returns rows [H, M] int32 and mass [H].
     """
-    assert layer.plan is not None
-    sink, ring, scores = layer.plan.regions.sink, layer.indexed(seq), exact_scores(layer, query, parts)
+    sink, ring, scores = layer.slab.regions.sink, layer.indexed(seq), exact_scores(layer, query, parts)
     weights = torch.softmax(scores, dim=2)
     covered = torch.zeros_like(scores[:, 0], dtype=torch.bool)
     covered[:, :sink] = covered[:, ring:] = True

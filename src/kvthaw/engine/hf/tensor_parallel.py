@@ -105,8 +105,7 @@ def use_local_forwards(model: PreTrainedModel) -> None:
         style = (model.tp_plan or {}).get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
         if type(module) is not torch.nn.Linear or not isinstance(module.weight, DTensor):
             continue
-        weight, bias = (None if one is None else _own(one.detach()) for one in (module.weight, module.bias))
-        assert weight is not None
+        weight, bias = _own(module.weight.detach()), None if module.bias is None else _own(module.bias.detach())
         if style == "colwise":
             forward: Callable[[Tensor], Tensor] = _colwise(weight, bias)
         elif style == "rowwise":
