@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -101,18 +102,29 @@ def test_the_folder_has_what_memory_has(start: Any, gate: Gate, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_loses_nothing_that_it_asked_to_keep(start: Any, stream: bool, tmp_path: Path) -> None:
-    body = {"prompt": DOCUMENT, "max_tokens": 800, "kv_name": "doc", "stream": stream, "ignore_eos": True}
+def test_a_client_that_leaves_loses_nothing_that_it_asked_to_keep(
+    start: Any, stream: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It leaves as soon as the prompt is whole."""
+    whole, left = threading.Event(), threading.Event()
+    body = json.dumps({"prompt": DOCUMENT, "max_tokens": 800, "kv_name": "doc", "stream": stream, "ignore_eos": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     with start() as served:
-        if stream:
-            with served.http.stream("POST", "/v1/completions", json=body) as answer:
-                next(answer.iter_lines())
-                until(lambda: bool(served.service.batch.decoding))
-        else:
-            import httpx2
+        batch = served.service.batch
+        launch = batch.launch
 
-            with pytest.raises(httpx2.TimeoutException):
-                served.http.post("/v1/completions", json=body, timeout=0.5)
+        def waits() -> None:
+            if batch.decoding:
+                whole.set()
+                assert left.wait(20)
+            launch()
+
+        monkeypatch.setattr(batch, "launch", waits)
+        with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as client:
+            client.sendall(head.encode() + b"\r\n\r\n" + body)
+            assert whole.wait(20)
+        until(lambda: not served.service.worker.open)
+        left.set()
         until(lambda: (tmp_path / "kv" / "doc").exists())
     with start() as served:
         assert status(served, "doc") == 200
