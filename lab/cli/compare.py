@@ -150,7 +150,7 @@ def compare(
         results = ResultsFile(out / "results.jsonl")
         over = {name: fingerprint_of(haystack, grid.data.get(name)) for name in made}
         check_texts(results, over | ({"perplexity": text_name(haystack)} if "perplexity" in wanted else {}))
-        llm, tokenizer = loading.load(asked, template=template.template())
+        llm, tokenizer = loading.load([each.cache for each in variants], asked, template=template.template())
         own_template = template.chat is None and asked is None and getattr(tokenizer, "chat_template", None) is not None
         how: dict[str, Any] = {"name": loading.model, "batch": batch, "full": not no_full}
         how |= {"kv_dir": None if kv_dir is None else KvDir(kv_dir, warned)}

@@ -138,7 +138,7 @@ def evaluate(
         for name, n, one in itertools.product(tasks, lengths, questions)
     ]
     results = ResultsFile(out)
-    llm, tokenizer = loading.load(asked, template=template.template())
+    llm, tokenizer = loading.load([each.cache for each in variants], asked, template=template.template())
     folder = None if kv_dir is None else KvDir(kv_dir, warned)
     runner = Runner(llm, tokenizer, results, name=loading.model, full=not no_full, kv_dir=folder)
     summaries: list[dict[str, Any]] = []

@@ -65,7 +65,7 @@ def perplexity(
     sizes, read = listed(length, tokens_of, "--length"), words(text)
     courses = [Course(n, measured, samples, seed, read) for n in sorted(sizes)]
     results = ResultsFile(out)
-    llm, tokenizer = loading.load()
+    llm, tokenizer = loading.load([each.cache for each in variants])
     found: dict[Variant, list[dict[str, Any]]] = {}
     with bars() as progress:
         folder = None if kv_dir is None else KvDir(kv_dir, warned)

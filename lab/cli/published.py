@@ -116,7 +116,7 @@ def evaluate(
     changes = {name: value for name, value in given.items() if value is not None}
     items = [one.load(data)[:limit] for one in wanted]
     results = ResultsFile(out)
-    llm, tokenizer = loading.load(asked, template=template.template())
+    llm, tokenizer = loading.load([each.cache for each in variants], asked, template=template.template())
     has_template = getattr(tokenizer, "chat_template", None) is not None
     runs = [
         Run(

@@ -113,7 +113,7 @@ class CacheConfig:
             at_least(0, full_below=self.full_below)
         if self.seed >= 1 << 63:
             raise ConfigError(f"seed is {self.seed}; it must be less than 2^63")
-        at_least(1, sparse_queries=self.sparse_queries, block_size=self.block_size)
+        at_least(1, sparse_queries=self.sparse_queries, block_size=self.block_size, host_bytes=self.host_bytes)
 
     @property
     def fraction(self) -> float | None:

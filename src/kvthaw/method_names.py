@@ -11,11 +11,23 @@ AUTO = "auto"
 """The name auto, which is not a method: see `kvthaw.methods.auto`."""
 GROUP = "kvthaw.methods"
 """The entry points of packages that have methods: the name is the method's, the value the function that makes it."""
-NAMES = (
-    "full", "oracle", "streaming", "clusterkv", "clusterkv-plus", "prkv", "prkv-plus", "icecache", "icecache-reuse",
-    "icecache-digest", "icecache-digest-device", "pariskv", "pariskv-plus", "thaw",
-)  # fmt: skip
-"""Those of METHODS, in `kvthaw.methods`, in the same order (tests/methods/test_registry.py)."""
+OWN = {
+    "full": "full:full",
+    "oracle": "oracle:oracle",
+    "streaming": "streaming:streaming",
+    "clusterkv": "clusterkv:clusterkv",
+    "clusterkv-plus": "clusterkv_plus:clusterkv_plus",
+    "prkv": "prkv:prkv",
+    "prkv-plus": "prkv_plus:prkv_plus",
+    "icecache": "icecache:icecache",
+    "icecache-reuse": "icecache:icecache_reuse",
+    "icecache-digest": "icecache_digest:icecache_digest",
+    "icecache-digest-device": "icecache_digest:icecache_digest_device",
+    "pariskv": "pariskv:pariskv",
+    "pariskv-plus": "pariskv_plus:pariskv_plus",
+    "thaw": "thaw:thaw",
+}
+"""kvthaw's own methods: for each name the module in `kvthaw.methods` and its function that makes the Method from its options."""
 BASELINES = (
     "h2o", "snapkv", "snapkv-refreshed", "arkvale", "quest", "pqcache", "magicpig", "omnikv", "freekv", "twilight", "shadowkv",
     "retroinfer", "infinigen", "socket",

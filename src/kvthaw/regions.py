@@ -8,6 +8,8 @@ from kvthaw.errors import ConfigError, at_least
 
 BUDGET = 1024
 """Tokens attended per KV head and step, where neither a budget nor a number of rows is given."""
+LEAST_BUDGET = 16
+"""The smallest budget of a method that retrieves: sink, window and buffer shrink to it and leave rows to retrieve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,9 @@ class Regions:
 
     def for_budget(self, budget: int) -> Regions:
         """Return these regions if they fit in half the budget; otherwise shrink them to sink <= budget / 16, window <= budget / 4
-        and buffer <= budget / 8. Raises ConfigError if the budget is below 16 tokens."""
-        least = 16
-        if budget < least:
-            raise ConfigError(f"budget is {budget}; the smallest that leaves room for retrieval is {least} tokens")
+        and buffer <= budget / 8. Raises ConfigError if the budget is below LEAST_BUDGET."""
+        if budget < LEAST_BUDGET:
+            raise ConfigError(f"budget is {budget}; the smallest that leaves room for retrieval is {LEAST_BUDGET} tokens")
         if 2 * self.held <= budget:
             return self
         return Regions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,48 @@ def test_nothing_heavy_is_imported_before(given: tuple[str, ...], words: tuple[s
     assert "loaded:\n" in done.stdout, done.stdout
     said = " ".join(done.stderr.replace("│", " ").split())
     assert all(word in said for word in words), done.stderr
+
+
+COMMANDS = {
+    "generate": ("generate", "Hi"),
+    "chat": ("chat",),
+    "serve": ("serve", "--port", "0"),
+    "plan": ("plan", "--length", "100", "--gpu", "none"),
+    "inspect": ("inspect", "--file", "text.txt", "--question", "Who?", "-o", "page.html"),
+    "bench": ("bench", "decode", "--file", "text.txt"),
+    "eval": ("eval", "agreement", "--file", "text.txt"),
+    "compare": ("compare", "--task", "passkey", "--length", "100", "--out", "out"),
+    "niah": ("eval", "niah", "--length", "100"),
+}
+WRONG = [
+    ("--budget", "5", "budget is 5; the smallest that leaves room for retrieval is 16 tokens"),
+    ("--dense-layers", "99", "dense_layers is 99; that leaves no layer to quest, of 2: it must be at most 1"),
+    ("--method", "quest:nope=1", "no option 'nope'"),
+    ("--method", "pqcache:parts=3", "parts is 3; it must be at least 1 and divide head_dim, 16"),
+    ("--retrieved", "0", "retrieved is 0; it must be at least 1"),
+    ("--device-memory", "0", "device_memory is '0'; it must be at least 1 byte"),
+    ("--host-memory", "0", "host_bytes is 0; it must be at least 1"),
+]
+HAVE = {"--device-memory": ("generate", "chat", "serve", "plan"), "--host-memory": ("generate", "chat", "serve", "bench")}
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "words"),
+    [(command, *wrong) for wrong in WRONG for command in HAVE.get(wrong[0], COMMANDS)],
+)
+def test_weights_are_not_read_before(
+    command: str, option: str, value: str, words: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's weights cannot be read."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
+    (tmp_path / "text.txt").write_text("Some text. " * 20)
+    method = () if option == "--method" else ("--method", "quest")
+    said = Said(*COMMANDS[command], "--model", "model", *method, option, value)
+    assert said.code == 1, said.err
+    assert words in said.err
+    assert said.out == ""
 
 
 def test_usual_names_of_dtypes_are_taken(model: str) -> None:

@@ -16,7 +16,7 @@ from kvthaw import Batch, Cache, PrefixCache, Scheduler
 from kvthaw.cache import host_memory
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.config import Crossing
+from kvthaw.config import CacheConfig, Crossing
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.engine.warm import _serve, warm
@@ -426,7 +426,7 @@ def test_every_device_has_a_method() -> None:
     with pytest.raises(ConfigError, match="option 'reuse'"):
         auto.find("auto", torch.device("cpu"), reuse=2)
     with pytest.raises(ConfigError, match=r"no option 'sink'; it has none of its own$"):
-        auto.check_name("auto:sink=4")
+        auto.check_settings("auto:sink=4", CacheConfig())
 
 
 def test_auto_takes_the_fastest_method_that_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

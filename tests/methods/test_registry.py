@@ -8,7 +8,7 @@ import pytest
 
 import kvthaw
 from kvthaw.errors import ConfigError
-from kvthaw.method_names import BASELINES, NAMES, unknown_method
+from kvthaw.method_names import BASELINES, OWN, unknown_method
 from kvthaw.methods import METHODS, resolve
 from kvthaw.methods.registry import Methods
 
@@ -39,7 +39,7 @@ def mine(*, sink: int = 4) -> kvthaw.Method:
 
 @pytest.fixture
 def methods() -> Methods:
-    return Methods({"oracle": kvthaw.METHODS["oracle"]})
+    return Methods({"oracle": "kvthaw.methods.oracle:oracle"})
 
 
 def packaged(where: Path, monkeypatch: pytest.MonkeyPatch, **points: str) -> None:
@@ -53,8 +53,9 @@ def packaged(where: Path, monkeypatch: pytest.MonkeyPatch, **points: str) -> Non
 
 
 def test_names_are_those_of_the_methods() -> None:
-    assert tuple(METHODS._own) == NAMES
-    assert tuple(METHODS) == NAMES + BASELINES
+    assert tuple(METHODS) == (*OWN, *BASELINES)
+    for name in OWN:
+        assert resolve(name).name == name
 
 
 def test_a_baseline_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +64,7 @@ def test_a_baseline_that_is_not_installed_says_how_to_install_it(monkeypatch: py
     for name in BASELINES:
         with pytest.raises(ConfigError, match=rf"method is '{name}', a baseline, .*: pip install 'kvthaw\[baselines\]'"):
             resolve(f"{name}:sink=4")
-    assert "did you mean 'prkv'" in str(unknown_method("prvk", NAMES))
+    assert "did you mean 'prkv'" in str(unknown_method("prvk", OWN))
 
 
 def test_a_registered_method_is_one_like_any_other(llama: kvthaw.engine.hf.PreTrainedModel) -> None:

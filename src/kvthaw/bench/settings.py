@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Self, TypeVar
 
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.plan import Settings
+from kvthaw.config import CacheConfig
 from kvthaw.engine.graph_runner import needs_host
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.evaluate.describe import describe
@@ -133,6 +134,15 @@ def values(written: str, options: dict[str, Any] = OPTIONS, **wanted: Any) -> di
     elif found.index is None:
         fields |= {"retrieved": None, "budget": 256 if fields["budget"] is None else fields["budget"]}
     return {"method": method, **fields}
+
+
+def caches(methods: Iterable[str], **wanted: Any) -> list[tuple[str, CacheConfig]]:
+    """Return the methods with the settings of their `kvthaw.Cache`, without transformers' own caches.
+
+    methods, wanted: as for `values`.
+    """
+    every = [values(written, **wanted) for written in methods]
+    return [(one["method"], CacheConfig.of(one)) for one in every if one["method"] not in HF]
 
 
 S = TypeVar("S", bound=DecodeSetting)

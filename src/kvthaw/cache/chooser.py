@@ -339,7 +339,8 @@ def offloaded_numbers(settings: Settings, numbers: Sequence[int], depth: int) ->
     found = [] if settings.method.dense else [i for i in numbers if i >= settings.dense_layers]
     if not found and not settings.method.dense:
         raise ConfigError(
-            f"dense_layers is {settings.dense_layers}; that leaves no layer to {settings.method.name}, of {depth}"
+            f"dense_layers is {settings.dense_layers}; that leaves no layer to {settings.method.name}, of {depth}: it must be at "
+            f"most {max(numbers)}"
         )
     return found
 

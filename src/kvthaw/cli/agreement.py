@@ -96,7 +96,7 @@ def agreement(
 
     text = "" if file is None else prompt_text(None, file)
     results = ResultsFile(out)
-    llm, tokenizer = loading.load(asked, template=template.template())
+    llm, tokenizer = loading.load([each.cache for each in variants], asked, template=template.template())
     how = asked or (Chat() if template.chat is None and tokenizer.chat_template is not None else None)
 
     def made() -> list[Prompt]:

@@ -81,12 +81,16 @@ def decode(
     from kvthaw.bench import tables
     from kvthaw.bench.card import where
     from kvthaw.bench.own import OwnBench, Reading, advice
+    from kvthaw.bench.settings import caches
     from kvthaw.engine.hub import display_name
     from kvthaw.evaluate.results import ResultsFile
-    from kvthaw.methods.auto import find
+    from kvthaw.methods.auto import check_settings, find
 
-    known = ResultsFile(out)
-    llm, tokenizer = loading.load()
+    known, host_bytes = ResultsFile(out), host_bytes_of(host_memory)
+    asked = caches(names_of(method or ()), **limit, host_bytes=host_bytes)
+    for one, settings in asked:
+        check_settings(one, settings)  # what is wrong costs no loading
+    llm, tokenizer = loading.load(asked)
     reading = Reading(llm, tokenizer, display_name(loading.model), words(file))
     if file is not None and length is None:
         lengths = [len(reading.ids())]
@@ -101,7 +105,7 @@ def decode(
         }
         if as_json:
             how["say"] = lambda record: print(record.to_json(), flush=True)
-        bench = OwnBench(reading, known, **how, host_bytes=host_bytes_of(host_memory))
+        bench = OwnBench(reading, known, **how, host_bytes=host_bytes)
         records = bench.run(wanted)
     for each in tables.decode(records) if records and not as_json else ():
         print_wide(each)

@@ -94,15 +94,15 @@ def chat(
     )
     if place is not None and document is None and not place.exists():
         raise ConfigError(f"nothing is kept in {place}; give a text for it as --file")
-    from kvthaw.methods.auto import check_name
+    from kvthaw.methods.auto import check_settings
 
-    check_name(settings.method)  # a wrong name costs no loading
+    check_settings(settings.method, config)  # what is wrong costs no loading
     from kvthaw.conversation import Conversation, plain_template
     from kvthaw.engine.hf import Cache
     from kvthaw.engine.hf.model import positions
 
     sampling, asked = drawing.sampling(max_new_tokens), template.asked()
-    llm, tokenizer = loading.load(asked, None if cut else document, template.template())
+    llm, tokenizer = loading.load([(settings.method, config)], asked, None if cut else document, template.template())
     sampling = as_its_makers(sampling, drawing.given, llm)
     if not tokenizer.chat_template:
         tokenizer.chat_template = plain_template(tokenizer)

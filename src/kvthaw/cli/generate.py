@@ -87,7 +87,7 @@ def generate(
     """
     method, several = settings.method, side_by_side.is_wanted(settings)
     alone = replace(settings, budget=None, retrieved=None) if several else settings
-    config = alone.config(drawing.seed).keywords()
+    config = alone.config(drawing.seed)
     if kv is not None and kv_dir is not None:
         raise ConfigError("--kv and --kv-dir are given; one of them is enough")
     if several and (compile_ or kv is not None or kv_dir is not None):
@@ -95,11 +95,11 @@ def generate(
     text, asked = prompt_text(prompt, file), template.asked()
     if prompt is not None and len(prompt) < 256 and Path(prompt).is_file():
         warned(f"{prompt} is a file; its name is the prompt. --file {prompt} reads it.")
-    from kvthaw.methods.auto import check_name
+    from kvthaw.methods.auto import check_settings
 
     ways = side_by_side.variants(settings) if several else []
     if not several:
-        check_name(method)  # a wrong name costs no loading
+        check_settings(method, config)  # what is wrong costs no loading
     from kvthaw.answering import Answer, Prompts, shared_tokens
     from kvthaw.engine.chat_template import Chat, dates_of_kept, following, has_template, split_prompt
     from kvthaw.engine.hf import Cache, attach
@@ -109,7 +109,8 @@ def generate(
     from kvthaw.evaluate.machine import now, versions
 
     sampling = drawing.sampling(max_new_tokens)
-    llm, tokenizer = loading.load(asked, None if cut else text, template.template())
+    caches = [way.cache for way in ways] or [(method, config)]
+    llm, tokenizer = loading.load(caches, asked, None if cut else text, template.template())
     sampling = as_its_makers(sampling, drawing.given, llm)
     if template.chat is None and asked is None:
         asked = Chat() if question and has_template(tokenizer) else None
@@ -129,11 +130,11 @@ def generate(
     live = stream and not as_json
     if ways:
         side_by_side.answer_all(
-            llm, tokenizer, parts, questions, ways, config, sampling,
+            llm, tokenizer, parts, questions, ways, config.keywords(), sampling,
             goes_on=asked is None, chunk=prefill_chunk, live=live, as_json=as_json,
         )  # fmt: skip
         return
-    cache = Cache(llm, method, sized_for=(1, longest, max_new_tokens), **config)
+    cache = Cache(llm, method, sized_for=(1, longest, max_new_tokens), **config.keywords())
     start, once = now(llm.device), kv is None and kv_dir is None and len(prompts) == 1
     shared = prompts[0] if once else shared_tokens(parts)
     taken = fill(cache, kv, shared, warned) if kv else folder.fill(cache, shared) if folder else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
@@ -70,18 +70,25 @@ class ModelOptions:
     rope_scaling: options.RopeScaled = None
 
     def load(
-        self, chat: Chat | None = None, text: str | None = None, template: str | None = None
+        self,
+        caches: Iterable[tuple[str, CacheConfig]] = (),
+        chat: Chat | None = None,
+        text: str | None = None,
+        template: str | None = None,
     ) -> tuple[PreTrainedModel, Any]:
         """Load the model under a spinner on stderr.
 
+        caches: methods and settings that the model is loaded for.
         text: a text that the model's positions must have room for.
         template: a chat template instead of the tokenizer's.
 
-        Raises ConfigError, before weights are read, for a tokenizer whose template does not support `chat`, and for a `text`
-        that is too long.
+        Raises ConfigError, before weights are read, for settings that no cache of the model takes and for a `text` that is too
+        long. A tokenizer whose template does not support `chat` raises it too.
         """
 
         def prepare(tokenizer: Any, config: Any) -> None:
+            for method, settings in caches:
+                check_settings(config, method, settings)
             if template is not None:
                 tokenizer.chat_template = template
             if chat is not None:
@@ -90,6 +97,7 @@ class ModelOptions:
                 check_text(tokenizer, text, positions(config))
 
         with waiting(f"loading {self.model}"):
+            from kvthaw.engine.hf.cache import check_settings
             from kvthaw.engine.hf.model import check_text, load, positions, silence
 
             silence()

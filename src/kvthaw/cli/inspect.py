@@ -54,7 +54,7 @@ def inspect(
     from kvthaw.inspect.page import standalone
     from kvthaw.inspect.run import inspect as run
 
-    llm, tokenizer = loading.load(asked, document, template.template())
+    llm, tokenizer = loading.load([each.cache for each in variants], asked, document, template.template())
     if template.chat is None and asked is None:
         asked = Chat() if has_template(tokenizer) else None
         tell_template(loading.model, tokenizer, taken=asked is not None)

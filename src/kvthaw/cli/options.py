@@ -15,7 +15,7 @@ from kvthaw.cli.common import prompt_text
 from kvthaw.engine.hub import check_path, offline
 from kvthaw.errors import ConfigError, one_of
 from kvthaw.formatting import read_bytes
-from kvthaw.method_names import AUTO, GROUP, NAMES, split_names, unknown_method
+from kvthaw.method_names import AUTO, GROUP, OWN, split_names, unknown_method
 from kvthaw.regions import BUDGET
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def named_model(name: str | None) -> str | None:
 def named_method(given: Any) -> Any:
     """Return names of methods with their options. Raises ConfigError for one that there is not, before torch is imported."""
     loaded, packaged = sys.modules.get("kvthaw.methods"), (point.name for point in entry_points(group=GROUP))
-    known = dict.fromkeys((AUTO, *(NAMES if loaded is None else loaded.METHODS), *packaged))
+    known = dict.fromkeys((AUTO, *(OWN if loaded is None else loaded.METHODS), *packaged))
     for text in [given] if isinstance(given, str) else given or ():
         for name in (part.partition(":")[0] for part in names_of([text])):
             if name not in known:
@@ -69,6 +69,13 @@ def named_device(name: str | None) -> str | None:
     if name is not None and not re.fullmatch(r"(cpu|cuda|mps|xpu|hpu|npu|meta)(:\d+)?", name):
         raise ConfigError(f"device is {name!r}; it must be cpu, cuda, or one of several as cuda:1")
     return name
+
+
+def named_memory(text: str | None) -> str | None:
+    """Return a --device-memory. Raises ConfigError for none at all, which would leave the cache no room."""
+    if text not in (None, "auto") and read_bytes(text, "device_memory") < 1:
+        raise ConfigError(f'device_memory is {text!r}; it must be at least 1 byte, such as "8GiB", or "auto"')
+    return text
 
 
 MODEL = typer.Option(
@@ -93,6 +100,7 @@ DeviceMemory = Annotated[
     typer.Option(
         "--device-memory",
         help='Device memory that the cache may fill, such as "8GiB"; or "auto". Default: auto with --method auto, else none.',
+        callback=named_memory,
     ),
 ]
 KvDir = Annotated[

@@ -133,9 +133,9 @@ def serve(
         raise ConfigError(f"--tp is {tp}; with --ray a replica has one GPU")
     if replicas is not None and not on_ray:
         raise ConfigError(f"--replicas is {replicas}; it needs --ray")
-    from kvthaw.methods.auto import check_name
+    from kvthaw.methods.auto import check_settings
 
-    check_name(method)  # a wrong name costs no loading
+    check_settings(method, config)  # what is wrong costs no loading
     try:
         from kvthaw.serve import ray
         from kvthaw.serve.build import build, follow

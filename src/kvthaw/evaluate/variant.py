@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.plan import Settings, try_index
+from kvthaw.cache.plan import Settings
+from kvthaw.config import CacheConfig
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.errors import ConfigError
 from kvthaw.method_names import split_names
@@ -30,6 +31,11 @@ class Variant:
     def limits(self) -> dict[str, Any]:
         """Settings of its `kvthaw.Cache`."""
         return {"budget": self.budget, "retrieved": self.retrieved, "dense_layers": self.dense_layers}
+
+    @property
+    def cache(self) -> tuple[str, CacheConfig]:
+        """The method and the settings of its `kvthaw.Cache`."""
+        return self.method, CacheConfig(**self.limits)
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Variant:
@@ -88,7 +94,6 @@ def read_variants(
         method = resolve(own.method)
         if method.dense and own != Variant(own.method):
             raise ConfigError(f"method is {written!r}; {method.name} attends to everything, under no limit")
-        try_index(method, head_dim=128)
         for limit, kept in itertools.product(limits or [(None, None)], dense_layers or (None,)):
             variant = own if method.dense else read_variant(written, *limit, kept)
             Settings(method, **variant.limits)

@@ -1,31 +1,18 @@
-"""The methods: one file each, one line each in METHODS. Those of other papers are the package kvthaw-baselines."""
+"""The methods: one file each, listed in `kvthaw.method_names.OWN`. Those of other papers are the package kvthaw-baselines."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from typing import Any, get_args
 
 from kvthaw.cache.index_api import Method
 from kvthaw.config import KvDtype
 from kvthaw.errors import ConfigError, one_of
-from kvthaw.method_names import unknown_method
-from kvthaw.methods.clusterkv import clusterkv
-from kvthaw.methods.clusterkv_plus import clusterkv_plus
-from kvthaw.methods.full import full
-from kvthaw.methods.icecache import icecache
-from kvthaw.methods.icecache_digest import icecache_digest, icecache_digest_device
+from kvthaw.method_names import OWN, unknown_method
 from kvthaw.methods.options import REGIONS, check, written
-from kvthaw.methods.oracle import oracle
-from kvthaw.methods.pariskv import pariskv
-from kvthaw.methods.pariskv_plus import pariskv_plus
-from kvthaw.methods.prkv import prkv
-from kvthaw.methods.prkv_plus import prkv_plus
 from kvthaw.methods.registry import Methods
 from kvthaw.methods.remainder import with_remainder
-from kvthaw.methods.streaming import streaming
-from kvthaw.methods.thaw import thaw
 from kvthaw.typecheck import check_type
 
 
@@ -67,22 +54,5 @@ def resolve(method: str | Method, **options: Any) -> Method:
     return replace(made, name=method, regions=replace(made.regions, **regions), kv_dtype=kv_dtype or made.kv_dtype)
 
 
-METHODS = Methods(
-    {
-        "full": full,
-        "oracle": oracle,
-        "streaming": streaming,
-        "clusterkv": clusterkv,
-        "clusterkv-plus": clusterkv_plus,
-        "prkv": prkv,
-        "prkv-plus": prkv_plus,
-        "icecache": icecache,
-        "icecache-reuse": partial(icecache, reuse=3),
-        "icecache-digest": icecache_digest,
-        "icecache-digest-device": icecache_digest_device,
-        "pariskv": pariskv,
-        "pariskv-plus": pariskv_plus,
-        "thaw": thaw,
-    }
-)
-"""Name -> the function that makes the Method from its options. `kvthaw.method_names` repeats the names."""
+METHODS = Methods({name: f"kvthaw.methods.{where}" for name, where in OWN.items()})
+"""Name -> the function that makes the Method from its options. A method's module is imported when the method is asked for."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvthaw.cache.dry_run import Needs
 from kvthaw.cache.index_api import Method
-from kvthaw.config import Crossing
+from kvthaw.cache.plan import Settings
+from kvthaw.config import CacheConfig, Crossing
 from kvthaw.formatting import human
 from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve
 from kvthaw.methods.options import check, written
+
+if TYPE_CHECKING:
+    from kvthaw.cache.dry_run import Needs
 
 Limits = dict[str, tuple[int, int]]
 """Bytes that a cache needs and bytes that are available, by place ("device", "host")."""
@@ -72,7 +75,8 @@ def fastest(methods: Sequence[Method], needs: Callable[[Method], Needs], limits:
     needs: returns the memory that a method needs.
     limits: returns, by place, these bytes and the available bytes.
     """
-    found, over = list[Needs](), list[float]()
+    found: list[Needs] = []
+    over: list[float] = []
     for method in methods:
         found.append(needs(method))
         over.append(max((need / max(1, limit) for need, limit in limits(found[-1]).values()), default=0.0))
@@ -110,6 +114,7 @@ def best_on(name: str) -> Best:
     return BEST[next((known for known in BEST if name.startswith(known)), "cuda")]
 
 
-def check_name(method: str | Method) -> None:
-    """Raise ConfigError for a name that is no method's, or options that it does not take."""
-    find(method, torch.device("cpu"))
+def check_settings(method: str | Method, given: CacheConfig) -> None:
+    """Raise ConfigError, without a model, for a name that is no method's, and for options and settings that it does not take."""
+    settings = {name: value for name, value in given.keywords().items() if value is not None}
+    Settings(find(method, torch.device("cpu"))[0], **settings)

@@ -81,6 +81,9 @@ def icecache(
     )
 
 
+icecache_reuse = partial(icecache, reuse=3)
+
+
 def tree_method(
     name: str, tree: dict[str, Any], reuse: int, threads: int, transfer: Way, layout: Layout, **fields: Any
 ) -> Method:

@@ -20,11 +20,15 @@ Make = Callable[..., Method]
 class Methods(Mapping[str, Make]):
     """Name -> the function that makes a Method from its options.
 
-    Packages are asked once: when a name is not found here, or all names are listed. A package's function is imported when its
-    method is asked for; one that cannot be imported raises ConfigError."""
+    Packages are asked once: when a name is not found here, or all names are listed. A method's module is imported when the method
+    is asked for; a package's that cannot be imported raises ConfigError.
 
-    def __init__(self, own: Mapping[str, Make]) -> None:
-        self._own, self._registered = dict(own), dict[str, Make]()
+    own: name -> "module:function".
+    """
+
+    def __init__(self, own: Mapping[str, str]) -> None:
+        self._own = {name: EntryPoint(name, where, GROUP) for name, where in own.items()}
+        self._registered = dict[str, Make]()
 
     def register(self, name: str, make: Make) -> None:
         """Register a method under `name`, with a function that makes it: `def mine(*, sink: int = 4) -> kvthaw.Method`.
@@ -63,13 +67,13 @@ class Methods(Mapping[str, Make]):
         return list(found)
 
     def __getitem__(self, name: str) -> Make:
-        for known in (self._own, self._registered):
-            if name in known:
-                return known[name]
-        return _load(self._packaged[name])
+        if name in self._own:
+            own: Make = self._own[name].load()
+            return own
+        return self._registered[name] if name in self._registered else _load(self._packaged[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._own | self._registered | self._packaged)
+        return iter(dict.fromkeys((*self._own, *self._registered, *self._packaged)))
 
     def __len__(self) -> int:
         return len(list(iter(self)))

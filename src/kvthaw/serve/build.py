@@ -9,8 +9,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from kvthaw.cache.prefix import PrefixCache
+from kvthaw.config import CacheConfig
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.generation_config import recommended
+from kvthaw.engine.hf.cache import check_settings
 from kvthaw.engine.hf.model import Dtype, check_text, load, more_tokens, positions, silence
 from kvthaw.engine.hub import SHIPPED
 from kvthaw.engine.library import Library
@@ -48,7 +50,8 @@ def build(
 ) -> Service:
     """Load a model and allocate all memory of a step, so that a lack of memory fails here.
 
-    Raises ConfigError, before weights are read, for a max_len above the model's positions and a context longer than a request.
+    Raises ConfigError, before weights are read, for settings that no cache of the model takes. A max_len above the model's
+    positions and a context longer than a request raise it too.
 
     model, rope_scaling, tp, device, dtype: see `load`. All processes of a split model call this with the same arguments at the
         same time.
@@ -68,6 +71,7 @@ def build(
         most = positions(config)
         if max_len is not None and most is not None and max_len > most:
             raise ConfigError(f"max_len is {max_len:,}; the model's positions end at {most:,}: rope_scaling gives it more")
+        check_settings(config, method, CacheConfig.of(settings))
         for title, text in contexts.items():
             try:
                 check_text(tokenizer, text, most)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -22,6 +22,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from kvthaw.cache.chooser import offloaded_numbers
 from kvthaw.cache.clone import clone
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.dry_run import Needs
@@ -53,6 +54,28 @@ from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
 _LONGEST = 131072  # tokens to choose a method for, if the model has more positions or does not say
+
+
+def check_settings(config: PreTrainedConfig, method: str, given: CacheConfig) -> None:
+    """Raise ConfigError, before weights are read, for a method and settings that no cache of a model with this configuration
+    takes."""
+    config = config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers
+    chosen, full = find(method, torch.device("cpu"))[0], _full(layers)
+    if full and not chosen.dense:
+        resolved = {"block_size": 1, "full_below": None, "dense_layers": _dense_layers(chosen, given, len(layers))}
+        offloaded_numbers(Settings(chosen, **given.keywords() | resolved), full, len(layers))
+        for dim in {head_dim(of_layer(config, number)) for number in full}:
+            try_index(chosen, dim)
+
+
+def _full(layers: Sequence[CacheLayerMixin]) -> list[int]:
+    """Return the numbers of the full-attention layers."""
+    return [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+
+
+def _dense_layers(chosen: Method, given: CacheConfig, depth: int) -> int:
+    return chosen.dense_layers * (depth >= 16) if given.dense_layers is None else given.dense_layers
 
 
 class Cache(DynamicCache):
@@ -111,7 +134,7 @@ class Cache(DynamicCache):
         config = model.config.get_text_config(decoder=True)
         super().__init__(config=config)
         self.layers: Layers = Layers(self.layers)
-        full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        full = _full(self.layers)
         if not full:
             raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer whose KV could be offloaded")
         self._sized_for = sized_for
@@ -127,7 +150,7 @@ class Cache(DynamicCache):
         row_bytes = row_format(kv_dtype or chosen.kv_dtype, head_dim(layer), model.dtype).row_bytes
         known = given.crossing or crossing
         resolved = {
-            "dense_layers": chosen.dense_layers * (len(self.layers) >= 16) if dense_layers is None else dense_layers,
+            "dense_layers": _dense_layers(chosen, given, len(self.layers)),
             # Layers that share KV ask after the index has gone on, so several tokens at once are dense.
             "sparse_queries": 1 if self.shares_kv else sparse_queries,
             "block_size": block_size or default_block_size(heads * row_bytes),
