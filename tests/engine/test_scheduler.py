@@ -254,6 +254,34 @@ def test_the_next_chunk_is_of_the_client_with_the_least(model: PreTrainedModel) 
     assert sum(one.prefilled for one in flood) - sum(seen) < 16
 
 
+def test_chunks_are_smaller_while_a_client_with_less_service_decodes(model: PreTrainedModel) -> None:
+    scheduler = Scheduler(Batch(model, "full", max_seqs=4, capacity=400, **settings_of("full")), step_tokens=32)
+
+    def chunks(long: Request, steps: int) -> list[int]:
+        seen = [long.prefilled]
+        for _ in range(steps):
+            scheduler.step()
+            seen.append(long.prefilled)
+        return [b - a for a, b in pairwise(seen)]
+
+    own = scheduler.submit([5] * 4, max_new_tokens=60, stop=(), client="many")
+    while not own.tokens:
+        scheduler.step()
+    long = scheduler.submit(prompt(1, 300)[0], max_new_tokens=2, stop=(), client="many")
+    before = chunks(long, 3)
+    other = scheduler.submit([7] * 4, max_new_tokens=4, stop=(), client="few")
+    while not other.tokens:
+        scheduler.step()
+    beside = chunks(long, 2)
+    assert all(0 < 3 * one < min(before) for one in beside)
+    while not other.finished:
+        scheduler.step()
+    assert chunks(long, 1) == before[-1:]
+    finished(scheduler)
+    asked = (prompt(1, 300)[0], 2), ([7] * 4, 4)
+    assert [long.tokens, other.tokens] == alone(model, "full", *asked, capacity=400)
+
+
 def test_a_client_without_a_place_gets_one_of_several(model: PreTrainedModel) -> None:
     """A request that gives way goes on later, and each short one asks for one place at most."""
     batch = Batch(model, "full", max_seqs=3, capacity=100, **settings_of("full"))

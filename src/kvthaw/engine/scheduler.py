@@ -35,6 +35,8 @@ CPU_SHARE, CPU_LEAST = 4, 32
 
 A token takes no longer in chunks of 32 than in chunks of 512.
 """
+YIELDS = 4
+"""How many times smaller the chunks of a client are while one with less service decodes, which waits for each of them."""
 DEPTH = 32768
 """Earlier tokens whose attention takes about the time of a token's other work, for an 8B model on an H200: 0.89 ns each, and
 29 us."""
@@ -70,7 +72,8 @@ class Scheduler:
     - Requests get slots by priority, the lowest number first, once host and device memory suffice for them and the running
       requests. Within a number the client with the least service is next (see `FairShare`), and within a client the earliest
       request.
-    - The prompts of the client with the least service are prefilled first, too.
+    - The prompts of the client with the least service are prefilled first, too. While a client with less service decodes, the
+      chunks of others are smaller, so that it waits less for its tokens.
     - If no slot is free, a request preempts the last decoding request of a higher number, which continues later. So does a
       request of a client without a slot; the client with the most slots then loses one of several.
     - If memory still runs short, the last request in this order is preempted, and continues once another has ended.
@@ -207,7 +210,7 @@ class Scheduler:
             self._place()  # the host's work from here on overlaps the device's decode step
             request = self._next_prompt()
             self.batch.start(POLL if request is None and not self.batch.decoding else 0.0)
-            left, decoded = float(self.step_tokens), len(self.batch.decoding)
+            left, decoded = float(self._budget(request)), len(self.batch.decoding)
             while request is not None:
                 depth, group = request.prefilled, self._group(request, left)
                 before = [one.prefilled for one in group]
@@ -246,17 +249,26 @@ class Scheduler:
         on_host = any(layer.on_host for layer in self.batch.cache.kv.offloaded[:1])
         return self.ahead and not on_host and all(request.matcher is None for request in self.batch.requests)
 
+    def _budget(self, request: Request | None) -> int:
+        """Return the tokens of a step whose first prompt is this request's."""
+        if request is None or self.batch.replays(request):  # a replayed forward cannot be divided
+            return self.step_tokens
+        had, client = self._share.had, request.client
+        ahead = had(request.client) - self.step_tokens  # a step more than others have had
+        yields = any(one.client != client and had(one.client) < ahead for one in self.batch.decoding)
+        return max(1, self.step_tokens // YIELDS) if yields else self.step_tokens
+
     def _chunk(self, request: Request, decoded: int) -> int | None:
         """Return the length of the next chunk of a prompt; None: the batch's chunk.
 
         decoded: number of tokens that the step decodes.
         """
         if self._alone is not None and self._depth is not None:
-            tokens = self.step_tokens if decoded else self._alone
+            tokens = self._budget(request) if decoded else self._alone
             return max(CPU_LEAST, int(tokens / (1 + request.prefilled / self._depth)))
         if not decoded:
             return None if self._alone is None else chunk_tokens(self._alone, request.prefilled)
-        tokens, left = chunk_tokens(self.step_tokens, request.prefilled, decoded), request.prompt - request.prefilled
+        tokens, left = chunk_tokens(self._budget(request), request.prefilled, decoded), request.prompt - request.prefilled
         if self.batch.streams_back(request):
             return max(tokens, streamed_tokens(request.prefilled))
         deep = request.prefilled > DEPTH and _FEW < left < tokens  # attention without a plan takes 1.5 times as long

@@ -15,7 +15,7 @@ from kvthaw.cache.sequences import buckets
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.graph_runner import bucket
 from kvthaw.engine.hf.model import kv_heads, of_layer
-from kvthaw.engine.scheduler import STEP_TOKENS, chunk_tokens, streamed_tokens
+from kvthaw.engine.scheduler import STEP_TOKENS, YIELDS, chunk_tokens, streamed_tokens
 from kvthaw.kernels.dense import BLOCK, LONG, continued, plan, runs
 from kvthaw.kernels.merge import PARTS
 
@@ -127,14 +127,15 @@ def _lengths(capacity: int, most: int, *, streams: bool) -> set[tuple[int, int]]
     most: the longest run.
     streams: the runs come over the bus.
     """
-    met, depth = set[tuple[int, int]](), 0
-    while depth < capacity:
-        chunk = max(chunk_tokens(STEP_TOKENS, depth), streamed_tokens(depth) if streams else 1)
-        # Streamed prompts end with a chunk of any length.
-        met |= {
-            (part, run) for part in (*(range(512, chunk, 512) if streams else ()), chunk) for run in (0, *runs(depth, most))
-        }
-        depth += chunk
+    met = set[tuple[int, int]]()
+    for tokens in (STEP_TOKENS, STEP_TOKENS // YIELDS):
+        depth = 0
+        while depth < capacity:
+            chunk = max(chunk_tokens(tokens, depth), streamed_tokens(depth) if streams else 1)
+            # Streamed prompts end with a chunk of any length.
+            parts = (*(range(512, chunk, 512) if streams else ()), chunk)
+            met |= {(part, run) for part in parts for run in (0, *runs(depth, most))}
+            depth += chunk
     return met
 
 
