@@ -64,8 +64,11 @@ def _step(batch: Batch, seqs: int, *, by_method: bool = False) -> None:
     requests = [batch.join([0], max_new_tokens=1 + _STEPS * len(sizes), stop=()) for _ in range(seqs)]
     if by_method:
         kv.chooser.change("kernels are compiled", kv.chooser.most())
-    for request in requests:
-        batch.prefill(request)
+    if seqs > 1 and all(map(batch.shares_forward, requests)):
+        batch.prefill_together(requests)
+    else:
+        for request in requests:
+            batch.prefill(request)
     try:
         for n, size in enumerate(sizes if batch.model.device.type == "cuda" and bucket(kv, seqs) else sizes[:1], 1):
             kv.sequences.planned = size
