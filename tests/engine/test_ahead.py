@@ -258,3 +258,53 @@ def test_a_sampled_step_looks_at_a_request_that_it_computes(model: PreTrainedMod
                 scheduler.step()
         assert seen
         assert all(0 < mass <= 1.001 for mass in seen)
+
+
+class InOrder:
+    """Stands in for a grammar's matcher: accepts each output token once, in the order of the output."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def accept(self, token: int) -> bool:
+        self.accepted.append(token)
+        return True
+
+    def fill(self, bits: Any) -> None:
+        bits[:] = -1
+
+    def reset(self) -> None:
+        self.accepted.clear()
+
+
+@pytest.mark.parametrize("launched", ["first", "second"])
+def test_a_token_launched_before_its_request_is_preempted_is_not_read_twice(model: PreTrainedModel, launched: str) -> None:
+    ids = prompt(1, 40)[0]
+    (expected,) = served_alone(model, ids)
+    batch = Batch(model, "oracle", **SIZES)
+    request = batch.request(ids, max_new_tokens=6, stop=())
+    matcher = request.matcher = InOrder()
+    batch.join(request)
+    batch.prefill(request)
+    if launched == "second":
+        batch.read()
+        batch.launch()
+    assert request.unread == 1
+    batch.preempt(request)
+    batch.join(request)
+    batch.prefill(request)
+    while not request.finished:
+        assert request.error is None
+        batch.read()
+        assert matcher.accepted == request.tokens[: len(matcher.accepted)]
+        batch.launch()
+    assert request.tokens == expected
+    assert request.unread == 0
+
+
+def served_alone(model: PreTrainedModel, ids: torch.Tensor) -> list[list[int]]:
+    batch = Batch(model, "oracle", **SIZES)
+    request = batch.join(ids, max_new_tokens=6, stop=())
+    while not request.finished:
+        batch.step()
+    return [request.tokens]

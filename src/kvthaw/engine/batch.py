@@ -467,6 +467,7 @@ class Batch:
             else:
                 self._decoding[request.seq] = None
         self._release(request, later=False)
+        self._drop_unread(request)
         request.seq = -1
         if swapped is None:
             request.rewind()
@@ -541,10 +542,17 @@ class Batch:
         if self._unread and (request is None or request.unread):
             self._unread[-1].read()
 
+    def _drop_unread(self, request: Request) -> None:
+        """Drop launched tokens of a request that the model computes again."""
+        for unread in self._unread if request.unread else ():
+            unread.rows[:] = [row for row in unread.rows if row[1] is not request]
+        request.unread = 0
+
     def _begin_again(self, request: Request) -> None:
         """Restart a request in its slot, which is emptied. The device runs no step of it."""
         self._decoding[request.seq] = None
         self._empty(request.seq)
+        self._drop_unread(request)
         request.rewind()
 
     def _empty(self, seq: int, *, later: bool = False) -> None:
