@@ -58,6 +58,21 @@ def test_without_xgrammar_json_is_refused_in_words(loaded: tuple[Any, Any], monk
     assert "xgrammar" in said.json()["error"]["message"]
 
 
+def test_no_request_waits_for_the_vocabulary(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read before the server is ready: meanwhile other requests would wait for the interpreter."""
+    made, make = list[int](), Grammars.__init__
+
+    def counts(self: Grammars, *given: Any) -> None:
+        made.append(1)
+        make(self, *given)
+
+    monkeypatch.setattr(Grammars, "__init__", counts)
+    with serving(*loaded) as served:
+        assert made == [1]
+        assert served.post("/v1/completions", **asked("first")).status_code == 200
+        assert made == [1]
+
+
 def asked(title: str) -> dict[str, Any]:
     schema = {"type": "boolean", "title": title}
     return {

@@ -27,14 +27,20 @@ class Compilers:
     The work of a schema is estimated before and bounded, because a compilation cannot be cancelled. Long compilations wait
     only for each other, and clients take turns.
 
+    The tokens' texts are read when the object is made: in a thread beside the steps that would keep all requests waiting for a
+    second where the vocabulary is large.
+
     begins: called in a thread with the source of a grammar, before its compilation.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, begins: Callable[[Source], None] = lambda source: None) -> None:
-        self._make, self._begins = partial(Grammars, tokenizer, vocabulary), begins
+        self._begins, self._lanes = begins, Lanes(SHORT, LONG)
         self._grammars: Grammars | None = None
-        self._making = asyncio.Lock()
-        self._lanes = Lanes(SHORT, LONG)
+        self._lacks = ""
+        try:
+            self._grammars = Grammars(tokenizer, vocabulary)
+        except ConfigError as error:
+            self._lacks = str(error)
 
     async def grammar(self, asked: JsonSchema | Literal["json_object"], field: str, client: str) -> Grammar:
         """Return the grammar that a field asks for. Raises ApiError for an invalid schema or a timeout."""
@@ -47,11 +53,9 @@ class Compilers:
             raise ApiError(400, f"{field}: {error}", param=field) from None
 
     async def _grammar(self, asked: JsonSchema | Literal["json_object"], client: str) -> Grammar:
-        short = self._lanes.short
-        async with self._making:
-            if self._grammars is None:
-                self._grammars = await short.run(self._make, client)
-        grammars = self._grammars
+        grammars, short = self._grammars, self._lanes.short
+        if grammars is None:
+            raise ConfigError(self._lacks)
         if asked == "json_object":
             return await short.run(partial(self._compile, grammars, OBJECT), client)
         source, tries = await short.run(partial(grammars.read, asked.schema_, strict=asked.strict), client)
