@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvthaw.errors import ConfigError
-from kvthaw.formatting import human, read_bytes
+from kvthaw.formatting import counted, human, read_bytes
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,7 @@ def test_a_unit_is_a_power_of_1024(given: int | str) -> None:
 def test_what_is_no_number_of_bytes_is_refused_by_name(given: str) -> None:
     with pytest.raises(ConfigError, match=r"memory is .*such as"):
         read_bytes(given, "memory")
+
+
+def test_one_thing_has_no_plural() -> None:
+    assert [counted(n, "token") for n in (0, 1, 2, 4096)] == ["0 tokens", "1 token", "2 tokens", "4,096 tokens"]

@@ -22,6 +22,7 @@ from kvthaw.evaluate.report import (
     value,
 )
 from kvthaw.evaluate.results import mean
+from kvthaw.formatting import counted
 from lab.evaluate import plot
 from lab.evaluate.compare import Summaries
 from lab.evaluate.document import Document, Part, Share, Table, Value, fold, heading, paragraph, picture
@@ -49,7 +50,7 @@ def by_task(summaries: Sequence[Summary], near: Mapping[Row, float] | None = Non
 def perplexities(summaries: Sequence[Summary]) -> RichTable:
     """Return perplexity by position for the terminal, one row per length and variant."""
     first = summaries[0]
-    places = f"{first['n']} place" + "s" * (first["n"] > 1)
+    places = counted(first["n"], "place")
     name = {id(one): named(one) for one in summaries}
     columns: dict[str, Cell] = {
         "tokens": value("length", "{:,}"),

@@ -25,6 +25,7 @@ from kvthaw.evaluate.prefills import Prefilled, Tell
 from kvthaw.evaluate.results import BYTES, Record, Setting, asked_budget, largest, means, shared
 from kvthaw.evaluate.row_stats import PerRequestStats
 from kvthaw.evaluate.variant import Variant, setting_of
+from kvthaw.formatting import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class Reader(Evaluator[Course, int]):
         body = self._bodies[course.text]
         if course.tokens - len(opening(self.tokenizer)) > len(body):
             most = f"length and steps take {course.tokens:,} tokens"
-            raise ConfigError(f"the text has {len(body):,} tokens; {most}: take fewer, or a longer text")
+            raise ConfigError(f"the text has {counted(len(body), 'token')}; {most}: take fewer, or a longer text")
         return body
 
     def _read(

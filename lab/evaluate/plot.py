@@ -15,7 +15,7 @@ from kvthaw.bench.settings import label
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.results import Record, mean
 from kvthaw.evaluate.variant import Variant
-from kvthaw.formatting import short
+from kvthaw.formatting import counted, short
 from lab.evaluate.metrics import wilson
 
 
@@ -147,7 +147,7 @@ def perplexity_lines(found: Mapping[Variant, Sequence[dict[str, Any]]], path: Pa
     else:
         _by_position(whole, apart, found, nats)
     first = next(iter(found.values()))[0]
-    said = f"{first['n']} place" + "s" * (first["n"] > 1)
+    said = counted(first["n"], "place")
     figure.suptitle(f"perplexity by position: {first['steps']} tokens each, from {said} of the text", fontsize=10)
     save(figure, path)
 
@@ -176,7 +176,7 @@ def score_bars(summaries: Sequence[dict[str, Any]], path: Path) -> None:
     """
     panels: dict[str, list[Bar]] = {}
     for one in summaries:
-        questions = f"{one['n']} question{'s' * (one['n'] > 1)}"
+        questions = counted(one["n"], "question")
         interval = None if one["score_95"] is None else [100 * side for side in one["score_95"]]
         full = one["method"] == "full"
         panels.setdefault(f"{one['benchmark']}, question {one['question']}: {questions}", []).append(

@@ -9,6 +9,7 @@ from rich.table import Table
 from kvthaw.evaluate.report import Cell, Summary, by_column, lay_out, on, value
 from kvthaw.evaluate.results import mean
 from kvthaw.evaluate.variant import Variant
+from kvthaw.formatting import counted
 
 
 def share(name: str) -> Cell:
@@ -66,9 +67,9 @@ def scores(summaries: Sequence[Summary]) -> Table:
     """Scores of a published benchmark: one row a variant; shares in percent."""
     first, drawn = summaries[0], ""
     if first["temperature"]:
-        answers = f"{first['samples']} answer{'s' * (first['samples'] > 1)} each"
+        answers = f"{counted(first['samples'], 'answer')} each"
         drawn = f", {answers} at temperature {first['temperature']:g}, top-p {first['top_p']:g}"
-    questions = f"{first['n']} question{'s' * (first['n'] > 1)}"
+    questions = counted(first["n"], "question")
     title = f"{first['benchmark']}: {questions}{drawn}, question {first['question']}, {on(first)}"
     extra = sorted(dict.fromkeys(name for row in summaries for name in row["scores"]), key=lambda name: name.count(" "))
     columns: dict[str, Cell] = {

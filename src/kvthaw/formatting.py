@@ -47,6 +47,11 @@ def number(value: float | None) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
 
 
+def counted(count: int, thing: str) -> str:
+    """Return a number of things, such as "1 token" or "4,096 tokens"."""
+    return f"{count:,} {thing}{'s' * (count != 1)}"
+
+
 def short(tokens: int) -> str:
     """36,864 as 36k, 1,048,576 as 1M."""
     for many, name in ((1 << 20, "M"), (1 << 10, "k")):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bytemodel import POSITIONS
 from said import Said, refused
 
 
@@ -79,7 +80,10 @@ def test_what_cannot_stand_side_by_side_is_refused(asked: tuple[str, ...], words
         (("--method", "auto"), "Every step read all 44 tokens: full attention is faster up to 8,192 tokens"),
         (("--method", "auto"), "--method icecache-digest recalls instead"),
         (("--method", "full"), "Every step read all 44 tokens."),
-        (("--method", "quest", "--budget", "256"), "quest: there was nothing to choose, the 44 tokens fit the budget of 256."),
+        (
+            ("--method", "quest", "--budget", "256"),
+            "there was nothing to choose, the budget of 256 has room for all 44 tokens.",
+        ),
     ],
     ids=str,
 )
@@ -93,6 +97,7 @@ def test_a_chat_template_that_is_not_used_is_told(model: str, tmp_path: Path) ->
     (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     asked = ("generate", "The grass is green. ", "--model", model, "--max-new-tokens", "2")
     template = ("--chat-template", str(tmp_path / "template.jinja"))
+    refused(Said("generate", "x" * POSITIONS, *asked[2:], "--question", "Who?", *template), 1, "the prompt has")
     assert "has a chat template: --chat asks through it" in Said(*asked, *template).err
     assert all(
         "has a chat template" not in Said(*asked, *how).err for how in ((), (*template, "--no-chat"), (*template, "--chat"))

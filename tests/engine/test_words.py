@@ -36,7 +36,7 @@ def test_stats_are_a_sentence(llama: PreTrainedModel) -> None:
     [
         ({"method": "auto"}, "full attention is faster up to"),
         ({"method": "full"}, "full has no index"),
-        ({"method": "oracle", "budget": 128}, "the 68 tokens fit the budget of 128"),
+        ({"method": "oracle", "budget": 128}, "the budget of 128 has room for all 68 tokens"),
         ({"method": "oracle", "budget": 32}, ""),
     ],
     ids=str,

@@ -9,6 +9,7 @@ from rich.table import Table
 from kvthaw.bench.settings import label
 from kvthaw.evaluate.report import Cell, by_column, value
 from kvthaw.evaluate.results import Record
+from kvthaw.formatting import counted
 
 
 def decode(records: Sequence[Record]) -> list[Table]:
@@ -21,7 +22,7 @@ def decode(records: Sequence[Record]) -> list[Table]:
 
     settings = {"tokens": "length", "rows": "batch", "steps": "steps"}
     own = {name: field for name, field in settings.items() if len({record[field] for record in records}) > 1}
-    rows = f"{first['batch']} sequence" + "s" * (first["batch"] != 1)
+    rows = counted(first["batch"], "sequence")
     shared = {"tokens": f"{first['length']:,} tokens", "rows": rows, "steps": f"{first['steps']} steps"}
     names: dict[str, Cell] = {"method": label} | {
         name: value(field, "{}" if name == "steps" else "{:,}") for name, field in own.items()

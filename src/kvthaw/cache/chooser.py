@@ -17,7 +17,7 @@ from kvthaw.cache.streams import Streams
 from kvthaw.cache.window import WindowLayer, window_layers
 from kvthaw.config import Crossing
 from kvthaw.errors import ConfigError, HostMemoryError
-from kvthaw.formatting import human
+from kvthaw.formatting import counted, human
 from kvthaw.kernels.local import Span
 from kvthaw.kernels.row_format import row_format
 
@@ -200,7 +200,7 @@ class Chooser:
         if sum(live) <= limit:
             return None
         return (
-            f"{sum(live):,} tokens in {len(live)} sequence{'s' * (len(live) > 1)}; full attention is faster up to "
+            f"{counted(sum(live), 'token')} in {counted(len(live), 'sequence')}; full attention is faster up to "
             f"{limit:,} ({crossing.source})"
         )
 

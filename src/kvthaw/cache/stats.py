@@ -12,7 +12,7 @@ from kvthaw.cache.offloaded_layer import FullLayer, OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Held
-from kvthaw.formatting import human, number, share
+from kvthaw.formatting import counted, human, number, share
 from kvthaw.regions import Regions
 
 
@@ -97,7 +97,7 @@ class Stats:
         if self.budget is None:
             return self.reason or f"{self.method} has no index"
         if self.tokens <= self.budget:
-            return f"the {self.tokens:,} tokens fit the budget of {self.budget:,}"
+            return f"the budget of {self.budget:,} has room for {'all ' * (self.tokens > 1)}{counted(self.tokens, 'token')}"
         if not self.sparse_steps:
             return "no token has been decoded yet, and prompts attend to everything"
         return "" if self.retrieved else f"{self.method} attends to the first and the latest tokens alone"
@@ -114,12 +114,12 @@ class Stats:
 
     def __str__(self) -> str:
         attended = "all" if self.attended_mean is None else f"{number(self.attended_mean)} of"
-        dense = f"{self.dense_tokens:,} later prompt tokens attended to everything" if self.dense_tokens else ""
+        dense = f"{counted(self.dense_tokens, 'later prompt token')} attended to everything" if self.dense_tokens else ""
         stored = f", rows in {self.kv_dtype}" if self.kv_dtype else ""
         host = f", {human(self.kv_host_bytes)} on the host{stored}" if self.kv_host_bytes else ""
         hits = "" if self.hit_rate is None else f"{share(self.hit_rate)} of the selected rows were on the device already"
         parts = (
-            f"{self.method}: {attended} {self.tokens:,} tokens attended per step",
+            f"{self.method}: {attended} {counted(self.tokens, 'token')} attended per step",
             dense,
             self.shrunk,
             f"KV {human(self.kv_device_bytes + self.kv_dense_bytes)} on the device{host}",

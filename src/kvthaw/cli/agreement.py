@@ -13,6 +13,7 @@ from kvthaw.cli.common import print_results, prompt_text, tell_outdated, warned
 from kvthaw.cli.groups import ChatOptions, ModelOptions, VariantOptions, flat
 from kvthaw.cli.options import listed, tokens_of
 from kvthaw.cli.progress import bars, shown
+from kvthaw.formatting import counted
 
 if TYPE_CHECKING:
     from kvthaw.evaluate.agreement import Prompt
@@ -115,7 +116,7 @@ def agreement(
 
     work = Comparison(tuple(dict.fromkeys(made())), tokens)
     if shortened := sum(prompt.cut for prompt in work.prompts):
-        warned(f"{shortened} of {len(work.prompts)} prompts were too long and have lost their middle")
+        warned(f"{shortened} of {counted(len(work.prompts), 'prompt')} lost the middle, being too long")
     with bars() as progress:
         runner = Agreement(llm, tokenizer, results, name=loading.model)
         found = runner.run(work, variants, shown(progress, "agreement", len(work.prompts)))

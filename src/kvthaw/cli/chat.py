@@ -19,7 +19,7 @@ from kvthaw.cli.options import DIGEST
 from kvthaw.cli.progress import Reading, stderr, waiting
 from kvthaw.cli.words import attended, details, took
 from kvthaw.errors import ConfigError, KvthawError, unknown
-from kvthaw.formatting import human
+from kvthaw.formatting import counted, human
 from kvthaw.names import check_kept_name
 
 if TYPE_CHECKING:
@@ -117,11 +117,11 @@ def chat(
             document = cut_to(tokenizer, document, max(limit // 2, limit - limit // 8 - max_new_tokens))
         with ExitStack() as shown:
             talk.read(document, kept=place, progress=Reading(shown))
-        _say(f"{file}: {len(talk.tokens):,} tokens, {talk.prefilled:,} of them prefilled")
+        _say(f"{file}: {counted(len(talk.tokens), 'token')}, {talk.prefilled:,} of them prefilled")
     elif place is not None:
         with waiting(f"reading {place}"):
             talk.resume(place)
-        _say(f"{place}: {len(talk.tokens):,} tokens, {len(talk.messages)} messages")
+        _say(f"{place}: {counted(len(talk.tokens), 'token')}, {counted(len(talk.messages), 'message')}")
     _say("/help lists commands; Ctrl-C ends an answer, Ctrl-D the conversation")
     for line in _lines():
         if line == "/quit":
@@ -200,7 +200,7 @@ def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path)
         _say(f"kept in {place}; --context {argument} takes it up again")
     elif command == "/clear":
         talk.clear()
-        _say(f"forgotten; {len(talk.tokens):,} tokens stay")
+        _say(f"forgotten, except {counted(len(talk.tokens), 'token')}")
     elif command == "/help":
         for name, what in HELP.items():
             _say(f"{name:20} {what}")

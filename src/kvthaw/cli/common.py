@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from kvthaw.cli.progress import stderr
 from kvthaw.errors import ConfigError, KvthawError
+from kvthaw.formatting import counted
 
 if TYPE_CHECKING:
     from kvthaw.engine.hf import PreTrainedModel
@@ -230,7 +231,9 @@ def cut_to(tokenizer: Any, text: str, most: int) -> str:
 
     kept, left_out = without_middle(tokenizer, text, most)
     if left_out:
-        warned(f"--cut leaves out {left_out:,} of {len(text):,} characters in the middle: the text may have {most:,} tokens")
+        warned(
+            f"--cut leaves out {left_out:,} of {len(text):,} characters in the middle: the text may have {counted(most, 'token')}"
+        )
     return kept
 
 

@@ -111,11 +111,9 @@ def generate(
     sampling = drawing.sampling(max_new_tokens)
     caches = [way.cache for way in ways] or [(method, config)]
     llm, tokenizer = loading.load(caches, asked, None if cut else text, template.template())
-    sampling = as_its_makers(sampling, drawing.given, llm)
-    if template.chat is None and asked is None:
+    undecided = template.chat is None and asked is None
+    if undecided:
         asked = Chat() if question and has_template(tokenizer) else None
-        if not as_json:
-            tell_template(loading.model, tokenizer, taken=asked is not None)
     questions, folder, dates = question or [""], None if kv_dir is None else KvDir(kv_dir, warned), dict[str, str]()
     if cut and (limit := positions(llm)) is not None:
         rest = max(sum(map(len, split_prompt(tokenizer, ".", following(".", one), asked))) for one in questions)
@@ -128,13 +126,16 @@ def generate(
     longest = max(map(len, prompts))
     check_prompt(llm, longest)
     live = stream and not as_json
-    if ways:
+    cache = None if ways else Cache(llm, method, sized_for=(1, longest, max_new_tokens), **config.keywords())
+    if undecided and not as_json:  # nothing is refused any more
+        tell_template(loading.model, tokenizer, taken=asked is not None)
+    sampling = as_its_makers(sampling, drawing.given, llm)
+    if cache is None:
         side_by_side.answer_all(
             llm, tokenizer, parts, questions, ways, config.keywords(), sampling,
             goes_on=asked is None, chunk=prefill_chunk, live=live, as_json=as_json,
         )  # fmt: skip
         return
-    cache = Cache(llm, method, sized_for=(1, longest, max_new_tokens), **config.keywords())
     start, once = now(llm.device), kv is None and kv_dir is None and len(prompts) == 1
     shared = prompts[0] if once else shared_tokens(parts)
     taken = fill(cache, kv, shared, warned) if kv else folder.fill(cache, shared) if folder else 0

@@ -55,12 +55,14 @@ def inspect(
     from kvthaw.inspect.run import inspect as run
 
     llm, tokenizer = loading.load([each.cache for each in variants], asked, document, template.template())
-    if template.chat is None and asked is None:
+    undecided = template.chat is None and asked is None
+    if undecided:
         asked = Chat() if has_template(tokenizer) else None
+    variants = [complete(llm, variant) for variant in variants]
+    if undecided:  # nothing is refused any more
         tell_template(loading.model, tokenizer, taken=asked is not None)
     given: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
     sampling = as_its_makers(Sampling(seed=seed, **given), given, llm)
-    variants = [complete(llm, variant) for variant in variants]
     with bars() as progress:
         task = progress.add_task("prefill", total=None)
         found = run(

@@ -16,7 +16,7 @@ from kvthaw.cli.groups import CacheOptions, flat, option
 from kvthaw.cli.options import names_of, single, tokens_of
 from kvthaw.cli.progress import waiting
 from kvthaw.errors import ConfigError, unknown
-from kvthaw.formatting import human, read_bytes
+from kvthaw.formatting import counted, human, read_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -132,7 +132,7 @@ def _memory(given: str | None, option: str) -> int | None:
     """Return the bytes of a machine's memory. Raises ConfigError for so few that the unit was left out."""
     found = None if given is None else read_bytes(given, option)
     if found is not None and found < 1 << 20:
-        raise ConfigError(f"{option} is {given!r}, which is {found:,} bytes; give it a unit, such as 24GB")
+        raise ConfigError(f"{option} is {given!r}, which is {counted(found, 'byte')}; give it a unit, such as 24GB")
     return found
 
 
@@ -164,7 +164,7 @@ def _places(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> Tab
         rows.append(("kept for activations", human(about["gpu_memory"] - forecaster.weights - forecaster.room), ""))
     if about["gpu_memory"] or about["host_memory"]:
         rows.append(("there is", *(human(about[name]) if about[name] else "" for name in ("gpu_memory", "host_memory"))))
-    title = f"{about['model']}, {about['dtype']}, {about['length']:,} tokens{many}, {one.method}, on {where}"
+    title = f"{about['model']}, {about['dtype']}, {counted(about['length'], 'token')}{many}, {one.method}, on {where}"
     return lay_out(title, ("what", "device", "host"), rows, words=("what",))
 
 
@@ -208,7 +208,7 @@ def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list
     if one.fits is not None:
         short = "fits" if one.fits else "does not fit"
         every = ", all positions of the model" * (one.longest == forecaster.most)
-        most = f"The longest prompt that does has {one.longest:,} tokens{every}." if one.longest else "No prompt does."
+        most = f"The longest prompt that does has {counted(one.longest, 'token')}{every}." if one.longest else "No prompt does."
         said.append(f"It {short}. {most}")
     if one.fits is False:
         would = forecaster.would_fit(one.method, about["length"])

@@ -19,6 +19,7 @@ from kvthaw.cli.common import prompt_text
 from kvthaw.cli.groups import CacheOptions, flat
 from kvthaw.cli.progress import stderr, waiting
 from kvthaw.errors import ConfigError
+from kvthaw.formatting import counted
 from kvthaw.names import ALLOWED, is_name, nearest
 
 if TYPE_CHECKING:
@@ -222,10 +223,10 @@ def _told(service: Service, method: str) -> Iterator[str]:
     """Yield lines that describe a server."""
     batch, kept = service.batch, service.kept()
     budget = batch.cache.settings.budget
-    limits = [method, *([] if budget is None else [f"budget {budget:,}"]), f"{batch.capacity:,} tokens a request"]
+    limits = [method, *([] if budget is None else [f"budget {budget:,}"]), f"{counted(batch.capacity, 'token')} a request"]
     yield "a page at /, OpenAI's API at /v1; " + ", ".join([*limits, f"{batch.max_seqs} decoded at once"])
     if kept:
-        yield "documents: " + ", ".join(f"{name} ({len(entry.ids):,} tokens)" for name, entry in sorted(kept.items()))
+        yield "documents: " + ", ".join(f"{name} ({counted(len(entry.ids), 'token')})" for name, entry in sorted(kept.items()))
     if not service.chats:
         yield "without a chat template: completions only; --chat-template gives one"
     if service.defaults:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvthaw.formatting import human, seconds, share
+from kvthaw.formatting import counted, human, seconds, share
 
 if TYPE_CHECKING:
     from kvthaw.engine.hf import Cache
@@ -19,10 +19,10 @@ def attended(cache: Cache) -> str:
     why = stats.no_choice
     if stats.method == "full":
         other = "" if index == "full" else f" --method {index} recalls instead."
-        return f"Every step read all {stats.tokens:,} tokens" + (f": {stats.reason}.{other}" if stats.reason else ".")
+        return f"Every step read all {counted(stats.tokens, 'token')}" + (f": {stats.reason}.{other}" if stats.reason else ".")
     if why:
         return f"{stats.method}: there was nothing to choose, {why}."
-    return f"{stats.method}: each step read {stats.attended_mean or 0:,.0f} of {stats.tokens:,} tokens."
+    return f"{stats.method}: each step read {stats.attended_mean or 0:,.0f} of {counted(stats.tokens, 'token')}."
 
 
 def took(prefilled: int, kept: int, first_s: float | None, token_s: float | None, new: int) -> str:
@@ -32,12 +32,12 @@ def took(prefilled: int, kept: int, first_s: float | None, token_s: float | None
     kept: tokens of the prompt that were in the cache.
     """
     if first_s is None:
-        return f"No token came after {prefilled:,} tokens of prompt."
+        return f"No token came after {counted(prefilled, 'token')} of prompt."
     rate = f", {prefilled / first_s:,.0f} per second" if prefilled >= _MANY and first_s > 0 else ""
-    had = f"; {kept:,} were there already" if kept else ""
+    had = f"; {kept:,} {'was' if kept == 1 else 'were'} there already" if kept else ""
     then = "" if not token_s else f", then {seconds(token_s)} per token ({1 / token_s:,.1f} per second)"
-    said = f"First token after {seconds(first_s)} (prompt: {prefilled:,} tokens{rate}{had}){then}."
-    return f"{said} {new:,} token{'s' * (new != 1)}."
+    said = f"First token after {seconds(first_s)} (prompt: {counted(prefilled, 'token')}{rate}{had}){then}."
+    return f"{said} {counted(new, 'token')}."
 
 
 def details(cache: Cache) -> list[str]:
@@ -51,7 +51,7 @@ def details(cache: Cache) -> list[str]:
     if stats.hit_rate is not None:
         lines.append(f"selected rows: {share(stats.hit_rate)} on the device already, {human(stats.fetched_bytes)} fetched")
     if stats.dense_tokens:
-        lines.append(f"later prompts: {stats.dense_tokens:,} tokens attended to everything")
+        lines.append(f"later prompts: {counted(stats.dense_tokens, 'token')} attended to everything")
     if stats.reason:
         lines.append(f"why {stats.method}: {stats.reason}")
     if stats.captures:

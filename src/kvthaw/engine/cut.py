@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvthaw.errors import ConfigError
+from kvthaw.formatting import counted
 
 _MARK = "\n\n[... {:,} characters are left out here ...]\n\n"
 _SPARE = 64
@@ -28,7 +29,9 @@ def without_middle(tokenizer: Any, text: str, most: int) -> tuple[str, int]:
         return text, 0
     half = (most - _SPARE) // 2
     if half < 1:
-        raise ConfigError(f"the text may have {most:,} tokens, which is too few to cut it; it must be at least {_SPARE + 2}")
+        raise ConfigError(
+            f"the text may have {counted(most, 'token')}, which is too few to cut it; it must be at least {_SPARE + 2}"
+        )
     start, end = read(text[: _LETTERS * half])[:half], read(text[-_LETTERS * half :])[-half:]
     first, last = min(length(start), len(text)), max(0, len(text) - length(end))
     if last <= first:

@@ -17,6 +17,7 @@ from kvthaw.engine.hf.model import attention_depth
 from kvthaw.engine.hf.prompt_graphs import LONGEST
 from kvthaw.engine.request import Request, RequestOptions
 from kvthaw.errors import CacheError, HostMemoryError, QueueFullError, at_least
+from kvthaw.formatting import counted
 from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
@@ -110,7 +111,9 @@ class Scheduler:
         at_least(1, step_tokens=step_tokens)
         at_least(0, max_waiting=max_waiting)
         if batch.requests:
-            raise CacheError(f"the batch has {len(batch.requests)} requests of its own; a scheduler takes one that has none")
+            raise CacheError(
+                f"the batch has {counted(len(batch.requests), 'request')} of its own; a scheduler takes one that has none"
+            )
         self.batch, self.max_waiting = batch, max_waiting
         self._alone = cpu_tokens(batch.model.num_parameters()) if batch.model.device.type == "cpu" else None
         self.step_tokens = step_tokens or (STEP_TOKENS if self._alone is None else max(64, self._alone // CPU_SHARE))
@@ -162,7 +165,7 @@ class Scheduler:
             and len(self._waiting) >= self.max_waiting
             and not (self.batch.free and not self._waiting)
         ):
-            raise QueueFullError(f"{len(self._waiting)} requests wait; max_waiting is {self.max_waiting}")
+            raise QueueFullError(f"{counted(len(self._waiting), 'request')} in the queue; max_waiting is {self.max_waiting}")
         request = self.batch.request(prompt, **how)
         need, lacks = self.batch.admission.need(request), self.batch.admission.lacks(request)
         if lacks:

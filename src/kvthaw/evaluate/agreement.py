@@ -30,6 +30,7 @@ from kvthaw.evaluate.prefills import Tell
 from kvthaw.evaluate.results import BYTES, Record, Setting, asked_budget, largest, means, shared
 from kvthaw.evaluate.row_stats import PerRequestStats
 from kvthaw.evaluate.variant import FULL, Variant, setting_of
+from kvthaw.formatting import counted
 
 STEPS = 16
 """Tokens compared after a prompt, if nothing else is said."""
@@ -276,7 +277,7 @@ class _Followed:
 
 def _starts(tokens: int, taken: int, count: int, what: str) -> list[int]:
     if tokens < taken:
-        raise ConfigError(f"the text has {tokens:,} tokens; {what}: take fewer, or a longer text")
+        raise ConfigError(f"the text has {counted(tokens, 'token')}; {what}: take fewer, or a longer text")
     room = tokens - taken
     return list(dict.fromkeys(room * i // max(1, count - 1) for i in range(count)))
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from kvthaw.engine.hub import display_name
 from kvthaw.evaluate.results import Record
 from kvthaw.evaluate.variant import Variant
+from kvthaw.formatting import counted
 
 Summary = dict[str, Any]
 
@@ -138,7 +139,7 @@ def compared(one: Summary) -> str:
     """Return a description of the tokens that a summary's next tokens follow."""
     follows = "full attention's greedy answers" if one["answer"] == "greedy" else "the text that follows"
     lengths = f"{one['lengths'][0]:,}" + (f" to {one['lengths'][-1]:,}" if len(one["lengths"]) > 1 else "")
-    return f"{one['tokens']:,} tokens of {follows}, {one['n']} prompts of {lengths} tokens"
+    return f"{counted(one['tokens'], 'token')} of {follows}, {counted(one['n'], 'prompt')} of {lengths} tokens"
 
 
 def narrow(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:

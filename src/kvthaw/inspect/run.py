@@ -19,6 +19,7 @@ from kvthaw.engine.prefill import chunks, prefill
 from kvthaw.engine.sampling import GREEDY, Sampler, Sampling
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.variant import Variant, fork, whole
+from kvthaw.formatting import counted
 from kvthaw.inspect.recorder import ExactTopK, Recorder, Recording
 from kvthaw.methods import resolve
 
@@ -78,7 +79,9 @@ def inspect(
     check_text(tokenizer, document, positions(model))
     before, asked = split_prompt(tokenizer, document, following(document, question), chat)
     if not before or not asked:
-        raise ConfigError(f"the document has {len(before)} tokens and the question {len(asked)}; each needs at least 1")
+        raise ConfigError(
+            f"the document has {counted(len(before), 'token')} and the question {len(asked)}; each needs at least 1"
+        )
     check_prompt(model, len(before) + len(asked) + limit)
     base = whole(model, variants)
     logits = prefill(model, base, before + asked, progress=progress)

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse
 
 from kvthaw.cache.prefix_kept import NotKeptError
 from kvthaw.errors import ConfigError, HostMemoryError
+from kvthaw.formatting import counted
 
 
 class ErrorDetail(BaseModel):
@@ -64,7 +65,8 @@ class ApiError(Exception):
 
 def too_long(prompt: int, new: int, limit: int, param: str) -> ApiError:
     """Return the error for a prompt that leaves no room for the new tokens."""
-    message = f"the prompt has {prompt} tokens and {new} are to follow; the context length of this server is {limit} tokens"
+    has, most = counted(prompt, "token"), counted(limit, "token")
+    message = f"the prompt has {has}, and {new:,} more may follow; the context length of this server is {most}"
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 

@@ -7,7 +7,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvthaw.formatting import seconds
+from kvthaw.formatting import counted, seconds
 from kvthaw.serve.jobs import Job
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def told(job: Job, outputs: int) -> str:
     new = sum(len(one.tokens) for one in job.requests)
     first = f", first after {seconds(job.first - job.arrived)}" if job.first else ""
     ends = ", ".join(sorted({one.finished or "left" for one in job.requests}))
-    return f"{prompt:,} prompt tokens, {cached:,} cached; {new:,} new{first}; {ends}"
+    return f"{counted(prompt, 'prompt token')}, {cached:,} cached; {new:,} new{first}; {ends}"
 
 
 def _printable(text: str) -> str:

@@ -20,6 +20,7 @@ from kvthaw.engine.lockstep import Cancel, Change, Forget, Lockstep
 from kvthaw.engine.request import Request
 from kvthaw.engine.scheduler import Scheduler
 from kvthaw.engine.warm import plan_attention
+from kvthaw.formatting import counted
 from kvthaw.serve.jobs import Delta, Job
 from kvthaw.serve.metrics import Metrics
 from kvthaw.serve.watcher import Watcher
@@ -111,9 +112,9 @@ class Worker:
         """Return why there is no room for a request of `count` outputs; None if there is."""
         jobs = len(self._jobs)
         if jobs >= self.room:
-            return f"{jobs} requests are served or wait; {self.room} may"
+            return f"{counted(jobs, 'request')} served or waiting; {self.room} may be"
         if (more := self.open - jobs) + count - 1 > self.room:
-            return f"requests have {more} outputs beyond their first, and {count - 1} would come; {self.room} may"
+            return f"requests have {counted(more, 'output')} beyond the first, and {count - 1} would come; {self.room} may"
         return None
 
     def submit(self, requests: Sequence[Request]) -> Job:

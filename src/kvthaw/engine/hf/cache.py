@@ -45,7 +45,7 @@ from kvthaw.engine.hf.masks import as_bool
 from kvthaw.engine.hf.model import head_dim, kv_bytes, kv_heads, of_layer
 from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
-from kvthaw.formatting import human
+from kvthaw.formatting import counted, human
 from kvthaw.kernels.local import Span
 from kvthaw.kernels.row_format import row_format
 from kvthaw.method_names import AUTO
@@ -292,7 +292,7 @@ class Cache(DynamicCache):
         layers, sequences = self.kv.layers, self.kv.sequences
         device, host = sum(kv.device_bytes() for kv in layers), sum(kv.host_bytes() for kv in layers)
         rows = f" in each of {sequences.count} rows" if sequences.count > 1 else ""
-        tokens = f"{sequences.padded_length:,} tokens{rows}"
+        tokens = f"{counted(sequences.padded_length, 'token')}{rows}"
         return f"<Cache: {self.settings}; {tokens}; KV {human(device)} on the device, {human(host)} on the host>"
 
     @torch.inference_mode(False)

@@ -25,6 +25,7 @@ from kvthaw.engine.hf import gguf_file
 from kvthaw.engine.hub import SHIPPED, check_path, offline
 from kvthaw.engine.rope_scaling import LARGEST, RopeScaling
 from kvthaw.errors import ConfigError, UnsupportedModelError, one_of
+from kvthaw.formatting import counted
 
 _SLICE, _CUT = 1 << 17, 64
 """Characters that are tokenized at once to count tokens, and how many tokens a cut may add."""
@@ -131,7 +132,7 @@ def check_prompt(model: PreTrainedModel, tokens: int) -> None:
         raise ConfigError("the prompt is empty")
     limit = positions(model)
     if limit is not None and tokens > limit:
-        raise ConfigError(f"the prompt has {tokens:,} tokens; {_ends_at(limit, tokens)}")
+        raise ConfigError(f"the prompt has {counted(tokens, 'token')}; {_ends_at(limit, tokens)}")
 
 
 def check_text(tokenizer: Any, text: str, limit: int | None) -> None:
