@@ -171,7 +171,7 @@ def test_a_prompt_that_is_too_long_is_told_both_numbers(served: Served, prompt: 
             model="tiny", messages=[{"role": "user", "content": "x" * (prompt - 17)}], max_tokens=new
         ),
     ):
-        with pytest.raises(openai.BadRequestError, match=rf"{prompt} .*2048") as raised:
+        with pytest.raises(openai.BadRequestError, match=rf"{prompt:,} .*2,048") as raised:
             ask()
         assert raised.value.code == "context_length_exceeded"
         assert raised.value.param in ("prompt", "messages")
