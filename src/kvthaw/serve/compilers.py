@@ -27,7 +27,7 @@ class Compilers:
     The work of a schema is estimated before and bounded, because a compilation cannot be cancelled. Long compilations wait
     only for each other, and clients take turns.
 
-    The tokens' texts are read when the object is made: in a thread beside the steps that would keep all requests waiting for a
+    The tokens' texts are read when the object is made: in a thread, while steps run, that would keep all requests waiting for a
     second where the vocabulary is large.
 
     begins: called in a thread with the source of a grammar, before its compilation.
