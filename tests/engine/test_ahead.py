@@ -14,7 +14,7 @@ from kvthaw import Batch, PrefixCache, Request, Sampling, Scheduler
 from kvthaw.cache.passes import FiniteCheck, PromptCheck
 from kvthaw.errors import CacheError
 from kvthaw.serve import watcher
-from zoo import DISTINCT, build_exact, prompt
+from zoo import KINDS, build_exact, prompt
 
 SIZES: dict[str, Any] = {"max_seqs": 3, "capacity": 200, "block_size": 16, "budget": 48}
 SAMPLINGS = (
@@ -57,7 +57,7 @@ def served(scheduler: Scheduler, seed: int, *, ahead: bool, cancels: bool = Fals
     return requests
 
 
-@pytest.mark.parametrize("method", DISTINCT)
+@pytest.mark.parametrize("method", KINDS)
 def test_requests_get_the_tokens_of_steps_that_are_read_at_once(model: PreTrainedModel, method: str) -> None:
     found = [
         served(Scheduler(Batch(model, method, **SIZES), step_tokens=64), 7, ahead=ahead, cancels=False)

@@ -13,7 +13,7 @@ from kvthaw import Batch, PrefixCache, Request, Sampling, Scheduler
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.errors import CacheError
 from kvthaw.methods import METHODS
-from zoo import DISTINCT, MODELS, build_exact, prompt
+from zoo import KINDS, MODELS, build_exact, prompt
 
 LENGTHS = (33, 9, 61, 80, 17)
 NEW = 8
@@ -56,7 +56,7 @@ def alone(model: PreTrainedModel, method: str, ids: list[torch.Tensor], **sizes:
     return [served(batch, [each], 1000)[0] for each in ids]
 
 
-@pytest.mark.parametrize("method", DISTINCT)
+@pytest.mark.parametrize("method", KINDS)
 def test_every_method_keeps_the_prompts_apart(model: PreTrainedModel, parts: list[int], method: str) -> None:
     ids = [prompt(1, n, seed=n)[0] for n in LENGTHS]
     sizes: dict[str, Any] = {"dense_layers": 1} | ({} if METHODS[method]().dense else {"budget": 48})

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvthaw import METHODS, Batch, HostMemoryError, PrefixCache, Request, Sampling, Scheduler
+from kvthaw import Batch, HostMemoryError, PrefixCache, Request, Sampling, Scheduler
 from kvthaw.methods import resolve
-from zoo import build, build_exact, prompt
+from zoo import DISTINCT, build, build_exact, prompt
 
 CAPACITY = 260
 LONG, SHORT, NEW = 150, 40, 40
-INTERVALS = {"prkv": ":interval=12", "prkv-plus": ":interval=12", "snapkv-refreshed": ":refresh=8"}
+INTERVALS = {"prkv": ":interval=12", "snapkv-refreshed": ":refresh=8"}
 """So that what recent queries choose is chosen again a few times."""
 
 
@@ -66,7 +66,7 @@ def preempt_and_go_on(model: PreTrainedModel, batch: Batch, ids: torch.Tensor, a
     return request
 
 
-@pytest.mark.parametrize("method", [name + INTERVALS.get(name, "") for name in METHODS])
+@pytest.mark.parametrize("method", [name + INTERVALS.get(name, "") for name in DISTINCT])
 def test_every_method_goes_on_with_its_tokens(model: PreTrainedModel, method: str) -> None:
     ids = prompt(1, LONG, seed=5)[0]
     request = preempt_and_go_on(model, batch_of(model, method), ids, (2, 11, 24, 31))

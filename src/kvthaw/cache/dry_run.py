@@ -100,7 +100,8 @@ def dry_run(
         for layer in made.values():
             layer.grow()
     memory.fixed = {one.number: one.fixed_bytes() for one in dense}
-    memory.fixed |= {number: twin.fixed_bytes() for number, twin in twins.items()}
+    fixed = {id(twin): twin.fixed_bytes() for twin in made.values()}
+    memory.fixed |= {number: fixed[id(twin)] for number, twin in twins.items()}
     a_key = {id(twin): _bytes_a_key(twin, twin.own) for twin in made.values() if twin.on_host and twin.own is not None}
     blocks = rows = host_index = fetched = 0
     for number, twin in twins.items():
