@@ -23,12 +23,13 @@ def test_items_of_a_kind_are_done_at_once_and_only_once() -> None:
     for owner, (kind, item) in zip(owners, (("a", 1), ("b", 2), ("a", 3)), strict=True):
         deferred.defer(owner, kind, partial(work, kind), item)
     twin = copy.deepcopy(deferred)
-    deferred.flush_for(object())
+    assert [*deferred.owners] == owners
     assert not done
-    deferred.flush_for(owners[1])
+    deferred.flush()
     assert done == [("a", [1, 3]), ("b", [2])]
+    assert not deferred.owners
     deferred.defer(owners[0], "a", partial(work, "a"), 4)
-    deferred.flush_for(owners[2])  # whose work is done
+    assert [*deferred.owners] == owners[:1]
     twin.flush()
     assert len(done) == 2
     deferred.flush()

@@ -22,14 +22,15 @@ _KEPT = 8
 class DeferredBatch:
     """Work that layers queue until one of them needs its result, and small tables that all of them need.
 
-    An owner calls `flush_for` before it reads or writes the targets of its queued work.
+    An owner calls flush() before it reads or writes the targets of its queued work.
 
+    owners: the owners of queued work, with the kind that each queued last.
     lost: sequences whose work was dropped, because it or earlier work failed.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, tuple[Callable[[Sequence[Any]], None], list[Any], set[int]]] = {}
-        self._owners: dict[object, Hashable] = {}  # and of what kind each queued last
+        self.owners: dict[object, Hashable] = {}
         self._made: dict[Hashable, Any] = {}
         self.lost: set[int] = set()
 
@@ -39,28 +40,23 @@ class DeferredBatch:
         """Queue an item that belongs to `seqs`. work(items) later runs once for all items of a kind, after the owner's earlier
         work."""
         kinds = list(self._waiting)
-        if kind in kinds and owner in self._owners and kinds.index(self._owners[owner]) > kinds.index(kind):
+        if kind in kinds and owner in self.owners and kinds.index(self.owners[owner]) > kinds.index(kind):
             self.flush()
         _, items, of = self._waiting.setdefault(kind, (work, [], set()))
         items.append(item)
         of.update(seqs)
-        self._owners[owner] = kind
+        self.owners[owner] = kind
 
     def flush(self) -> None:
         """Run all queued work, kinds in their order of arrival. If one fails, the rest is dropped."""
         waiting, self._waiting = list(self._waiting.values()), {}
-        self._owners.clear()
+        self.owners.clear()
         for i, (work, items, _) in enumerate(waiting):
             try:
                 work(items)
             except BaseException:
                 self.lost.update(*(seqs for _, _, seqs in waiting[i:]))
                 raise
-
-    def flush_for(self, owner: object) -> None:
-        """Run all queued work if the owner has queued some of it."""
-        if owner in self._owners:
-            self.flush()
 
     def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
         """Return make(), cached per key. The eight latest keys are kept. The result is read-only and used on the current

@@ -101,9 +101,7 @@ class Request:
     fetched: int = field(default=0, init=False, repr=False)  # prompt tokens requested from the prefix cache's file
     swapped: SequenceState | None = field(default=None, init=False, repr=False)  # its state while it is swapped out
     named: bool = field(default=False, init=False, repr=False)  # whether naming its complete prompt was tried
-    _placed: Tensor = field(
-        default_factory=lambda: torch.empty(0, dtype=torch.int64), init=False, repr=False
-    )  # ids on the device
+    _placed: Tensor | None = field(default=None, init=False, repr=False)  # ids on the device
     _read: int = field(default=0, init=False, repr=False)  # number of decoded tokens
     _piece: str = field(default="", init=False, repr=False)
 
@@ -130,6 +128,7 @@ class Request:
         """Return the model's inputs for tokens start .. stop of the prompt of a request in a slot, [1, stop - start]."""
         if self.embeddings is not None:
             return {"inputs_embeds": self.embeddings[None, start:stop]}
+        assert self._placed is not None
         return {"input_ids": self._placed[None, start:stop]}
 
     @property

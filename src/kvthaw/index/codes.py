@@ -198,7 +198,8 @@ class CodesIndex(Index, tested=True):
 
     def join(self) -> None:
         """Run work that was queued with other layers."""
-        self._deferred.flush_for(self)
+        if self in self._deferred.owners:
+            self._deferred.flush()
 
     def _moved(self, seq: int, keys: Tensor) -> Tensor:
         """Keys [H, n, D] of a sequence, its centre taken off if there is one."""

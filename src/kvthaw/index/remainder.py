@@ -109,7 +109,8 @@ class PageMeans(Tables):
 
     def join(self) -> None:
         """Run what was queued with other layers' work."""
-        self._deferred.flush_for(self)
+        if self in self._deferred.owners:
+            self._deferred.flush()
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget positions >= length of a sequence; 0 empties it."""
