@@ -2,73 +2,99 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvthaw.cli import app
 from kvthaw.methods import METHODS
+from lab.__main__ import app as laboratory
 from said import Said, program, refused
 
 HEAVY = ("torch", "transformers", "triton", "numpy")
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import sys
+import json, os, sys
 from {module} import app
-try:
-    app(sys.argv[1:])
-except SystemExit as end:
-    print("loaded:", *sorted({{name.partition(".")[0] for name in sys.modules}} & {heavy!r}))
-    sys.exit(end.code)
+for line in sys.stdin:
+    if not os.fork():
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        code = 0
+        try:
+            app(json.loads(line))
+        except SystemExit as end:
+            code = end.code
+        print("loaded:", *sorted({{name.partition(".")[0] for name in sys.modules}} & {heavy!r}), flush=True)
+        sys.stderr.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    print(json.dumps([code, open("out").read(), open("err").read()]))
 """
+"""Reads command lines as JSON and forks for each of them, so that all but the first start in a hundredth of a second."""
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (("generate", "Hi", "--model", "./nowhere"), ("./nowhere", "no such folder")),
-        (("generate", "Hi", "--model", "./nowhere.gguf"), ("./nowhere.gguf", "no such file")),
-        (("chat", "--model", "FILE"), ("of files only .gguf")),
-        (("serve", "FOLDER"), ("holds no config.json",)),
-        (("serve", "--model", "FOLDER"), ("holds no config.json",)),
-        (("plan", "--model", "./nowhere"), ("no such folder",)),
-        (("inspect", "--file", "FILE", "--question", "Who?", "-o", "page.html", "--model", "./nowhere"), ("no such folder",)),
-        (("compare", "--out", "out", "--model", "./nowhere"), ("no such folder",)),
-        (("bench", "decode", "--model", "./nowhere", "--file", "FILE"), ("no such folder",)),
-        (("eval", "niah", "--method", "full,quets:budget=64,sink=4"), ("'quets'", "did you mean 'quest'")),
-        (("eval", "perplexity", "--method", "pariskv_plus"), ("did you mean 'pariskv-plus'",)),
-        (("generate", "Hi", "--method", "snapKV"), ("did you mean 'snapkv'",)),
-        (("serve", "--method", "quest2"), ("did you mean 'quest'",)),
-        (("plan", "--shape", "tiny", "--method", "parisk"), ("did you mean 'pariskv'",)),
-        (("methods", "quets"), ("did you mean 'quest'",)),
-        (("generate", "Hi", "--dtype", "float8"), ("dtype is 'float8'", "bfloat16")),
-        (("generate", "Hi", "--device", "gpu"), ("device is 'gpu'", "cuda:1")),
-        (("generate", "Hi", "--budget", "0"), ("--budget", "0")),
-        (("generate", "Hi", "--budget", "64", "--retrieved", "9"), ("budget is 64 and retrieved is 9; give one of them",)),
-        (("chat", "--device-memory", "much"), ("device_memory is 'much'",)),
-        (("serve", "--kv-dtype", "fp9"), ("kv_dtype is 'fp9'",)),
-        (("gen", "Hi"), ("Did you mean 'generate'?",)),
-        (("plan", "--shape", "llma"), ("shape is 'llma'",)),
-        (("plan", "--shape", "tiny", "--gpu", "H10"), ("did you mean 'H100'",)),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_nothing_heavy_is_imported_before(given: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("Some text.")
-    places = {"FILE": str(tmp_path / "text.txt"), "FOLDER": str(tmp_path)}
-    module = "kvthaw.cli" if program(given) is app else "lab.__main__"
-    command = [sys.executable, "-c", PROGRAM.format(module=module, heavy=set(HEAVY)), *(places.get(one, one) for one in given)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60
-    )
-    assert done.returncode in (1, 2), done.stderr
-    assert "loaded:\n" in done.stdout, done.stdout
-    said = " ".join(done.stderr.replace("│", " ").split())
-    assert all(word in said for word in words), done.stderr
+CASES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+    (("generate", "Hi", "--model", "./nowhere"), ("./nowhere", "no such folder")),
+    (("generate", "Hi", "--model", "./nowhere.gguf"), ("./nowhere.gguf", "no such file")),
+    (("chat", "--model", "FILE"), ("of files only .gguf",)),
+    (("serve", "FOLDER"), ("holds no config.json",)),
+    (("serve", "--model", "FOLDER"), ("holds no config.json",)),
+    (("plan", "--model", "./nowhere"), ("no such folder",)),
+    (("inspect", "--file", "FILE", "--question", "Who?", "-o", "page.html", "--model", "./nowhere"), ("no such folder",)),
+    (("compare", "--out", "out", "--model", "./nowhere"), ("no such folder",)),
+    (("bench", "decode", "--model", "./nowhere", "--file", "FILE"), ("no such folder",)),
+    (("eval", "niah", "--method", "full,quets:budget=64,sink=4"), ("'quets'", "did you mean 'quest'")),
+    (("eval", "perplexity", "--method", "pariskv_plus"), ("did you mean 'pariskv-plus'",)),
+    (("generate", "Hi", "--method", "snapKV"), ("did you mean 'snapkv'",)),
+    (("serve", "--method", "quest2"), ("did you mean 'quest'",)),
+    (("plan", "--shape", "tiny", "--method", "parisk"), ("did you mean 'pariskv'",)),
+    (("methods", "quets"), ("did you mean 'quest'",)),
+    (("generate", "Hi", "--dtype", "float8"), ("dtype is 'float8'", "bfloat16")),
+    (("generate", "Hi", "--device", "gpu"), ("device is 'gpu'", "cuda:1")),
+    (("generate", "Hi", "--budget", "0"), ("--budget", "0")),
+    (("generate", "Hi", "--budget", "64", "--retrieved", "9"), ("budget is 64 and retrieved is 9; give one of them",)),
+    (("chat", "--device-memory", "much"), ("device_memory is 'much'",)),
+    (("serve", "--kv-dtype", "fp9"), ("kv_dtype is 'fp9'",)),
+    (("gen", "Hi"), ("Did you mean 'generate'?",)),
+    (("plan", "--shape", "llma"), ("shape is 'llma'",)),
+    (("plan", "--shape", "tiny", "--gpu", "H10"), ("did you mean 'H100'",)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tuple[int, str, str]]:
+    """Exit code, stdout and stderr of every command line."""
+    folder, found = tmp_path_factory.mktemp("early"), dict[tuple[str, ...], tuple[int, str, str]]()
+    (folder / "text.txt").write_text("Some text.")
+    places = {"FILE": str(folder / "text.txt"), "FOLDER": str(folder)}
+    for module, its in (("kvthaw.cli", app), ("lab.__main__", laboratory)):
+        given = [one for one, _ in CASES if program(one) is its]
+        lines = "".join(json.dumps([places.get(word, word) for word in one]) + "\n" for one in given)
+        command, environment = PROGRAM.format(module=module, heavy=set(HEAVY)), os.environ | {"PYTHONPATH": str(ROOT)}
+        how: dict[str, Any] = {"capture_output": True, "text": True, "cwd": folder, "env": environment, "timeout": 60}
+        done = subprocess.run([sys.executable, "-c", command], input=lines, **how)
+        assert done.returncode == 0, done.stderr
+        found |= zip(given, map(json.loads, done.stdout.splitlines()), strict=True)
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
+@pytest.mark.parametrize(("given", "words"), CASES, ids=str)
+def test_nothing_heavy_is_imported_before(
+    given: tuple[str, ...], words: tuple[str, ...], told: dict[tuple[str, ...], tuple[int, str, str]]
+) -> None:
+    code, out, err = told[given]
+    assert code in (1, 2), err
+    assert "loaded:\n" in out, out
+    said = " ".join(err.replace("│", " ").split())
+    assert all(word in said for word in words), err
 
 
 COMMANDS = {
