@@ -19,7 +19,7 @@ from kvthaw.engine.warm import warm
 from stand_in import StandIn, captured_by
 from zoo import DISTINCT, build, build_exact, prompt
 
-LENGTHS, NEW = [20, 100, 50], [14, 30, 4]
+LENGTHS, NEW = [28, 120, 50], [6, 10, 4]
 CAPACITY = 200
 
 

@@ -28,9 +28,9 @@ def model() -> PreTrainedModel:
     return shared_model()
 
 
-@pytest.fixture
-def fresh(model: PreTrainedModel) -> list[list[int]]:
-    return [tokens_of(batch_of(model, "oracle", None), ids)[0] for ids in DOCUMENTS]
+@pytest.fixture(scope="module")
+def fresh() -> list[list[int]]:
+    return [tokens_of(batch_of(shared_model(), "oracle", None), ids)[0] for ids in DOCUMENTS]
 
 
 def asked(batch: Any) -> list[tuple[list[int], int]]:
