@@ -21,8 +21,7 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.ranks import Ranks
 from kvthaw.errors import CacheError, ConfigError
-from kvthaw.index.each_head import EachHeadTreeIndex
-from kvthaw.index.forest import TreeIndex
+from kvthaw.index.forest import EachHeadTreeIndex, TreeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods.icecache import PRESETS
 from kvthaw.methods.icecache_digest import SETTINGS

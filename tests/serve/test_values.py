@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from servers import Served
 
-from kvthaw.serve import bodies, values
+from kvthaw.serve import bodies
 from kvthaw.serve.app import MOST_VALUES, most_values
-from kvthaw.serve.values import count_values
+from kvthaw.serve.bodies import count_values
 
 TEXTS = st.text('\\",:[]{}a\n\u20ac\U0001f642', max_size=9)
 VALUES = st.recursive(
@@ -38,7 +38,7 @@ def held(value: Any) -> tuple[int, int]:
 def test_values_are_counted_whatever_texts_hold(value: Any, ascii: bool, piece: int) -> None:
     text = json.dumps(value, ensure_ascii=ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(values, "PIECE", piece)
+        patch.setattr(bodies, "PIECE", piece)
         assert count_values(text) == sum(held(value))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import CacheError, ConfigError, at_least
+from kvthaw.index.joined import joined
 from kvthaw.index.tree_config import CHOICES, TreeConfig, directions
 from kvthaw.native import ELEMENTS, Effort, Forest, Isa, TreeSettings, isa_code
 
@@ -218,6 +219,36 @@ class TreeIndex(Index, tested=True):
         if start == missing == 0:
             return table
         return (torch.nn.functional.pad(table, (0, 0, 0, missing)) if missing > 0 else table)[start:stop]
+
+
+class EachHeadTreeIndex(TreeIndex, tested=True):
+    """TreeIndex whose G query heads of a KV head each find budget / G rows; all of them attend to the union, which is not cut.
+
+    Where the budget holds all tokens of a sequence, they attend to all.
+    """
+
+    def search(self, query: Tensor, rows: Tensor, counts: Tensor, budget: int) -> Callable[[], None]:
+        batch, heads, group = query.shape[0], self.context.kv_heads, self.context.group
+        own = torch.empty((group, batch, heads, query.shape[2]), dtype=torch.float32)
+        share = max(1, budget // group)
+        found = torch.empty((group, batch, heads, share), dtype=torch.int32)
+        held = torch.empty((group, batch, heads), dtype=torch.int32)
+        searches = [super(EachHeadTreeIndex, self).search(*each, share) for each in zip(own, found, held, strict=True)]
+
+        def select() -> None:
+            own.copy_(query.unflatten(1, (heads, group)).movedim(2, 0))
+            for search in searches:
+                search()
+            union = joined(found.movedim(0, 2).contiguous(), budget)
+            rows.copy_(union.rows)
+            counts.copy_(union.counts)
+            for seq in range(batch):
+                if (size := self.forest.size(seq)) <= budget:
+                    rows[seq] = -1
+                    rows[seq, :, :size] = torch.arange(size, dtype=torch.int32) + self.forest.first(seq)
+                    counts[seq] = size
+
+        return select
 
 
 def _settings(config: TreeConfig, context: IndexContext, dtype: int) -> TreeSettings:

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
-from kvthaw.index.clusters import ClusterIndex, Start
-from kvthaw.index.per_query_head import QueryHeadClusterIndex
+from kvthaw.index.clusters import ClusterIndex, QueryHeadClusterIndex, Start
 from kvthaw.kernels.kmeans import Distance
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions

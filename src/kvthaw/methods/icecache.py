@@ -9,8 +9,7 @@ from typing import Any, Literal
 from kvthaw.cache.index_api import IndexContext, Method
 from kvthaw.cache.transfer import Layout, Way, transfer_of
 from kvthaw.errors import at_least, one_of
-from kvthaw.index.each_head import EachHeadTreeIndex
-from kvthaw.index.forest import TreeIndex
+from kvthaw.index.forest import EachHeadTreeIndex, TreeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods.options import check
 from kvthaw.regions import Regions

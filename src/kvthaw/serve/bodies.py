@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -19,7 +20,6 @@ from kvthaw.errors import hint
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.fields import Body, names_at, names_within
 from kvthaw.serve.lanes import FullError, Share
-from kvthaw.serve.values import count_values
 
 SMALL = 64 << 10
 """Bytes of a body that is read at once."""
@@ -27,6 +27,10 @@ PART = 0.2
 """The part of the time in which larger ones are read."""
 WAITING = 64
 """Most large bodies that wait."""
+PIECE = 1 << 18
+"""Bytes that an array has."""
+_BEFORE = b",:[{"
+"""The bytes before each value but the first, and before the end of an empty list or object."""
 _OPENAIS = {
     "arguments", "audio", "best_of", "call_id", "context_management", "conversation", "detail", "encrypted_content", "file",
     "file_id", "function_call", "functions", "image_url", "input_audio", "max_tool_calls", "metadata", "modalities", "moderation",
@@ -102,6 +106,25 @@ class LargeBodies:
 
     def __init__(self, most_values: int) -> None:
         self.most_values, self.share = most_values, Share(PART, WAITING)
+
+
+def count_values(text: bytes) -> int:
+    """Return at least as many as the values and names in a text of JSON, in UTF-8, are: about one more than that in correct JSON.
+    Other threads run meanwhile."""
+    if b"\\" in text:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # all other quotes begin or end a string
+    found, inside = 1, 0
+    for start in range(0, len(text), PIECE):
+        codes = np.frombuffer(text, np.uint8, min(PIECE, len(text) - start), start)
+        quotes = np.cumsum(codes == ord('"'), dtype=np.uint8)  # which are counted modulo 256
+        quotes += inside
+        before = np.zeros(len(codes), dtype=np.bool_)
+        for code in _BEFORE:
+            before |= codes == code
+        before &= quotes & 1 == 0
+        found += int(np.count_nonzero(before))
+        inside = int(quotes[-1]) & 1
+    return found
 
 
 def _read(text: bytes) -> Any:
