@@ -15,6 +15,7 @@ import kvthaw
 from kvthaw.engine.decode import decode
 from kvthaw.engine.hf.model import load
 from kvthaw.engine.prefill import prefill
+from kvthaw.evaluate.probe import attention_mass, exact_scores, stored_rows
 from kvthaw.inspect.recorder import ExactTopK, Recorder
 from zoo import prompt
 
@@ -59,6 +60,29 @@ def test_it_keeps_what_was_selected(tmp_path: Path, method: str, device: str) ->
     if device == "cuda":
         assert cache.replay is not None
         assert cache.replay.captures >= 1
+
+
+def test_rows_that_a_query_head_does_not_see_cover_nothing_of_its_softmax(llama: PreTrainedModel) -> None:
+    """Of a method whose query heads choose apart: a row of the union belongs to those that chose it."""
+    cache, seen = kvthaw.Cache(llama, "clusterkv:preset=code:batch=16:sink=4", budget=48, dense_layers=0), dict[int, Tensor]()
+    hidden = list[bool]()
+
+    def look(layer: Any, query: Tensor, choice: Any) -> None:
+        if choice is not None:
+            hidden.append(bool(choice.selection.log_weight.isinf().any()))
+            mass = attention_mass(layer, 0, exact_scores(layer, query[0], stored_rows(layer, 0, query.device)), choice)
+            seen[layer.number] = mass.mean(dim=1)
+
+    cache.kv.streams.observers.append(look)
+    exact = ExactTopK(cache.kv, [0])
+    with torch.no_grad():
+        for ids in (prompt(1, 200), prompt(1, 1)):
+            llama(ids, past_key_values=cache)
+    _, mass = exact.take(0)
+    assert any(hidden)
+    assert mass.keys() == seen.keys() == {0, 1}
+    for number, own in mass.items():
+        torch.testing.assert_close(own, seen[number])
 
 
 def test_rows_for_everything_cover_the_whole_softmax(llama: PreTrainedModel) -> None:

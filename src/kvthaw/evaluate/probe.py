@@ -38,12 +38,11 @@ def stored_rows(layer: OffloadedLayer, seq: int, device: torch.device, known: La
     return [*parts, layer.read(seq, prefix, length).to(device)] if prefix < length else parts
 
 
-def attention_mass(layer: OffloadedLayer, seq: int, query: Tensor, choice: Choice | None, rows: list[Tensor]) -> Tensor:
+def attention_mass(layer: OffloadedLayer, seq: int, scores: Tensor, choice: Choice | None) -> Tensor:
     """Return the share [H, G] of the exact softmax that sink, window, buffer and the selected rows cover.
 
-    query, rows: as for exact_scores.
+    scores: of exact_scores.
     """
-    scores = exact_scores(layer, query, rows)
     return torch.where(sparse_bias(layer, seq, scores, choice) > -torch.inf, torch.softmax(scores, dim=2), 0.0).sum(dim=2)
 
 

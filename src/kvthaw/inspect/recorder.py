@@ -12,7 +12,7 @@ from kvthaw.cache.choice import Choice
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.evaluate.probe import Observer, exact_scores, stored_rows
+from kvthaw.evaluate.probe import Observer, attention_mass, exact_scores, stored_rows
 
 Rows = dict[int, Tensor]
 """By layer: selected rows [H, M] int32, padded with -1, on the CPU. Layers that reuse another layer's selection are missing."""
@@ -72,7 +72,7 @@ class ExactTopK(Observer):
             return
         for seq in self.seqs:
             parts = stored_rows(layer, seq, query.device, self._reference.get(layer.number))
-            rows, mass = exact_rows(layer, seq, query[seq], choice.selection.rows[seq].to(query.device), parts)
+            rows, mass = exact_rows(layer, seq, query[seq], choice, parts)
             self._rows.setdefault(seq, {})[layer.number] = rows.cpu()
             self._mass.setdefault(seq, {})[layer.number] = mass.cpu()
 
@@ -81,29 +81,24 @@ class ExactTopK(Observer):
         return self._rows.pop(seq, {}), self._mass.pop(seq, {})
 
 
-def exact_rows(layer: OffloadedLayer, seq: int, query: Tensor, selected: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+def exact_rows(layer: OffloadedLayer, seq: int, query: Tensor, choice: Choice, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the exact top-k rows and the attention mass that the selected rows cover with sink and ring.
 
     query: [Hq, D].
-    selected: [H, M]; k is the number of rows that a head selected.
+    choice: the step's; k is the number of rows that a head selected.
     parts: all rows of the sequence, [H, n, 2, D] each.
 
     Returns rows [H, M] int32 and mass [H].
     """
     sink, ring, scores = layer.slab.regions.sink, layer.indexed(seq), exact_scores(layer, query, parts)
-    weights = torch.softmax(scores, dim=2)
-    covered = torch.zeros_like(scores[:, 0], dtype=torch.bool)
-    covered[:, :sink] = covered[:, ring:] = True
-    kept = selected >= 0
-    covered |= torch.zeros_like(covered).scatter_reduce(1, selected.clamp_min(0).long(), kept, "amax")
-    mass = (weights * covered[:, None]).sum(dim=2).mean(dim=1)
-    best = torch.full_like(selected, -1)
+    selected = choice.selection.rows[seq].to(query.device)
+    best, counts = torch.full_like(selected, -1), (selected >= 0).sum(dim=1, keepdim=True)
     ranked = torch.log_softmax(scores[:, :, sink:ring], dim=2).amax(dim=1)
     k = min(selected.shape[1], ranked.shape[1])
     if k:
         found = (torch.topk(ranked, k).indices + sink).int()
-        best[:, :k] = torch.where(torch.arange(k, device=found.device) < kept.sum(dim=1, keepdim=True), found, -1)
-    return best, mass
+        best[:, :k] = torch.where(torch.arange(k, device=found.device) < counts, found, -1)
+    return best, attention_mass(layer, seq, scores, choice).mean(dim=1)
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from kvthaw.cache.choice import Choice
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.request import Request
-from kvthaw.evaluate.probe import attention_mass, stored_rows
+from kvthaw.evaluate.probe import attention_mass, exact_scores, stored_rows
 from kvthaw.inspect.recorder import ExactTopK, Recorder, Recording
 
 EVERY = 256
@@ -106,4 +106,4 @@ class Watcher:
         seq = decoding[turn // len(layers) % len(decoding)].seq
         rows = stored_rows(layer, seq, query.device)
         if rows is not None:
-            self._told_mass(float(attention_mass(layer, seq, query[seq], choice, rows).mean()))
+            self._told_mass(float(attention_mass(layer, seq, exact_scores(layer, query[seq], rows), choice).mean()))
