@@ -152,6 +152,18 @@ def test_captured_prefills_give_the_same_tokens(method: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "gemma2", "gpt2", "phi3"])
+def test_captured_prefills_of_other_architectures(name: str) -> None:
+    """Experts may need the host, which ends captures; windows are not served, sinks and learned positions are."""
+    model = build(name).to("cuda")
+    ids = [each.to("cuda") for each in [*IDS, *IDS]]
+    plain = Batch(model, "oracle", **SIZES, budget=160)
+    plain.prompt_graphs = None
+    expected = tokens(served(plain, ids))
+    assert tokens(served(replaying(model, "oracle", capture=True, budget=160), ids)) == expected
+
+
+@pytest.mark.gpu
 def test_warming_captures_every_length() -> None:
     model = build("llama", num_hidden_layers=2).to("cuda")
     batch = replaying(model, "auto", capture=True)
