@@ -9,7 +9,7 @@ import torch
 from test_architectures import COMMON
 from transformers import PreTrainedModel
 
-from kvthaw import Batch, Request, Sampling, Scheduler
+from kvthaw import Batch, Request, Sampling, Scheduler, detach
 from kvthaw.engine.hf.prompt_graphs import LENGTHS, PromptGraphs, prompt_graphs
 from kvthaw.errors import CacheError
 from kvthaw.methods import METHODS
@@ -110,11 +110,68 @@ def test_a_prompt_that_needs_the_log_probabilities_of_its_tokens_runs_with_the_c
 
 
 def test_longer_prompts_run_with_the_cache(model: PreTrainedModel) -> None:
-    graphs = replaying(model, "full").prompt_graphs
+    graphs = replaying(build_exact("llama", max_position_embeddings=4096), "full", capacity=3000).prompt_graphs
     assert graphs is not None
+    assert graphs.lengths == [*LENGTHS]
     assert graphs.serves(LENGTHS[-1])
     assert not graphs.serves(LENGTHS[-1] + 1)
     assert not graphs.serves(1)
+    batch = replaying(model, "full", prefill_chunk=64)
+    short, longer = (batch.join(ids, max_new_tokens=1) for ids in IDS[:2])
+    assert batch.replays(short)
+    assert not batch.replays(longer)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_no_position_is_beyond_those_that_the_model_has(name: str) -> None:
+    model = build_exact(name, max_position_embeddings=300)
+    batch = replaying(model, "oracle", capacity=300, budget=48)
+    assert batch.prompt_graphs is not None
+    assert batch.prompt_graphs.lengths == [128, 256, 300]
+    ids = [prompt(1, n, seed=n)[0] for n in (270, 290)]
+    assert tokens(served(batch, ids)) == tokens(served(Batch(model, "oracle", **SIZES | {"capacity": 300}, budget=48), ids))
+
+
+@pytest.mark.parametrize("method", ["h2o", "full:queries=None", "icecache-digest"])
+def test_methods_that_no_captured_prefill_serves_have_none(model: PreTrainedModel, method: str) -> None:
+    assert replaying(model, method).prompt_graphs is None
+
+
+def test_windows_have_none() -> None:
+    assert replaying(build_exact("gemma2"), "oracle", budget=48).prompt_graphs is None
+
+
+def test_the_mode_of_the_first_caller_does_not_matter(model: PreTrainedModel) -> None:
+    batch = replaying(model, "oracle", budget=48)
+    with torch.inference_mode():
+        first = tokens(served(batch, IDS[:1]))
+    assert tokens(served(batch, IDS[:1])) == first
+
+
+def test_a_detached_model_is_refused(model: PreTrainedModel) -> None:
+    batch = replaying(model, "oracle", budget=48)
+    served(batch, IDS[:1])
+    detach(model)
+    request = batch.join(IDS[0], max_new_tokens=1, stop=())
+    with pytest.raises(CacheError, match="attach it again"):
+        batch.prefill(request)
+
+
+def test_many_short_prompts_share_a_forward(model: PreTrainedModel, forwards: list[int]) -> None:
+    batch = replaying(model, "oracle", budget=48, max_seqs=16)
+    scheduler = Scheduler(batch, step_tokens=1000)
+    for seed in range(16):
+        scheduler.submit(prompt(1, 30, seed=seed)[0], max_new_tokens=1, stop=())
+    while scheduler.busy:
+        scheduler.step()
+    assert forwards == [30], "the first prompt, which tells the sizes"
+
+
+def test_after_a_capture_that_failed_prompts_run_with_the_cache(model: PreTrainedModel) -> None:
+    batch = replaying(model, "oracle", budget=48)
+    assert batch.prompt_graphs is not None
+    batch.prompt_graphs._failed = True
+    assert not batch.prompt_graphs.serves(64)
 
 
 def test_a_prompt_that_is_not_finite_fails_alone(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,14 +221,30 @@ def test_captured_prefills_of_other_architectures(name: str) -> None:
 
 
 @pytest.mark.gpu
+def test_a_capture_that_fails_leaves_the_stream_and_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", num_hidden_layers=2).to("cuda")
+    norm, forward = model.model.norm, type(model.model.norm).forward
+    monkeypatch.setattr(norm, "forward", lambda x: forward(norm, x * (1.0 + 0.0 * x.sum().item())), raising=False)
+    batch, before = replaying(model, "oracle", capture=True, budget=48), torch.cuda.current_stream()
+    ids = [each.to("cuda") for each in (IDS[0], IDS[0], IDS[0])]
+    found = tokens(served(batch, ids))
+    assert found[0] == found[1] == found[2]
+    assert batch.prompt_graphs is not None
+    assert not batch.prompt_graphs.captures
+    assert not batch.prompt_graphs.serves(33)
+    assert torch.cuda.current_stream() == before
+    assert torch.randn(3, device="cuda").isfinite().all()
+
+
+@pytest.mark.gpu
 def test_warming_captures_every_length() -> None:
     model = build("llama", num_hidden_layers=2).to("cuda")
     batch = replaying(model, "auto", capture=True)
     served(batch, [each.to("cuda") for each in IDS[-1:]])
     assert batch.prompt_graphs is not None
     batch.prompt_graphs.warm()
-    assert batch.prompt_graphs.captures == len(LENGTHS)
+    assert batch.prompt_graphs.captures == len(batch.prompt_graphs.lengths) == 3
     expected = Batch(model, "auto", **SIZES, capture=False)
     ids = [each.to("cuda") for each in IDS]
     assert tokens(served(batch, ids)) == tokens(served(expected, ids))
-    assert batch.prompt_graphs.captures == len(LENGTHS)
+    assert batch.prompt_graphs.captures == 3

@@ -255,7 +255,7 @@ def test_the_next_chunk_is_of_the_client_with_the_least(model: PreTrainedModel) 
 
 
 def test_chunks_are_smaller_while_a_client_with_less_service_decodes(model: PreTrainedModel) -> None:
-    scheduler = Scheduler(Batch(model, "full", max_seqs=4, capacity=400, **settings_of("full")), step_tokens=32)
+    scheduler = Scheduler(Batch(model, "full", max_seqs=4, capacity=500, **settings_of("full")), step_tokens=132)
 
     def chunks(long: Request, steps: int) -> list[int]:
         seen = [long.prefilled]
@@ -267,19 +267,36 @@ def test_chunks_are_smaller_while_a_client_with_less_service_decodes(model: PreT
     own = scheduler.submit([5] * 4, max_new_tokens=60, stop=(), client="many")
     while not own.tokens:
         scheduler.step()
-    long = scheduler.submit(prompt(1, 300)[0], max_new_tokens=2, stop=(), client="many")
-    before = chunks(long, 3)
+    long = scheduler.submit(prompt(1, 450)[0], max_new_tokens=2, stop=(), client="many")
+    before = chunks(long, 1)
     other = scheduler.submit([7] * 4, max_new_tokens=4, stop=(), client="few")
     while not other.tokens:
         scheduler.step()
-    beside = chunks(long, 2)
-    assert all(0 < 3 * one < min(before) for one in beside)
+    chunks(long, 1)  # after which it has had a step more than the other
+    beside = chunks(long, 1)
+    assert 0 < 3 * beside[0] < before[0]
     while not other.finished:
         scheduler.step()
-    assert chunks(long, 1) == before[-1:]
+    assert chunks(long, 1)[0] > 3 * beside[0]
     finished(scheduler)
-    asked = (prompt(1, 300)[0], 2), ([7] * 4, 4)
-    assert [long.tokens, other.tokens] == alone(model, "full", *asked, capacity=400)
+    asked = (prompt(1, 450)[0], 2), ([7] * 4, 4)
+    assert [long.tokens, other.tokens] == alone(model, "full", *asked, capacity=500)
+
+
+def test_a_step_full_of_decoding_requests_leaves_tokens_for_a_client_that_yields(model: PreTrainedModel) -> None:
+    scheduler = Scheduler(Batch(model, "full", max_seqs=18, capacity=300, **settings_of("full")), step_tokens=40)
+    many = scheduler.submit(prompt(1, 10)[0], max_new_tokens=40, stop=(), client="many")
+    scheduler.step()
+    few = [scheduler.submit([3 + i] * 2, max_new_tokens=30, stop=(), client="few") for i in range(16)]
+    while not all(one.tokens for one in few):
+        scheduler.step()
+    long = scheduler.submit(prompt(1, 200)[0], max_new_tokens=1, stop=(), client="many")
+    steps = 0
+    while not long.finished:
+        scheduler.step()
+        steps += 1
+    assert steps < 16
+    assert not many.finished or many.error is None
 
 
 def test_a_client_without_a_place_gets_one_of_several(model: PreTrainedModel) -> None:
@@ -657,7 +674,7 @@ def test_what_a_scheduler_refuses(model: PreTrainedModel) -> None:
     scheduler.submit([1, 2, 3], max_new_tokens=3, stop=())
     with pytest.raises(QueueFullError, match="max_waiting is 1"):
         scheduler.submit([1, 2, 3])
-    with pytest.raises(CacheError, match="requests of its own"):
+    with pytest.raises(CacheError, match="request of its own"):
         Scheduler(batch)
     with pytest.raises(ConfigError, match="room for 100"):
         Scheduler(Batch(model, "oracle", max_seqs=1, capacity=100, budget=48)).submit([1] * 101)

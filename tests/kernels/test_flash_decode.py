@@ -278,16 +278,14 @@ def test_split_fills_the_device(n: int, pairs: int, dim: int) -> None:
     assert (split.stages == 1) == (split.splits * split.block >= n), "one block each, or several that follow each other"
 
 
-@pytest.mark.parametrize("n", [2048 + 52, 8192 + 52, 32768])
-@pytest.mark.parametrize("pairs", [1, 8, 128, 500, 2048])
+@pytest.mark.parametrize("n", [2048 + 52, 2048 + 448, 4300, 8192 + 52, 32768])
+@pytest.mark.parametrize("pairs", [1, 4, 8, 16, 128, 500, 2048])
 @pytest.mark.parametrize(("dim", "itemsize"), [(64, 2), (128, 2), (256, 2), (128, 4)])
-def test_whole_blocks_are_read_in_at_most_one_wave_of_programs(n: int, pairs: int, dim: int, itemsize: int) -> None:
-    split = split_for(pairs, n, dim, itemsize, 132, scattered=True, whole=True)
+def test_programs_of_whole_blocks_leave_no_multiprocessor_without_work(n: int, pairs: int, dim: int, itemsize: int) -> None:
+    split, scattered = (split_for(pairs, n, dim, itemsize, 132, scattered=True, whole=whole) for whole in (True, False))
     assert split.block * 2 * dim * itemsize <= 1 << 16
-    assert split.splits == 1 or pairs * split.splits <= 264
     assert split.stages == 1
-    if split.splits * split.block < n:  # else programs of one block each, for few keys
-        assert pairs * split.splits >= min(100, pairs * (n // (2 * split.block)))
+    assert pairs * split.splits >= min(132, pairs * scattered.splits)
 
 
 @pytest.mark.parametrize(

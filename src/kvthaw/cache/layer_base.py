@@ -242,11 +242,13 @@ def take_queries(step: Step, query: Tensor, recent: dict[int, Tensor], most: int
     Returns the step's own queries that were kept.
     """
     last, before = dict[int, Tensor](), step.tokens - query.shape[2]  # a clone has the last queries only
-    if most is not None and step.packs(query.shape[2]):  # one launch for each number of queries
+    if most is not None and step.packs(query.shape[2]):  # two launches for each number of queries
         parts = {row.seq: query[0, :, max(row.start, row.stop - most) : row.stop] for row in step.rows()}
         for width in {part.shape[1] for part in parts.values()}:
             some = [seq for seq, part in parts.items() if part.shape[1] == width]
-            last.update(zip(some, torch.stack([parts[seq] for seq in some]), strict=True))
+            whole = torch.stack([parts[seq] for seq in some])
+            last.update((seq, torch.empty_like(one)) for seq, one in zip(some, whole, strict=True))  # memory of its own
+            torch._foreach_copy_([last[seq] for seq in some], whole.unbind())
         recent.update(last)
         return last
     for row in step.rows():

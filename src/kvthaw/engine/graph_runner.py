@@ -241,7 +241,8 @@ class GraphRunner:
 
     def _capture(self) -> SegmentedGraph:
         begin, device = time.perf_counter(), self._ids.device
-        with uncollected(), SegmentedGraph() as graph:
+        current = torch.cuda.stream(torch.cuda.current_stream(device))  # set again also if the capture fails
+        with current, uncollected(), SegmentedGraph() as graph:
             before = torch.cuda.memory_reserved(device)
             with self._kv.streams.records(graph):
                 self._logits = self._run()

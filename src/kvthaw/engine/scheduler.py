@@ -14,7 +14,6 @@ from torch import Tensor
 from kvthaw.engine.batch import POLL, Batch
 from kvthaw.engine.fair_share import FairShare
 from kvthaw.engine.hf.model import attention_depth
-from kvthaw.engine.hf.prompt_graphs import LONGEST
 from kvthaw.engine.request import Request, RequestOptions
 from kvthaw.errors import CacheError, HostMemoryError, QueueFullError, at_least
 from kvthaw.formatting import counted
@@ -213,7 +212,8 @@ class Scheduler:
             self._place()  # the host's work from here on overlaps the device's decode step
             request = self._next_prompt()
             self.batch.start(POLL if request is None and not self.batch.decoding else 0.0)
-            left, decoded = float(self._budget(request)), len(self.batch.decoding)
+            decoded = len(self.batch.decoding)
+            left = self.step_tokens / (YIELDS if request is not None and self._yields(request) else 1)
             while request is not None:
                 depth, group = request.prefilled, self._group(request, left)
                 before = [one.prefilled for one in group]
@@ -252,14 +252,12 @@ class Scheduler:
         on_host = any(layer.on_host for layer in self.batch.cache.kv.offloaded[:1])
         return self.ahead and not on_host and all(request.matcher is None for request in self.batch.requests)
 
-    def _budget(self, request: Request | None) -> int:
-        """Return the tokens of a step whose first prompt is this request's."""
-        if request is None or self.batch.replays(request):  # a replayed forward cannot be divided
-            return self.step_tokens
-        had, client = self._share.had, request.client
-        ahead = had(request.client) - self.step_tokens  # a step more than others have had
-        yields = any(one.client != client and had(one.client) < ahead for one in self.batch.decoding)
-        return max(1, self.step_tokens // YIELDS) if yields else self.step_tokens
+    def _yields(self, request: Request) -> bool:
+        """Return whether a prompt gets smaller chunks: a client decodes that has had less service, by more than a step, and no
+        higher priority number."""
+        had, client, priority = self._share.had, request.client, self._rank[request][0]
+        others = (one for one in self.batch.decoding if one.client != client and self._rank[one][0] <= priority)
+        return any(had(one.client) < had(client) - self.step_tokens for one in others)
 
     def _chunk(self, request: Request, decoded: int) -> int | None:
         """Return the length of the next chunk of a prompt; None: the batch's chunk.
@@ -267,11 +265,13 @@ class Scheduler:
         decoded: number of tokens that the step decodes.
         """
         if self._alone is not None and self._depth is not None:
-            tokens = self._budget(request) if decoded else self._alone
+            tokens = self.step_tokens // (YIELDS if self._yields(request) else 1) if decoded else self._alone
             return max(CPU_LEAST, int(tokens / (1 + request.prefilled / self._depth)))
         if not decoded:
             return None if self._alone is None else chunk_tokens(self._alone, request.prefilled)
-        tokens, left = chunk_tokens(self._budget(request), request.prefilled, decoded), request.prompt - request.prefilled
+        tokens, left = chunk_tokens(self.step_tokens, request.prefilled, decoded), request.prompt - request.prefilled
+        if self._yields(request):
+            tokens = max(tokens // YIELDS, min(tokens, CPU_LEAST), request.prompt if self.batch.replays(request) else 0)
         if self.batch.streams_back(request):
             return max(tokens, streamed_tokens(request.prefilled))
         deep = request.prefilled > DEPTH and _FEW < left < tokens  # attention without a plan takes 1.5 times as long
@@ -309,8 +309,7 @@ class Scheduler:
             if one is not request and one.prompt <= left and self.batch.shares_forward(one):
                 group.append(one)
                 left -= one.prompt
-        few = sum(one.prompt for one in group) <= LONGEST  # one by one, the host launches them faster
-        return group[:1] if few and all(map(self.batch.replays, group)) else group
+        return group[:1] if self.batch.replay_together(group) else group
 
     def _prefill_together(self, group: Sequence[Request], decoded: int) -> list[Request]:
         """Prefill whole prompts in one forward, or one by one if that fails. Returns the requests that failed."""

@@ -131,10 +131,10 @@ def _lengths(capacity: int, most: int, *, streams: bool) -> set[tuple[int, int]]
     streams: the runs come over the bus.
     """
     met = set[tuple[int, int]]()
-    for tokens in (STEP_TOKENS, STEP_TOKENS // YIELDS):
+    for share in (1, YIELDS):
         depth = 0
         while depth < capacity:
-            chunk = max(chunk_tokens(tokens, depth), streamed_tokens(depth) if streams else 1)
+            chunk = max(chunk_tokens(STEP_TOKENS, depth) // share, streamed_tokens(depth) if streams else 1)
             # Streamed prompts end with a chunk of any length.
             parts = (*(range(512, chunk, 512) if streams else ()), chunk)
             met |= {(part, run) for part in parts for run in (0, *runs(depth, most))}

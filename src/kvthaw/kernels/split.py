@@ -48,9 +48,11 @@ def split_for(
     while block > 16 and pairs * -(-n // block) < 100:
         block //= 2
     splits = max(1, min(2 * multiprocessors // pairs, -(-n // block)))
-    if whole and splits * block < n:
-        block = min(128, max(16, 65536 // row))
-        return Split(block, max(1, min(2 * multiprocessors // pairs, n // (2 * block))), warps=4, stages=1)
+    if whole and itemsize <= 2 and splits * block < n:
+        large = min(128, max(16, 65536 // row))
+        few = max(1, min(2 * multiprocessors // pairs, n // (2 * large)))
+        if pairs * few >= multiprocessors:
+            return Split(large, few, warps=4, stages=1)
     if scattered and splits * block < n:
         block = min(64, max(16, 16384 // row))
         return Split(block, max(1, min(-(-8 * multiprocessors // pairs), n // (2 * block))), warps=4, stages=1)

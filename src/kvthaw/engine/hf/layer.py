@@ -136,10 +136,11 @@ class Shared:
         """Forget notes about tokens that are gone."""
         self.pending, self.reordered, self._mask, self._read_step = None, False, None, False
 
-    def attached(self) -> bool:
-        """Return whether the model of this cache attends through kvthaw."""
+    def check_attached(self) -> None:
+        """Raise CacheError if the model of this cache does not attend through kvthaw."""
         model = self.model()
-        return model is not None and model.config.get_text_config(decoder=True)._attn_implementation == NAME
+        if model is None or model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+            raise CacheError("the model of this cache does not attend through kvthaw any longer; attach it again")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         twin = object.__new__(Shared)
@@ -216,8 +217,7 @@ class CacheLayer(CacheLayerMixin):
             shared.check_others(key_states.shape[2])
         elif layer is not None:
             layer.undo()
-            if not shared.attached():
-                raise CacheError("the model of this cache does not attend through kvthaw any longer; attach it again")
+            shared.check_attached()
             raise UnsupportedModelError(
                 f"the keys of layer {layer.kv.number} did not reach kvthaw's attention: the model changes them after caching, "
                 "or the cache was given to a model that is not attached"

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.layer_base import AttentionParams, LayerPrompt
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.graph_runner import compilable, uncollected
 from kvthaw.engine.hf.batch_cache import BatchCache, packs
 from kvthaw.engine.hf.fused import fused
@@ -26,41 +26,50 @@ from kvthaw.engine.hf.layer import TAG, CacheLayer
 
 _log = logging.getLogger(__name__)
 LENGTHS = (*range(128, 1024, 128), *range(1024, 2048, 256), 2048)
-"""Lengths that prompts are padded to. Each has a graph of its own."""
+"""Lengths that prompts are padded to, up to the batch's capacity. Each has a graph of its own."""
 LONGEST = LENGTHS[-1]
 
 
 class PromptGraphs:
-    """Prefill whole prompts of at most LONGEST tokens by replaying a captured forward, one graph for each of LENGTHS.
+    """Prefill whole prompts of at most LONGEST tokens by replaying a captured forward, one graph for each length.
 
     The first prompt of each length runs eagerly, which compiles kernels; the second is captured. Keys, values and the last
     queries of each layer land in fixed buffers. The cache stores them after the forward.
 
+    queries: how many of a prompt's last queries the cache keeps.
     capture: False: run every prompt eagerly.
+    lengths: see LENGTHS.
     captures: number of captures.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: BatchCache, *, capture: bool = True) -> None:
-        self._model, self._cache, self._capture, self.captures = model, cache, capture, 0
+    def __init__(self, model: PreTrainedModel, cache: BatchCache, queries: int, *, capture: bool = True) -> None:
+        self._model, self._cache, self._queries, self._capture, self.captures = model, cache, queries, capture, 0
+        most: int = min(LONGEST, cache.kv.sequences.room)
+        self.lengths: list[int] = [*(length for length in LENGTHS if length < most), most]
+        self._failed = False  # a capture did, so prompts are better prefilled with the cache
         self._layers: list[_Recorder] = []
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}  # None: ran eagerly so far
         self._logits = torch.empty(0)
 
     def serves(self, tokens: int) -> bool:
         """Return whether a prompt of this many tokens can be prefilled here, with the layers that are in force."""
-        layers, method = self._cache.kv.layers, self._cache.settings.method
-        plain = all(
-            isinstance(layer, DenseLayer) or (isinstance(layer, OffloadedLayer) and not layer.on_host) for layer in layers
-        )
-        return 1 < tokens <= LONGEST and plain and method.prompt_queries is not None
+        on_host = any(isinstance(layer, OffloadedLayer) and layer.on_host for layer in self._cache.kv.layers)
+        return 1 < tokens <= self.lengths[-1] and not (on_host or self._failed)
 
+    def padded(self, tokens: int) -> int:
+        """Return the length that a prompt is padded to."""
+        return self.lengths[bisect_left(self.lengths, tokens)]
+
+    @torch.inference_mode(False)  # buffers outlive the caller's mode
+    @torch.no_grad()
     def __call__(self, ids: Tensor) -> Tensor:
         """Prefill the prompt of the sequence that `Sequences.prompts` announced. Returns its last logits [1, V].
 
         ids: [1, T], the whole prompt.
         """
-        tokens = ids.shape[1]
-        length = LENGTHS[bisect_left(LENGTHS, tokens)]
+        tokens, first = ids.shape[1], next(layer for layer in self._cache.layers if isinstance(layer, CacheLayer))
+        first.shared.check_attached()
+        length = self.padded(tokens)
         if not self._layers:
             self._allocate(ids.device)
         self._ids[:, :tokens].copy_(ids)
@@ -73,34 +82,38 @@ class PromptGraphs:
             self._run(length)
         else:
             graph.replay()
-        self._store(tokens)
+        prompts = [layer.prompt(tokens) for layer in self._layers]
+        first.check(prompts[0].keys, [0], before=0)
+        self._cache.kv.append(prompts)
         return self._logits.clone()
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def warm(self) -> None:
         """Capture the graphs of all lengths, the longest first: the others use its memory."""
         if not self._layers:
             self._allocate(self._model.device)
         self._last.zero_()
         self._places.zero_()  # a longer prompt had others
-        for length in reversed(LENGTHS) if self._capture else ():
-            self._run(length)
-            self._graphs[length] = self._captured(length)
+        for length in reversed(self.lengths):
+            if self._capture:
+                self._run(length)
+                self._captured(length)
 
     def _allocate(self, device: torch.device) -> None:
-        width = self._cache.settings.method.prompt_queries
-        assert width is not None
-        self._ids = torch.zeros(1, LONGEST, dtype=torch.int64, device=device)
-        self._positions = torch.arange(LONGEST, device=device)[None]
+        most = self.lengths[-1]
+        self._ids = torch.zeros(1, most, dtype=torch.int64, device=device)
+        self._positions = torch.arange(most, device=device)[None]
         self._last = torch.zeros(1, dtype=torch.int64, device=device)
-        self._before = torch.arange(-width, 0, device=device)
+        self._before = torch.arange(-self._queries, 0, device=device)
         self._places = torch.zeros_like(self._before)
-        self._layers = [_Recorder(self._places) for _ in self._cache.layers]
+        self._layers = [_Recorder(most, self._places) for _ in self._cache.layers]
         self._pool = torch.cuda.graph_pool_handle() if self._capture else None
 
     def _run(self, length: int) -> None:
         """Compute the model's forward of the first `length` ids into the buffers."""
         tape: Any = TransformersCache(layers=list(self._layers))
-        with torch.inference_mode(False), torch.no_grad(), fused(self._model):
+        with fused(self._model):
             how = {"position_ids": self._positions[:, :length], "logits_to_keep": self._last}
             logits = self._model(input_ids=self._ids[:, :length], past_key_values=tape, use_cache=True, **how).logits[:, 0]
             if not self._logits.numel():
@@ -111,46 +124,39 @@ class PromptGraphs:
         """Capture the forward of `length` tokens. Returns None if this or an earlier capture failed."""
         if not self._capture:
             return None
-        graph = torch.cuda.CUDAGraph()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.stream(torch.cuda.current_stream(self._ids.device))
         try:
-            with uncollected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with current, uncollected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._run(length)
         except RuntimeError as error:  # the model needs the host, or memory is short
             _log.info("prompts are prefilled without captures: %s", str(error).splitlines()[0])
-            self._capture = False
+            self._capture, self._failed = False, True
             return None
         self._graphs[length] = graph
         self.captures += 1
         return graph
 
-    def _store(self, tokens: int) -> None:
-        """Store the prompt that the buffers hold."""
-        kv, first = self._cache.kv, next(layer for layer in self._cache.layers if isinstance(layer, CacheLayer))
-        prompts = [layer.prompt(tokens) for layer in self._layers]
-        first.check(prompts[0].keys, [0], before=0)
-        with torch.inference_mode(False), torch.no_grad():
-            kv.append(prompts)
-
 
 class _Recorder(CacheLayerMixin):
     """A layer of an empty cache that attends to the tokens of one forward and copies them to buffers.
 
+    most: tokens that the buffers have room for.
     places: the tokens whose queries are kept, on the device.
     """
 
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, places: Tensor) -> None:
+    def __init__(self, most: int, places: Tensor) -> None:
         super().__init__()
-        self._places, self._scale = places, 0.0
+        self._most, self._places, self._scale = most, places, 0.0
         self._kv = self._queries = torch.empty(0)
         self.is_initialized = True  # nothing to initialise early
 
     def prompt(self, tokens: int) -> LayerPrompt:
-        """Copy the first tokens from the buffers, which the next forward overwrites."""
+        """Copy the first tokens from the buffers, which the next forward overwrites. A layer copies queries itself."""
         keys, values = self._kv[:, :, :tokens].clone().unbind(3)
-        return LayerPrompt(self._queries[:, :, -tokens:].clone(), keys, values, self._scale)
+        return LayerPrompt(self._queries[:, :, -tokens:], keys, values, self._scale)
 
     def attend(
         self,
@@ -164,7 +170,7 @@ class _Recorder(CacheLayerMixin):
         """Attend causally: query [1, Hq, T, D], key and value [1, H, T, D]. Returns [1, Hq, T, D]."""
         heads, dim = key.shape[1], key.shape[3]
         if not self._kv.numel():
-            self._kv = key.new_empty((1, heads, LONGEST, 2, dim))
+            self._kv = key.new_empty((1, heads, self._most, 2, dim))
             self._queries = query.new_empty((1, query.shape[1], len(self._places), dim))
         self._scale, new = attention.scale, self._kv[:, :, : key.shape[2]]
         new[:, :, :, 0], new[:, :, :, 1] = key, value
@@ -195,6 +201,10 @@ class _Recorder(CacheLayerMixin):
 
 
 def prompt_graphs(model: PreTrainedModel, cache: BatchCache, *, capture: bool = True) -> PromptGraphs | None:
-    """Return the captured prefills of a batch; None if the model cannot have them."""
-    able = packs(cache) and compilable(cache) is None and not cache.shares_kv
-    return PromptGraphs(model, cache, capture=capture) if able else None
+    """Return the captured prefills of a batch; None if the model or the method cannot have them."""
+    queries, windows = cache.settings.method.prompt_queries, any(isinstance(layer, WindowLayer) for layer in cache.kv.layers)
+    if queries is None or windows or cache.shares_kv or not packs(cache) or compilable(cache) is not None:
+        return None
+    if cache.searches_on_host and cache.settings.full_below is None:
+        return None
+    return PromptGraphs(model, cache, queries, capture=capture)
