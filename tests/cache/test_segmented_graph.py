@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -131,7 +132,20 @@ class Capture:
 def test_what_goes_wrong_with_a_capture_comes_up(
     bad_begin: int, bad_end: int, words: str, ended: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what has begun ends once."""
+    """And what has begun ends once; the stream of before is the current one again."""
+    streams: list[str] = ["the model's"]
+
+    @contextmanager
+    def stream(one: str) -> Iterator[None]:
+        before = streams[-1]
+        streams.append(one)
+        try:
+            yield
+        finally:
+            streams.append(before)
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
     for name in ("CUDAGraph", "Event", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, object)
     monkeypatch.setattr(torch.cuda, "graph", Capture)
@@ -145,6 +159,8 @@ def test_what_goes_wrong_with_a_capture_comes_up(
 
     with pytest.raises(RuntimeError, match=words):
         record()
+    assert streams[-1] == "the model's"
+    assert len(streams) == 3
     assert Capture.ended == ended
 
 

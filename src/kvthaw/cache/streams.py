@@ -215,15 +215,24 @@ class SegmentedGraph:
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._calls: list[Callable[[], None]] = []
         self._under_way = ExitStack()
+        self._before = torch.cuda.stream(torch.cuda.current_stream())  # which a capture that fails does not set again
         self._pool = torch.cuda.graph_pool_handle()
         self._reached = torch.cuda.Event()
 
     def __enter__(self) -> SegmentedGraph:
-        self._begin()
+        self._before.__enter__()
+        try:
+            self._begin()
+        except BaseException:
+            self._before.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._under_way.__exit__(kind, error, trace)
+        try:
+            self._under_way.__exit__(kind, error, trace)
+        finally:
+            self._before.__exit__(kind, error, trace)
 
     def host(self, call: Callable[[], None]) -> None:
         """Split the graph here: every replay waits for the device and runs call() before the rest."""

@@ -241,8 +241,7 @@ class GraphRunner:
 
     def _capture(self) -> SegmentedGraph:
         begin, device = time.perf_counter(), self._ids.device
-        current = torch.cuda.stream(torch.cuda.current_stream(device))  # set again also if the capture fails
-        with current, uncollected(), SegmentedGraph() as graph:
+        with uncollected(), SegmentedGraph() as graph:
             before = torch.cuda.memory_reserved(device)
             with self._kv.streams.records(graph):
                 self._logits = self._run()
