@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None
     broken.mkdir()
     (broken / "config.json").write_text("{}")
     refused(Said("generate", "Hello", "--model", str(broken)), 1, "could not be loaded")
+
+
+@pytest.mark.parametrize("bytes_left", [100, 5000])
+def test_damaged_weights_are_told_in_one_line(folder: Path, tmp_path: Path, bytes_left: int) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:bytes_left])
+    refused(Said("generate", "Hello", "--model", str(tmp_path / "model")), 1, "could not be loaded", "damaged")
 
 
 def test_wrong_usage_is_exit_code_2(model: str) -> None:

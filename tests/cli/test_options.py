@@ -47,6 +47,12 @@ def test_lists_are_separated_by_commas_or_repeated() -> None:
             listed([wrong], tokens_of, "--length")
 
 
+def test_a_length_that_is_no_number_is_refused_in_words(model: str) -> None:
+    for given in ("1M", "many"):
+        refused(Said("serve", model, "--max-len", given), 2, f"'{given}' is not a number of tokens, such as 4096 or 128k")
+    refused(Said("serve", model, "--max-len", "0"), 2, "0 is too small; it must be from 1 to")
+
+
 def test_what_takes_one_value_refuses_several(model: str) -> None:
     refused(Said("chat", "--model", model, "--budget", "64,128"), 2, "--budget", "several values")
     refused(Said("serve", model, "--model", model), 2, "one of them is enough")

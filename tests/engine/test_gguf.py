@@ -77,7 +77,7 @@ def test_a_file_that_was_cut_is_an_error_of_kvthaw(tmp_path: Path, kept: int) ->
     path = tmp_path / "cut.gguf"
     write(path, tiny())
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ConfigError, match="could not be loaded"):
+    with pytest.raises(ConfigError, match=r"could not be loaded: .*damaged, incomplete"):
         load(str(path), device="cpu")
 
 

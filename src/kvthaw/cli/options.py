@@ -27,14 +27,13 @@ MOST = (1 << 31) - 1
 
 
 def tokens_of(text: str | int) -> int:
-    """Read a number of tokens, such as 4096, or 128k for 128 times 1,024. Raises ValueError, and a usage error for one that is too
-    large."""
-    written = str(text).strip().lower()
-    number = int(written.removesuffix("k")) * (1024 if written.endswith("k") else 1)
-    if number < 1:
-        raise ValueError(text)
-    if number > MOST:
-        raise typer.BadParameter(f"{text} is too large; it must be at most {MOST:,}")
+    """Read a number of tokens, such as 4096, or 128k for 128 times 1,024. Raises a usage error for anything else."""
+    found = re.fullmatch(r"(-?\d+)(k?)", str(text).strip().lower())
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is not a number of tokens, such as 4096 or 128k")
+    number = int(found[1]) * (1024 if found[2] else 1)
+    if not 1 <= number <= MOST:
+        raise typer.BadParameter(f"{text} is too {'small' if number < 1 else 'large'}; it must be from 1 to {MOST:,}")
     return number
 
 

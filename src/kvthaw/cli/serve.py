@@ -229,9 +229,9 @@ def _told(service: Service, method: str) -> Iterator[str]:
         yield "documents: " + ", ".join(f"{name} ({counted(len(entry.ids), 'token')})" for name, entry in sorted(kept.items()))
     if not service.chats:
         yield "without a chat template: completions only; --chat-template gives one"
-    if service.defaults:
-        each = ", ".join(f"{name} {value:g}" for name, value in service.defaults.items())
-        yield f"requests that do not say it are sampled by the model's generation config: {each}"
+    each = ", ".join(f"{name} {value:g}" for name, value in service.defaults.items())
+    whose = f"by the model's generation config: {each}" if each else "at temperature 1, as by OpenAI"
+    yield f"requests that do not say it are sampled {whose}"
 
 
 def _log_to_stderr(level: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import (
@@ -121,8 +122,10 @@ def _found(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield source, {"local_files_only": cached, **({"gguf_file": path.name} if path is not None and is_file else {})}
     except ConfigError:
         raise
-    except (OSError, ValueError, *broken) as error:
+    except (OSError, ValueError, SafetensorError, *broken) as error:
         where_from = "the hub cannot be reached, and its local cache lacks a part" if cached else _first_line(error)
+        if isinstance(error, SafetensorError) or is_file:
+            where_from += ". The file may be damaged, incomplete or of an unknown kind"
         raise ConfigError(f"model is {name!r}; it could not be loaded: {where_from}") from error
 
 
