@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from servers import Served
+from servers import Served, serving
 
 from tests.inspected.browser import browser
 
@@ -65,4 +66,21 @@ def test_two_methods_answer_side_by_side_and_a_text_is_kept(served: Served, tmp_
         assert "each head read all" in page.run("document.querySelectorAll('.told')[1].textContent")
         page.run("document.querySelector('[aria-label=\"Delete tale\"]').click()")
         page.wait("!document.querySelector('#contexts [value=\"tale\"]')")
+        assert page.errors == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_full_attention_tells_where_methods_that_recall_are(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    """As a server without options answers about a short text."""
+    assert CHROMIUM is not None
+    with serving(*loaded, method="auto") as served, browser(CHROMIUM, tmp_path / "profile") as page:
+        page.show(served.url, 1280)
+        page.wait("document.querySelector('#second')?.options.length > 1")
+        page.run(f"document.querySelector('#document').value = {json.dumps(TEXT)}")
+        page.run("document.querySelector('#question').value = 'Who slept?'; document.querySelector('#limit').value = 6")
+        page.run("document.querySelector('#ask').requestSubmit()")
+        page.wait("document.querySelector('.told')")
+        told = page.run("document.querySelector('.told small').textContent")
+        assert "“Answer beside it”, has methods that recall." in told
+        page.wait("document.querySelector('.pane')?.textContent.includes('all tokens read')")
         assert page.errors == []

@@ -176,7 +176,7 @@
       const read = Number.isFinite(rows)
         ? `${name}: each head chose ${number(Math.round(rows))} of ${number(all)} rows per token. ` +
           `${bytes((rows / all) * whole)} of ${bytes(whole)} of KV per token; ${bytes(left)} were left unread.`
-        : `${name}: each head read all ${number(all)} rows per token, ${bytes(whole)} of KV${why && ` (${why})`}.`;
+        : `${name}: each head read all ${number(all)} rows per token, ${bytes(whole)} of KV${why && `: ${why}. Options, “Answer beside it”, has methods that recall`}.`;
       this.line.remove();
       this.box.append(make("div", { className: "told" }, make("small", {}, `First token after ${seconds(this.times[0] ?? 0)}${speed}. ${read}`), ...passages));
     }

@@ -184,7 +184,7 @@
       this.other = other && other.shown !== this.shown ? other : null;
       this.version = {};
       this.seen.forEach((each) => this.paint(each));
-      this.sum.textContent = view.live ? "answering …" : `${this.heat.reduce((n, count) => n + (count > 0), 0).toLocaleString("en")} ${this.shown.run.grain > 1 ? "groups" : "tokens"} recalled by some head`;
+      this.sum.textContent = view.live ? "answering …" : !this.most ? "all tokens read" : `${this.heat.reduce((n, count) => n + (count > 0), 0).toLocaleString("en")} ${this.shown.run.grain > 1 ? "groups" : "tokens"} recalled by some head`;
       this.legend.textContent = this.spots
         ? "Marked: the passages that heads recalled while the answer said their words."
         : view.live ? "Passages are marked as the answer recalls them." : !this.most ? "Every head read all tokens, so nothing is marked."
