@@ -139,6 +139,24 @@ def test_weights_are_not_read_before(
     assert said.out == ""
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
+def test_a_budget_that_is_too_small_needs_no_transformers(folder: Path, tmp_path: Path) -> None:
+    """They take as long to import as torch."""
+    (tmp_path / "text.txt").write_text("Some text. " * 20)
+    wrong = ["--model", str(folder), "--method", "quest", "--budget", "5"]
+    asked = [[*COMMANDS[name], *wrong] for name in COMMANDS if name not in ("compare", "niah")]
+    command = "import kvthaw.methods.auto" + PROGRAM.format(module="kvthaw.cli", heavy={"transformers"})
+    lines = "".join(json.dumps(one) + "\n" for one in asked)
+    done = subprocess.run(
+        [sys.executable, "-c", command], input=lines, capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    for one, line in zip(asked, done.stdout.splitlines(), strict=True):
+        code, out, err = json.loads(line)
+        assert (code, out) == (1, "loaded:\n"), (one, out, err)
+        assert "budget is 5; the smallest" in err
+
+
 def test_usual_names_of_dtypes_are_taken(model: str) -> None:
     common = ("generate", "The grass is green. ", "--model", model, "--max-new-tokens", "2")
     assert Said(*common, "--dtype", "bf16").out == Said(*common, "--dtype", "bfloat16").out

@@ -78,18 +78,20 @@ def decode(
     lengths = listed(length or options.LENGTH, tokens_of, "--length")
     batches, ways = listed(batch, int, "--batch"), listed(steps, str, "--steps")
     limit: dict[str, Any] = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers)}
-    from kvthaw.bench import tables
-    from kvthaw.bench.card import where
-    from kvthaw.bench.own import OwnBench, Reading, advice
     from kvthaw.bench.settings import caches
-    from kvthaw.engine.hub import display_name
-    from kvthaw.evaluate.results import ResultsFile
     from kvthaw.methods.auto import check_settings, find
 
-    known, host_bytes = ResultsFile(out), host_bytes_of(host_memory)
+    host_bytes = host_bytes_of(host_memory)
     asked = caches(names_of(method or ()), **limit, host_bytes=host_bytes)
     for one, settings in asked:
         check_settings(one, settings)  # what is wrong costs no loading
+    from kvthaw.bench import tables
+    from kvthaw.bench.card import where
+    from kvthaw.bench.own import OwnBench, Reading, advice
+    from kvthaw.engine.hub import display_name
+    from kvthaw.evaluate.results import ResultsFile
+
+    known = ResultsFile(out)
     llm, tokenizer = loading.load(asked)
     reading = Reading(llm, tokenizer, display_name(loading.model), words(file))
     if file is not None and length is None:

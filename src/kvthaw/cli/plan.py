@@ -73,7 +73,7 @@ def plan(
     captured steps: expected if GPU and method were measured, otherwise estimated from bytes. The number in brackets is for
     steps without a single cache hit.
     """
-    settings = replace(given, host_memory=None).config().keywords()  # it is the machine's here
+    config = replace(given, host_memory=None).config()  # it is the machine's here
     asked, names = length and single(length, tokens_of, "--length"), names_of(given.method)
     if (model is None) == (shape is None):
         raise typer.BadParameter("give one of --model and --shape", param_hint="--model")
@@ -82,12 +82,18 @@ def plan(
     whole = None if weights is None else read_bytes(weights, "--weights")
     machine = _machine(gpu, gpu_memory, given.host_memory)
     with waiting("planning"):
+        from kvthaw.methods.auto import check_settings
+
+        for name in names:  # full attention in 8 bits is told, not refused
+            check_settings(name, replace(config, kv_dtype=None))
         from kvthaw.bench.forecast import Forecaster
         from kvthaw.engine.hf.model import read_dtype
 
-        config = _config(model, shape)
+        about_model = _config(model, shape)
         kind = read_dtype(dtype, cuda=not machine.cpu)
-        forecaster = Forecaster(config, kind, machine, batch=batch, new_tokens=new_tokens, weights=whole, **settings)
+        forecaster = Forecaster(
+            about_model, kind, machine, batch=batch, new_tokens=new_tokens, weights=whole, **config.keywords()
+        )
         tokens = asked or min(_LENGTH, forecaster.most)
         found = [forecaster.forecast(name, tokens) for name in names]
     about = {

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.plan import Settings
 from kvthaw.config import CacheConfig
-from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.errors import ConfigError
 from kvthaw.method_names import split_names
 from kvthaw.methods import resolve
 from kvthaw.methods.options import digest, take
 from kvthaw.regions import BUDGET
+
+if TYPE_CHECKING:
+    from kvthaw.engine.hf import Cache, PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ def read_variants(
 
 def complete(model: PreTrainedModel, variant: Variant) -> Variant:
     """Return the variant with nothing left open. Raises ConfigError for settings that no cache of the model would take."""
+    from kvthaw.engine.hf import Cache  # imports transformers, for which no wrong option need wait
+
     if resolve(variant.method).dense:
         return FULL
     cache = Cache(model, variant.method, **variant.limits)
@@ -112,6 +116,8 @@ def complete(model: PreTrainedModel, variant: Variant) -> Variant:
 
 def whole(model: PreTrainedModel, variants: Iterable[Variant], seed: int = 0) -> Cache:
     """An empty cache of full attention whose prompts these variants may fork."""
+    from kvthaw.engine.hf import Cache
+
     queries = [resolve(variant.method).prompt_queries for variant in variants]
     return Cache(model, resolve("full", queries=None) if None in queries else "full", seed=seed)
 
