@@ -84,7 +84,7 @@ def plan(
     with waiting("planning"):
         from kvthaw.methods.auto import check_settings
 
-        for name in names:  # full attention in 8 bits is told, not refused
+        for name in names:  # a note below names full attention in 8 bits
             check_settings(name, replace(config, kv_dtype=None))
         from kvthaw.bench.forecast import Forecaster
         from kvthaw.engine.hf.model import read_dtype
