@@ -104,6 +104,42 @@ def test_each_bucket_has_a_capture(method: str, kinds: list[int], small: None, m
     assert runner.captures == kinds[-1], "none is made again"
 
 
+@pytest.mark.parametrize("method", [name for name in DISTINCT if name != "infinigen"])
+def test_a_model_that_cannot_be_captured_decodes_eagerly(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts in float32 copy sizes to the host, which ends a capture between two layers."""
+    model = build_exact("llama", num_hidden_layers=3)
+    settings: dict[str, Any] = {"dense_layers": 1} if method == "full" else {"budget": 32, "dense_layers": 0, "block_size": 16}
+    prompts = [prompt(1, n, seed=n)[0] for n in (40, 90)]
+    expected = serve(Batch(model, method, max_seqs=2, capacity=CAPACITY, **settings), prompts, NEW[:2])
+
+    class UnderWay(StandIn):
+        now = tried = 0
+
+        def __enter__(self) -> StandIn:
+            UnderWay.now = 1
+            UnderWay.tried += 1
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            UnderWay.now = 0
+
+    norm = model.model.layers[1].post_attention_layernorm
+    plain = norm.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if UnderWay.now:
+            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
+        return plain(x)
+
+    monkeypatch.setattr(norm, "forward", forward)
+    captured_by(monkeypatch, UnderWay)
+    batch = Batch(model, method, max_seqs=2, capacity=CAPACITY, **settings)
+    runner = batch.cache.replay = GraphRunner(batch.model.forward, batch.cache)
+    assert serve(batch, prompts, NEW[:2]) == expected
+    assert UnderWay.tried == 1
+    assert runner.captures == 0
+
+
 def test_a_bucket_holds_what_indexes_have_not_dropped_yet(small: None) -> None:
     """Layers drop a request that has ended behind coming steps; kernels of the next one still see its length."""
     batch = Batch(

@@ -3,7 +3,8 @@
 If the index is on the device, a step is one graph, with selection, fetch, attention and residency inside, and nothing waits
 for the host. If the index is on the host, a step has one more graph than searches, with a round trip to the host for each
 search. Other host work (a full ring, tables that grow) runs between replays. If a tensor that the graphs read has moved,
-the step runs eagerly and the next one is captured again.
+the step runs eagerly and the next one is captured again. If the model needs the host, a capture fails, and all steps from
+that one on run eagerly.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.streams import Observer, SegmentedGraph
 from kvthaw.engine.ops import serving
+from kvthaw.errors import KvthawError
 
 _log = logging.getLogger(__name__)
 _Captured = tuple[Tensor, Tensor, Tensor, SegmentedGraph | None, int]
@@ -197,9 +199,14 @@ class GraphRunner:
                     self._graph.replay()  # returns when the last graph is launched; the rest overlaps the device
                     sequences.commit()
                     sequences.count_replay()
-        except BaseException:
+        except BaseException as error:
             sequences.forget_device()  # the device may have advanced, or may not have run the capture
-            raise
+            ours = isinstance(error, (KvthawError, torch.OutOfMemoryError))
+            if self._graph is not None or ours or not isinstance(error, RuntimeError):
+                raise
+            _log.warning("steps are not captured, since the model needs the host: %s", str(error).splitlines()[0])
+            self.capture = self._captures = False
+            return self._run()
         kv.after_step()
         sequences.known[id(self)] = sequences.padded_length  # no tensor has moved at this length
         return self._logits
