@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvthaw import Batch, Cache
 from kvthaw.cache.dry_run import Needs
 from kvthaw.engine.hf.cache import sequence_bytes
+from kvthaw.errors import CacheError
 from kvthaw.methods import METHODS
 from zoo import build, prompt
 
@@ -64,6 +65,14 @@ def agree(model: PreTrainedModel, method: str, length: int = 300, new: int = 3, 
 @pytest.mark.parametrize("method", METHODS)
 def test_bytes_of_every_method(method: str) -> None:
     agree(build("llama", num_hidden_layers=3), method)
+
+
+def test_the_needs_of_a_cache_are_asked_once() -> None:
+    unreal = build("llama").to("meta")
+    cache = Cache(unreal, "quest", budget=64)
+    cache.needs(1, 300, 20, pinned=False)
+    with pytest.raises(CacheError, match="has 300 tokens"):
+        cache.needs(1, 300, 20, pinned=False)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4", "gpt_oss", "qwen3_moe", "phi3", "llama4", "qwen3_next"])

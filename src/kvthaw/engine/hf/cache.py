@@ -362,10 +362,12 @@ class Cache(DynamicCache):
     def needs(self, batch: int, prompt: int, new_tokens: int, *, pinned: bool) -> Needs:
         """Return the memory of an empty cache for `batch` prompts of `prompt` tokens and answers of at most `new_tokens`.
 
-        The cache is unusable afterwards.
+        The cache is unusable afterwards. Raises CacheError if it has tokens, which it counts after a first call.
 
         pinned: whether the cache pins its host memory.
         """
+        if self.kv.sequences.padded_length:
+            raise CacheError(f"the cache has {self.kv.sequences.padded_length:,} tokens; needs() takes a new one each time")
         return dry_run(self.model, self.kv, self.layers, batch, prompt, new_tokens, pinned=pinned)
 
     def stats(self) -> Stats:
