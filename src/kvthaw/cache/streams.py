@@ -209,14 +209,16 @@ class SegmentedGraph:
     Work enqueued on the current stream inside ``with SegmentedGraph() as recording:`` is captured, not run; replay() runs
     it. The graphs share one memory pool, so later graphs can read the results of earlier ones. Other threads may continue
     meanwhile.
+
+    pool: the memory pool, of torch.cuda.graph_pool_handle(), shared with other steps whose results are copied; None: its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Any = None) -> None:
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._calls: list[Callable[[], None]] = []
         self._under_way = ExitStack()
         self._before = torch.cuda.stream(torch.cuda.current_stream())  # which a capture that fails does not set again
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._reached = torch.cuda.Event()
 
     def __enter__(self) -> SegmentedGraph:

@@ -183,13 +183,34 @@ def _kept(held: int, tokens_to_remove: int) -> int:
     return kept
 
 
-class CacheLayer(CacheLayerMixin):
+class TaggingLayer(CacheLayerMixin):
+    """A layer that gets its new keys and values back from kvthaw's attention function, together with the queries."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def tagged(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of new keys and values that name this layer: the attention function calls its attend()."""
+        views = keys.view_as(keys), values.view_as(values)
+        for view in views:
+            setattr(view, TAG, self)
+        return views
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: sizes follow from the first tokens."""
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+class CacheLayer(TaggingLayer):
     """A layer as transformers sees it. transformers calls every layer for operations on the whole cache; only the first one
     acts."""
 
-    is_sliding = False
     is_croppable = True
-    is_compileable = False
 
     def __init__(self, kv: LayerKV, shared: Shared) -> None:
         super().__init__()
@@ -203,9 +224,6 @@ class CacheLayer(CacheLayerMixin):
     def kv(self) -> LayerKV:
         """The layer of the KV cache that is in force."""
         return self.shared.kv.layer(self.number)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: sizes follow from the first tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Tag new keys and values [B, H, T, D]. They enter the cache when the attention function is called with the queries."""
@@ -223,10 +241,7 @@ class CacheLayer(CacheLayerMixin):
                 "or the cache was given to a model that is not attached"
             )
         shared.pending = self
-        key, value = key_states.view_as(key_states), value_states.view_as(value_states)
-        setattr(key, TAG, self)
-        setattr(value, TAG, self)
-        return key, value
+        return self.tagged(key_states, value_states)
 
     def attend(
         self,
@@ -325,12 +340,6 @@ class CacheLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.shared.length + query_length, 0
 
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        return -1
-
     @torch.inference_mode(False)
     def reset(self) -> None:
         if self.first:
@@ -411,7 +420,7 @@ def attention(
     if torch.compiler.is_compiling():
         attended = torch.ops.kvthaw.attend(query, key, value, module.layer_idx, params.scale, params.softcap, params.sinks)
         return attended.transpose(1, 2).contiguous(), None
-    layer: CacheLayer | None = getattr(key, TAG, None)
+    layer: TaggingLayer | None = getattr(key, TAG, None)
     if layer is not getattr(value, TAG, None):
         raise UnsupportedModelError(f"{type(module).__name__} changes keys or values after caching them")
     if layer is not None:

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin
 
 from kvthaw.cache.layer_base import AttentionParams, LayerPrompt
-from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.streams import SegmentedGraph
 from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.graph_runner import compilable, uncollected
 from kvthaw.engine.hf.batch_cache import BatchCache, packs
 from kvthaw.engine.hf.fused import fused
-from kvthaw.engine.hf.layer import TAG, CacheLayer
+from kvthaw.engine.hf.layer import CacheLayer, TaggingLayer
 
 _log = logging.getLogger(__name__)
 LENGTHS = (*range(128, 1024, 128), *range(1024, 2048, 256), 2048)
@@ -48,12 +47,12 @@ class PromptGraphs:
         self.lengths: list[int] = [*(length for length in LENGTHS if length < most), most]
         self._failed = False  # a capture did, so prompts are better prefilled with the cache
         self._layers: list[_Recorder] = []
-        self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}  # None: ran eagerly so far
+        self._graphs: dict[int, SegmentedGraph | None] = {}  # None: ran eagerly so far
         self._logits = torch.empty(0)
 
     def serves(self, tokens: int) -> bool:
         """Return whether a prompt of this many tokens can be prefilled here, with the layers that are in force."""
-        on_host = any(isinstance(layer, OffloadedLayer) and layer.on_host for layer in self._cache.kv.layers)
+        on_host = any(layer.on_host for layer in self._cache.kv.offloaded[:1])
         return 1 < tokens <= self.lengths[-1] and not (on_host or self._failed)
 
     def padded(self, tokens: int) -> int:
@@ -120,13 +119,12 @@ class PromptGraphs:
                 self._logits = torch.empty_like(logits)
             self._logits.copy_(logits)
 
-    def _captured(self, length: int) -> torch.cuda.CUDAGraph | None:
+    def _captured(self, length: int) -> SegmentedGraph | None:
         """Capture the forward of `length` tokens. Returns None if this or an earlier capture failed."""
         if not self._capture:
             return None
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.stream(torch.cuda.current_stream(self._ids.device))
         try:
-            with current, uncollected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with uncollected(), SegmentedGraph(self._pool) as graph:
                 self._run(length)
         except RuntimeError as error:  # the model needs the host, or memory is short
             _log.info("prompts are prefilled without captures: %s", str(error).splitlines()[0])
@@ -137,15 +135,12 @@ class PromptGraphs:
         return graph
 
 
-class _Recorder(CacheLayerMixin):
+class _Recorder(TaggingLayer):
     """A layer of an empty cache that attends to the tokens of one forward and copies them to buffers.
 
     most: tokens that the buffers have room for.
     places: the tokens whose queries are kept, on the device.
     """
-
-    is_sliding = False
-    is_compileable = False
 
     def __init__(self, most: int, places: Tensor) -> None:
         super().__init__()
@@ -177,27 +172,15 @@ class _Recorder(CacheLayerMixin):
         self._queries.copy_(query.index_select(2, self._places))
         return attention.causal(query, key, value)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: sizes follow from the first tokens."""
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Tag new keys and values [1, H, T, D] for kvthaw's attention function."""
-        key, value = key_states.view_as(key_states), value_states.view_as(value_states)
-        setattr(key, TAG, self)
-        setattr(value, TAG, self)
-        return key, value
+        """Tag new keys and values [1, H, T, D]."""
+        return self.tagged(key_states, value_states)
 
     def get_seq_length(self) -> int:
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        return -1
 
 
 def prompt_graphs(model: PreTrainedModel, cache: BatchCache, *, capture: bool = True) -> PromptGraphs | None:
