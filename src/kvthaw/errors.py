@@ -70,6 +70,11 @@ def one_of(allowed: Iterable[str], **values: object) -> None:
             raise ConfigError(f"{field} is {value!r}; it must be one of {', '.join(names)}")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has no message."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def unknown(field: str, value: str, known: Iterable[str]) -> ConfigError:
     """Return the error for an unknown name, with the closest known name as a hint."""
     names = list(known)

@@ -16,6 +16,7 @@ from kvthaw.engine.batch import Batch
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.request import Request
 from kvthaw.engine.warm import warm
+from machines import InjectedError, failing
 from stand_in import StandIn, captured_by
 from zoo import DISTINCT, build, build_exact, prompt
 
@@ -155,6 +156,32 @@ def test_a_bucket_holds_what_indexes_have_not_dropped_yet(small: None) -> None:
     assert kept, "the case did not come"
     kv.finish_clear()
     assert kv.sequences.bucket(2) == 32
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5])
+def test_a_failure_of_the_model_is_raised_and_does_not_end_captures(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one without a message, at the step that is captured, which is among these."""
+    captured_by(monkeypatch, StandIn)
+    model, ids = build_exact("llama", num_hidden_layers=2), prompt(1, 40)[0]
+    settings: dict[str, Any] = {"budget": 32, "dense_layers": 0}
+    expected = alone(model, "oracle", ids, 20, **settings)
+    batch = Batch(model, "oracle", max_seqs=1, capacity=CAPACITY, **settings)
+    runner = batch.cache.replay = GraphRunner(batch.model.forward, batch.cache)
+    request = batch.join(ids, max_new_tokens=20, stop=())
+    batch.prefill(request)
+    for _ in range(steps):
+        batch.decode()
+    if runner.captures:  # a replay runs no Python of the model
+        return
+    had, hook = list(request.tokens), failing(model, at=7)
+    with pytest.raises(InjectedError):
+        batch.decode()
+    hook.remove()
+    assert request.tokens == had
+    while not runner.captures:
+        batch.decode()
+    assert request.tokens == expected[: len(request.tokens)]
+    assert runner.capture
 
 
 def test_a_capture_is_of_the_bucket_that_it_is_kept_for(small: None, monkeypatch: pytest.MonkeyPatch) -> None:

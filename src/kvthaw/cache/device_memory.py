@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.ranks import ALONE, Ranks
+from kvthaw.errors import first_line
 
 _log = logging.getLogger(__name__)
 _CHUNK = 16  # blocks that an arena allocates at once
@@ -159,7 +160,7 @@ class DeviceBlocks:
         except torch.OutOfMemoryError as error:
             if not self._short:
                 self._short = True
-                _log.warning("device memory is short, blocks go to the host: %s", str(error).splitlines()[0])
+                _log.warning("device memory is short, blocks go to the host: %s", first_line(error))
             return None
         self.used += self.size
         weakref.finalize(block, self._release).atexit = False

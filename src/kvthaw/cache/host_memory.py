@@ -16,7 +16,7 @@ from torch import Tensor
 from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.cache.page_locked import HUGE, PageLocked, locked_bytes
 from kvthaw.cache.ranks import ALONE, Ranks
-from kvthaw.errors import HostMemoryError
+from kvthaw.errors import HostMemoryError, first_line
 
 
 def check_host_memory(need: int, limit: int | None) -> None:
@@ -98,7 +98,7 @@ def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, strea
     except RuntimeError as error:
         kind = "pinned " if pinned else ""
         raise HostMemoryError(
-            f"{size:,} more bytes of {kind}host memory could not be allocated ({str(error).splitlines()[0]}); shorten the prompt, "
+            f"{size:,} more bytes of {kind}host memory could not be allocated ({first_line(error)}); shorten the prompt, "
             f"use fewer rows{', or raise the limits on locked memory (ulimit -l, the container)' if pinned else ''}"
         ) from error
 

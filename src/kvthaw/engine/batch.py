@@ -32,7 +32,7 @@ from kvthaw.engine.hf.prompt_graphs import prompt_graphs
 from kvthaw.engine.logprobs import Drawn, TokenLogprobs, logprobs, score
 from kvthaw.engine.request import Request, RequestOptions, new_request
 from kvthaw.engine.sampling import Sampler
-from kvthaw.errors import CacheError, ConfigError, HostMemoryError, at_least
+from kvthaw.errors import CacheError, ConfigError, HostMemoryError, at_least, first_line
 from kvthaw.method_names import AUTO
 from kvthaw.typecheck import check_type
 
@@ -507,7 +507,7 @@ class Batch:
             with torch.inference_mode(False), torch.no_grad():
                 kv.chooser.try_change(reason, seqs)
         except torch.OutOfMemoryError as error:
-            _log.warning("the last layers go on with full attention, device memory is short: %s", str(error).splitlines()[0])
+            _log.warning("the last layers go on with full attention, device memory is short: %s", first_line(error))
         return lost
 
     def _swap_in(self, request: Request, swapped: SequenceState) -> None:

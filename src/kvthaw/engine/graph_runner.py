@@ -24,7 +24,7 @@ from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.streams import Observer, SegmentedGraph
 from kvthaw.engine.ops import serving
-from kvthaw.errors import KvthawError
+from kvthaw.errors import KvthawError, first_line
 
 _log = logging.getLogger(__name__)
 _Captured = tuple[Tensor, Tensor, Tensor, SegmentedGraph | None, int]
@@ -204,9 +204,10 @@ class GraphRunner:
             ours = isinstance(error, (KvthawError, torch.OutOfMemoryError))
             if self._graph is not None or ours or not isinstance(error, RuntimeError):
                 raise
-            _log.warning("steps are not captured, since the model needs the host: %s", str(error).splitlines()[0])
+            logits = self._run()  # raises if the capture was not the cause
+            _log.warning("steps are not captured, since the model needs the host: %s", first_line(error))
             self.capture = self._captures = False
-            return self._run()
+            return logits
         kv.after_step()
         sequences.known[id(self)] = sequences.padded_length  # no tensor has moved at this length
         return self._logits

@@ -22,6 +22,7 @@ from kvthaw.engine.graph_runner import compilable, uncollected
 from kvthaw.engine.hf.batch_cache import BatchCache, packs
 from kvthaw.engine.hf.fused import fused
 from kvthaw.engine.hf.layer import CacheLayer, TaggingLayer
+from kvthaw.errors import first_line
 
 _log = logging.getLogger(__name__)
 LENGTHS = (*range(128, 1024, 128), *range(1024, 2048, 256), 2048)
@@ -127,7 +128,8 @@ class PromptGraphs:
             with uncollected(), SegmentedGraph(self._pool) as graph:
                 self._run(length)
         except RuntimeError as error:  # the model needs the host, or memory is short
-            _log.info("prompts are prefilled without captures: %s", str(error).splitlines()[0])
+            self._run(length)  # raises if the capture was not the cause
+            _log.info("prompts are prefilled without captures: %s", first_line(error))
             self._capture, self._failed = False, True
             return None
         self._graphs[length] = graph
