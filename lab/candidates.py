@@ -82,8 +82,8 @@ def measure(
     finds."""
     heads, n, dim = keys.shape
     group = queries.shape[1] // heads
-    sizes: Any = (0, heads * group, heads, dim, keys.dtype, keys.device)
-    context = IndexContext(*sizes, HostStore(1, heads, dim, keys.dtype), Regions(0, 1, 1), scale)
+    store, regions = HostStore(1, heads, dim, keys.dtype), Regions(0, 1, 1)
+    context = IndexContext(0, heads * group, heads, dim, keys.dtype, keys.device, store, regions, scale)
     index = CodesIndex(context, graded=True, centre=True)
     index.make_room(1, n)
     index.build(0, 0, keys, keys, keys[:, :0])
