@@ -1,9 +1,9 @@
 """How many candidates the codes must rank, on a pretrained model's own keys and queries, as contexts grow.
 
 `python -m lab.candidates --model FILE.gguf --text FILE --layers 4,12,20 --own 4096,8192,16384,32768 --pooled 131072,1048576`.
-A text is cut into pieces. Of a length in --own the keys are those of one piece of this length. A model has no more positions
-than that, so of a length in --pooled they are those of several pieces, each of the longest own length. Queries are the last of
-the first piece. The first 16 and the last 512 tokens of each piece, which a method keeps exactly or in a ring, are left out.
+The script cuts a text into pieces. A length in --own takes the keys of one piece of this length. A length in --pooled, beyond
+the model's positions, takes the keys of several pieces of the longest own length. Queries are the last ones of the first piece.
+A method keeps a piece's first 16 and last 512 tokens exactly or in a ring, so their keys are left out.
 
 One JSON line a length and number of rows, means over layers, KV heads and queries. "exact" are the rows of the largest softmax
 weight of any query head of a group, among the keys.
@@ -59,7 +59,7 @@ class Pieces:
         self.model.set_attn_implementation("watched")
 
     def run(self, piece: int, tokens: int) -> dict[int, Captured]:
-        """Return what the layers attend with in the n-th piece of so many tokens."""
+        """Return what the layers attend with in the n-th piece of `tokens` tokens."""
         ids = self.ids[piece * tokens : (piece + 1) * tokens]
         if len(ids) < tokens:
             raise SystemExit(f"the text has {len(self.ids)} tokens; {(piece + 1) * tokens} are needed")

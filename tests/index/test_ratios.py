@@ -22,6 +22,19 @@ def test_ratios_follow_the_region() -> None:
     assert all(ratios.wanted(n, 7) <= ratios.most(40000, 7) for n in range(0, 40001, 37))
 
 
+def test_candidates_grow_more_slowly_in_long_regions() -> None:
+    ratios = Ratios(least=8, growth=2 / 3)
+    assert [ratios.wanted(n, 100) for n in (700, 4000, 100_000, 1 << 17, 1 << 20)] == [
+        700,
+        2000,
+        10_000,
+        13_108,
+        4 * 13_107 + 1,
+    ]
+    assert ratios.wanted(100_000, 2000) == 16_000
+    assert ratios.most(1 << 20, 100) == ratios.wanted(1 << 20, 100)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -12,6 +12,8 @@ TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 TABLE = ((5_000, 0.5, 0.5), (10_000, 0.3, 0.25), (30_000, 0.25, 0.2), (None, 0.2, 0.1))
 """(regions shorter than this, rho, beta), of ParisKV's authors' code. The paper says 5 to 10 % for beta, more for
 short contexts, and rho >= beta."""
+LONG = 1 << 17
+"""The region from which on `growth` applies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,8 @@ class Ratios:
     beta: share that become candidates; None: by region length, as in TABLE.
     candidates: a fixed number of candidates instead of beta.
     tiered: six tiers of votes, or one.
-    least: candidates for each selected row, at least. Raises ConfigError.
+    least: candidates for each selected row, at least.
+    growth: from LONG keys on the number of candidates grows with this power of the region's length. Raises ConfigError.
     """
 
     rho: float | None = None
@@ -29,6 +32,7 @@ class Ratios:
     candidates: int | None = None
     tiered: bool = True
     least: int = 1
+    growth: float = 1.0
 
     def __post_init__(self) -> None:
         proportion(**{name: share for name, share in (("rho", self.rho), ("beta", self.beta)) if share is not None})
@@ -55,7 +59,8 @@ class Ratios:
         if self.candidates is not None:
             return min(length, self.candidates)
         beta = self.beta or next(beta for end, _, beta in TABLE if end is None or length < end)
-        return min(length, max(self.least * k, _ceil(beta * length)))
+        effective = length if length <= LONG else LONG * (length / LONG) ** self.growth
+        return min(length, max(self.least * k, _ceil(beta * effective)))
 
     def most(self, capacity: int, k: int) -> int:
         """Return the largest `wanted` of any length up to capacity."""
