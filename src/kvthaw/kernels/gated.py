@@ -1,7 +1,7 @@
 """Multiply the SiLU of one tensor with another, in one launch: the gate of a model's feed-forward layers.
 
 Two launches of torch move 10 bytes an element in bfloat16; the kernel moves 6. For 16,384 tokens of 14,336 that is 1.4 GB and
-0.33 ms at 4.3 TB/s, for 0.55.
+0.33 ms at 4.3 TB/s, for 0.55. A mask by single elements would make every load one of 2 bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.gpu import by_device
 
 _ELEMENTS = 2048  # of a program
+_UNIT = 16  # elements; the count of most models' layers is a multiple
 
 
 def definition(gate: Tensor, up: Tensor) -> Tensor:
@@ -25,10 +26,11 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["count"])
-    def _gated(out, gate, up, count, ELEMENTS: tl.constexpr):
+    @triton.jit(do_not_specialize=["units"])
+    def _gated(out, gate, up, units, UNIT: tl.constexpr, ELEMENTS: tl.constexpr):
+        # The mask is the same for all elements of a unit, so a thread loads 16 bytes at once.
         at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-        inside = at < count
+        inside = at < units.to(tl.int64) * UNIT
         x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
         by = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
         silu = (x / (1.0 + tl.exp(-x))).to(gate.dtype.element_ty).to(tl.float32)
@@ -40,7 +42,8 @@ def launch(gate: Tensor, up: Tensor) -> Tensor:
     assert gate.is_contiguous() and up.is_contiguous() and gate.shape == up.shape and gate.dtype == up.dtype
     out, count = torch.empty_like(gate), gate.numel()
     if count:
-        _gated[(triton.cdiv(count, _ELEMENTS),)](out, gate, up, count, ELEMENTS=_ELEMENTS)
+        unit = 1 if count % _UNIT else _UNIT
+        _gated[(triton.cdiv(count, _ELEMENTS),)](out, gate, up, count // unit, UNIT=unit, ELEMENTS=_ELEMENTS)
     return out
 
 
