@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 import bytemodel
 from kvthaw import Batch, Scheduler
@@ -137,6 +140,16 @@ def test_an_output_that_no_token_continues_ends_with_an_error(loaded: tuple[Any,
     assert isinstance(request.error, ConfigError)
 
 
+def test_a_token_without_text_continues_no_output() -> None:
+    """xgrammar accepts token 0 if it has none, so an output that nothing can continue would go on nevertheless."""
+    special = {"<none>": 0, '"': 1, "a": 2, "<end>": 3}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(BPE(vocab=special, merges=[])), pad_token="<none>", eos_token="<end>"
+    )
+    matcher = Grammars(tokenizer, 4).json_schema({"type": "string", "pattern": "a*"}).matcher([3])
+    assert [matcher.accept(token) for token in (1, 0, 2, 0, 1, 3)] == [True, False, True, False, True, True]
+
+
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
@@ -169,6 +182,13 @@ def test_an_output_that_no_token_continues_ends_with_an_error(loaded: tuple[Any,
         ({"type": "string", "minLength": 3, "maxLength": 1}, "cannot be met: minLength 3 is greater than maxLength 1"),
         ({"type": "integer", "minimum": 3, "maximum": 1}, "cannot be met: Invalid range"),
         ({"type": "array", "prefixItems": [{"type": "null"}], "maxItems": 0}, "cannot be met: maxItems is less than"),
+        ({"type": "integer", "minimum": 1 << 63}, "minimum of an integer must be a whole number within 64 bits"),
+        ({"type": ["integer", "null"], "maximum": 2.5}, "maximum of an integer must be"),
+        ({"type": "object", "patternProperties": {}}, "schema.patternProperties is not served$"),
+        ({"propertyNames": {}}, "schema.propertyNames is not served$"),
+        ({"$ref": "#/$defs/x", "nullable": True}, "schema.nullable is not served$"),
+        ({"properties": {}}, "schema.properties is not served without a type"),
+        ({"type": "string", "pattern": "*a"}, "cannot be met: Expect element"),
         ({"enum": 5}, "enum"),
         ({"const": 1 << 63}, "64 bits"),
         ({"enum": [{"a": [-(1 << 64)]}]}, "64 bits"),
@@ -244,6 +264,37 @@ def test_beyond_ascii_a_text_may_go_on_in_few_ways(grammars: Grammars, pattern: 
     "pattern", ["[一-鿿]{1,60}", "(rouge|bleu|doré)(, (rouge|bleu|doré))*", "[a-zà-ÿ]+( [a-zà-ÿ]+)*", ".*é.*"]
 )
 def test_usual_patterns_beyond_ascii_are_served(grammars: Grammars, pattern: str) -> None:
+    grammars.json_schema({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"^[^\s\S]$",
+        r"a[^\w\W]|b",
+        r"\n",
+        r"a\tb",
+        "a\nb",
+        "\x01",
+        r"\0",
+        r"[\n\r]+",
+        r"[\b]",
+        r"\v",
+        r"[\f]",
+        r"[^ -~é\W]",
+        "[]",
+    ],
+)
+def test_a_character_that_no_text_has_is_refused(grammars: Grammars, pattern: str) -> None:
+    with pytest.raises(ConfigError, match="matches no character that JSON writes as itself"):
+        grammars.json_schema({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"[\n ]", r"[^\n]", r"[^ -~]", "[^é]", r"\s", r"\S\W\D\w\d", "[é-ü]", r"[\d\]]", r"\.\/", "[^a]", "[a-]", r"[+\-]", "日"],
+)
+def test_characters_that_some_text_has_are_served(grammars: Grammars, pattern: str) -> None:
     grammars.json_schema({"type": "string", "pattern": pattern})
 
 

@@ -7,6 +7,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -29,14 +30,17 @@ _LEAST_VOCABULARY = 4096  # compiling a state costs as much as trying this many 
 
 
 class Matcher:
-    """Follow one output through a grammar."""
+    """Follow one output through a grammar.
 
-    def __init__(self, matcher: Any, vocabulary: int) -> None:
-        self._matcher, self.vocabulary = matcher, vocabulary
+    empty: tokens without text, which xgrammar accepts anywhere, although its masks leave them out.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: int, empty: AbstractSet[int]) -> None:
+        self._matcher, self.vocabulary, self._empty = matcher, vocabulary, empty
 
     def accept(self, token: int) -> bool:
         """Advance by a token. Returns whether the grammar allows it."""
-        return bool(self._matcher.accept_token(token))
+        return token not in self._empty and bool(self._matcher.accept_token(token))
 
     def reset(self) -> None:
         """Return to the beginning."""
@@ -52,10 +56,11 @@ class Grammar:
     """A compiled grammar for one tokenizer. Any number of outputs may follow it.
 
     source: from which `Grammars.compile` can compile it in another process.
+    empty: tokens without text.
     """
 
-    def __init__(self, compiled: Any, vocabulary: int, source: Source) -> None:
-        self._compiled, self.vocabulary, self.source = compiled, vocabulary, source
+    def __init__(self, compiled: Any, vocabulary: int, source: Source, empty: AbstractSet[int]) -> None:
+        self._compiled, self.vocabulary, self.source, self._empty = compiled, vocabulary, source, empty
         self.bytes = int(compiled.memory_size_bytes)
 
     def matcher(self, stops: Collection[int]) -> Matcher:
@@ -66,7 +71,8 @@ class Grammar:
             raise ConfigError(
                 "ignore_eos is set or the model has no end-of-sequence token; a grammar needs a token to end with"
             )
-        return Matcher(xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=sorted(stops)), self.vocabulary)
+        matcher = xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=sorted(stops))
+        return Matcher(matcher, self.vocabulary, self._empty - set(stops))
 
 
 class Grammars:
@@ -89,6 +95,7 @@ class Grammars:
         info = xgrammar.TokenizerInfo(texts, vocab_size=vocabulary, stop_token_ids=[0])
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHED_BYTES)
         self._vocabulary = vocabulary
+        self._empty = frozenset(token for token, text in enumerate(texts) if not text)
         self._lock = threading.Lock()
         self._kept: OrderedDict[Source, Grammar] = OrderedDict()  # the most recently used last
 
@@ -136,7 +143,7 @@ class Grammars:
             compiled = self._compiler.compile_json_schema(schema, any_whitespace=False, strict_mode=strict)
         except (RuntimeError, ValueError, TypeError, OverflowError) as error:
             raise ConfigError(f"json_schema cannot be met: {_why(error)}") from None
-        made = Grammar(compiled, self._vocabulary, source)
+        made = Grammar(compiled, self._vocabulary, source, self._empty)
         with self._lock:
             self._kept[source] = made
             while len(self._kept) > 1 and sum(one.bytes for one in self._kept.values()) > _CACHED_BYTES:
@@ -175,8 +182,8 @@ class ComingGrammars:
 
 
 def _why(error: Exception) -> str:
-    """Return xgrammar's error message for a schema, without the location in its own code."""
-    said = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()
+    """Return xgrammar's error message for a schema, without locations in its code and in the grammar that it made."""
+    said = re.sub(r"^\[[\d:]+\] \S+:\d+: |EBNF parser error at line \d+, column \d+: ", "", str(error)).strip()
     return "xgrammar makes no grammar of it" if not said or "Check failed" in said else said
 
 

@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from kvthaw.engine.pattern import MOST_COUNT as MOST_PATTERN_COUNT
-from kvthaw.engine.pattern import anchored, cost
+from kvthaw.engine.pattern import anchored, cost, without_characters
 from kvthaw.errors import ConfigError
 
 MOST_BYTES = 16 << 10
@@ -62,6 +62,7 @@ _KEYWORDS = {
     },
 }  # fmt: skip
 """Keywords that may accompany each keyword. The first of these keywords that a schema has decides its kind."""
+_SERVED = _KEYWORDS.keys() | {keyword for others in _KEYWORDS.values() for keyword in others}
 _ALONE = {"pattern": {"minLength", "maxLength", "format"}, "format": {"minLength", "maxLength"}, "multipleOf": _RANGE}
 _COMBINE = {"oneOf", "allOf", "not", "if"}
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
@@ -121,7 +122,8 @@ def _check(schema: Any, where: str, depth: int) -> None:
     # other keywords may only be wrong together with these
     for keyword in sorted(schema, key=lambda keyword: keyword not in _COMBINE):
         if keyword not in served:
-            says = f" together with {kind}" if kind else "" if keyword in _COMBINE else " without a type"
+            says = f" together with {kind}" if kind else " without a type"
+            says = says if keyword in _SERVED else ""
             says += "; anyOf is" if keyword == "oneOf" else ""
             raise ConfigError(f"json_schema: {where}.{keyword} is not served{says}")
         if other := _ALONE.get(keyword, set()) & schema.keys():
@@ -151,6 +153,8 @@ def _problems(schema: dict[str, Any]) -> Iterator[str]:
         yield "pattern must be a regular expression without quotes, backslashes, character codes and looking ahead or back"
     elif anchored(pattern.removeprefix("^").removesuffix("$")):
         yield "pattern has an anchor that is not at its beginning or end"
+    elif (dead := without_characters(pattern[:MOST_PATTERN])) is not None:
+        yield f"pattern has {dead[:64]!r}, which matches no character that JSON writes as itself"
     elif len(pattern) > MOST_PATTERN or (found := cost(pattern)).size > MOST_CHARACTERS:
         yield f"pattern has more than {MOST_CHARACTERS} characters, once its counts are written out"
     elif found.count > MOST_PATTERN_COUNT:
@@ -172,8 +176,11 @@ def _problems(schema: dict[str, Any]) -> Iterator[str]:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_COUNT:
             yield f"{name} must be a whole number from 0 to {MOST_COUNT}"
     for name in sorted(_RANGE):
-        if isinstance(schema.get(name, 0), bool) or not isinstance(schema.get(name, 0), int | float):
+        value = schema.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float):
             yield f"{name} must be a number"
+        elif "integer" in kinds and not (value == int(value) and abs(value) < 1 << 63):
+            yield f"{name} of an integer must be a whole number within 64 bits"
     listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if not isinstance(listed, list):
         yield "enum must be a list"

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 _PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?:)?|\)|\||\{(\d*)(,?)(\d*)\}|[*+?]|.", re.DOTALL)
 MOST_COUNT = 128
 """The largest count in a pattern. xgrammar represents larger ones separately, which makes masks slow."""
 _BROAD = 16  # a class of at least this many characters counts as matching any text
+_BEYOND = ""  # stands for all characters beyond ASCII
+_WRITTEN = {chr(code) for code in range(32, 127)} - {'"', "\\"}  # what JSON writes as itself
+_DIGITS = set("0123456789")
+_WORDS = {char for char in _WRITTEN if char.isalnum()} | {"_"}
+_SHORTHANDS: dict[str, AbstractSet[str]] = {
+    "d": _DIGITS, "D": _WRITTEN - _DIGITS | {_BEYOND},
+    "w": _WORDS, "W": _WRITTEN - _WORDS | {_BEYOND},
+    "s": {" "}, "S": _WRITTEN - {" "} | {_BEYOND},
+}  # fmt: skip
+_ITEMS = re.compile(r"(\\.|[^\\])-(\\.|[^\\])|(\\.|[^\\])", re.DOTALL)  # of a class
 _MOST_COPIES = 257  # limit on copies to examine; a pattern with this number is refused
 
 
@@ -118,6 +129,32 @@ def cost(pattern: str) -> Cost:
 def anchored(pattern: str) -> bool:
     """Return whether a pattern has an anchor, which xgrammar ignores."""
     return any(part[0] in ("^", "$", r"\b", r"\B") for part in _PARTS.finditer(pattern))
+
+
+def without_characters(pattern: str) -> str | None:
+    """Return the first part of a pattern that matches no character, or only characters that JSON writes as escapes; None if there
+    is none."""
+    return next((text for part in _PARTS.finditer(pattern) if not _writable(text := part[0])), None)
+
+
+def _writable(text: str) -> bool:
+    """Return whether a part of a pattern matches a character that JSON writes as itself. True for a part that is no character."""
+    if text[0] == "[" and len(text) > 1:
+        negated = text[1] == "^"
+        matched = set[str]().union(*(_matched(*item.groups()) for item in _ITEMS.finditer(text[1 + negated : -1])))
+        return bool(_WRITTEN - matched) or _BEYOND not in matched if negated else bool(matched)
+    return bool(_matched(None, None, text)) if text[0] == "\\" or text < " " else True
+
+
+def _matched(first: str | None, last: str | None, single: str | None) -> AbstractSet[str]:
+    """Return what a range or a single item of a class matches, as a part of _WRITTEN and _BEYOND; for some characters beyond
+    ASCII these characters."""
+    if single is not None and single[0] == "\\" and single[1] in "nrtvf0b":
+        return set()
+    if single is not None and single[0] == "\\" and single[1] in _SHORTHANDS:
+        return _SHORTHANDS[single[1]]
+    begin, end = (first or single or "")[-1], (last or single or "")[-1]
+    return {char for char in _WRITTEN if begin <= char <= end} | ({end} if end > "~" else set())
 
 
 def _character(breadth: float) -> Cost:
