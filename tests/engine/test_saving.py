@@ -18,7 +18,7 @@ from kvthaw import Cache, CacheError
 from kvthaw.engine.hf import tensor_file
 from kvthaw.engine.hf.kv_dir import KvDir
 from kvthaw.index.forest import TreeIndex
-from zoo import KINDS, build, prompt
+from zoo import KINDS, build, prompt, ragged
 
 SETTINGS: dict[str, Any] = {"budget": 48, "dense_layers": 1, "block_size": 16}
 
@@ -65,6 +65,24 @@ def test_a_loaded_cache_is_a_fork(tmp_path: Path, llama: PreTrainedModel, method
     assert torch.equal(decode(llama, loaded, token), decode(llama, fork, token))
     other = Cache.load(tmp_path / "kv", llama, "full")
     assert torch.allclose(decode(llama, other, token), decode(llama, cache.fork("full", budget=None), token), atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["full", "oracle", "icecache-digest", "clusterkv-plus"])
+@torch.no_grad()
+def test_a_row_whose_first_tokens_were_decode_steps_has_forks_and_is_saved(
+    tmp_path: Path, llama: PreTrainedModel, method: str
+) -> None:
+    """A padded row that begins in a prompt's last few tokens has no queries of a prompt."""
+    cache, inputs = Cache(llama, method, budget=512), ragged([90, 3])
+    mask = inputs["attention_mask"]
+    for begin, end in ((0, 87), (87, 90)):
+        llama(inputs["input_ids"][:, begin:end], attention_mask=mask[:, :end], past_key_values=cache)
+    cache.save(tmp_path / "kv", inputs["input_ids"])
+    copies = [cache.fork(method), cache.fork("full"), Cache.load(tmp_path / "kv", llama, method, budget=512), cache]
+    mask, token = torch.cat([mask, mask[:, -1:]], dim=1), torch.tensor([[5], [6]])
+    found = [llama(token, attention_mask=mask, past_key_values=each).logits for each in copies]
+    for logits in found:
+        torch.testing.assert_close(logits, found[-1], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("room", "near"), [(1 << 20, 5), (240_000, 3), (100_000, 0)])

@@ -59,7 +59,7 @@ def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV, 
     if isinstance(layer, OffloadedLayer):
         _check_queries(layer, other)
         if isinstance(other, DenseLayer):
-            layer.prepare(step, LayerShape.of(other, next(iter(other.recent_queries)), None))
+            layer.prepare(step, LayerShape.of(other, 0, None))
             layer.store.share(other.offloaded(layer.settings.block_size, layer.store.format))
     take_over(layer, other, step, preallocator)
 
@@ -67,7 +67,7 @@ def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV, 
 def _check_queries(layer: OffloadedLayer, other: LayerKV) -> None:
     """Raise CacheError if the index needs all queries of a prompt and the other layer has kept fewer."""
     for seq in range(other.sequences.count) if layer.settings.method.prompt_queries is None else ():
-        known, tokens = other.recent_queries[seq].shape[1], other.sequences.length(seq)
+        known, tokens = other.queries(seq).shape[1], other.sequences.length(seq)
         if known < tokens:
             name = layer.settings.method.name
             raise CacheError(
@@ -93,7 +93,7 @@ def can_reuse(layer: OffloadedLayer, other: OffloadedLayer) -> bool:
 
 def _reuse(layer: OffloadedLayer, step: Step, other: OffloadedLayer) -> None:
     """Copy the other layer's state, except for the number of rows. Host rows are shared."""
-    layer.prepare(step, LayerShape.of(other, next(iter(other.recent_queries)), None))
+    layer.prepare(step, LayerShape.of(other, 0, None))
     layer.store.share(other.store)
     layer.slab.held().copy_(other.slab.held())
     layer.recent_queries = dict(other.recent_queries)

@@ -83,7 +83,7 @@ class LayerKV(Protocol):
     sequences: Sequences
     scale: float
     recent_queries: dict[int, Tensor]
-    """The last queries of each sequence's prompt, [Hq, W, D]."""
+    """The last queries of each sequence's prompt, [Hq, W, D]. A sequence whose first tokens were decode steps has none."""
 
     def prefill(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams
@@ -156,6 +156,11 @@ class LayerKV(Protocol):
     def reset(self) -> None:
         """Drop everything."""
 
+    def queries(self, seq: int) -> Tensor:
+        """Return the last queries of a sequence's prompt, [Hq, W, D], with W = 0 if there are none."""
+        known = self.recent_queries.get(seq)
+        return next(iter(self.recent_queries.values()))[:, :0] if known is None else known
+
     def length(self, seq: int) -> int:
         """Return the committed tokens of a sequence, plus the tokens that a decode step has given this layer so far."""
         return self.sequences.length(seq)
@@ -193,7 +198,7 @@ class LayerShape:
     @classmethod
     def of(cls, layer: LayerKV, seq: int, kv_dtype: KvDtype | None) -> LayerShape:
         """Return the shape of a layer after the prompt of a sequence."""
-        queries = layer.recent_queries[seq][None, :, :0]
+        queries = layer.queries(seq)[None, :, :0]
         keys = layer.read(seq, 0, 0)[None, :, :, 0].to(queries.device)
         return cls(queries, keys, layer.scale, row_format(kv_dtype, keys.shape[3], keys.dtype))
 

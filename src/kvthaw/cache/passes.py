@@ -127,7 +127,7 @@ def _hold(layers: Sequence[OffloadedLayer], rows: Sequence[Row], kv: Tensor) -> 
 def take_over(layer: OffloadedLayer | DenseLayer, other: LayerKV, step: Step, preallocator: BlockPreallocator) -> None:
     """Copy the tokens of another layer, which are the step's, into an empty layer, each sequence as its prompt."""
     for row in step.rows():
-        query, tokens = other.recent_queries[row.seq][None], row.stop - row.start
+        query, tokens = other.queries(row.seq)[None], row.stop - row.start
         key, value = other.read(row.seq, 0, tokens).to(query.device)[None].unbind(3)  # blocks may lie on the host
         layer.prepare(step, LayerShape.of(other, row.seq, None))
         new = layer.append(replace(step, tokens=tokens, parts=((row.seq, tokens),)), query, key, value)
