@@ -93,6 +93,22 @@ def test_tokens_equal_the_definition_in_any_company(dtype: torch.dtype) -> None:
         assert [alone(x, torch.tensor([len(PROMPT) + n])).read()[0][0] for n, x in enumerate(logits)] == expected[i]
 
 
+@pytest.mark.parametrize(("penalty", "seen"), [(5e-324, True), (1e-300, True), (1e-30, True), (1e300, False), (1.7e308, False)])
+@pytest.mark.parametrize(
+    "more", [{}, {"temperature": 1.0}, {"temperature": 1e-9}, {"temperature": 1.0, "top_k": 9, "min_p": 0.1}]
+)
+def test_a_penalty_of_any_size_is_served(penalty: float, seen: bool, more: dict[str, Any]) -> None:
+    """An infinite logit would draw token 0, which is neither."""
+    logits = torch.linspace(-5, 5, VOCAB)[None].repeat(20, 1)
+    logits[:, 0] = -4
+    sampler = Sampler(20, VOCAB)
+    for seq in range(20):
+        sampler.join(seq, Sampling(repetition_penalty=penalty, seed=seq, **more), [1498, 1499])
+    tokens = sampler(logits, torch.full((20,), 2)).read()[0]
+    assert all((token in (1498, 1499)) == seen for token in tokens)
+    assert 0 not in tokens
+
+
 def test_a_sequence_of_a_batch_is_sampled_by_itself() -> None:
     """The first token of a prompt comes before the others' next ones."""
     sampling = Sampling(temperature=1.0, top_k=50, frequency_penalty=1.0, seed=4)

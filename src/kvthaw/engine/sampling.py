@@ -18,6 +18,7 @@ from kvthaw.typecheck import check_type
 
 _MOST = (1 << 63) - 1
 """The largest value of an int64 tensor."""
+_LARGEST = torch.finfo(torch.float32).max  # a logit that a penalty makes larger counts as this one
 _COLDEST = 1e-6  # smaller positive temperatures count as this one
 
 
@@ -274,7 +275,7 @@ class Sampler:
             repetition, frequency, presence = numbers[:, 4:, None].unbind(1)
             seen = self._prompt[seqs] | (counts > 0)
             x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
-            x = x - frequency * counts - presence * (counts > 0)
+            x = (x - frequency * counts - presence * (counts > 0)).clamp(-_LARGEST, _LARGEST)
         if waiting:
             x = x.masked_fill(self._stops[seqs] & (positions < self._free_from[seqs])[:, None], -torch.inf)
         return x if logits.dtype == torch.float64 else x.float()
