@@ -206,6 +206,38 @@ def test_a_folder_with_a_name_that_no_request_can_give_is_left_out(
         assert status(served, "my-book") == 200
 
 
+def test_a_link_in_the_folder_is_replaced_and_deleted_alone(start: Any, tmp_path: Path) -> None:
+    with start() as served:
+        for name in ("good", "whole"):
+            served.post("/v1/contexts", name=name, text=DOCUMENT)
+    kv = tmp_path / "kv"
+    (kv / "good").rename(tmp_path / "elsewhere")
+    (kv / "good").symlink_to(tmp_path / "elsewhere")
+    (kv / "also").symlink_to("whole")
+    (kv / "dangling").symlink_to("nowhere")
+    with start() as served:
+        assert [status(served, name) for name in ("good", "also", "dangling")] == [200, 200, 404]
+        assert [served.http.delete(f"/v1/contexts/{name}").status_code for name in ("good", "also")] == [204, 204]
+        assert served.post("/v1/contexts", name="dangling", text=OTHER).status_code == 200
+        assert status(served, "whole") == 200
+    assert (tmp_path / "elsewhere" / "header.json").is_file()
+    assert sorted(os.listdir(kv)) == ["dangling", "whole"]
+    with start() as served:
+        assert status(served, "dangling") == 200
+
+
+def test_a_folder_that_cannot_be_written_is_said_at_the_start(
+    start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start():
+        assert "cannot be written" not in caplog.text
+    (tmp_path / "kv").rmdir()
+    (tmp_path / "kv").write_text("")
+    with start() as served:
+        assert f"{tmp_path / 'kv'} cannot be written: File exists; new documents are in memory alone" in caplog.text
+        assert served.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+
+
 def test_a_read_that_fails_once_is_tried_again(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with start() as one, start() as other:
         one.post("/v1/contexts", name="doc", text=DOCUMENT)

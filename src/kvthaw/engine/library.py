@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from kvthaw.cache.prefix import PrefixCache, always
 from kvthaw.cache.prefix_kept import Entry, Key
 from kvthaw.engine.hf import Cache
-from kvthaw.engine.hf.folders import clean, delete_folder
+from kvthaw.engine.hf.folders import OWN, clean, delete_folder
 from kvthaw.engine.hf.saving import Part, check_header, index_kind, index_tensors, read_layers, write_folder
 from kvthaw.errors import CacheError
 from kvthaw.names import ALLOWED, is_name
@@ -64,12 +66,18 @@ class Library:
         self._saved: dict[Key, Entry] = {}  # entries that are in the folder
 
     def restore(self, read: Callable[[Any], Any] = as_it_is) -> None:
-        """Load all entries of the folder, as refresh() does, and delete leftovers of a process that was killed during a save."""
+        """Load all entries of the folder, as refresh() does, and delete leftovers of a process that was killed during a save.
+
+        Creates the folder, and warns if it cannot be written.
+        """
+        try:
+            self.folder.mkdir(OWN, parents=True, exist_ok=True)
+            os.rmdir(tempfile.mkdtemp(prefix=".", dir=self.folder))
+        except OSError as error:
+            _log.warning("%s cannot be written: %s; new documents are in memory alone", self.folder, error.strerror)
         clean(self.folder)
         try:
             found = sorted(path.name for path in self.folder.iterdir() if not path.name.startswith("."))
-        except FileNotFoundError:
-            return
         except OSError as error:
             _log.warning("%s cannot be read: %s; its documents have to be prefilled again", self.folder, error.strerror)
             return
@@ -78,7 +86,7 @@ class Library:
             if is_name(name):
                 self.refresh((salt, name), read)
             else:
-                _log.warning("%s is left out: its name must be %s; rename the folder", self.folder / each, ALLOWED)
+                _log.warning("%r is left out: its name must be %s; rename the folder", str(self.folder / each), ALLOWED)
 
     def changed(self, key: Key) -> bool:
         """Return whether another process has saved or deleted an entry since it was last read or saved here."""

@@ -50,7 +50,7 @@ def clean(parent: Path, name: str | None = None) -> None:
 
 
 def delete_folder(path: Path) -> None:
-    """Delete a saved cache, if there is one, and leftovers of saves of it.
+    """Delete a saved cache, if there is one, and leftovers of saves of it. Of a link to a folder only the link is deleted.
 
     Raises OSError if files remain. A cache that could not be deleted is moved back if it is complete.
     """
@@ -60,7 +60,10 @@ def delete_folder(path: Path) -> None:
     with working_folder(path) as folder:
         os.rename(path, folder / "old")
         try:
-            shutil.rmtree(folder / "old")
+            if (folder / "old").is_symlink():
+                os.unlink(folder / "old")
+            else:
+                shutil.rmtree(folder / "old")
         except OSError:
             with suppress(OSError):
                 os.rename(folder / "old", path)
@@ -104,12 +107,12 @@ def put(new: Path, path: Path, old: Path) -> None:
     """Rename a folder to its final path. An existing one is moved aside first, so readers find the old one, none, or the new
     one."""
     try:
-        if path.exists():
+        if os.path.lexists(path):
             os.rename(path, old)
         os.rename(new, path)
         sync(path.parent)
     except BaseException:
-        if old.exists() and not path.exists():
+        if os.path.lexists(old) and not os.path.lexists(path):
             os.rename(old, path)
         raise
 
