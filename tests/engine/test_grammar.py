@@ -141,7 +141,7 @@ def test_an_output_that_no_token_continues_ends_with_an_error(loaded: tuple[Any,
 
 
 def test_a_token_without_text_continues_no_output() -> None:
-    """xgrammar accepts token 0 if it has none, so an output that nothing can continue would go on nevertheless."""
+    """xgrammar accepts token 0 if it has none, so an output that nothing can continue would continue nevertheless."""
     special = {"<none>": 0, '"': 1, "a": 2, "<end>": 3}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(BPE(vocab=special, merges=[])), pad_token="<none>", eos_token="<end>"

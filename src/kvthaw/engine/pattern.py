@@ -11,7 +11,7 @@ _PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?:)?|\)|\||\{(\d*)(,?
 MOST_COUNT = 128
 """The largest count in a pattern. xgrammar represents larger ones separately, which makes masks slow."""
 _BROAD = 16  # a class of at least this many characters counts as matching any text
-_BEYOND = ""  # stands for all characters beyond ASCII
+_BEYOND = ""  # all characters beyond ASCII
 _WRITTEN = {chr(code) for code in range(32, 127)} - {'"', "\\"}  # what JSON writes as itself
 _DIGITS = set("0123456789")
 _WORDS = {char for char in _WRITTEN if char.isalnum()} | {"_"}
