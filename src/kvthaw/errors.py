@@ -62,12 +62,12 @@ def proportion(most: float = 1, /, **values: float) -> None:
             raise ConfigError(f"{field} is {value}; it must be above 0 and at most {most}")
 
 
-def one_of(allowed: Iterable[str], **values: object) -> None:
+def one_of(allowed: Iterable[object], **values: object) -> None:
     """Raise ConfigError for the first field whose value is not allowed."""
     names = list(allowed)
     for field, value in values.items():
         if value not in names:
-            raise ConfigError(f"{field} is {value!r}; it must be one of {', '.join(names)}")
+            raise ConfigError(f"{field} is {value!r}; it must be one of {', '.join(map(str, names))}")
 
 
 def first_line(error: BaseException) -> str:

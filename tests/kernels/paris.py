@@ -43,13 +43,13 @@ def poisoned() -> Iterator[None]:
         yield
 
 
-def blank(seqs: int, heads: int, rotation: Rotation, longest: int, device: torch.device) -> Summaries:
+def blank(seqs: int, heads: int, rotation: Rotation, longest: int, device: torch.device, bits: int = 4) -> Summaries:
     """Summaries with room for `longest` keys that hold nonsense and count nothing."""
     subs, room = rotation.padded // 8, max(1, -(-longest // CHUNK)) * CHUNK
     return Summaries(
         torch.full((seqs, heads, subs, room), 77, dtype=torch.uint8, device=device),
         torch.full((seqs, heads, room, subs), 77, dtype=torch.int32, device=device),
-        torch.full((seqs, heads, room, subs), torch.nan, dtype=torch.bfloat16, device=device),
+        None if bits == 3 else torch.full((seqs, heads, room, subs), torch.nan, dtype=torch.bfloat16, device=device),
         torch.zeros((seqs, heads, subs, 256), dtype=torch.int32, device=device),
     )
 
@@ -58,17 +58,25 @@ class Case:
     """Sequences of random keys of one KV head or two, summarised by the definition."""
 
     def __init__(
-        self, dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device, k: int = 10
+        self,
+        dim: int,
+        group: int,
+        lengths: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        k: int = 10,
+        bits: int = 4,
     ) -> None:
         self.dim, self.group, self.heads = dim, group, 2 if dim in (16, 64) else 1
-        self.rotation, self.quantizer = make_rotation(dim, SEED, device=device), make_quantizer(device)
+        self.rotation, self.quantizer = make_rotation(dim, SEED, device=device), make_quantizer(device, bits)
         self.keys = [(torch.randn(self.heads, n, dim) * 2).to(dtype).to(device) for n in lengths]
-        made = blank(len(lengths), self.heads, self.rotation, max(lengths), torch.device("cpu"))
-        on_cpu = make_rotation(dim, SEED), make_quantizer()
+        made = blank(len(lengths), self.heads, self.rotation, max(lengths), torch.device("cpu"), bits)
+        on_cpu = make_rotation(dim, SEED), make_quantizer(bits=bits)
         for seq, keys in enumerate(self.keys):
             encode(keys[None].cpu(), *on_cpu, [made], [seq], [0])
         count(made, range(len(lengths)), [0] * len(lengths), lengths)
-        self.summaries = Summaries(*(t.to(device) for t in (made.ids, made.codes, made.weights, made.sizes)))
+        ids, codes, sizes = (table.to(device) for table in (made.ids, made.codes, made.sizes))
+        self.summaries = Summaries(ids, codes, None if made.weights is None else made.weights.to(device), sizes)
         ratios = Ratios()
         self.k, self.width = k, -(-ratios.most(made.capacity, k) // 64) * 64
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)

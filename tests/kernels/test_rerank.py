@@ -11,7 +11,6 @@ from paris import SHAPES, Case, poisoned
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import HAS_TRITON, topk
 from kvthaw.kernels import rerank as op
-from kvthaw.kernels.encode import decode
 from kvthaw.kernels.query import Rotated, in_bytes, rotate_queries
 
 pytestmark = pytest.mark.slow
@@ -34,15 +33,16 @@ def turned(case: Case) -> Rotated:
     return in_bytes(rotate_queries(case.query, case.heads, case.rotation, mean=False))
 
 
-def test_definition_by_hand() -> None:
-    case = Case(64, 2, (50, 20), torch.float32, CPU)
+@pytest.mark.parametrize("bits", [4, 3])
+def test_definition_by_hand(bits: int) -> None:
+    case = Case(64, 2, (50, 20), torch.float32, CPU, bits=bits)
     rotated = turned(case)
     at = candidates(case)
-    scores = op.definition(rotated, case.summaries.codes, case.summaries.weights, at, case.quantizer)
+    scores = op.definition(rotated, case.summaries, at, case.quantizer)
     seq, head, p, m = 1, 1, 0, 3
     place = int(at[seq, head, m])
-    v = decode(case.summaries.codes[seq, head, place], case.quantizer)
-    w = case.summaries.weights[seq, head, place].float()
+    word, table = case.summaries.codes[seq, head, place], case.summaries.weights
+    v, w = case.quantizer.directions(word), case.quantizer.weights(word, None if table is None else table[seq, head, place])
     want = sum(float(w[b] * (v[b] * rotated.values[seq, head, p, :, b]).sum()) for b in range(8))
     assert float(scores[seq, head, p, m]) == pytest.approx(want, rel=1e-2)
     exact = float(case.query[seq, head * 2 + p].float() @ case.keys[seq][head, place].float())
@@ -51,19 +51,20 @@ def test_definition_by_hand() -> None:
 
 
 @triton_only
+@pytest.mark.parametrize("bits", [4, 3])
 @pytest.mark.parametrize(("shape", "run"), list(zip(SHAPES, itertools.cycle([64, 8]), strict=False)))
 def test_rerank_kernel(
-    shape: tuple[int, int, tuple[int, ...], torch.dtype], run: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, tuple[int, ...], torch.dtype], run: int, bits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dim, group, lengths, dtype = shape
     monkeypatch.setattr(op, "shape", lambda run: (max(run, 16), 3))
-    case = Case(dim, group, lengths, dtype, device)
+    case = Case(dim, group, lengths, dtype, device, bits=bits)
     rotated = turned(case)
     at = candidates(case)
     scale = dim**-0.5
     with poisoned():
         found = op.launch(rotated, case.summaries, at.clamp(min=0).contiguous(), case.wanted, case.quantizer, scale, run)
-    want = op.definition(rotated, case.summaries.codes, case.summaries.weights, at, case.quantizer)
+    want = op.definition(rotated, case.summaries, at, case.quantizer)
     rounding = 2**-18 * sizes(rotated, case, at) + halves(rotated, case, at)
     assert found.parts is not None
     assert found.peaks is not None
@@ -80,16 +81,14 @@ def test_rerank_kernel(
 
 def sizes(rotated: Rotated, case: Case, at: torch.Tensor) -> torch.Tensor:
     """Sums of the products' sizes, [L, H, P, width]."""
-    place = at.clamp(min=0).long()[..., None].expand(-1, -1, -1, case.summaries.codes.shape[3])
-    weight = case.summaries.weights.gather(2, place).float()
-    keys = decode(case.summaries.codes.gather(2, place), case.quantizer) * weight[..., None]
+    directions, weights = op.gathered(case.summaries, at, case.quantizer)
+    keys = directions * weights[..., None]
     return torch.matmul(rotated.rounded().flatten(3).abs(), keys.flatten(3).abs().transpose(2, 3))
 
 
 def halves(rotated: Rotated, case: Case, at: torch.Tensor) -> torch.Tensor:
     """Half of a whole number of levels times query, in each subspace, which the kernel's sums may lose: [L, H, P, width]."""
-    place = at.clamp(min=0).long()[..., None].expand(-1, -1, -1, case.summaries.codes.shape[3])
-    return torch.matmul(rotated.factors, case.summaries.weights.gather(2, place).float().transpose(2, 3)) / 256
+    return torch.matmul(rotated.factors, op.gathered(case.summaries, at, case.quantizer)[1].transpose(2, 3)) / 256
 
 
 def draw(

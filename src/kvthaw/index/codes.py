@@ -1,4 +1,4 @@
-"""ParisKV's index: every decision is taken on the device, from a summary of 112 bytes a key (head_dim 128).
+"""ParisKV's index: every decision is taken on the device, from a summary of 112 or 80 bytes a key (head_dim 128).
 
 query -> planes: its coarse coordinates -> signs: votes of each key, or tiers: votes of each centroid -> collide: of each key
       -> bucket_topk: candidates -> rerank: estimated scores -> topk: rows
@@ -55,7 +55,7 @@ def once(rows: Tensor) -> Tensor:
 
 
 class CodesIndex(Index, tested=True):
-    """Collisions choose candidates, 4-bit codes rank them.
+    """Collisions choose candidates, codes of 4 or 3 bits rank them.
 
     policy: how the G query heads of a KV head agree. "max" and "mean" compute votes and softmax weights for each head, and
         use the largest or the sum. "mean_query" uses the mean of the queries. On the shipped model (32k tokens, 100 rows)
@@ -69,6 +69,8 @@ class CodesIndex(Index, tested=True):
         ratios then has no effect.
     centre: subtract the mean of a sequence's first keys from all of its keys before summarising them. This shifts all
         scores of a query by the same number, so that ranks stay. The shorter vectors have more informative signs.
+    code_bits: of a coordinate's code. 4, as the paper: 112 bytes a key of 128 dimensions. 3: half the magnitudes, and weights in 8
+        bits in the same words: 80 bytes.
     dense_below: attend in full to a sequence with a shorter region. The index keeps its first keys and values on the
         device, [L, H, dense_below, D] each. The selection then has no rows; its partial holds the attention. The budget
         does not limit this attention, and a softcap is not applied. 0 disables it.
@@ -83,7 +85,7 @@ class CodesIndex(Index, tested=True):
     counts: tokens of each sequence.
     learned: learned centroids, or None.
 
-    The capacity of summaries doubles when it is full; otherwise no tensor moves. Lengths and limits are int32 on the
+    The capacity of summaries doubles when it is full and make_room did not give more; otherwise no tensor moves. Lengths and limits are int32 on the
     device. A sequence's number of candidates depends only on its own length. On a GPU select() launches five kernels of
     fixed shape, six with policy="mean", and two more with head_limit or tolerance. On a CPU the same steps run in torch.
     """
@@ -99,6 +101,7 @@ class CodesIndex(Index, tested=True):
         centroids: Centroids = "signs",
         graded: bool = False,
         centre: bool = False,
+        code_bits: Literal[3, 4] = 4,
         dense_below: int = 0,
         head_limit: int = 1,
         tolerance: float = 0.0,
@@ -107,6 +110,7 @@ class CodesIndex(Index, tested=True):
         one_of(get_args(Centroids), centroids=centroids)
         if context.head_dim < SUB:
             raise ConfigError(f"head_dim is {context.head_dim}; pariskv needs at least {SUB}, one subspace")
+        one_of((3, 4), code_bits=code_bits)
         at_least(0, dense_below=dense_below)
         at_least(1, head_limit=head_limit)
         within(0, 1, tolerance=tolerance)
@@ -121,13 +125,13 @@ class CodesIndex(Index, tested=True):
         """Sets of rows that the query heads of a KV head choose."""
         self._enough(context.rows)
         self.rotation = make_rotation(context.head_dim, context.seed, rotate=rotate, device=context.device)
-        self.quantizer = make_quantizer(context.device)
+        self.quantizer = make_quantizer(context.device, code_bits)
         self._subs = self.rotation.padded // SUB
         scored = context.group if policy in ("max", "mean") else 1
         self._combine: Combine = "sum" if policy == "mean" else "max"
         self._merge: Merge = "mean" if policy == "mean" else "max"
         self.graded, self.centred = graded, centre
-        self._alike = context.seed, rotate, graded, centre, context.device
+        self._alike = context.seed, rotate, graded, centre, code_bits, context.device
         votes = most(self._subs, self._combine) if graded else most_votes(self._subs, scored, self._combine)
         self._shift = shift(votes)
         self.learned: Tensor | None = None  # [L, H, B, 256, 8]
@@ -139,8 +143,7 @@ class CodesIndex(Index, tested=True):
         heads, dim, subs = context.kv_heads, context.head_dim, self._subs
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "ids": ((heads, subs, 0), torch.uint8),
-            "codes": ((heads, 0, subs), torch.int32),
-            "weights": ((heads, 0, subs), torch.bfloat16),
+            **self.quantizer.tables(heads, subs),
             "sizes": ((heads, subs, CENTROIDS), torch.int32),
             "lengths": ((), torch.int32),
             "wanted": ((), torch.int32),
@@ -177,7 +180,8 @@ class CodesIndex(Index, tested=True):
         n = keys.shape[2]
         self._reserve(max(seqs) + 1, 0)
         starts = [self.counts[seq] for seq in seqs]
-        self._reserve(0, max(starts) + n)
+        have, stop = self.summaries.capacity, max(starts) + n
+        self._reserve(0, stop if stop <= have else max(stop, 2 * have))
         waits = self.context.deferred is not None and 0 < keys.nbytes <= _SHORT and self.learned is None
         if not waits:
             _summarise([(self, keys)], seqs, starts)
@@ -374,7 +378,7 @@ class CodesIndex(Index, tested=True):
 
     def _bind(self) -> None:
         data = self.tables
-        self.summaries = Summaries(data["ids"], data["codes"], data["weights"], data["sizes"])
+        self.summaries = Summaries(data["ids"], data["codes"], data.get("weights"), data["sizes"])
         self.learned = data.get("learned")
 
     def _reserve(self, seqs: int, length: int) -> None:
@@ -384,8 +388,7 @@ class CodesIndex(Index, tested=True):
             return
         self.join()
         self.counts += [0] * (seqs - len(self.counts))
-        room = length + length // 8 if have == 0 else max(length, 2 * have)
-        capacity = have if length <= have and have else max(CHUNK, -(-room // CHUNK) * CHUNK)
+        capacity = max(have, CHUNK, -(-length // CHUNK) * CHUNK)
         places = {"ids": (0, 0, capacity), "codes": (0, capacity), "weights": (0, capacity)}
         for name, table in self.tables.items():
             self.tables[name] = grown(table, len(self.counts), *places.get(name, ()))

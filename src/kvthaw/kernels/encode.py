@@ -1,16 +1,19 @@
-"""Key summaries on the device: centroid ids, 4-bit codes and weights (ParisKV, sections 4.1.2 and 4.1.3).
+"""Key summaries on the device: centroid ids, codes and weights (ParisKV, sections 4.1.2 and 4.1.3).
 
 The rotated key y is cut into B = d' / 8 subspaces y_b. In each, the id is the sign pattern (bit j set where y_bj >= 0). The
-code holds a sign and a 3-bit magnitude bin for each coordinate of u_b = y_b / |y_b|. The weight is |y_b| / <v_b, u_b>, with
-v_b the decoded code. This is the paper's |k| r_b / alpha_b, since |y_b| = |k| r_b. At d' = 128 these are 16 + 64 + 32 = 112
-bytes.
+code holds a sign and a magnitude bin for each coordinate of u_b = y_b / |y_b|. The weight is |y_b| / <v_b, u_b>, with
+v_b the decoded code. This is the paper's |k| r_b / alpha_b, since |y_b| = |k| r_b.
 
-Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB of keys read, 117 MB written, 0.09 ms at 4200 GB/s. The rotation
-takes 34 GFLOP on tensor cores; about 31 instructions per coordinate follow (4.2 G, 0.14 ms where nothing waits, overlapping
-the loads). Comparisons and selections run at half the rate of multiply-adds on Hopper, so levels are summed. A threshold
-adds its step times a saturated multiply-add, which is 1 above it and 0 below. The level, times a slope and rounded, is its
-number. The columns of the rotation are ordered so that one thread holds the 8 coordinates of a subspace and no sum crosses
-threads. Counting the cluster sizes reads the 17 MB of ids once more.
+A Quantizer has one of two forms. With 4 bits, the paper's, a nibble is a sign and one of 8 magnitudes, and weights are bfloat16
+in a table: at d' = 128 these are 16 + 64 + 32 = 112 bytes. With 3 bits a nibble has one of 4 magnitudes, and its free top bit is a
+bit of the weight, which is rounded to 8 bits: 16 + 64 = 80 bytes.
+
+Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB of keys read, 117 MB written (4 bits) or 84 MB (3 bits), 0.09 or
+0.08 ms at 4200 GB/s. The rotation takes 34 GFLOP on tensor cores; about 31 instructions per coordinate follow with 4 bits (4.2
+G, 0.14 ms where nothing waits, overlapping the loads) and about 25 with 3. Comparisons and selections run at half the rate of
+multiply-adds on Hopper, so levels are summed. A threshold adds its step times a saturated multiply-add, which is 1 above it and 0
+below. The level, times a slope and rounded, is its number. The columns of the rotation are ordered so that one thread holds the 8
+coordinates of a subspace and no sum crosses threads. Counting the cluster sizes reads the 17 MB of ids once more.
 """
 
 from __future__ import annotations
@@ -38,22 +41,64 @@ BLOCK, LOOPS, STAGES, WARPS = 64, 64, 3, 4
 """Keys per block, maximum blocks per program, pipeline stages and warps. Beyond 128 coordinates: one stage, twice the warps."""
 SHARP = 2.0**60
 """What differences to a threshold are multiplied by before they saturate."""
+LARGEST = 17
+"""Largest exponent of a weight in 8 bits: 5 of exponent, 3 of mantissa, from 2^-14 to 245,760, and no zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """Tables of the 4-bit code: thresholds [7] and levels [16] float32.
+    """The form of a key's code, and where the weight is.
 
-    levels: the value of each nibble, whose highest bit is the sign. Levels are odd multiples of 1 / 256: a byte v stands
-        for (v + 1/2) / 128, and its complement for the negated level.
-    bytes: the eight positive levels as bytes, in two 32-bit words.
+    bits: of a coordinate, sign included. 4: weights are a table, bfloat16. 3: weights are in the codes, see `pack`.
+    thresholds, levels: [2^(bits - 1) - 1] and [2^bits] float32, the value of each code, whose highest bit is the sign. Levels
+        are odd multiples of 1 / 256: a byte v stands for (v + 1/2) / 128, and its complement for the negated level.
+    bytes: two 32-bit words of levels as bytes. 4 bits: the eight positive ones. 3 bits: the positive ones and the negative ones.
     constants: the thresholds, and the positive levels times 128.
+    slope: of a line through the positive levels times 128 that, rounded, is their number.
     """
 
+    bits: int
     thresholds: Tensor
     levels: Tensor
     bytes: tuple[int, int]
     constants: tuple[tuple[float, ...], tuple[float, ...]]
+    slope: float
+
+    def tables(self, heads: int, subs: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of a sequence's tables, by name, for no keys: axis 1 is of keys."""
+        codes = {"codes": ((heads, 0, subs), torch.int32)}
+        return codes if self.bits == 3 else codes | {"weights": ((heads, 0, subs), torch.bfloat16)}
+
+    def pack(self, codes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Pack codes [..., 8] int64, one a coordinate, to words [...] int32: coordinate j in bits 4j .. 4j + 3. Return them and the
+        table of weights, or None if the words have the weights: bit j in bit 4j + 3.
+
+        weights: [...] float32. In 8 bits they have 3 bits of mantissa, from LEAST to 1.875 * 2^LARGEST; others are clipped.
+        """
+        bit, table = torch.arange(SUB, device=codes.device), None
+        if self.bits == 3:
+            number = ((weights * 2.0**-LARGEST).view(torch.int32) + 0x80000 >> 20) - 0x300
+            codes = codes + ((number.clamp(0, 255)[..., None] >> bit & 1) << 3)
+        else:
+            table = weights.bfloat16()
+        words = (codes << (4 * bit)).sum(dim=-1)  # 32 bits, unsigned, in int64
+        return torch.where(words >= 1 << 31, words - (1 << 32), words).int(), table
+
+    def directions(self, words: Tensor) -> Tensor:
+        """Return directions v [..., 8] float32 of words [...]."""
+        byte = torch.arange(256, device=words.device)
+        last = (1 << self.bits) - 1
+        pairs = self.levels[torch.stack([byte & last, byte >> 4 & last], dim=1)]  # one look-up for two nibbles
+        found = pairs.index_select(0, words.contiguous().view(torch.uint8).flatten().int())
+        return found.reshape(*words.shape, SUB)
+
+    def weights(self, words: Tensor, table: Tensor | None) -> Tensor:
+        """Return weights [...] float32 of words [...]; table: the weights that are stored beside them."""
+        if table is not None:
+            return table.float()
+        bit = torch.arange(SUB, device=words.device)
+        number = ((words[..., None].long() >> (4 * bit + 3) & 1) << bit).sum(dim=-1)
+        return (number + 0x300 << 20).int().view(torch.float32) * 2.0**LARGEST
 
 
 @dataclass(slots=True)
@@ -61,13 +106,18 @@ class Summaries:
     """Preallocated summaries of all indexed keys. Positions count from the first indexed token.
 
     ids [L, H, B, capacity] uint8; codes [L, H, capacity, B] int32, coordinate j in bits 4j .. 4j + 3; weights [L, H, capacity,
-    B] bfloat16; sizes [L, H, B, 256] int32: the number of keys with each id. L sequences, H KV heads, B subspaces.
+    B] bfloat16, None if the codes have them; sizes [L, H, B, 256] int32: the number of keys with each id. L sequences, H KV
+    heads, B subspaces.
     """
 
     ids: Tensor
     codes: Tensor
-    weights: Tensor
+    weights: Tensor | None
     sizes: Tensor
+
+    def contiguous(self) -> bool:
+        """Whether all tables are."""
+        return all(table is None or table.is_contiguous() for table in (self.ids, self.codes, self.weights, self.sizes))
 
     @property
     def capacity(self) -> int:
@@ -75,9 +125,9 @@ class Summaries:
 
 
 @functools.cache
-def lloyd_max() -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the thresholds (7) and centres (8) of the optimal 3-bit quantizer of X = |u_j|, u uniform on the unit sphere of
-    R^8.
+def lloyd_max(levels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the thresholds and centres of the optimal quantizer of X = |u_j| to a number of levels, u uniform on the unit sphere
+    of R^8.
 
     X^2 ~ Beta(1/2, 7/2), so X has a density proportional to (1 - x^2)^(5/2) (appendix B.1.2), whose integrals have closed
     forms.
@@ -90,7 +140,7 @@ def lloyd_max() -> tuple[tuple[float, ...], tuple[float, ...]]:
     def moment(x: float) -> float:
         return -math.pow(1 - x * x, 3.5) / 7
 
-    centres = [(i + 0.5) / 8 for i in range(8)]
+    centres = [(i + 0.5) / levels for i in range(levels)]
     while True:
         edges = [0.0, *((a + b) / 2 for a, b in itertools.pairwise(centres)), 1.0]
         new = [(moment(b) - moment(a)) / (mass(b) - mass(a)) for a, b in itertools.pairwise(edges)]
@@ -99,20 +149,24 @@ def lloyd_max() -> tuple[tuple[float, ...], tuple[float, ...]]:
         centres = new
 
 
-def make_quantizer(device: torch.device | str = "cpu") -> Quantizer:
-    """Make the quantizer's tables on a device."""
-    thresholds, centres = lloyd_max()
+def make_quantizer(device: torch.device | str = "cpu", bits: int = 4) -> Quantizer:
+    """Make the quantizer of 3 or 4 bits a coordinate on a device."""
+    thresholds, centres = lloyd_max(1 << (bits - 1))
     whole = [round(128 * c - 0.5) for c in centres]
-    values = [(v + 0.5) / 128 for v in whole]
-    levels = torch.tensor([*values, *(-c for c in values)], dtype=torch.float32, device=device)
-    low, high = (int.from_bytes(bytes(whole[i : i + 4]), "little") for i in (0, 4))
+    values = [v + 0.5 for v in whole]
+    signed = [*whole, *(~v for v in whole)][:8]
+    low, high = (int.from_bytes(bytes(v & 255 for v in signed[i : i + 4]), "little", signed=True) for i in (0, 4))
+    levels = torch.tensor([*values, *(-v for v in values)], dtype=torch.float32, device=device) / 128
     edges = torch.tensor(thresholds, dtype=torch.float32, device=device)
-    return Quantizer(edges, levels, (low, high), (thresholds, tuple(v + 0.5 for v in whole)))
+    low_slope, high_slope = max((i - 0.5) / v for i, v in enumerate(values)), min((i + 0.5) / v for i, v in enumerate(values))
+    return Quantizer(bits, edges, levels, (low, high), (thresholds, tuple(values)), (low_slope + high_slope) / 2)
 
 
-def definition(keys: Tensor, rotation: Rotation, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Summarise keys [..., n, d]: ids [..., B, n] uint8, codes [..., n, B] int32, weights [..., n, B] bfloat16, 0 for a zero
-    key."""
+def definition(keys: Tensor, rotation: Rotation, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Summarise keys [..., n, d]: ids [..., B, n] uint8, codes [..., n, B] int32, weights [..., n, B] bfloat16 or None.
+
+    The weight of a zero key is 0, or the least where codes have the weights.
+    """
     y = srht(keys, rotation)
     y = y.reshape(*y.shape[:-1], -1, SUB)
     bit = torch.arange(SUB, device=y.device)
@@ -120,19 +174,9 @@ def definition(keys: Tensor, rotation: Rotation, quantizer: Quantizer) -> tuple[
     radius = y.square().sum(dim=-1).sqrt()
     size = y.abs() / torch.where(radius > 0, radius, 1.0)[..., None]
     bins = torch.bucketize(size, quantizer.thresholds, right=True)
-    word = ((bins + 8 * (y < 0)) << (4 * bit)).sum(dim=-1)  # 32 bits, unsigned, in int64
-    codes = torch.where(word >= 1 << 31, word - (1 << 32), word).int()
     align = (quantizer.levels[bins] * size).sum(dim=-1)
-    weights = torch.where(radius > 0, radius / torch.where(align > 0, align, 1.0), 0.0).bfloat16()
-    return ids.transpose(-1, -2), codes, weights
-
-
-def decode(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Decode codes [...] to directions v [..., 8] float32."""
-    byte = torch.arange(256, device=codes.device)
-    pairs = quantizer.levels[torch.stack([byte & 15, byte >> 4], dim=1)]  # one look-up for two nibbles
-    found = pairs.index_select(0, codes.contiguous().view(torch.uint8).flatten().int())
-    return found.reshape(*codes.shape, SUB)
+    weights = torch.where(radius > 0, radius / torch.where(align > 0, align, 1.0), 0.0)
+    return ids.transpose(-1, -2), *quantizer.pack(bins + ((y < 0).long() << (quantizer.bits - 1)), weights)
 
 
 if HAS_TRITON:
@@ -153,7 +197,8 @@ if HAS_TRITON:
 
     @triton.jit(do_not_specialize=["rows", "n", "loops"])  # else new values may compile another kernel in mid-decoding
     def _encode(keys, centre, basis, ids, codes, weights, numbers, rows, n, heads, capacity, scale, stride_r, stride_h, stride_n,
-                dim, loops, EDGES: tl.constexpr, LEVELS: tl.constexpr, SHARP: tl.constexpr, SUBS: tl.constexpr,
+                dim, loops, EDGES: tl.constexpr, LEVELS: tl.constexpr, SLOPE: tl.constexpr, SHARP: tl.constexpr, BITS: tl.constexpr,
+                SUBS: tl.constexpr,
                 SQUARE: tl.constexpr, BLOCK: tl.constexpr, CENTRE: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
                 NATIVE: tl.constexpr):  # fmt: skip
         # Program: `loops` blocks of BLOCK keys of one head and sequence of a layer, so that it loads the basis once.
@@ -166,7 +211,8 @@ if HAS_TRITON:
         layer = numbers + 2 * rows + 4 * (r // rows)
         ids += tl.multiple_of(tl.load(layer), 16)
         codes += tl.multiple_of(tl.load(layer + 1), 16)
-        weights += tl.multiple_of(tl.load(layer + 2), 16)
+        if BITS == 4:
+            weights += tl.multiple_of(tl.load(layer + 2), 16)
         source = keys + r.to(tl.int64) * stride_r + h.to(tl.int64) * stride_h
         i = tl.arange(0, SQUARE)
         b = tl.arange(0, SQUARE // 8)
@@ -194,13 +240,13 @@ if HAS_TRITON:
             slope = SHARP * tl.rsqrt(tl.maximum(square, 1e-30))
             size = tl.abs(y)
             level = tl.full((BLOCK, SQUARE // 8, 8), LEVELS[0], tl.float32)
-            for t in tl.static_range(7):
+            for t in tl.static_range(len(EDGES)):
                 level += _above(size, slope[:, :, None], EDGES[t] * SHARP, NATIVE) * (LEVELS[t + 1] - LEVELS[t])
             align = tl.sum(level * size, axis=2)
-            # 1.5 * 2^23 more, a number's lowest bits are its integer: the level's, from 0 to 7, and 8 for a negative sign.
-            nibble = (level * 0.0735 + 12582912.0) + 8.0 * _above(y, -SHARP, 0.0, NATIVE)
+            # 1.5 * 2^23 more, a number's lowest bits are its integer: the level's, and the highest for a negative sign.
+            nibble = (level * SLOPE + 12582912.0) + 2.0 ** (BITS - 1) * _above(y, -SHARP, 0.0, NATIVE)
             word = tl.sum(nibble.to(tl.int32, bitcast=True) << (4 * j), axis=2) - 0x3F400000  # what its bits are else
-            pattern = (~word >> 3) & 0x11111111  # the signs, one per nibble, compacted into a byte
+            pattern = (~word >> (BITS - 1)) & 0x11111111  # the signs, one per nibble, compacted into a byte
             pattern = (pattern | (pattern >> 3)) & 0x03030303
             pattern = (pattern | (pattern >> 6)) & 0x000F000F
             pattern = (pattern | (pattern >> 12)) & 0xFF
@@ -209,8 +255,15 @@ if HAS_TRITON:
             kept = inside & (b < SUBS)[None, :]
             tl.store(ids + (pair * SUBS + b)[None, :] * capacity + place[:, None], pattern.to(tl.uint8), mask=kept)
             at = (pair * capacity + place)[:, None] * SUBS + b[None, :]
+            if BITS == 4:
+                tl.store(weights + at, weight.to(tl.bfloat16), mask=kept)
+            else:  # as Quantizer.pack: rounded to 8 bits, which move to the tops of the nibbles
+                number = ((weight.to(tl.int32, bitcast=True) + 0x80000) >> 20) - 0x300
+                number = tl.minimum(tl.maximum(number, 0), 255)
+                number = (number | (number << 12)) & 0x000F000F
+                number = (number | (number << 6)) & 0x03030303
+                word |= ((number | (number << 3)) & 0x11111111) << 3
             tl.store(codes + at, word, mask=kept)
-            tl.store(weights + at, weight.to(tl.bfloat16), mask=kept)
 
     @triton.jit(do_not_specialize=["sign"])
     def _count(ids, sizes, spans, heads, capacity, sign, SUBS: tl.constexpr, BLOCK: tl.constexpr):
@@ -235,26 +288,29 @@ def _to_device(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor
     return torch.tensor([list(some) for some in numbers], dtype=torch.int32).to(device, non_blocking=True)
 
 
+def _between(own: Tensor | None, its: Tensor | None) -> int:
+    """Return how many elements a tensor begins after another of its dtype; 0 for None."""
+    return 0 if own is None or its is None else (own.data_ptr() - its.data_ptr()) // own.element_size()
+
+
 def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, layers: Sequence[Summaries], seqs: Sequence[int],
            starts: Sequence[int], centres: Sequence[Tensor] = ()) -> None:  # fmt: skip
     """Launch the kernel on any device; arguments as in `encode`."""
     many, heads, n, dim = keys.shape
     first, apart = layers[0], list[int]()
     for into, centre in zip_longest(layers, centres):
-        assert into.ids.is_contiguous() and into.codes.is_contiguous() and into.weights.is_contiguous()
-        assert into.codes.dtype == torch.int32 and into.weights.dtype == torch.bfloat16 and into.ids.shape == first.ids.shape
-        tables = (into.ids, first.ids), (into.codes, first.codes), (into.weights, first.weights)
-        apart += [(own.data_ptr() - its.data_ptr()) // own.element_size() for own, its in tables]
-        apart.append(0 if centre is None else (centre.data_ptr() - centres[0].data_ptr()) // centre.element_size())
+        assert into.contiguous() and into.codes.dtype == torch.int32 and into.ids.shape == first.ids.shape
+        pairs = (into.ids, first.ids), (into.codes, first.codes), (into.weights, first.weights), (centre, next(iter(centres), None))
+        apart += [_between(own, its) for own, its in pairs]
     assert keys.stride(3) == 1 and many == len(layers) * len(seqs) and max(starts) + n <= first.capacity
     wide, (edges, levels) = rotation.padded > 128, quantizer.constants
+    scale = rotation.scale * (128 if quantizer.bits == 4 else 128 * 2.0**-LARGEST)
     loops = max(1, min(LOOPS, n * heads * many // (BLOCK * PROGRAMS)))
     numbers = torch.tensor([*seqs, *starts, *apart]).to(keys.device, non_blocking=True)
     _encode[(triton.cdiv(n, BLOCK * loops), heads, many)](
         keys, centres[0] if centres else None, rotation.basis, first.ids, first.codes, first.weights, numbers, len(seqs), n, heads,
-        first.capacity, 128 * rotation.scale,
-        keys.stride(0), keys.stride(1), keys.stride(2), dim, loops, EDGES=edges, LEVELS=levels, SHARP=SHARP,
-        SUBS=rotation.padded // SUB, SQUARE=rotation.basis.shape[0], BLOCK=BLOCK, CENTRE=bool(centres),
+        first.capacity, scale, keys.stride(0), keys.stride(1), keys.stride(2), dim, loops, EDGES=edges, LEVELS=levels,
+        SLOPE=quantizer.slope, SHARP=SHARP, BITS=quantizer.bits, SUBS=rotation.padded // SUB, SQUARE=rotation.basis.shape[0], BLOCK=BLOCK, CENTRE=bool(centres),
         UPCAST=keys.device.type == "cpu", STAGES=1 if wide else STAGES, NATIVE=nvidia(keys.device),
         num_warps=2 * WARPS if wide else WARPS,
     )  # fmt: skip
@@ -292,7 +348,8 @@ def encode(keys: Tensor, rotation: Rotation, quantizer: Quantizer, layers: Seque
         ids, codes, weights = definition(shifted, rotation, quantizer)
         into.ids[seq, :, :, start : start + n] = ids
         into.codes[seq, :, start : start + n] = codes
-        into.weights[seq, :, start : start + n] = weights
+        if into.weights is not None:
+            into.weights[seq, :, start : start + n] = weights
 
 
 def count(into: Summaries, seqs: Sequence[int], starts: Sequence[int], stops: Sequence[int], sign: int = 1) -> None:

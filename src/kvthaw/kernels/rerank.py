@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.chain import dependent
-from kvthaw.kernels.encode import Quantizer, Summaries, decode
+from kvthaw.kernels.encode import LARGEST, Quantizer, Summaries
 from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.query import Rotated
 
@@ -66,13 +66,19 @@ def shape(run: int) -> tuple[int, int]:
     return (16, 192) if run <= 16 else (max(32, run), 128)
 
 
-def definition(rotated: Rotated, codes: Tensor, weights: Tensor, candidates: Tensor, quantizer: Quantizer) -> Tensor:
-    """Compute estimates [L, H, P, width] float32; -inf where candidates [L, H, width] is -1.
+def gathered(summaries: Summaries, candidates: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """Return directions [L, H, width, B, 8] and weights [L, H, width, B] of candidates [L, H, width], float32, of the first L
+    sequences; those of key 0 for -1."""
+    at = candidates.clamp(min=0).long()[..., None].expand(-1, -1, -1, summaries.codes.shape[3])
+    batch, table = len(candidates), summaries.weights
+    words = summaries.codes[:batch].gather(2, at)
+    return quantizer.directions(words), quantizer.weights(words, None if table is None else table[:batch].gather(2, at))
 
-    codes [L, H, n, B] int32; weights [L, H, n, B] bfloat16.
-    """
-    at = candidates.clamp(min=0).long()[..., None].expand(-1, -1, -1, codes.shape[3])
-    directions = decode(codes.gather(2, at), quantizer) * weights.gather(2, at).float()[..., None]  # [L, H, width, B, 8]
+
+def definition(rotated: Rotated, summaries: Summaries, candidates: Tensor, quantizer: Quantizer) -> Tensor:
+    """Compute estimates [L, H, P, width] float32; -inf where candidates [L, H, width] is -1."""
+    directions, weights = gathered(summaries, candidates, quantizer)
+    directions = directions * weights[..., None]
     scores = torch.matmul(rotated.rounded().flatten(3), directions.flatten(3).transpose(2, 3))
     return scores.masked_fill(candidates[:, :, None] < 0, -torch.inf)
 
@@ -85,14 +91,24 @@ if HAS_TRITON:
     from kvthaw.kernels.parts import accumulate, store_part
 
     @triton.jit
-    def _decoded(x, low, high, PLAIN: tl.constexpr):
+    def _decoded(x, low, high, BITS: tl.constexpr, PLAIN: tl.constexpr):
         # Return the levels of the lowest four nibbles of x as bytes v, or ~v for negative levels. x [S, TILE, 4, 2, 4] int32
         # holds each value four times.
         if PLAIN:
             j = tl.arange(0, 4)[None, None, None, None, :]
             nibble = x >> (4 * j)
-            level = tl.where(nibble & 4 > 0, high, low) >> (8 * (nibble & 3)) & 255
-            found = tl.where(nibble & 8 > 0, -1 - level, level).to(tl.int8)
+            found = (tl.where(nibble & 4 > 0, high, low) >> (8 * (nibble & 3))).to(tl.int8)
+            if BITS == 4:
+                found = tl.where(nibble & 8 > 0, -1 - found, found)
+        elif BITS == 3:
+            found = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 number;
+                and.b32 number, $1, 0x7777;
+                prmt.b32 $0, $5, $9, number;
+                }""",
+                "=r,r,r,r,r,r,r,r,r,r,r,r,r", [x, low, high], tl.int8, True, 4,
+            )  # fmt: skip
         else:
             found = tl.inline_asm_elementwise(
                 """{
@@ -108,20 +124,22 @@ if HAS_TRITON:
         return found
 
     @triton.jit
-    def _summaries(codes, weights, at, SUBS: tl.constexpr):
-        # Load codes and weights [TILE, SUBS or 4] of the keys at `at`, 0 past the last subspace.
+    def _summary(table, at, SUBS: tl.constexpr):
+        # Load what a table has of the keys at `at`, [TILE, SUBS or 4], 0 past the last subspace.
         b = tl.arange(0, SUBS if SUBS > 4 else 4)[None, :]
-        at = at[:, None] * SUBS + b
-        if SUBS >= 4:
-            word, weight = tl.load(codes + at), tl.load(weights + at)
-        else:
-            word, weight = tl.load(codes + at, mask=b < SUBS, other=0), tl.load(weights + at, mask=b < SUBS, other=0.0)
-        return word, weight
+        return tl.load(table + at[:, None] * SUBS + b, mask=(b < SUBS) if SUBS < 4 else None, other=0 if SUBS < 4 else None)
+
+    @triton.jit
+    def _weight(x):
+        # Return weights in words as float32, times 2^-LARGEST: the tops of eight nibbles become exponent and mantissa.
+        pairs = ((x & -0x7F7F7F80) | ((x << 3) & 0x40404040)) & -0x3F3F3F40
+        byte = pairs * ((1 << 18) | (1 << 12) | (1 << 6) | 1)  # in bits 24 .. 31; the pairs meet nowhere
+        return (((byte >> 4) & 0x0FF00000) | 0x30000000).to(tl.float32, bitcast=True)
 
     @triton.jit
     def _rerank(whole, factors, codes, weights, candidates, wanted, scores, peaks, parts, heads, capacity, width, low, high,
-                scale, P: tl.constexpr, PP: tl.constexpr, SUBS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
-                RUN: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                scale, UNIT: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, SUBS: tl.constexpr,
+                TILE: tl.constexpr, ROOM: tl.constexpr, RUN: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # Program: every num_programs-th tile of candidates of one KV head, for all its query heads.
         split = tl.program_id(0)
         splits = tl.num_programs(0)
@@ -145,7 +163,7 @@ if HAS_TRITON:
             sub = mine[None, :] * S + tl.arange(0, S)[:, None]
             row = (pair * P + p_of)[None, :] * SUBS + sub
             real = (p_of < P)[None, :] & (sub < SUBS)
-            factor = tl.load(factors + row, mask=real, other=0.0) / 128  # [S, N]
+            factor = tl.load(factors + row, mask=real, other=0.0) * UNIT  # [S, N]
             own = real[:, :, None] & ((k // 8)[None, :] == mine[:, None])[None, :, :]
             query = tl.load(whole + row[:, :, None] * 8 + (k % 8)[None, None, :], mask=own, other=0)
             less = factor * MAGIC - factor * (0.5 * tl.sum(query.to(tl.int32), axis=2).to(tl.float32))  # a level is v + 1/2
@@ -157,25 +175,28 @@ if HAS_TRITON:
             start = tl.full((S, TILE, 4 * PP), 0x4B400000, tl.int32)
             m = split * TILE + r
             place = tl.load(candidates + pair * width + m, mask=m < count, other=0)
-            word, weight = _summaries(codes, weights, pair * capacity + place, SUBS)
+            word = _summary(codes, pair * capacity + place, SUBS)
+            weight = _summary(weights, pair * capacity + place, SUBS) if BITS == 4 else word
             place = tl.load(candidates + pair * width + m + splits * TILE, mask=m + splits * TILE < count, other=0)
             for tile in tl.range(split, tl.cdiv(count, TILE), splits, num_stages=1):
                 m = tile * TILE + r
                 live = (m < count)[:, None]
-                next_word, next_weight = _summaries(codes, weights, pair * capacity + place, SUBS)
+                next_word = _summary(codes, pair * capacity + place, SUBS)
+                next_weight = _summary(weights, pair * capacity + place, SUBS) if BITS == 4 else next_word
                 later = m + 2 * splits * TILE
                 place = tl.load(candidates + pair * width + later, mask=later < count, other=0)
                 half = tl.join(word, word >> 16)
                 half = tl.join(half, half)  # not a broadcast, which the compiler would move past the decoding
                 half = tl.reshape(tl.join(half, half), (TILE, 4, S, 2, 4))
-                key = tl.reshape(_decoded(tl.permute(half, (2, 0, 1, 3, 4)), low, high, PLAIN), (S, TILE, 32))
+                key = tl.reshape(_decoded(tl.permute(half, (2, 0, 1, 3, 4)), low, high, BITS, PLAIN), (S, TILE, 32))
                 if PLAIN:  # exact, and Triton has no int8 products before sm_80
                     sums = start + tl.dot(key.to(tl.float16), query.to(tl.float16)).to(tl.int32)
                 else:
                     sums = tl.dot(key, query, start, out_dtype=tl.int32)
                 sums = sums.to(tl.float32, bitcast=True)
                 sums = tl.reshape(sums * factor[:, None, :] - less[:, None, :], (S, TILE, 2, PP, 2))
-                weigh = tl.permute(tl.reshape(weight.to(tl.float32), (TILE, 4, S)), (2, 0, 1))
+                weight = weight.to(tl.float32) if BITS == 4 else _weight(word)
+                weigh = tl.permute(tl.reshape(weight, (TILE, 4, S)), (2, 0, 1))
                 sums = tl.sum(sums * tl.reshape(weigh, (S, TILE, 2, 1, 2)), axis=0)
                 score = tl.sum(tl.sum(sums, axis=3), axis=1)
                 tl.store(scores + (pair * P + p[None, :]) * width + m[:, None], score, mask=head & live)
@@ -197,15 +218,14 @@ def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: T
     batch, heads, scored, subs = rotated.factors.shape
     width = candidates.shape[2]
     assert rotated.whole.is_contiguous() and rotated.factors.is_contiguous()
-    assert summaries.codes.is_contiguous() and summaries.weights.is_contiguous()
-    assert candidates.is_contiguous() and wanted.dtype == candidates.dtype == torch.int32
+    assert summaries.contiguous() and candidates.is_contiguous() and wanted.dtype == candidates.dtype == torch.int32
     assert TILE % run == 0, f"{run} candidates do not divide a tile"
     tile, splits = shape(run)
     found = Estimates.empty((batch, heads, scored), width, splits, run, candidates.device)
     _rerank[(splits, heads, batch)](
         rotated.whole, rotated.factors, summaries.codes, summaries.weights, candidates, wanted, found.scores, found.peaks,
-        found.parts, heads, summaries.capacity, width, *quantizer.bytes, scale, P=scored, PP=max(2, triton.next_power_of_2(scored)),
-        SUBS=subs, TILE=tile, ROOM=TILE, RUN=run, PLAIN=not nvidia(candidates.device, (8, 0)), num_warps=1,
+        found.parts, heads, summaries.capacity, width, *quantizer.bytes, scale, UNIT=2.0**LARGEST / 128 if quantizer.bits == 3 else 1 / 128,
+        BITS=quantizer.bits, P=scored, PP=max(2, triton.next_power_of_2(scored)), SUBS=subs, TILE=tile, ROOM=TILE, RUN=run, PLAIN=not nvidia(candidates.device, (8, 0)), num_warps=1,
         **dependent(candidates.device),
     )  # fmt: skip
     return found
@@ -220,5 +240,4 @@ def rerank(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: T
     """
     if candidates.is_cuda and HAS_TRITON:
         return launch(rotated, summaries, candidates, wanted, quantizer, scale, run)
-    batch = rotated.whole.shape[0]
-    return Estimates(definition(rotated, summaries.codes[:batch], summaries.weights[:batch], candidates, quantizer))
+    return Estimates(definition(rotated, summaries, candidates, quantizer))

@@ -79,7 +79,7 @@ def codes_method(
     choose: str,
     **codes: Any,
 ) -> Method:
-    """Return a method that ranks candidates by 4-bit codes.
+    """Return a method that ranks candidates by codes.
 
     codes: more of CodesIndex's options.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import ConfigError
 from kvthaw.index.codes import Centroids, Policy
@@ -14,6 +16,7 @@ def pariskv_plus(
     policy: Policy = "max",
     votes: Votes = "graded",
     centre: bool = True,
+    code_bits: Literal[3, 4] = 3,
     rho: float | None = None,
     beta: float | None = None,
     candidates: int | None = None,
@@ -24,7 +27,7 @@ def pariskv_plus(
     head_limit: int = 1,
     tolerance: float = 0.0,
 ) -> Method:
-    """Retrieve the tokens of the best 4-bit codes among those whose sign patterns are most like the query's.
+    """Retrieve the tokens of the best codes among those whose sign patterns are most like the query's.
 
     Two changes to pariskv find more of the exact best rows with an equal number of candidates. votes="graded": a centroid
     votes with its similarity to the query, in 127 steps, not by its rank, so all keys collide and no ranking is needed.
@@ -32,6 +35,8 @@ def pariskv_plus(
     the shorter rest. With both, an index is built with a prompt's last chunk, not chunk by chunk. On the shipped model 83 %
     of the exact top 100 are selected at 32k, where pariskv selects 72 %.
 
+    code_bits: bits of a coordinate's code. With 3 a key takes 80 bytes of the device for 128 dimensions, with pariskv's 4 it takes
+        112. On real models 3 lose nothing that we could measure; see docs/notes/remainder.md.
     head_limit: a KV head may select up to head_limit times its rows. The KV heads of a layer together select the heaviest rows of
     all, no more than before. 1: an equal number each.
     tolerance: a step reads no row whose estimated share of a head's attention is less. 0: it reads as many as the budget allows.
@@ -53,11 +58,12 @@ def pariskv_plus(
         ratios=Ratios(1.0 if votes == "graded" else rho, beta, candidates, votes == "tiered", least=8, growth=2 / 3),
         policy=policy,
         centre=centre,
+        code_bits=code_bits,
         rotate=rotate,
         normalise=normalise,
         centroids=centroids,
         head_limit=head_limit,
         tolerance=tolerance,
-        differs="votes by similarity, no collisions and tiers; keys centred on the prompt; two dense layers",
+        differs="votes by similarity, no collisions and tiers; keys centred on the prompt; codes of 3 bits; two dense layers",
         choose="speed at long contexts and in large batches",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
@@ -22,10 +23,11 @@ def thaw(
     rotate: bool = True,
     normalise: bool = True,
     centroids: Centroids = "signs",
+    code_bits: Literal[3, 4] = 3,
     head_limit: int = 1,
     tolerance: float = 0.0,
 ) -> Method:
-    """Attend exactly to the rows of the best 4-bit codes, and to every page's other tokens by their mean key and mean value.
+    """Attend exactly to the rows of the best codes, and to every page's other tokens by their mean key and mean value.
 
     Exact top-k is no longer the ceiling: attention has a long tail, which the estimate weighs. With an equal number of rows thaw's
     divergence from full attention is 0.35 to 0.53 of exact top-k's. It is a third where heads share rows. We measured both on
@@ -44,7 +46,7 @@ def thaw(
     The other options are pariskv-plus's. Sink and window are small, since the estimate covers what a long window is for. One
     layer is dense in deep models, since the first one's attention is flat.
 
-    Host: the rows. Device: each key's codes (112 bytes for 128 dimensions) and each page's means; every decision. Not for models
+    Host: the rows. Device: each key's codes (80 bytes for 128 dimensions) and each page's means; every decision. Not for models
     with a softcap on attention logits.
     """
     at_least(1, remainder=remainder)
@@ -55,6 +57,7 @@ def thaw(
         rotate=rotate,
         normalise=normalise,
         centroids=centroids,
+        code_bits=code_bits,
         head_limit=head_limit,
         tolerance=tolerance,
     )
