@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -44,12 +44,17 @@ from lab.script import run_kernels
 SINK, WINDOW, BUFFER, K = 128, 256, 512, 100
 GOALS = {1 << 17: 30, 1 << 19: 65, 1 << 20: 120}
 """Microseconds that select should take at batch 1, by tokens."""
+Bits = Literal[3, 4]
+CODED = "rerank", "select"
+"""Steps of select whose time depends on the bits of the codes."""
 
 
-def lines(*, quick: bool) -> Iterator[dict[str, Any]]:
-    """Check and measure; a line a case."""
+def lines(*, quick: bool, codes: bool) -> Iterator[dict[str, Any]]:
+    """Check and measure; a line a case. codes: only what depends on the bits of the codes."""
     yield {"op": "launch", "us": launch_time()}
-    yield encode_time(1 << 17)
+    yield from coded(quick=quick)
+    if codes:
+        return
     yield from steps(1, quick=quick)
     for paper in (True, False):
         yield select_time("max", 1 << 17, paper=paper)
@@ -57,6 +62,16 @@ def lines(*, quick: bool) -> Iterator[dict[str, Any]]:
     yield select_time("mean", 1 << 17)
     for batch in () if quick else (4, 16):
         yield from steps(batch)
+
+
+def coded(*, quick: bool) -> Iterator[dict[str, Any]]:
+    """Time both forms of codes, one after the other."""
+    for bits in get_args(Bits):
+        yield encode_time(1 << 17, bits)
+    for tokens in (1 << 17,) if quick else GOALS:
+        for bits in get_args(Bits):
+            yield from Chain(1, tokens, bits=bits).times(with_torch=tokens == 1 << 17, steps=CODED)
+            torch.cuda.empty_cache()
 
 
 def steps(batch: int, *, quick: bool = False) -> Iterator[dict[str, Any]]:
@@ -69,12 +84,14 @@ def steps(batch: int, *, quick: bool = False) -> Iterator[dict[str, Any]]:
     yield {**decode(batch, SINK + WINDOW + BUFFER + K, masked=True), "op": "attention"}
 
 
-def make(batch: int, tokens: int, policy: Policy = "max", *, paper: bool = False, device: str = "cuda") -> CodesIndex:
-    """An index of random keys. paper: with its tiers of votes and keys as they are."""
+def make(
+    batch: int, tokens: int, policy: Policy = "max", *, paper: bool = False, bits: Bits = 3, device: str = "cuda"
+) -> CodesIndex:
+    """An index of random keys. paper: with its tiers of votes and codes of 4 bits, and keys as they are."""
     store = HostStore(batch, HEADS, DIM, torch.bfloat16)
     sizes = (0, HEADS * GROUP, HEADS, DIM, torch.bfloat16, torch.device(device))
     context = IndexContext(*sizes, store, Regions(SINK, WINDOW, BUFFER), DIM**-0.5)
-    index = CodesIndex(context, policy=policy, graded=not paper, centre=not paper)
+    index = CodesIndex(context, policy=policy, graded=not paper, centre=not paper, code_bits=4 if paper else bits)
     index.make_room(batch, tokens)
     for seq in range(batch):
         keys = torch.randn(HEADS, tokens, DIM, device=device, dtype=torch.bfloat16)
@@ -92,16 +109,17 @@ def launch_time() -> float:
     return micros(replay_time([lambda: one.add_(1)] * 32))
 
 
-def encode_time(tokens: int) -> dict[str, Any]:
+def encode_time(tokens: int, bits: Bits = 3) -> dict[str, Any]:
     """Encoding all keys of a prompt, less their mean; beside it with the count of its clusters, which tiers need."""
-    index = make(1, tokens)
+    index = make(1, tokens, bits=bits)
     keys = torch.randn(1, HEADS, tokens, DIM, device="cuda", dtype=torch.bfloat16)
     into, how = index.summaries, (index.rotation, index.quantizer)
     encoding.launch(keys, *how, [into], [0], [0])
     ids, codes, weights = encoding.definition(keys[0], *how)
     for got, want in ((into.ids[0, :, :, :tokens], ids), (into.codes[0, :, :tokens], codes)):
         demand(float((got != want).float().mean()) < 1e-3, "encode: ids or codes differ from the definition's")
-    agree(into.weights[0, :, :tokens], weights, "encode: weights", 2**-7)
+    if into.weights is not None and weights is not None:
+        agree(into.weights[0, :, :tokens], weights, "encode: weights", 2**-7)
 
     def encode() -> None:
         encoding.launch(keys, *how, [into], [0], [0], [index.tables["centre"]] if index.centred else [])
@@ -112,7 +130,8 @@ def encode_time(tokens: int) -> dict[str, Any]:
 
     alone, both = eager_time(encode, 12), eager_time(counted, 12)
     theirs = eager_time(lambda: encoding.definition(keys[0], *how), 12)
-    line = {"op": "encode", "tokens": tokens, "batch": 1, **rates(alone, keys.nbytes + HEADS * tokens * 112), "goal_us": 300}
+    moved = keys.nbytes + HEADS * tokens * (80 if bits == 3 else 112)
+    line = {"op": "encode", "code_bits": bits, "tokens": tokens, "batch": 1, **rates(alone, moved), "goal_us": 300}
     return line | {"counted_us": micros(both), "torch_us": micros(theirs), "speedup": round(theirs / alone, 1)}
 
 
@@ -120,15 +139,15 @@ class Chain:
     """The steps of select, each on what the one before it left, and the whole, on enough copies of the index that none is still
     cached when its turn comes."""
 
-    def __init__(self, batch: int, tokens: int, device: str = "cuda") -> None:
-        self.batch, self.tokens, self.scale = batch, tokens, DIM**-0.5
-        self.index, self.query = make(batch, tokens, device=device), queries(batch, device)
+    def __init__(self, batch: int, tokens: int, device: str = "cuda", bits: Bits = 3) -> None:
+        self.batch, self.tokens, self.scale, self.bits_a_code = batch, tokens, DIM**-0.5, bits
+        self.index, self.query = make(batch, tokens, bits=bits, device=device), queries(batch, device)
         index, data, self.now = self.index, self.index.tables, self.index.summaries
         index.select(self.query, K)
         self.lengths, self.wanted, self.limits = data["lengths"], data["wanted"], data["limits"]
         parts = self.now.ids, self.now.codes, self.now.weights, self.now.sizes
-        twins = (encoding.Summaries(*(x.clone() for x in parts)) for _ in range(1, copies(self.now.ids.nbytes)))
-        self.sets = [self.now, *twins]
+        twins: list[Any] = [[x if x is None else x.clone() for x in parts] for _ in range(1, copies(self.now.ids.nbytes))]
+        self.sets = [self.now, *(encoding.Summaries(*twin) for twin in twins)]
         self.width = -(-index.ratios.most(self.now.capacity, K) // reranking.TILE) * reranking.TILE
         run = choosing.run_length(self.width, K)
         assert run is not None
@@ -193,7 +212,7 @@ class Chain:
         candidates = bucket.definition(self.got.scores, self.lengths, self.wanted, self.width)
         known = torch.arange(self.width, device=candidates.device) < self.wanted[:, None, None]
         demand(torch.equal(self.chosen.masked_fill(~known, -1), candidates), "bucket_topk: candidates differ")
-        estimate = reranking.definition(self.rotated, now.codes, now.weights, candidates, index.quantizer)
+        estimate = reranking.definition(self.rotated, now, candidates, index.quantizer)
         made, estimate = (scores.masked_fill(~known[:, :, None], 0.0) for scores in (self.made.scores, estimate))
         agree(made, estimate, "rerank: estimates", 2**-12)
         rows, counts = self.topk(now)
@@ -204,6 +223,7 @@ class Chain:
     def moved(self) -> dict[str, int]:
         """Bytes that a step must read and write."""
         keys, picked = self.batch * HEADS * self.tokens, self.batch * HEADS * int(self.wanted[0])
+        summary = 64 if self.now.weights is None else 96
         runs = self.batch * HEADS * GROUP * (self.made.peaks.shape[3] if self.made.peaks is not None else 0)
         return {
             "tiers": self.query.nbytes + self.now.sizes.nbytes + self.rotated.values.nbytes + self.table.nbytes,
@@ -211,9 +231,9 @@ class Chain:
             "planes": self.query.nbytes + self.rotated.values.nbytes + self.bits.nbytes,
             "signs": keys * 17,
             "bucket_topk": keys + 4 * picked,
-            "rerank": picked * (100 + 4 * GROUP),
+            "rerank": picked * (4 + summary + 4 * GROUP),
             "topk": 4 * runs + self.batch * HEADS * K * self.run * (4 + 4 * GROUP),
-            "select": keys * 18 + picked * (104 + 4 * GROUP),
+            "select": keys * 18 + picked * (8 + summary + 4 * GROUP),
         }
 
     def in_torch(self) -> dict[str, Callable[[encoding.Summaries], object]]:
@@ -227,19 +247,23 @@ class Chain:
             "planes": lambda one: rounding.pack(rounding.coarse(self.rotated.values, "max")),
             "signs": lambda one: signing.definition(self.bits, one.ids),
             "bucket_topk": lambda one: torch.topk(scores.int(), want, dim=2),
-            "rerank": lambda one: reranking.definition(self.rotated, one.codes, one.weights, real, self.index.quantizer),
+            "rerank": lambda one: reranking.definition(self.rotated, one, real, self.index.quantizer),
             "topk": lambda one: torch.topk(choosing.merge(estimates, self.scale, "max"), K, dim=2),
         }
 
-    def times(self, *, with_torch: bool) -> list[dict[str, Any]]:
-        """A line a step; with_torch: beside plain torch, where select's is the sum of its steps'."""
+    def times(self, *, with_torch: bool, steps: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """A line a step, of these or of all; with_torch: beside plain torch, where select's is the sum of its steps'."""
         if with_torch:
             self.check()
         plain = self.in_torch() if with_torch else {}
         lines, total = [], 0.0
         for step, moved in self.moved().items():
+            if steps and step not in steps:
+                continue
             line = {"op": step, "tokens": self.tokens, "batch": self.batch, **rates(self.seconds(step), moved)}
-            if with_torch:
+            if step in CODED:
+                line["code_bits"] = self.bits_a_code
+            if with_torch and not steps:
                 theirs = replay_time(rotated(plain[step], self.sets[:2]), 5) if step in plain else total
                 total += theirs if step not in ("tiers", "collide") else 0.0  # select takes votes by signs
                 line |= {"torch_us": micros(theirs), "speedup": round(theirs * 1e6 / line["us"], 1)}
@@ -275,4 +299,4 @@ def fetch_in_torch(tokens: int) -> float:
 
 
 if __name__ == "__main__":
-    run_kernels(__doc__, lines, {**SHAPE, "method": "pariskv", "rows": K})
+    run_kernels(__doc__, lines, {**SHAPE, "method": "pariskv", "rows": K}, codes=False)

@@ -102,7 +102,8 @@ def _pairs(device: torch.device, size: int, heads: int = 8, dim: int = 128, k: i
     dtype, query = torch.bfloat16, torch.randn(1, 4 * heads, dim, device=device)
     keys = torch.randn(heads, size, dim, device=device)
     rotation, quantizer = make_rotation(dim, 0, device=device), encode.make_quantizer(device)
-    ids, codes, weights = (part[None].contiguous() for part in encode.definition(keys, rotation, quantizer))
+    ids, codes, weights = encode.definition(keys[None], rotation, quantizer)
+    ids = ids.contiguous()
     counted = torch.zeros((*ids.shape[:3], 256), dtype=torch.int32, device=device)
     counted.scatter_add_(3, ids.long(), torch.ones_like(ids, dtype=torch.int32))
     now_ = encode.Summaries(ids, codes, weights, counted)
@@ -125,7 +126,7 @@ def _pairs(device: torch.device, size: int, heads: int = 8, dim: int = 128, k: i
         ),
         "rerank": (
             partial(rerank.rerank, rotated, now_, candidates, wanted, quantizer, dim**-0.5),
-            partial(rerank.definition, rotated, codes, weights, exact, quantizer),
+            partial(rerank.definition, rotated, now_, exact, quantizer),
         ),
     }
     if device.type == "cuda":

@@ -20,6 +20,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from kvthaw.kernels.decode_step import DecodeStep
+    from kvthaw.kernels.encode import Quantizer, Summaries
 
 HEADS, GROUP = 2, 4
 SHARED = {"cuda:89": 99 << 10}
@@ -141,21 +142,24 @@ def moves(dtype: torch.dtype, dim: int) -> None:
     stream_keys.stream_rows(empty(2, dtype=torch.int64), 64, 3, empty(HEADS, 20, 2, dim, dtype=dtype))
 
 
+def quantized(seqs: int, subs: int, bits: int) -> tuple[Summaries, Quantizer]:
+    """Return summaries with room for 4,096 keys of `subs` subspaces, and the form of their codes."""
+    from kvthaw.kernels.encode import Summaries, make_quantizer
+
+    ids, codes = empty(seqs, HEADS, subs, 4096, dtype=torch.uint8), empty(seqs, HEADS, 4096, subs)
+    weights = codes.bfloat16() if bits == 4 else None
+    return Summaries(ids, codes, weights, empty(seqs, HEADS, subs, 256)), make_quantizer("meta", bits)
+
+
 def codes(dtype: torch.dtype, dim: int) -> None:
     from kvthaw.kernels import bucket_topk, collide, planes, rerank, signs, tiers
-    from kvthaw.kernels.encode import Summaries, make_quantizer
     from kvthaw.kernels.srht import make_rotation
     from kvthaw_baselines.kernels import code_hits
 
     for width in (dim, 16):
-        rotation, quantizer = make_rotation(width, 0, device="meta"), make_quantizer("meta")
+        rotation = make_rotation(width, 0, device="meta")
         subs, totals = rotation.padded // 8, empty(3, HEADS, 128)
-        summaries = Summaries(
-            empty(3, HEADS, subs, 4096, dtype=torch.uint8),
-            empty(3, HEADS, 4096, subs),
-            empty(3, HEADS, 4096, subs, dtype=torch.bfloat16),
-            empty(3, HEADS, subs, 256),
-        )
+        summaries, quantizer = quantized(3, subs, 4)
         query = empty(3, HEADS * GROUP, width, dtype=dtype)
         _, votes = tiers.launch(query, rotation, summaries.sizes, empty(3, 6), totals, mean=False, combine="max")
         collide.launch(votes, summaries.ids, empty(3), totals, "max", 0)
@@ -163,7 +167,8 @@ def codes(dtype: torch.dtype, dim: int) -> None:
         found = signs.launch(bits, summaries.ids, empty(3), totals)
         bucket_topk.launch(found, empty(3), empty(3), 640)
         for run in (64, 8) if width == dim else ():
-            rerank.launch(rotated, summaries, empty(3, HEADS, 640), empty(3), quantizer, 0.1, run)
+            for known, form in ((summaries, quantizer), quantized(3, subs, 3)):
+                rerank.launch(rotated, known, empty(3, HEADS, 640), empty(3), form, 0.1, run)
     tables, asked = (empty(3, HEADS, n, 150, dtype=torch.int16) for n in (900, GROUP))
     code_hits.launch(tables[:, :, :700], asked, empty(3, dtype=torch.int64))
 
@@ -172,17 +177,16 @@ def elsewhere(dtype: torch.dtype, dim: int) -> None:
     """What other GPUs have no instructions or launch options for: ParisKV's products and its chain, k-means, float32 products."""
     from kvthaw.kernels import flash_decode, kmeans, planes, rerank, signs
     from kvthaw.kernels.decode_step import DecodeStep
-    from kvthaw.kernels.encode import Summaries, make_quantizer
     from kvthaw.kernels.srht import make_rotation
 
     rotation, totals = make_rotation(dim, 0, device="meta"), empty(3, HEADS, 128)
     subs = rotation.padded // 8
-    ids, codes = empty(3, HEADS, subs, 4096, dtype=torch.uint8), empty(3, HEADS, 4096, subs)
-    summaries = Summaries(ids, codes, codes.bfloat16(), empty(3, HEADS, subs, 256))
     query = empty(3, HEADS * GROUP, dim, dtype=dtype)
     rotated, bits = planes.launch(query, rotation, HEADS, totals, mean=False, combine="max")
-    signs.launch(bits, ids, empty(3), totals)
-    rerank.launch(rotated, summaries, empty(3, HEADS, 640), empty(3), make_quantizer("meta"), 0.1, 64)
+    signs.launch(bits, empty(3, HEADS, subs, 4096, dtype=torch.uint8), empty(3), totals)
+    for form in (4, 3):
+        summaries, quantizer = quantized(3, subs, form)
+        rerank.launch(rotated, summaries, empty(3, HEADS, 640), empty(3), quantizer, 0.1, 64)
     kmeans.launch(empty(HEADS, 700, dim, dtype=dtype), empty(HEADS, 30, dtype=torch.int64), distance="l2", iterations=1)
     slab = empty(3, HEADS, 500, 2, dim, dtype=dtype)
     step = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], scale=0.1, lengths=empty(3))
@@ -194,18 +198,13 @@ def batches(dtype: torch.dtype, dim: int) -> None:
     from kvthaw.kernels import encode
     from kvthaw.kernels.srht import make_rotation
 
-    rotation, quantizer = make_rotation(dim, 0, device="meta"), encode.make_quantizer("meta")
-    subs = rotation.padded // 8
-    into = encode.Summaries(
-        empty(64, HEADS, subs, 4096, dtype=torch.uint8),
-        empty(64, HEADS, 4096, subs),
-        empty(64, HEADS, 4096, subs, dtype=torch.bfloat16),
-        empty(64, HEADS, subs, 256),
-    )
-    for rows in (1, 3, 4, 16, 64):
-        seqs, starts, stops = list(range(rows)), [7] * rows, [519] * rows
-        encode.launch(empty(rows, HEADS, 512, 2, dim, dtype=dtype)[:, :, :, 0], rotation, quantizer, [into], seqs, starts)
-        encode.launch_count(into, seqs, starts, stops)
+    rotation = make_rotation(dim, 0, device="meta")
+    for bits in (4, 3):
+        into, quantizer = quantized(64, rotation.padded // 8, bits)
+        for rows in (1, 3, 4, 16, 64):
+            seqs, starts, stops = list(range(rows)), [7] * rows, [519] * rows
+            encode.launch(empty(rows, HEADS, 512, 2, dim, dtype=dtype)[:, :, :, 0], rotation, quantizer, [into], seqs, starts)
+            encode.launch_count(into, seqs, starts, stops)
 
 
 def attention_steps(dtype: torch.dtype, dim: int) -> Iterator[DecodeStep]:

@@ -54,7 +54,11 @@ def test_definition_by_hand(bits: int) -> None:
 @pytest.mark.parametrize("bits", [4, 3])
 @pytest.mark.parametrize(("shape", "run"), list(zip(SHAPES, itertools.cycle([64, 8]), strict=False)))
 def test_rerank_kernel(
-    shape: tuple[int, int, tuple[int, ...], torch.dtype], run: int, bits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, tuple[int, ...], torch.dtype],
+    run: int,
+    bits: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dim, group, lengths, dtype = shape
     monkeypatch.setattr(op, "shape", lambda run: (max(run, 16), 3))

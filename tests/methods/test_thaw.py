@@ -58,7 +58,7 @@ def test_shared_rows_hold_more_of_the_attention() -> None:
                     rows = one.rows[seq, head]
                     total += float(share[head, rows[rows >= 0].long()].sum())
         mass[method] = total
-    assert mass["pariskv-plus:head_limit=2"] > 1.05 * mass["pariskv-plus"]
+    assert mass["pariskv-plus:head_limit=2"] > 1.03 * mass["pariskv-plus"]
 
 
 @pytest.mark.parametrize("method", ["thaw:tolerance=0.01", "thaw:tolerance=0.01:head_limit=2"])

@@ -66,8 +66,13 @@ class Quantizer:
 
     def tables(self, heads: int, subs: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of a sequence's tables, by name, for no keys: axis 1 is of keys."""
-        codes = {"codes": ((heads, 0, subs), torch.int32)}
-        return codes if self.bits == 3 else codes | {"weights": ((heads, 0, subs), torch.bfloat16)}
+        kinds = {"codes": torch.int32} | ({} if self.bits == 3 else {"weights": torch.bfloat16})
+        return {name: ((heads, 0, subs), dtype) for name, dtype in kinds.items()}
+
+    @property
+    def unit(self) -> float:
+        """What a weight in a word, read as float32, is multiplied by; 1 for a table's."""
+        return 2.0**LARGEST if self.bits == 3 else 1.0
 
     def pack(self, codes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
         """Pack codes [..., 8] int64, one a coordinate, to words [...] int32: coordinate j in bits 4j .. 4j + 3. Return them and the
@@ -77,7 +82,7 @@ class Quantizer:
         """
         bit, table = torch.arange(SUB, device=codes.device), None
         if self.bits == 3:
-            number = ((weights * 2.0**-LARGEST).view(torch.int32) + 0x80000 >> 20) - 0x300
+            number = ((weights / self.unit).view(torch.int32) + 0x80000 >> 20) - 0x300
             codes = codes + ((number.clamp(0, 255)[..., None] >> bit & 1) << 3)
         else:
             table = weights.bfloat16()
@@ -98,7 +103,7 @@ class Quantizer:
             return table.float()
         bit = torch.arange(SUB, device=words.device)
         number = ((words[..., None].long() >> (4 * bit + 3) & 1) << bit).sum(dim=-1)
-        return (number + 0x300 << 20).int().view(torch.float32) * 2.0**LARGEST
+        return (number + 0x300 << 20).int().view(torch.float32) * self.unit
 
 
 @dataclass(slots=True)
@@ -300,19 +305,23 @@ def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, layers: Seque
     first, apart = layers[0], list[int]()
     for into, centre in zip_longest(layers, centres):
         assert into.contiguous() and into.codes.dtype == torch.int32 and into.ids.shape == first.ids.shape
-        pairs = (into.ids, first.ids), (into.codes, first.codes), (into.weights, first.weights), (centre, next(iter(centres), None))
+        pairs = (
+            (into.ids, first.ids),
+            (into.codes, first.codes),
+            (into.weights, first.weights),
+            (centre, next(iter(centres), None)),
+        )
         apart += [_between(own, its) for own, its in pairs]
     assert keys.stride(3) == 1 and many == len(layers) * len(seqs) and max(starts) + n <= first.capacity
     wide, (edges, levels) = rotation.padded > 128, quantizer.constants
-    scale = rotation.scale * (128 if quantizer.bits == 4 else 128 * 2.0**-LARGEST)
     loops = max(1, min(LOOPS, n * heads * many // (BLOCK * PROGRAMS)))
     numbers = torch.tensor([*seqs, *starts, *apart]).to(keys.device, non_blocking=True)
     _encode[(triton.cdiv(n, BLOCK * loops), heads, many)](
         keys, centres[0] if centres else None, rotation.basis, first.ids, first.codes, first.weights, numbers, len(seqs), n, heads,
-        first.capacity, scale, keys.stride(0), keys.stride(1), keys.stride(2), dim, loops, EDGES=edges, LEVELS=levels,
-        SLOPE=quantizer.slope, SHARP=SHARP, BITS=quantizer.bits, SUBS=rotation.padded // SUB, SQUARE=rotation.basis.shape[0], BLOCK=BLOCK, CENTRE=bool(centres),
-        UPCAST=keys.device.type == "cpu", STAGES=1 if wide else STAGES, NATIVE=nvidia(keys.device),
-        num_warps=2 * WARPS if wide else WARPS,
+        first.capacity, 128 * rotation.scale / quantizer.unit, keys.stride(0), keys.stride(1), keys.stride(2), dim, loops,
+        EDGES=edges, LEVELS=levels, SLOPE=quantizer.slope, SHARP=SHARP, BITS=quantizer.bits, SUBS=rotation.padded // SUB,
+        SQUARE=rotation.basis.shape[0], BLOCK=BLOCK, CENTRE=bool(centres), UPCAST=keys.device.type == "cpu",
+        STAGES=1 if wide else STAGES, NATIVE=nvidia(keys.device), num_warps=2 * WARPS if wide else WARPS,
     )  # fmt: skip
 
 
@@ -348,7 +357,7 @@ def encode(keys: Tensor, rotation: Rotation, quantizer: Quantizer, layers: Seque
         ids, codes, weights = definition(shifted, rotation, quantizer)
         into.ids[seq, :, :, start : start + n] = ids
         into.codes[seq, :, start : start + n] = codes
-        if into.weights is not None:
+        if into.weights is not None and weights is not None:
             into.weights[seq, :, start : start + n] = weights
 
 

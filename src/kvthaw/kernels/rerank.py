@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.chain import dependent
-from kvthaw.kernels.encode import LARGEST, Quantizer, Summaries
+from kvthaw.kernels.encode import Quantizer, Summaries
 from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.query import Rotated
 
@@ -224,9 +224,9 @@ def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: T
     found = Estimates.empty((batch, heads, scored), width, splits, run, candidates.device)
     _rerank[(splits, heads, batch)](
         rotated.whole, rotated.factors, summaries.codes, summaries.weights, candidates, wanted, found.scores, found.peaks,
-        found.parts, heads, summaries.capacity, width, *quantizer.bytes, scale, UNIT=2.0**LARGEST / 128 if quantizer.bits == 3 else 1 / 128,
-        BITS=quantizer.bits, P=scored, PP=max(2, triton.next_power_of_2(scored)), SUBS=subs, TILE=tile, ROOM=TILE, RUN=run, PLAIN=not nvidia(candidates.device, (8, 0)), num_warps=1,
-        **dependent(candidates.device),
+        found.parts, heads, summaries.capacity, width, *quantizer.bytes, scale, UNIT=quantizer.unit / 128, BITS=quantizer.bits,
+        P=scored, PP=max(2, triton.next_power_of_2(scored)), SUBS=subs, TILE=tile, ROOM=TILE, RUN=run,
+        PLAIN=not nvidia(candidates.device, (8, 0)), num_warps=1, **dependent(candidates.device),
     )  # fmt: skip
     return found
 
