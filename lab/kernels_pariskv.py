@@ -50,7 +50,7 @@ CODED = "rerank", "select"
 
 
 def lines(*, quick: bool, codes: bool) -> Iterator[dict[str, Any]]:
-    """Check and measure; a line a case. codes: only what depends on the bits of the codes."""
+    """Check and measure; a line a case. With `codes` only what depends on the bits of the codes is measured."""
     yield {"op": "launch", "us": launch_time()}
     yield from coded(quick=quick)
     if codes:

@@ -58,14 +58,12 @@ class PageMeans(Tables):
 
     def reserve(self, seqs: int, tokens: int) -> None:
         """Allocate room for `seqs` sequences of `tokens` tokens; keep what is stored."""
-        have, many = self.means.shape[2], max(seqs, len(self.counts))
-        pages = -(-tokens // self.page)
-        pages = have if pages <= have else max(pages + pages // 8, 16)
+        many, pages = max(seqs, len(self.counts)), -(-tokens // self.page)
         if many > len(self.counts):
             self.counts += [0] * (many - len(self.counts))
             self._oldest += [0] * (many - len(self._oldest))
             self.tail, self.known = grown(self.tail, many), grown(self.known, many)
-        self.means = grown(self.means, many, 0, pages)
+        self.means = grown(self.means, many, 0, -(-pages // 16) * 16)
 
     def make_room(self, seqs: int, tokens: int) -> None:
         self.reserve(seqs, tokens)
@@ -96,7 +94,8 @@ class PageMeans(Tables):
         n = keys.shape[2]
         self.reserve(max(seqs) + 1, 0)
         starts = tuple(Start(seq, self.counts[seq]) for seq in seqs)
-        self.reserve(0, max(start.tokens for start in starts) + n)
+        stop, room = max(start.tokens for start in starts) + n, self.means.shape[2] * self.page
+        self.reserve(0, stop if stop <= room else stop + stop // 8)
         for seq in seqs:
             self.counts[seq] += n
             self._oldest[seq] = max(self._oldest[seq], self.counts[seq] - self.tail.shape[2])

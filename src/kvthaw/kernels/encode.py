@@ -4,16 +4,17 @@ The rotated key y is cut into B = d' / 8 subspaces y_b. In each, the id is the s
 code holds a sign and a magnitude bin for each coordinate of u_b = y_b / |y_b|. The weight is |y_b| / <v_b, u_b>, with
 v_b the decoded code. This is the paper's |k| r_b / alpha_b, since |y_b| = |k| r_b.
 
-A Quantizer has one of two forms. With 4 bits, the paper's, a nibble is a sign and one of 8 magnitudes, and weights are bfloat16
-in a table: at d' = 128 these are 16 + 64 + 32 = 112 bytes. With 3 bits a nibble has one of 4 magnitudes, and its free top bit is a
-bit of the weight, which is rounded to 8 bits: 16 + 64 = 80 bytes.
+A Quantizer has one of two forms. With 4 bits, the paper's, a nibble is a sign and one of 8 magnitudes. Weights are bfloat16 in a
+table: at d' = 128 these are 16 + 64 + 32 = 112 bytes. With 3 bits there are 4 magnitudes, and a nibble's top bit is free. The
+eight top bits of a word are its weight, rounded to 8 bits: 16 + 64 = 80 bytes.
 
-Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB of keys read, 117 MB written (4 bits) or 84 MB (3 bits), 0.09 or
-0.08 ms at 4200 GB/s. The rotation takes 34 GFLOP on tensor cores; about 31 instructions per coordinate follow with 4 bits (4.2
-G, 0.14 ms where nothing waits, overlapping the loads) and about 25 with 3. Comparisons and selections run at half the rate of
-multiply-adds on Hopper, so levels are summed. A threshold adds its step times a saturated multiply-add, which is 1 above it and 0
-below. The level, times a slope and rounded, is its number. The columns of the rotation are ordered so that one thread holds the 8
-coordinates of a subspace and no sum crosses threads. Counting the cluster sizes reads the 17 MB of ids once more.
+Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB of keys read, 117 MB written with 4 bits and 84 MB with 3: 0.09 and
+0.08 ms at 4200 GB/s. The rotation takes 34 GFLOP on tensor cores. 27 instructions per coordinate surround it with 4 bits and 20
+with 3, as compiled for sm_90 (3.6 and 2.7 G; 0.13 and 0.10 ms where nothing waits, overlapping the loads). Comparisons and
+selections run at half the rate of multiply-adds on Hopper, so levels are summed. A threshold adds its step times a saturated
+multiply-add, which is 1 above it and 0 below. The level, times a slope and rounded, is its number. The columns of the rotation
+are ordered so that one thread holds the 8 coordinates of a subspace and no sum crosses threads. Counting the cluster sizes
+reads the 17 MB of ids once more.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Quantizer:
 
     bits: of a coordinate, sign included. 4: weights are a table, bfloat16. 3: weights are in the codes, see `pack`.
     thresholds, levels: [2^(bits - 1) - 1] and [2^bits] float32, the value of each code, whose highest bit is the sign. Levels
-        are odd multiples of 1 / 256: a byte v stands for (v + 1/2) / 128, and its complement for the negated level.
+        are odd multiples of 1 / 256: a byte v means (v + 1/2) / 128, and its complement the negated level.
     bytes: two 32-bit words of levels as bytes. 4 bits: the eight positive ones. 3 bits: the positive ones and the negative ones.
     constants: the thresholds, and the positive levels times 128.
     slope: of a line through the positive levels times 128 that, rounded, is their number.
@@ -98,7 +99,7 @@ class Quantizer:
         return found.reshape(*words.shape, SUB)
 
     def weights(self, words: Tensor, table: Tensor | None) -> Tensor:
-        """Return weights [...] float32 of words [...]; table: the weights that are stored beside them."""
+        """Return weights [...] float32 of words [...], from the table that `pack` returned with them."""
         if table is not None:
             return table.float()
         bit = torch.arange(SUB, device=words.device)
@@ -131,8 +132,7 @@ class Summaries:
 
 @functools.cache
 def lloyd_max(levels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the thresholds and centres of the optimal quantizer of X = |u_j| to a number of levels, u uniform on the unit sphere
-    of R^8.
+    """Return the thresholds and centres of the optimal quantizer of X = |u_j|, u uniform on the unit sphere of R^8.
 
     X^2 ~ Beta(1/2, 7/2), so X has a density proportional to (1 - x^2)^(5/2) (appendix B.1.2), whose integrals have closed
     forms.
