@@ -64,6 +64,6 @@ def pariskv_plus(
         centroids=centroids,
         head_limit=head_limit,
         tolerance=tolerance,
-        differs="votes by similarity, no collisions and tiers; keys centred on the prompt; codes of 3 bits; two dense layers",
+        differs="votes by similarity, no collisions; keys centred on the prompt; codes of 3 bits; two dense layers",
         choose="speed at long contexts and in large batches",
     )
