@@ -124,6 +124,7 @@ def test_one_sentence_says_which_budget_keeps_99_percent_of_the_tokens() -> None
         [one("near", 64, 1, 0), one("near", 64, 1)]
     )
     assert enough([*near, *(one(f"far{i}", 64, 0.5) for i in range(5))]).endswith("; the other 5 with none of these budgets.")
+    assert enough([one(f"far{i}", 64, 0.5) for i in range(5)]).endswith(": all 5 methods with none of these budgets.")
     assert enough([full]) == ""
 
 

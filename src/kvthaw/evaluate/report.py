@@ -130,7 +130,7 @@ def enough(summaries: Sequence[Summary], share: float = 0.99) -> str:
         else:
             never.append(name)
     parts = [f"{', '.join(some)} with a budget of {limit}" for limit, some in found.items()]
-    rest = ", ".join(never) if len(never) <= _NAMED or not found else f"the other {len(never)}"
+    rest = ", ".join(never) if len(never) <= _NAMED else f"the other {len(never)}" if found else f"all {len(never)} methods"
     parts += [f"{rest} with none of these budgets"] * bool(never)
     return f"{100 * share:.0f} % of next tokens are full attention's: {'; '.join(parts)}." if parts else ""
 
