@@ -87,7 +87,7 @@ class CodesIndex(Index, tested=True):
 
     make_room gives summaries their capacity; an append beyond it doubles it. Otherwise no tensor moves. Lengths and limits are
     int32 on the device. A sequence's number of candidates depends only on its own length. On a GPU select() launches five
-    kernels of fixed shape, six with policy="mean", and two more with head_limit or tolerance. On a CPU the same steps run in
+    kernels of fixed shape, six with policy="mean", and three more with head_limit or tolerance. On a CPU the same steps run in
     torch.
     """
 
