@@ -119,6 +119,16 @@ def test_a_second_wish_is_a_hit() -> None:
     assert again.tolist() == slots.flip(2).tolist()
 
 
+def test_slots_take_16_bits_of_a_device_where_they_fit() -> None:
+    """The CPU's code reads 32."""
+    table = Residency(1, 2, 1 << 14, device=torch.device("meta"))
+    table.grow(1000)
+    assert table.row_slot.dtype == torch.int16
+    table.widen(1 << 15)
+    assert table.row_slot.dtype == torch.int32
+    assert Residency(1, 2, 4, device=CPU).row_slot.dtype == torch.int32
+
+
 def test_addresses_stay_within_a_capacity() -> None:
     table = Residency(1, 2, 4, device=CPU)
     table.grow(200)

@@ -245,7 +245,7 @@ def attention(dtype: torch.dtype, dim: int) -> None:
 
     for step in attention_steps(dtype, dim):
         flash_decode.flash_decode(step)
-    tables = empty(2, HEADS, 9000), empty(2, HEADS, 101), empty(2, HEADS, 101), empty(4, dtype=torch.int64)
+    tables = empty(2, HEADS, 9000, dtype=torch.int16), empty(2, HEADS, 101), empty(2, HEADS, 101), empty(4, dtype=torch.int64)
     admit.admit(empty(2, HEADS, 100), *tables)
     placed = admit.Placed(empty(2, 8, dtype=torch.bool), 1024, empty(2, HEADS, 100))
     admit.admit(empty(2, HEADS, 100), *tables, placed)

@@ -39,8 +39,10 @@ def poisoned() -> Iterator[None]:
 class Tables:
     """What admit works on."""
 
-    def __init__(self, seqs: int, heads: int, slots: int, rows: int, device: torch.device) -> None:
-        self.row_slot = torch.full((seqs, heads, rows + 1), -1, dtype=torch.int32, device=device)
+    def __init__(
+        self, seqs: int, heads: int, slots: int, rows: int, device: torch.device, dtype: torch.dtype = torch.int32
+    ) -> None:
+        self.row_slot = torch.full((seqs, heads, rows + 1), -1, dtype=dtype, device=device)
         self.slot_row = torch.full((seqs, heads, slots + 1), -1, dtype=torch.int32, device=device)
         self.used = torch.zeros((seqs, heads, slots + 1), dtype=torch.int32, device=device)
         self.counts = torch.zeros(4, dtype=torch.int64, device=device)
@@ -76,9 +78,10 @@ def walk(
     full: float,
     *,
     blocks: bool = False,
+    dtype: torch.dtype = torch.int32,
 ) -> None:
     """Both, step after step: equal results, equal tables, and tables that agree with each other."""
-    ours, theirs = Tables(seqs, heads, slots, rows, device), Tables(seqs, heads, slots, rows, device)
+    ours, theirs = (Tables(seqs, heads, slots, rows, device, dtype) for _ in range(2))
     wanted = choose(seqs, heads, count, rows, device, full)
     for step in range(steps):
         fresh = choose(seqs, heads, count, rows, device, full)
@@ -122,13 +125,18 @@ def test_definition(seqs: int, heads: int, count: int, slots: int, rows: int, fu
     walk(seqs, heads, count, slots, rows, 4, device, full)
 
 
+def test_slots_in_16_bits(device: torch.device) -> None:
+    walk(1, 2, 16, 40, 60, 4, device, 0.6, dtype=torch.int16)
+
+
 def test_rows_in_blocks_on_the_device_get_no_slot(device: torch.device) -> None:
     walk(2, 2, 40, 40, 200, 4, device, 0.9, blocks=True)
 
 
 def test_is_what_residency_does(device: torch.device) -> None:
     """Same results and same tables as the class, over steps, clears and padding."""
-    residency, ours = Residency(2, 2, 12, device=device), Tables(2, 2, 12, 256, device)
+    residency = Residency(2, 2, 12, device=device)
+    ours = Tables(2, 2, 12, 256, device, residency.row_slot.dtype)
     residency.grow(256)
     for step in range(12):
         if step in (4, 9):

@@ -88,13 +88,18 @@ class Slab:
         self.tickets = self.tickets.new_zeros(self.data.shape[0] * self.data.shape[1] + 1)
 
 
+def slot_dtype(slots: int, device: torch.device) -> torch.dtype:
+    """Return the dtype of slots in a table that has one for each row: int16 where they fit, int32 on a CPU."""
+    return torch.int16 if device.type != "cpu" and slots <= torch.iinfo(torch.int16).max else torch.int32
+
+
 class Residency:
     """A direct-mapped table from rows to slots for each sequence and KV head. It evicts the least recently used slots.
 
     The last column of row_slot and slot_row receives discarded writes, so that admit() has no branches, static shapes and
     no host sync.
 
-    row_slot: [B, H, T + 1] int32, the slot of a row, or -1.
+    row_slot: [B, H, T + 1], the slot of a row, or -1; see slot_dtype.
     slot_row: [B, H, C + 1] int32, the row in a slot, or -1.
     used: [B, H, C + 1] int32, the step at which a slot was last used. The last column is the number of the last step.
     counts: [4] int64 over all steps: rows wanted, rows fetched, most rows that a head wanted, rows read in blocks on the
@@ -104,7 +109,7 @@ class Residency:
 
     def __init__(self, seqs: int, kv_heads: int, slots: int, *, device: torch.device) -> None:
         self.slots, self.device = slots, device
-        self.row_slot = torch.full((seqs, kv_heads, 1), -1, dtype=torch.int32, device=device)
+        self.row_slot = torch.full((seqs, kv_heads, 1), -1, dtype=slot_dtype(slots, device), device=device)
         self.slot_row = torch.full((seqs, kv_heads, slots + 1), -1, dtype=torch.int32, device=device)
         self.used = torch.zeros((seqs, kv_heads, slots + 1), dtype=torch.int32, device=device)
         self.latest = torch.full((seqs, kv_heads, slots), -1, dtype=torch.int32, device=device)
@@ -140,7 +145,7 @@ class Residency:
         have = self.capacity
         if length > have:
             shape = (*self.row_slot.shape[:2], max(length, 2 * have, 256) + 1)
-            grown = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+            grown = torch.full(shape, -1, dtype=self.row_slot.dtype, device=self.device)
             grown[:, :, :have] = self.row_slot[:, :, :have]
             self.row_slot = grown
 
@@ -150,6 +155,7 @@ class Residency:
         self.slot_row = F.pad(self.slot_row[:, :, :-1], (0, more + 1), value=-1)
         self.used = torch.cat((F.pad(self.used[:, :, :-1], (0, more)), self.used[:, :, -1:]), dim=2)
         self.latest = F.pad(self.latest, (0, more), value=-1)
+        self.row_slot = self.row_slot.to(slot_dtype(slots, self.device))
         self.slots = slots
 
     def admit(

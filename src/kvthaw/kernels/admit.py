@@ -40,12 +40,12 @@ def definition(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Assign a slot to every row; evict the slots used least recently. Ties go to the lower slot.
 
-    rows [B, H, M] int32, -1 padded, without duplicates, M <= C. The tables are updated in place: row_slot [B, H, T + 1] int32,
-    the slot of a row or -1; slot_row [B, H, C + 1] int32, the row in a slot or -1; used [B, H, C + 1] int32, the step that last
-    used a slot. The last column of row_slot and slot_row takes discarded writes; the last column of `used` holds the number of
-    the last step and is incremented. counts [4] int64: the numbers of selected rows and of misses are added to the first two;
-    the third is the largest number of rows that a head selected in one step; the rows that get no slot since they lie in blocks on
-    the device, see Placed, are added to the last.
+    rows [B, H, M] int32, -1 padded, without duplicates, M <= C. The tables are updated in place: row_slot [B, H, T + 1] int32
+    or int16, the slot of a row or -1; slot_row [B, H, C + 1] int32, the row in a slot or -1; used [B, H, C + 1] int32, the step
+    that last used a slot. The last column of row_slot and slot_row takes discarded writes; the last column of `used` holds the
+    number of the last step and is incremented. counts [4] int64: the numbers of selected rows and of misses are added to the
+    first two; the third is the largest number of rows that a head selected in one step; the rows that get no slot since they
+    lie in blocks on the device, see Placed, are added to the last.
 
     Returns slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32, the rows that must be fetched, else -1; live [B,
     H, C] bool, the slots that hold a row of this step. The i-th miss takes the i-th slot in the order (used, slot).
@@ -55,7 +55,7 @@ def definition(
     trash_row, count = row_slot.shape[2] - 1, slot_row.shape[2] - 1
     wanted = rows >= 0
     row = torch.where(wanted, rows, trash_row).long()
-    slot = row_slot.gather(2, row)
+    slot = row_slot.gather(2, row).int()
     hit, miss = wanted & (slot >= 0), wanted & (slot < 0)
     step = used[:, :, count:] + 1
     now = step.expand(slot.shape)
@@ -65,7 +65,7 @@ def definition(
     victim = torch.where(miss, order.gather(2, rank), count)
     old = slot_row.gather(2, victim).long()
     row_slot.scatter_(2, torch.where(miss & (old >= 0), old, trash_row), -1)
-    row_slot.scatter_(2, torch.where(miss, row, trash_row), victim.int())
+    row_slot.scatter_(2, torch.where(miss, row, trash_row), victim.to(row_slot.dtype))
     row_slot[:, :, trash_row] = -1
     slot_row.scatter_(2, victim, torch.where(miss, rows, -1))
     slot_row[:, :, count] = -1
@@ -117,7 +117,7 @@ elif HAS_TRITON:
             row = tl.where(far, row, -1)
             near = wanted - tl.sum((row >= 0).to(tl.int32), 0)
             tl.atomic_add(counts + 3, near.to(tl.int64), sem="relaxed")
-        slot = tl.load(row_slot + row, mask=row >= 0, other=-1)
+        slot = tl.load(row_slot + row, mask=row >= 0, other=-1).to(tl.int32)
         hit, miss = slot >= 0, (row >= 0) & (slot < 0)
         tl.store(used + slot, now, mask=hit)
         rank = tl.cumsum(miss.to(tl.int32), 0) - 1
@@ -171,7 +171,7 @@ def admit(
     assert count <= places, f"{count} rows do not fit into {places} slots"
     for tensor in (rows, *tables):
         assert tensor.is_contiguous()
-        assert tensor.dtype == torch.int32
+        assert tensor.dtype == torch.int32 or (tensor is row_slot and tensor.dtype == torch.int16)
         assert tensor.shape[:2] == (batch, heads)
     assert used.shape == slot_row.shape
     assert counts.dtype == torch.int64
