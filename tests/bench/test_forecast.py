@@ -62,11 +62,13 @@ def test_forecasts_are_near_what_was_measured() -> None:
             made[key] = Forecaster(config(setting["shape"]), torch.bfloat16, Machine(gpu=gpu), **sizes)
         forecaster = made[key]
         told = forecaster.forecast(re.sub("^pariskv-plus", "pariskv-plus:code_bits=4", setting["method"]), setting["length"])
-        held = sum(line[part] for part in ("kv_device_bytes", "index_device_bytes", "kv_dense_bytes"))
+        slots = setting["batch"] * told.needs.searching * told.needs.capacity if not told.needs.host_index else 0
+        more = 16 * slots  # of 8 heads; slots had 32 bits
+        held = sum(line[part] for part in ("kv_device_bytes", "index_device_bytes", "kv_dense_bytes")) - more
         assert told.needs.device == pytest.approx(held, rel=0.065), setting  # dense layers have room for a sixteenth more
-        assert told.needs.index == pytest.approx(line["index_device_bytes"], rel=0.02, abs=1e5), setting
+        assert told.needs.index == pytest.approx(line["index_device_bytes"] - more, rel=0.02, abs=1e5), setting
         assert forecaster.weights == line["weight_bytes"]
-        peak = line["peak_device_bytes"] - scripted(setting, told)
+        peak = line["peak_device_bytes"] - scripted(setting, told) - more
         assert forecaster.weights + told.needs.device == pytest.approx(peak, rel=0.05), setting
         if (
             setting["batch"] == 1 and setting["method"] != "streaming"

@@ -90,6 +90,7 @@ def rows(dtype: torch.dtype, dim: int) -> None:
 def remainders(dtype: torch.dtype, dim: int) -> None:
     """What heads that share rows, and the estimate of what none selects, launch."""
     from kvthaw.kernels import held_mass, page_means, remainder, share
+    from kvthaw.kernels.row_format import E4M3, RowFormat
     from kvthaw.regions import Regions
 
     query, keys = empty(2, HEADS * GROUP, dim, dtype=dtype), empty(2, HEADS, 90, 2, dim, dtype=dtype)[:, :, :, 0]
@@ -97,10 +98,12 @@ def remainders(dtype: torch.dtype, dim: int) -> None:
     held_mass.launch(query, keys, empty(2), empty(2), centre, regions=regions, scale=0.1)
     some = empty(2, HEADS, 80)
     share.launch(some, empty(2, HEADS, 80, dtype=torch.float32), empty(2, dtype=torch.int32), 40 * HEADS, -6.0, 40)
-    means, tail = empty(2, HEADS, 90, 2, dim, dtype=dtype), empty(2, HEADS, page_means.RING * 64, 2, dim, dtype=dtype)
-    remainder.launch(query, means, some, empty(2), first=4, page=64, scale=0.1)
-    added = page_means.Added(empty(1, HEADS, 16, dim, dtype=dtype), empty(1, HEADS, 16, dim, dtype=dtype), tail, means)
-    page_means.launch([added] * 2, [page_means.Start(1, 70)], 64)
+    tail = empty(2, HEADS, page_means.RING * 64, 2, dim, dtype=dtype)
+    for format in (RowFormat(dim, dtype), E4M3(dim, dtype)):
+        means = empty(2, HEADS, 90, *format.tail, dtype=format.stored)
+        remainder.launch(query, means, some, empty(2), format, first=4, page=64, scale=0.1)
+        added = page_means.Added(empty(1, HEADS, 16, dim, dtype=dtype), empty(1, HEADS, 16, dim, dtype=dtype), tail, means)
+        page_means.launch([added] * 2, [page_means.Start(1, 70)], 64, format)
 
 
 def clusters(dtype: torch.dtype, dim: int) -> None:

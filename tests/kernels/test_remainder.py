@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.remainder import definition, launch
+from kvthaw.kernels.row_format import E4M3, RowFormat
 from shapes import Shape, close, over_shapes
 
 FIRST = 5
@@ -50,7 +51,8 @@ def case(shape: Shape, page: int, room: int = 3) -> tuple[Tensor, Tensor, Tensor
 @pytest.mark.parametrize("page", [1, 8, 24])
 def test_definition_is_the_sum_over_tokens(shape: Shape, page: int) -> None:
     query, means, rows, known = case(shape, page)
-    found = definition(query, means, rows, known, first=FIRST, page=page, scale=0.3)
+    format = RowFormat(shape.head_dim, shape.dtype)
+    found = definition(query, means, rows, known, format, first=FIRST, page=page, scale=0.3)
     out, lse = by_tokens(query, means, rows, known, page=page, scale=0.3)
     torch.testing.assert_close(found.lse.double(), lse, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.out.double(), out, rtol=1e-4, atol=1e-4)
@@ -59,10 +61,13 @@ def test_definition_is_the_sum_over_tokens(shape: Shape, page: int) -> None:
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @over_shapes
 @pytest.mark.parametrize("page", [1, 24])
-def test_kernel_is_the_definition(shape: Shape, page: int, device: torch.device) -> None:
+@pytest.mark.parametrize("kind", [RowFormat, E4M3])
+def test_kernel_is_the_definition(shape: Shape, page: int, kind: type[RowFormat], device: torch.device) -> None:
     query, means, rows, known = (tensor.to(device) for tensor in case(shape, page, room=70))
-    expected = definition(query, means, rows, known, first=FIRST, page=page, scale=0.3)
-    found = launch(query, means, rows, known, first=FIRST, page=page, scale=0.3)
+    format = kind(shape.head_dim, shape.dtype)
+    means = format.encode(means)
+    expected = definition(query, means, rows, known, format, first=FIRST, page=page, scale=0.3)
+    found = launch(query, means, rows, known, format, first=FIRST, page=page, scale=0.3)
     close(found.out, expected.out, shape.dtype)
     close(found.lse, expected.lse, torch.float32)
 
@@ -72,6 +77,7 @@ def test_nothing_is_left_where_all_is_selected(estimate, device: torch.device) -
     query, means = torch.randn(2, 4, 16, device=device), torch.randn(2, 2, 3, 2, 16, device=device)
     known = torch.tensor([20, 0], dtype=torch.int32, device=device)
     rows = torch.arange(24, dtype=torch.int32, device=device).where(torch.arange(24, device=device) < 20, -1).expand(2, 2, 24)
-    found = estimate(query, means, rows.contiguous(), known, first=0, page=8, scale=1.0)
+    format = RowFormat(16, torch.float32)
+    found = estimate(query, means, rows.contiguous(), known, format, first=0, page=8, scale=1.0)
     assert found.lse.eq(-torch.inf).all()
     assert found.out.eq(0).all()

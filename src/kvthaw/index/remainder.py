@@ -27,6 +27,7 @@ from kvthaw.index.tables import grown, row_from_host, row_to_host
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.page_means import RING, Added, Start, page_means
 from kvthaw.kernels.remainder import remainder
+from kvthaw.kernels.row_format import E4M3, RowFormat
 
 _SHORT = 1 << 22
 """An append of fewer bytes of keys waits for the other layers' appends."""
@@ -35,11 +36,12 @@ _STRETCH = 1 << 13
 
 
 class PageMeans(Tables):
-    """Mean key and mean value of each page of the tokens that an index holds, exact after every change of their number.
+    """Mean key and mean value of each page of the tokens that an index holds, computed anew after every change of their number.
 
-    means [B, H, P, 2, D] in the model's dtype. tail [B, H, RING page, 2, D]: the rows of the last tokens, from which the means of
-    an open page are made again. known [B] int32: how many tokens a sequence has. All on the device, written in place while there
-    is room. A truncation further back than the tail reads the rows of one page from the store.
+    means [B, H, P, *format.tail], in the model's dtype on a CPU, else in e4m3 with two scales a page. tail [B, H, RING page, 2,
+    D]: the rows of the last tokens, from which the means of an open page are made again. known [B] int32: how many tokens a
+    sequence has. All on the device, written in place while there is room. A truncation further back than the tail reads the
+    rows of one page from the store.
 
     stored: build() and append() take the rows from the store, as an index on the host does.
     """
@@ -49,7 +51,8 @@ class PageMeans(Tables):
         self.context, self.page, self.first = context, page, context.regions.sink
         self.stored = stored
         heads, dim = context.kv_heads, context.head_dim
-        self.means = torch.zeros((0, heads, 0, 2, dim), dtype=context.dtype, device=context.device)
+        self.format = (RowFormat if context.device.type == "cpu" else E4M3)(dim, context.dtype)
+        self.means = torch.zeros((0, heads, 0, *self.format.tail), dtype=self.format.stored, device=context.device)
         self.tail = torch.zeros((0, heads, RING * page, 2, dim), dtype=context.dtype, device=context.device)
         self.known = torch.zeros(0, dtype=torch.int32, device=context.device)
         self.counts: list[int] = []
@@ -86,7 +89,7 @@ class PageMeans(Tables):
         self.reserve(seq + 1, 0)
         while n > 0:
             begin, some = self.first + self.counts[seq], min(n, _STRETCH)
-            rows = self.context.store.read(seq, begin, begin + some).to(self.means)
+            rows = self.context.store.read(seq, begin, begin + some).to(self.tail)
             self._append([seq], rows[None, :, :, 0].contiguous(), rows[None, :, :, 1].contiguous())
             n -= some
 
@@ -126,7 +129,7 @@ class PageMeans(Tables):
                 stored = self.context.store.read(seq, self.first + begin, self.first + keep)
                 self.tail[seq].index_copy_(1, self._places(begin, keep), stored.to(self.tail))
             rows = self.tail[seq].index_select(1, self._places(begin, keep))
-            self.means[seq, :, page] = rows.mean(dim=1, dtype=torch.float32).to(self.means.dtype)
+            self.means[seq, :, page] = self.format.encode(rows.mean(dim=1, dtype=torch.float32))
         self._oldest[seq] = min(self._oldest[seq], begin)
         self._sync()
 
@@ -186,7 +189,8 @@ class PageMeans(Tables):
 def _enter(every: Sequence[tuple[PageMeans, Tensor, Tensor]], starts: Sequence[Start]) -> None:
     """Append keys and values to the pages of several layers."""
     pages = [own for own, _, _ in every]
-    page_means([Added(keys, values, own.tail, own.means) for own, keys, values in every], starts, pages[0].page)
+    added = [Added(keys, values, own.tail, own.means) for own, keys, values in every]
+    page_means(added, starts, pages[0].page, pages[0].format)
     torch._foreach_copy_([own.known for own in pages], [own.numbers() for own in pages])
 
 
@@ -250,7 +254,7 @@ class RemainderIndex(AroundIndex, tested=True):
         known, scale, estimates = pages.known[:batch], self.context.scale, list[Partial]()
 
         def estimate() -> None:
-            rest = remainder(query, means, found.rows, known, first=pages.first, page=pages.page, scale=scale)
+            rest = remainder(query, means, found.rows, known, pages.format, first=pages.first, page=pages.page, scale=scale)
             estimates.append(rest)
 
         done = self._beside.run(query.device, estimate)  # while the selected rows are fetched

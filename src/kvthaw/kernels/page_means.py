@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.split import triton_block
 
 RING = 2
@@ -31,7 +32,7 @@ class Added(NamedTuple):
     """What the pages of a layer are given.
 
     keys, values [R, H, n, D]: of R sequences. tail [B, H, RING page, 2, D]: the rows of the last tokens, token t at t modulo
-    RING page. means [B, H, P, 2, D]: the mean key and the mean value of each page, of the tokens that it has.
+    RING page. means [B, H, P, *format.tail]: the mean key and the mean value of each page, of the tokens that it has.
     """
 
     keys: Tensor
@@ -40,10 +41,10 @@ class Added(NamedTuple):
     means: Tensor
 
 
-def definition(every: Sequence[Added], starts: Sequence[Start], page: int) -> None:
+def definition(every: Sequence[Added], starts: Sequence[Start], page: int, format: RowFormat) -> None:
     """Append keys and values to pages of `page` tokens of the R sequences of starts; there is room for the new pages.
 
-    The means are computed in float32 and rounded to the dtype of their table. Writes tails and means in place."""
+    The means are computed in float32 and stored in a format. Writes tails and means in place."""
     for keys, values, tail, means in every:
         ring, n = tail.shape[2], keys.shape[2]
         for own, other, (seq, count) in zip(keys, values, starts, strict=True):
@@ -56,7 +57,7 @@ def definition(every: Sequence[Added], starts: Sequence[Start], page: int) -> No
                     rows = torch.cat((tail[seq].index_select(1, there), rows), dim=1)
                 width = min(page, rows.shape[1])
                 made = rows.unflatten(1, (-1, width)).mean(dim=2, dtype=torch.float32)
-                means[seq, :, opened // page : opened // page + made.shape[1]] = made.to(means.dtype)
+                means[seq, :, opened // page : opened // page + made.shape[1]] = format.encode(made)
                 at += size
             _remember(tail, seq, new, count)
 
@@ -80,14 +81,17 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.row_format import store_part
+
     @triton.jit(do_not_specialize=["count", "new"])
     def _page_means(
         numbers, like, count, new, ring, k_seq, k_head, k_token, v_seq, v_head, v_token, HEADS: tl.constexpr, PAGE: tl.constexpr,
-        DIM: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, KEEP: tl.constexpr,
+        DIM: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, KEEP: tl.constexpr, FP8: tl.constexpr,
     ):  # fmt: skip
         # Program (page, counted from the open one; head; sequence of a layer). numbers: the starts, then of each layer the
         # addresses of keys, values, tail and means, and how many pages a head has room for. KEEP: the program writes the new rows
-        # to the tail, from which no page is read that they overwrite where new is at most PAGE.
+        # to the tail, from which no page is read that they overwrite where new is at most PAGE. FP8: bytes of a page's means in
+        # e4m3, None for means in the rows' dtype.
         h, pair = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
         r, layer = pair % count, numbers + 2 * count + 5 * (pair // count)
         seq, known = tl.load(numbers + 2 * r), tl.load(numbers + 2 * r + 1)
@@ -95,7 +99,7 @@ if HAS_TRITON:
         start, end = page * PAGE, known + new
         if start < end:
             keys, values = tl.load(layer).to(like.dtype), tl.load(layer + 1).to(like.dtype)
-            tail, means = tl.load(layer + 2).to(like.dtype), tl.load(layer + 3).to(like.dtype)
+            tail = tl.load(layer + 2).to(like.dtype)
             row = seq * HEADS + h
             stop = tl.minimum(start + PAGE, end)
             j, d = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_D)
@@ -118,12 +122,18 @@ if HAS_TRITON:
                 key_sum += tl.sum(k.to(tl.float32) + old_k.to(tl.float32), 0)
                 value_sum += tl.sum(v.to(tl.float32) + old_v.to(tl.float32), 0)
             size = (stop - start).to(tl.float32)
-            out = means + (row * tl.load(layer + 4) + page) * (2 * DIM) + d
-            tl.store(out, (key_sum / size).to(like.dtype.element_ty), mask=is_dim)
-            tl.store(out + DIM, (value_sum / size).to(like.dtype.element_ty), mask=is_dim)
+            out, place = tl.load(layer + 3), row * tl.load(layer + 4) + page
+            if FP8 is None:
+                out = out.to(like.dtype) + place * (2 * DIM) + d
+                tl.store(out, (key_sum / size).to(like.dtype.element_ty), mask=is_dim)
+                tl.store(out + DIM, (value_sum / size).to(like.dtype.element_ty), mask=is_dim)
+            else:
+                one = tl.zeros((1,), tl.int64)
+                store_part(one + out + place * FP8, one == 0, (key_sum / size)[None, :], d, 0, DIM)
+                store_part(one + out + place * FP8, one == 0, (value_sum / size)[None, :], d, 1, DIM)
 
 
-def launch(every: Sequence[Added], starts: Sequence[Start], page: int) -> None:
+def launch(every: Sequence[Added], starts: Sequence[Start], page: int, format: RowFormat) -> None:
     """Launch the Triton kernel; arguments as in `definition`.
 
     The elements of a row are contiguous, as are all tables. Keys of all layers have the same layout, and so have values.
@@ -135,7 +145,8 @@ def launch(every: Sequence[Added], starts: Sequence[Start], page: int) -> None:
         assert keys.stride(3) == values.stride(3) == 1
         assert keys.shape == values.shape == like.shape
         assert (keys.stride(), values.stride()) == (like.stride(), other.stride())
-        assert keys.dtype == values.dtype == own.dtype == means.dtype
+        assert keys.dtype == values.dtype == own.dtype == format.dtype
+        assert means.dtype == format.stored
         assert own.is_contiguous()
         assert means.is_contiguous()
         assert max(start.tokens for start in starts) + n <= page * means.shape[2], "no room for the pages"
@@ -144,7 +155,7 @@ def launch(every: Sequence[Added], starts: Sequence[Start], page: int) -> None:
     _page_means[(-(-most // page), heads, seqs * len(every))](
         torch.tensor(numbers).to(like.device, non_blocking=True), like, seqs, n, tail.shape[2], *like.stride()[:3],
         *other.stride()[:3], HEADS=heads, PAGE=page, DIM=dim, BLOCK_J=min(triton_block(page, 16), max(16, 8192 // block_d)),
-        BLOCK_D=block_d, KEEP=n <= page, num_warps=4,
+        BLOCK_D=block_d, KEEP=n <= page, FP8=format.row_bytes if format.fp8 else None, num_warps=4,
     )  # fmt: skip
     if n > page:
         few = min(n, tail.shape[2])
@@ -154,6 +165,6 @@ def launch(every: Sequence[Added], starts: Sequence[Start], page: int) -> None:
                 _remember(own, seq, new, count + n - few)
 
 
-def page_means(every: Sequence[Added], starts: Sequence[Start], page: int) -> None:
+def page_means(every: Sequence[Added], starts: Sequence[Start], page: int, format: RowFormat) -> None:
     """Append as in `definition`: by the kernel on a GPU, by torch elsewhere."""
-    (launch if HAS_TRITON and every[0].keys.is_cuda else definition)(every, starts, page)
+    (launch if HAS_TRITON and every[0].keys.is_cuda else definition)(every, starts, page, format)
