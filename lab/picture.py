@@ -9,13 +9,15 @@ from html import escape
 from pathlib import Path
 
 OUT = Path(__file__).parent.parent / "docs" / "how-it-works.svg"
-TOKENS, LAYERS, DENSE, HEADS, QUERY_HEADS, WIDTH = 128 << 10, 32, 2, 8, 32, 128
-"""Llama-3.1-8B. Two layers attend to everything."""
-ROW, BUDGET, HELD, PAGE = 2 * 2 * WIDTH, 1024, 52, 64
-"""Bytes of a key and a value; tokens that a head reads, and how many of them are the first and latest ones; tokens of a page."""
+TOKENS, LAYERS, DENSE, HEADS, QUERY_HEADS, WIDTH = 128 << 10, 32, 1, 8, 32, 128
+"""Llama-3.1-8B. One layer attends to everything."""
+ROW, MEANS = 2 * 2 * WIDTH, 8 + 2 * WIDTH
+"""Bytes of a key and a value in bf16, and of a page's means in e4m3."""
+BUDGET, HELD, PAGE = 1024, 52, 64
+"""Tokens that a head reads, and how many of them are the first and latest ones; tokens of a page."""
 HIT = 0.7
 """The share of selected rows that earlier steps left on the GPU, as on text."""
-INDEX = 3.9
+INDEX = 2.8
 """GiB of thaw's index by `kvthaw plan --shape llama-3.1-8b --length 128k --method thaw`, means of pages included."""
 
 STYLE = """
@@ -47,7 +49,7 @@ def numbers() -> dict[str, float]:
         "store": LAYERS * HEADS * TOKENS * ROW,
         "chosen": chosen,
         "moved": (1 - HIT) * chosen,
-        "means": sparse * TOKENS / PAGE * ROW,
+        "means": sparse * TOKENS / PAGE * MEANS,
         "index": INDEX * (1 << 30),
     }
 
@@ -82,7 +84,7 @@ def picture() -> str:
         '<rect x="8" y="8" width="864" height="288" rx="12" class="zone"/><text x="22" y="32" class="t">GPU</text>',
         '<rect x="8" y="352" width="864" height="92" rx="12" class="zone"/><text x="22" y="376" class="t">Host memory</text>',
         box(20, 48, "1", "Query", "of the new token,", f"{of['query']} per layer"),
-        box(238, 48, "2", "Index", "4-bit codes of all keys,", f"{of['index']}: finds the best", f"{rows} rows of a KV head"),
+        box(238, 48, "2", "Index", "3-bit codes of all keys,", f"{of['index']}: finds the best", f"{rows} rows of a KV head"),
         box(456, 48, "4", "Rows", f"{of['chosen']} of {of['store']}", f"{HIT:.0%} are here already,", "from earlier steps"),
         box(674, 48, "6", "Attention", "exact over the rows,", "the first and the latest", f"{HELD} tokens, and 5"),
         box(456, 180, "5", "Remainder", f"means of {pages} pages", f"of a KV head, {of['means']}:", "an estimate of the rest"),

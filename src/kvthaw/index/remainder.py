@@ -36,7 +36,7 @@ _STRETCH = 1 << 13
 
 
 class PageMeans(Tables):
-    """Mean key and mean value of each page of the tokens that an index holds, computed anew after every change of their number.
+    """Mean key and mean value of each page of the tokens that an index holds, computed again after a change of their number.
 
     means [B, H, P, *format.tail], in the model's dtype on a CPU, else in e4m3 with two scales a page. tail [B, H, RING page, 2,
     D]: the rows of the last tokens, from which the means of an open page are made again. known [B] int32: how many tokens a
