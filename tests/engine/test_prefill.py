@@ -55,6 +55,15 @@ def test_chunks_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch, name: 
         close(close_to, logits)
 
 
+@pytest.mark.parametrize("pads", [[40], [16, 50]])
+def test_a_chunk_of_padding_alone(llama: PreTrainedModel, pads: list[int]) -> None:
+    given = {"input_ids": prompt(len(pads), 100), "attention_mask": (torch.arange(100) >= torch.tensor(pads)[:, None]).long()}
+    tokens, logits = answer(llama, "quest", WHOLE, given, budget=64)
+    found, close_to = answer(llama, "quest", 16, given, budget=64)
+    assert torch.equal(found, tokens)
+    close(close_to, logits)
+
+
 def test_of_chunks_the_first_is_short() -> None:
     llama, lengths = build("llama", num_hidden_layers=1), []
     llama.model.layers[0].register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))

@@ -70,8 +70,8 @@ def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]], preallocator: Blo
         kind = own.kind, own.store.format, new.keys.shape, stored
         alike.setdefault(kind, []).append((layer, new))
     for group in alike.values():
-        rows = list(group[0][1].step.rows())
-        ends = _store_one(*group[0], rows) if len(group) == 1 else _store_alike(group, rows)
+        rows = list(group[0][1].step.rows())  # none if all of its tokens are padding
+        ends = _store_alike(group, rows) if rows and len(group) > 1 else _store_one(*group[0], rows)
         for row in rows:
             for layer, _ in group:
                 layer.storage.preallocate(row.seq, row.length, layer.sequences.end(row.seq), preallocator)
