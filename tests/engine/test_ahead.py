@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvthaw import Batch, PrefixCache, Request, Sampling, Scheduler
+from kvthaw.cache import passes
 from kvthaw.cache.passes import FiniteCheck, PromptCheck
 from kvthaw.errors import CacheError
 from kvthaw.serve import watcher
@@ -29,6 +30,32 @@ SAMPLINGS = (
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return build_exact("llama", num_hidden_layers=3)
+
+
+@pytest.mark.parametrize("after", [4, 5, 6])
+def test_a_flush_that_failed_ahead_is_repeated_after_another_request_left(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """The longest prompt is paused, so that padding is cut when a request leaves: the ring is full again at that padded length."""
+    ids = [prompt(1, n, seed=n)[0] for n in (60, 50, 160)]
+
+    def decoded(*others: torch.Tensor) -> list[int]:
+        batch = Batch(model, "oracle", **SIZES, prefill_chunk=64)
+        first, *_ = requests = [batch.join(each, max_new_tokens=35, stop=()) for each in (ids[0], *others)]
+        while len(batch.decoding) < min(2, len(requests)):
+            batch.step()
+        if others:
+            batch.prefill(requests[2], 128)
+            for _ in range(after):
+                batch.decode()
+            batch.leave(requests[1])
+        while not first.finished:
+            batch.decode()
+        return first.tokens
+
+    expected = decoded()
+    monkeypatch.setattr(passes, "flush_early", lambda *_: False)
+    assert decoded(*ids[1:]) == expected
 
 
 def served(scheduler: Scheduler, seed: int, *, ahead: bool, cancels: bool = False) -> list[Request]:

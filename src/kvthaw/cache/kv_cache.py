@@ -366,10 +366,14 @@ class KVCache:
 
     @contextmanager
     def _for_one(self) -> Iterator[None]:
-        """Context in which one sequence changes. What is known of the next step stays, since it holds for the others."""
-        known = {name: self.sequences.known.get(name) for name in ("prepared", "flushed")}
+        """Context in which one sequence changes. What is known of the next step stays, since it holds for the others, whose
+        padded length may change."""
+        known, length = self.sequences.known, self.sequences.padded_length
+        prepared, flushed = known.get("prepared"), known.get("flushed") == length
         yield
-        self.sequences.known.update(known)
+        known["prepared"] = prepared
+        if flushed:
+            known["flushed"] = self.sequences.padded_length
 
     def finish_clear(self, most: int | None = None) -> None:
         """Free the layer state of at most `most` queued cleared sequences. Each takes the host about 80 us."""
