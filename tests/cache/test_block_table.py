@@ -52,3 +52,18 @@ def test_tables_follow_by_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [own.on(CPU)[0, 0].item() for own in tables] == [16, 17, 18]
     assert [own.on_host[0, 0].item() for own in tables] == [False, True, False]
     assert len(sent) == 1
+
+
+def test_a_copy_that_failed_is_repeated_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [table_of(blocks((16, True), (32, False)), blocks((48, True))) for _ in range(2)]
+    follow(tables, CPU)
+    for table in tables:
+        table.blocks[0] = blocks((64, True))
+        table.changed(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(block_table, "upload", lambda *_: torch.empty(-1))
+        with pytest.raises(RuntimeError):
+            follow(tables, CPU)
+    for addresses, table in zip(follow(tables, CPU), tables, strict=True):
+        assert addresses[:, :3].tolist() == [[64, 0, 0], [48, 0, 0]]
+        assert table.on_host[:, :3].tolist() == [[True, False, False], [True, False, False]]

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvthaw.cache import device_lengths
 from kvthaw.cache.device_lengths import DeviceLengths
 from kvthaw.cache.sequences import Sequences
 from kvthaw.regions import Regions
@@ -139,6 +140,24 @@ def test_what_the_device_holds_is_not_written_again() -> None:
     assert of.lengths.tolist() == [-1, -1]
     of.set([10, 3], [1, 0], [1, 1], CPU)
     assert of.lengths.tolist() == [10, 3]
+
+
+def test_a_write_that_failed_is_repeated_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = DeviceLengths()
+    of.set([9, 5], [1, 1], [1, 1], CPU)
+    real, given = device_lengths.upload, iter(range(1))
+
+    def upload(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if next(given, None) is None:
+            raise KeyboardInterrupt
+        return real(values, dtype, device)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device_lengths, "upload", upload)
+        with pytest.raises(KeyboardInterrupt):
+            of.set([20, 7], [4, 1], [1, 1], CPU)
+    of.set([10, 6], [1, 1], [1, 1], CPU)
+    assert (of.lengths.tolist(), of.starts.tolist()) == ([10, 6], [1, 1])
 
 
 def test_a_prompt_goes_to_one_sequence() -> None:

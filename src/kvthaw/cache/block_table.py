@@ -34,7 +34,7 @@ class BlockTable:
         self._known: tuple[int, Tensor] | None = None  # a version, and its addresses on the CPU
         self._changed = set[int]()  # sequences, since changes() was called last
         self._at = -1  # the version that the device has
-        self._written: list[list[tuple[int, bool]]] = []  # what it has of each sequence
+        self._written: list[list[tuple[int, int]]] = []  # what it has of each sequence; below 0: unknown
         self._hosted = set[int]()  # sequences of that version with a block on the host
 
     def changed(self, *seqs: int) -> None:
@@ -105,7 +105,11 @@ class BlockTable:
         self._at = version
         return found
 
-    def _places(self, seq: int) -> list[tuple[int, bool]]:
+    def forget_device(self) -> None:
+        """Mark what the device has as unknown, after a copy to it failed."""
+        self._at, self._written = -1, [[(-1, -1)] * self.addresses.shape[1] for _ in range(self.addresses.shape[0])]
+
+    def _places(self, seq: int) -> list[tuple[int, int]]:
         return [block.place for block in self.blocks[seq]]
 
     def _allocate(self, width: int, device: torch.device) -> None:
@@ -120,10 +124,14 @@ class BlockTable:
 
 def follow(tables: Sequence[BlockTable], device: torch.device) -> list[Tensor]:
     """Write the changes of several tables with one copy to the device. Returns their `addresses`. No host sync."""
-    every = [change for table in tables for change in table.changes(device)]
-    if every:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("blocks have moved while a step is captured; every replay would bring these addresses back")
-        numbers = upload([number for _, its in every for number in its], torch.int64, device)
-        torch._foreach_copy_([mine for mine, _ in every], numbers.split([len(its) for _, its in every]))
+    try:
+        if every := [change for table in tables for change in table.changes(device)]:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("blocks have moved while a step is captured; every replay would bring these addresses back")
+            numbers = upload([number for _, its in every for number in its], torch.int64, device)
+            torch._foreach_copy_([mine for mine, _ in every], numbers.split([len(its) for _, its in every]))
+    except BaseException:
+        for table in tables:
+            table.forget_device()
+        raise
     return [table.addresses for table in tables]

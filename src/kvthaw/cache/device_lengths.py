@@ -79,7 +79,9 @@ class DeviceLengths:
         if want == self._values:
             return
         before = _Values(tuple(n - new for n, new in zip(lengths, live, strict=True)), want.starts, want.live, device)
-        if before == self._values:
+        known = self._values
+        self.forget()  # a write that fails may have changed some values
+        if before == known:
             self.lengths.add_(self.live)
         else:
             if self.lengths.shape != (len(lengths),) or self.lengths.device != device:
