@@ -91,6 +91,15 @@ def test_where_one_layer_finds_no_memory_none_is_said_to_hold_more(monkeypatch: 
             assert torch.equal(layer.store.read(seq, 12, 18), rows[seq])
 
 
+def test_a_sequence_that_is_cleared_gives_back_the_blocks_of_a_prompt_that_failed() -> None:
+    (layer,) = layers(1)
+    layer.clear(1)
+    with pytest.raises(RuntimeError):
+        layer.store.append(1, torch.randn(2, 20, 2, 5))  # as long as blocks, in which it does not fit
+    layer.clear(1)
+    assert layer.store.nbytes() == layer.store.nbytes(0)
+
+
 @pytest.mark.parametrize("have", [14, 17])  # a kept prefix may reach into the piece
 def test_a_piece_of_a_prompt_is_stored_in_all_layers(have: int) -> None:
     three, rows = layers(3), torch.randn(3, 2, 9, 2, 4)

@@ -198,9 +198,9 @@ class LayerStorage:
         self._latest = dict(latest)
 
     def truncate(self, seq: int, length: int) -> None:
-        """Drop rows >= length of a sequence."""
+        """Drop rows >= length of a sequence. At length 0, free blocks that a failed step allocated, too."""
         self._latest.pop(seq, None)
-        if self.store.length(seq) > length:
+        if self.store.length(seq) > length or (not length and self.store.reserved(seq)):
             self.store.truncate(seq, length)
 
     def order(self) -> None:
@@ -418,7 +418,7 @@ def offload_prompts(layers: Sequence[LayerStorage], parts: Sequence[Row], rows: 
     none = rows.new_empty((len(rows), len(parts), rows.shape[1], 0, *rows.shape[3:]))  # an index takes them where they are
     by_kernel = one.on_gpu and rows[0].nbytes % 16 == 0  # which reads 16 bytes at once
     tables = follow([store.table for store in stores], rows.device) if by_kernel else []
-    with one.streams.offloading(stores, rows):
+    with one.streams.offloading(stores, rows, *tables):  # a reset may free tables while the kernel has yet to read them
         if by_kernel:
             freeze(slabs, tables, one.store.block_size, spans, none, **how)
         else:
