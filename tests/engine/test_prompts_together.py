@@ -136,6 +136,19 @@ def test_a_forward_that_fails_is_repeated_one_by_one(
         assert not batch.requests
 
 
+def test_requests_of_a_forward_that_failed_begin_again(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [prompt(1, n, seed=n)[0] for n in (260, 40, 35)]
+    batch = Batch(model, "oracle", **SIZES | {"capacity": 300, "budget": 300}, prefix_cache=PrefixCache(host_bytes=1 << 26))
+    served(batch, ids[:1], 1000)
+    requests = [batch.join(each, max_new_tokens=1) for each in ids]
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "attend", lambda *_: [][0])
+        with pytest.raises(IndexError):
+            batch.prefill_together(requests)
+    assert [(one.prefilled, one.cached_tokens, one.fetched) for one in requests] == [(0, 0, 0)] * 3
+    assert not any(map(batch.cache.kv.sequences.length, range(3)))
+
+
 def test_a_request_that_cannot_start_stops_no_other(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the shared forward, when its first token is drawn."""
     ids = [prompt(1, n, seed=n)[0] for n in (48, 40, 35)]

@@ -319,8 +319,7 @@ class Batch:
             kv.finite.prompt([request.seq for request in requests], kv.offloaded)
         except BaseException:
             for request in started:
-                request.prefilled = 0
-                self._empty(request.seq)
+                self._begin_again(request)
             raise
         for i, request in enumerate(requests):
             request.prefilled, self._indexing[request] = request.prompt, logits[:, i]
