@@ -144,7 +144,7 @@ class Requests(RuleBasedStateMachine):
     def pin(self, which: int) -> None:
         done = [ids for request, ids in self.given if request.finished == "length"]
         with suppress(CacheError):  # some of it has been dropped since
-            self.prefix.name("document", done[which % len(done)])
+            self.prefix._name(("", "document"), done[which % len(done)], "", None, lambda: True)
 
     def teardown(self) -> None:
         while self.scheduler.busy:
@@ -289,6 +289,28 @@ def test_no_tree_is_taken_where_what_is_kept_ends_before_its_first_position(
         batch.decode()
     assert request.cached_tokens == 145 - 128
     assert not caplog.records
+
+
+def test_under_another_adapter_a_prompt_has_its_own_rows_and_its_name(model: PreTrainedModel) -> None:
+    prefix, adapter, ids = PrefixCache(host_bytes=1 << 26), [""], prompt(1, 300)[0]
+    batch = batch_of(model, "quest", prefix)
+    kv = batch.cache.kv
+    kv.origin = lambda: adapter[0]
+    tokens_of(batch, prompt(1, 200, seed=1)[0])
+    adapter[0] = "another"
+    tokens_of(batch, ids, name="book")
+    entry = prefix.entry("book")
+    rows = {number: (shape, prefix._kept.layers[number]) for number, shape, _ in prefix.rows(entry)}
+    path, _ = prefix._tree.match(entry.ids, entry.salt)
+    held = {number: (shape, [blocks[node] for node in path]) for number, (shape, blocks) in rows.items()}
+    prefix.restore(kv, "again", prompt(1, 300, seed=2)[0], held)
+    for seed in (0, 2):
+        known = [prefix.known(kv, prompt(1, 300, seed=seed)[0])]
+        adapter[0] = "" if adapter[0] else "another"
+        known.append(prefix.known(kv, prompt(1, 300, seed=seed)[0]))
+        assert sorted(known) == [0, 172]
+    for name in ("book", "again"):
+        prefix.forget(name)
 
 
 def test_entries_with_a_name_stay(model: PreTrainedModel) -> None:

@@ -176,33 +176,33 @@ class PrefixCache:
         They must have arrived on the host (`KVCache.wait`). Raises CacheError if they cannot be kept under a name.
 
         name: keep them until forget(name).
-        about, leaves_room: as for name().
+        about: any JSON value, kept with the name.
+        leaves_room: returns whether all entries, this one included, leave other requests the memory that they need.
         """
-        self.refused, ids = refusal(kv), ids.cpu()
+        self.refused, ids, own = refusal(kv), ids.cpu(), salt
         if self.refused is None and len(ids):
-            salt = self._keep_rows(kv, ids, seq, salt)
-            found = self._index(kv, ids, salt)
+            own = self._keep_rows(kv, ids, seq, salt)
+            found = self._index(kv, ids, own)
             if found is None or found.saved or (name is not None and len(found.ids) != len(ids)):
                 self._indexes = [one for one in self._indexes if one is not found or not one.saved]
                 updaters = {layer.number: layer.storage.updater for layer in kv.offloaded}
                 every = {number: updater.snapshot(seq) for number, updater in updaters.items() if updater is not None}
                 held = {number: each for number, each in every.items() if each is not None}
-                self._indexes += [Indexes(ids, salt, Indexes.kind_of(kv), held)] if held else []
+                self._indexes += [Indexes(ids, own, Indexes.kind_of(kv), held)] if held else []
         self._trim()
         if name is not None:
-            self.name(name, ids, salt, about=about, leaves_room=leaves_room)
+            self._name((salt, name), ids, own, about, leaves_room)
 
-    def name(
-        self, name: str, ids: Tensor, salt: str = "", *, about: Any = None, leaves_room: Callable[[], bool] = always
-    ) -> None:
+    def _name(self, key: Key, ids: Tensor, own: str, about: Any, leaves_room: Callable[[], bool]) -> None:
         """Pin a cached prompt [T] under a name until forget(name). Replaces an entry of the same name and salt.
 
         Raises NotKeptError if part of it is not cached, or if host_bytes or leaves_room does not allow it.
 
-        about: any JSON value, kept with the entry.
-        leaves_room: returns whether all entries, this one included, leave other requests the memory that they need.
+        own: its salt in the tree; see _own().
+        about, leaves_room: as for keep().
         """
-        path, tokens = self._tree.match(ids, salt)
+        name = key[1]
+        path, tokens = self._tree.match(ids, own)
         tokens = min(tokens, sum(len(node.tokens) for node in path if self._kept.holds(node)))
         if not path or tokens < len(ids):
             raise NotKeptError(f"{name!r} cannot be kept: {self.refused or f'{tokens} of its {len(ids)} tokens are in memory'}")
@@ -213,9 +213,9 @@ class PrefixCache:
         if not leaves_room():
             self._tree.pin(path[-1], -1)
             raise NotKeptError(f"{name!r} cannot be kept: all entries would leave too little host memory to other requests")
-        if (salt, name) in self._entries:
-            self.forget(name, salt)
-        self._entries[salt, name] = Entry(ids, path[-1], salt, about)
+        if key in self._entries:
+            self.forget(name, key[0])
+        self._entries[key] = Entry(ids, path[-1], own, about)
 
     @property
     def entries(self) -> dict[Key, Entry]:
@@ -259,17 +259,18 @@ class PrefixCache:
 
         layers: the shape and the blocks of each layer.
         indexes: snapshots of the layers' indexes, if available.
-        about, leaves_room: as for name().
+        about, leaves_room: as for keep().
         """
-        self.refused = refusal(kv)
+        self.refused, own = refusal(kv), salt
         if self.refused is None:
             tree = self._open(kv, {number: shape for number, (shape, _) in layers.items()})
-            for at, (node, new) in enumerate(tree.insert(ids, salt)):
+            own = self._own(kv, salt)
+            for at, (node, new) in enumerate(tree.insert(ids, own)):
                 if new or not self._kept.holds(node):
                     self._kept.hold(node, {number: blocks[at] for number, (_, blocks) in layers.items()})
-            self._indexes += [Indexes(ids, salt, Indexes.kind_of(kv), indexes)] if indexes else []
+            self._indexes += [Indexes(ids, own, Indexes.kind_of(kv), indexes)] if indexes else []
         self._trim()
-        self.name(name, ids, salt, about=about, leaves_room=leaves_room)
+        self._name((salt, name), ids, own, about, leaves_room)
 
     def forget(self, name: str, salt: str = "") -> None:
         """Remove an entry's name. Its blocks are then evicted like others. Raises CacheError if there is none."""
