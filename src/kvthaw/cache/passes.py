@@ -395,36 +395,32 @@ class FiniteCheck:
 
     def check(self) -> None:
         """Raise CacheError for the first layer whose flag is known to be set. Does nothing while a step is captured."""
-        if self._asked is not None and not torch.cuda.is_current_stream_capturing() and self._asked[1].ready():
-            (layers, flags), self._asked = self._asked, None
-            self._raise(next((layer for layer, flag in zip(layers, flags().tolist(), strict=True) if flag), None))
+        capturing = self._cuda and torch.cuda.is_current_stream_capturing()
+        if self._asked is None or capturing or not self._asked[1].ready():
+            return
+        (layers, flags), self._asked = self._asked, None
+        for layer, flag in zip(layers, flags().tolist(), strict=True):
+            if flag:
+                raise CacheError(
+                    f"the model gave keys or values that are not finite in layer {layer} while decoding; crop or reset() the cache"
+                )
 
-    def ask(self, layers: Sequence[LayerKV]) -> dict[int, Tensor]:
-        """Start to copy all layers' flags from the GPU, every few steps. A later check() reads the copy.
-
-        Returns the flags that are on a CPU, by layer.
-        """
+    def ask(self, layers: Sequence[LayerKV]) -> None:
+        """Start to copy all layers' flags to the host, from a GPU every few steps. A later check() reads the copy."""
         self._looks += 1
         if self._cuda and (self._asked is not None or self._looks % EVERY):
-            return {}
+            return
         found = {layer.number: flag for layer in layers if (flag := layer.nonfinite()) is not None}
         self._cuda = any(flag.is_cuda for flag in found.values())
-        if not self._cuda:
-            return found
-        if not torch.cuda.is_current_stream_capturing():
+        if found and not (self._cuda and torch.cuda.is_current_stream_capturing()):
             self._asked = list(found), Download(torch.cat(list(found.values())))
-        return {}
 
     def look(self, layers: Sequence[LayerKV]) -> None:
         """Run check() and ask(). Raises CacheError at once for flags on a CPU."""
         self.check()
-        self._raise(next((layer for layer, flag in self.ask(layers).items() if flag), None))
+        self.ask(layers)
+        if not self._cuda:
+            self.check()
 
     def __deepcopy__(self, memo: dict[int, object]) -> FiniteCheck:
         return FiniteCheck()
-
-    def _raise(self, layer: int | None) -> None:
-        if layer is not None:
-            raise CacheError(
-                f"the model gave keys or values that are not finite in layer {layer} while decoding; crop or reset() the cache"
-            )
