@@ -119,14 +119,16 @@ class KVCache:
 
         prompts: of each layer.
         """
-        device, count = prompts[0].keys.device, self.sequences.count
-        self.streams.follow(device)
-        step = self._begin(1, prompts[0].keys.shape[2], None if count > 1 else [0])
-        for layer, new in zip(self.layers, prompts, strict=True):
+        coming = iter(prompts)
+
+        def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> PrefillKV | None:
+            new = next(coming)
             kv_format = row_format(self.settings.kv_dtype, new.keys.shape[3], new.keys.dtype)
             layer.prepare(step, LayerShape(new.queries[:, :, :0], new.keys[:, :, :0], new.scale, kv_format))
-            self._store(layer, layer.append(step, new.queries, new.keys, new.values))
-        self._commit(step)
+            return layer.append(step, new.queries, new.keys, new.values)
+
+        self.streams.follow(prompts[0].keys.device)
+        self.append_stored_prompt(prompts[0].keys.shape[2], None if self.sequences.count > 1 else [0], fill)
 
     def _store(self, layer: LayerKV, new: PrefillKV | None) -> None:
         """Store the KV of a layer's prefill. Short prompts wait for other layers: many layers are then stored in few
