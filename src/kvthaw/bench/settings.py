@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.plan import Settings
@@ -78,10 +78,6 @@ class DecodeSetting:
         """Return a plain dict, for a record."""
         return asdict(self)
 
-    def same_cache(self) -> Self:
-        """Return the setting without the steps. Settings that are equal otherwise can be measured on one cache."""
-        return replace(self, steps=STEPS[0])
-
     def __str__(self) -> str:
         words = [self.method, f"{self.length:,}" + (f" x {self.batch}" if self.batch > 1 else ""), self.steps]
         for name in ("budget", "retrieved"):
@@ -152,7 +148,7 @@ def groups(grid: Sequence[S]) -> Iterator[list[S]]:
     """Return the settings of a grid that one cache can serve, in order; repeats once."""
     found: dict[S, list[S]] = {}
     for one in dict.fromkeys(grid):
-        found.setdefault(one.same_cache(), []).append(one)
+        found.setdefault(replace(one, steps=STEPS[0]), []).append(one)
     yield from found.values()
 
 

@@ -126,15 +126,6 @@ class LayerStorage:
         on_device = self.updater is not None and not self.updater.retriever.index.traits.on_host
         return on_device and self.stale(seq)
 
-    def index_ahead(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], passed: Mapping[int, Tensor]) -> None:
-        """Start to build indexes of prompts; see IndexUpdater.begin.
-
-        An index on the host is built concurrently with the following layers, an index on the device from the rows in
-        `passed`.
-        """
-        if self.updater is not None:
-            self.updater.begin(ends, recent_queries, passed)
-
     # Rows of sink, ring and store
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
@@ -230,28 +221,12 @@ class LayerStorage:
             if indexed and seq not in idle and known.shape[1] > RECENT_QUERIES:
                 recent_queries[seq] = known[:, -RECENT_QUERIES:].clone()
 
-    def undisturbed(self, leaving: Sequence[Sequence[tuple[int, int, int]]]) -> int:
-        """Return how many of the next tokens come before the index changes.
-
-        leaving: the tokens that leave the rings before each token.
-        """
-        updater = self.updater
-        if updater is not None and updater.stale:
-            return 0
-        changes = (any(updater is None or updater.indexed(seq) < stop for seq, _, stop in before) for before in leaving)
-        return next((t for t, changed in enumerate(changes) if changed), len(leaving))
-
     def reserve(self, ends: Mapping[int, int]) -> None:
         """Allocate the blocks for offloading up to `ends`, by sequence. Raises HostMemoryError."""
         self.finish_moves()
         for seq, end in ends.items():
             if end > self.store.length(seq):
                 self.store.claim(seq, end)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes of blocks moved between device and host so far."""
-        return 0 if self.placement is None else self.placement.moved_bytes
 
     def finish_moves(self) -> None:
         """Free the device memory of blocks whose copy to the host is complete."""
@@ -323,7 +298,7 @@ class LayerStorage:
     def export(self, seq: int, queries: Tensor | None) -> LayerState:
         """Copy a sequence and the last queries of its prompt to host memory; see LayerKV."""
         self.wait()
-        held = self.slab.data[seq, :, : self.slab.pool_start].to("cpu", copy=True)
+        held = self.slab.held()[seq].to("cpu", copy=True)
         queries = None if queries is None else queries.cpu()
         index = None if self.updater is None else self.updater.export(seq)
         blocks = self.store.export(seq)
@@ -336,18 +311,13 @@ class LayerStorage:
         blocks = [block if self.placement is None else self.placement.brought(block) for block in state.blocks]
         self.store.adopt(seq, blocks, state.stored)
         if state.held is not None:
-            self.slab.data[seq, :, : self.slab.pool_start].copy_(state.held)
+            self.slab.held()[seq].copy_(state.held)
             start = start if state.index is None else state.index.end  # it may have run ahead
         else:
             self.slab.write(seq, 0, self.store.read(seq, 0, min(self.slab.regions.sink, state.stored)))
             self.refill(seq, start, state.stored)
         if self.updater is not None:
             self.updater.load(seq, start, state.index)
-
-    def bring(self, seq: int) -> None:
-        """Start to copy the full blocks of a sequence to the device while there is room."""
-        if self.placement is not None:
-            self.placement.bring(self.store.blocks(seq)[: self.store.length(seq) // self.store.block_size])
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Replace sequence i by the former sequence sequences[i]."""

@@ -210,7 +210,8 @@ class OffloadedLayer(LayerKV):
         ends: where the rings of its sequences now begin.
         """
         self._prompts = dict(ends) if self.sequences.announced and not new.step.remaining else {}
-        self.storage.index_ahead(self._prompts, self.recent_queries, new.passed)
+        if self.storage.updater is not None:
+            self.storage.updater.begin(self._prompts, self.recent_queries, new.passed)
 
     def prepare(self, step: Step, shape: LayerShape) -> None:
         if self.plan is None:
@@ -219,9 +220,10 @@ class OffloadedLayer(LayerKV):
 
     def begin(self, step: Step, shape: LayerShape, states: Mapping[int, LayerState]) -> None:
         super().begin(step, shape, states)
-        if not step.parts:  # else other sequences wait for steps, and blocks go to the device one by one
+        placement, store = self.storage.placement, self.store
+        if placement is not None and not step.parts:  # else other sequences wait for steps, and blocks go one by one
             for row in step.rows():
-                self.storage.bring(row.seq)
+                placement.bring(store.blocks(row.seq)[: store.length(row.seq) // store.block_size])
 
     def commit(self) -> None:
         """Index the tokens of a prefill that waited for the step's commit."""
@@ -247,7 +249,7 @@ class OffloadedLayer(LayerKV):
         self.sequences.place_committed(self.slab.data.device)
         out = self._attend(None, 0, query[:, :, 0], (key[:, :, 0], value[:, :, 0]), attention)
         if self.own is not None:
-            self.own.asked_again += self.sequences.live_count
+            self.own.asked_again += self.sequences.count - len(self.sequences.idle)
         return out[:, :, None]
 
     def _attend(self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
@@ -272,7 +274,11 @@ class OffloadedLayer(LayerKV):
 
     def undisturbed(self, tokens: int) -> int:
         """Return how many of the next tokens come before tokens leave a ring and so change the index."""
-        return self.storage.undisturbed([self.sequences.leaving(t) for t in range(tokens)])
+        updater, leaving = self.storage.updater, map(self.sequences.leaving, range(tokens))
+        if updater is not None and updater.stale:
+            return 0
+        changes = (any(updater is None or updater.indexed(seq) < stop for seq, _, stop in before) for before in leaving)
+        return next((t for t, changed in enumerate(changes) if changed), tokens)
 
     def drop_search(self) -> None:
         """Drop the predicted queries and their searches."""

@@ -17,7 +17,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,7 +194,8 @@ class PageLocked:
             free = self._available()
         if free is not None and free < size:  # the system would kill a process that writes to more
             raise OSError(f"{free:,} bytes are free")
-        with _a_device_in_use():
+        device = torch.cuda.device(next(iter(_devices_in_use()), None)) if torch.cuda.is_available() else nullcontext()
+        with device:  # also on a thread that uses none
             return page_lock(size, count if free is None else min(count, free // size), self._runtime())
 
     def _unused_bytes(self) -> int:
@@ -248,11 +249,6 @@ def _devices_in_use() -> list[int]:
         return []
     used = getattr(torch._C, "_cuda_hasPrimaryContext", lambda number: number == torch.cuda.current_device())
     return [number for number in range(torch.cuda.device_count()) if used(number)]
-
-
-def _a_device_in_use() -> AbstractContextManager[object]:
-    """Return a context in which CUDA calls use a device that this process uses already, also on a thread without one."""
-    return torch.cuda.device(next(iter(_devices_in_use()), None)) if torch.cuda.is_available() else nullcontext()
 
 
 def _readers(streams: Sequence[torch.cuda.Stream]) -> set[torch.cuda.Stream]:

@@ -136,11 +136,6 @@ class Retriever:
         return self.context.kv_heads * ((0 if sequences is None else sequences.held.steps) + self.asked_again)
 
     @property
-    def can_read_blocks(self) -> bool:
-        """Whether attention may read rows in their blocks: the index does not rebuild keys, and the method names no transfer."""
-        return not self.index.traits.rebuilds and self.method.transfer is None
-
-    @property
     def recalled(self) -> Tensor:
         """The most recently selected rows, [B, H, C] int32, -1 padded."""
         return self.residency.latest if self.reads_blocks else self.residency.slot_row[:, :, :-1]

@@ -101,8 +101,7 @@ class Sequences:
         self.ring_start, self.capacity, self.decoded, self.dense_tokens, self.cached_tokens, self.undropped = [], 0, 0, 0, 0, 0
         self.prompted = self.prompt_only = False
         self.step, self.held, self._committed = None, Held(), None
-        self.announce(0)
-        self.filling, self.ends = {}, {}
+        self._end, self.filling, self.ends = None, {}, {}
         self.changed()
 
     def end(self, seq: int) -> int:
@@ -162,11 +161,6 @@ class Sequences:
         longest = self.padded_length - min(self.left_pad[:count], default=0) + 1
         return bucket(max(longest, self.planned, self.undropped), self.room) if self.room else 0
 
-    @property
-    def live_count(self) -> int:
-        """Number of sequences that get a token in a step."""
-        return self.count - len(self.idle)
-
     def length(self, seq: int) -> int:
         """Return the number of tokens of a sequence, without padding."""
         return self.padded_length - self.left_pad[seq]
@@ -218,18 +212,14 @@ class Sequences:
 
     # Steps
 
-    def announce(self, tokens: int) -> None:
-        """Treat the next tokens of all sequences, padding included, as one prompt, in any number of steps; 0 ends it."""
-        self._end = self.padded_length + tokens if tokens else None
-
     @contextmanager
     def prompt(self, tokens: int) -> Iterator[None]:
         """Treat the next `tokens` tokens of all sequences, padding included, as one prompt in chunks."""
-        self.announce(tokens)
+        self._end = self.padded_length + tokens if tokens else None
         try:
             yield
         finally:
-            self.announce(0)
+            self._end = None
 
     @contextmanager
     def prompts(self, tokens: Mapping[int, int]) -> Iterator[None]:

@@ -45,7 +45,8 @@ class SparseAttention:
         self.selects = selects and retriever is not None
         self._room = 0
         if self.selects and retriever is not None:
-            retriever.reads_blocks = storage.placement is not None and retriever.can_read_blocks
+            fetches = retriever.index.traits.rebuilds or retriever.method.transfer is not None
+            retriever.reads_blocks = storage.placement is not None and not fetches
 
     def attend(
         self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams

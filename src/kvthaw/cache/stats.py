@@ -167,5 +167,5 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV],
         kv_host_bytes=sum(layer.host_bytes() for layer in layers),
         device_block_bytes=sum(layer.store.nbytes(on_device=True) for layer in offloaded if layer.plan),
         cached_tokens=sequences.cached_tokens,
-        moved_bytes=sum(layer.storage.moved_bytes for layer in offloaded if layer.plan),
+        moved_bytes=sum(layer.storage.placement.moved_bytes for layer in offloaded if layer.plan and layer.storage.placement),
     )

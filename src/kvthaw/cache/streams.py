@@ -179,10 +179,6 @@ class Streams:
         for thread in list(self._threads.values()):
             thread.submit(lambda: None).result()
 
-    def forget_threads(self) -> None:
-        """Start new threads for the next jobs, in a forked child, which has none of its parent's threads."""
-        self._threads.clear()
-
     def __deepcopy__(self, memo: dict[int, object]) -> Streams:
         twin = Streams(self.layers, copy.deepcopy(self.memory, memo), copy.deepcopy(self.device, memo))
         twin.deferred = copy.deepcopy(self.deferred, memo)  # the DeferredBatch of the copied indexes
@@ -197,7 +193,7 @@ def _before_fork() -> None:
 
 def _after_fork_in_child() -> None:
     for streams in list(_WITH_THREADS):
-        streams.forget_threads()
+        streams._threads.clear()  # the child has none of them, and starts new ones
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

@@ -57,7 +57,7 @@ class Library:
     memory belong on the thread that owns the prefix cache; write() and delete() may run on any thread.
 
     cache: model and settings for restored entries.
-    leaves_room: as for `PrefixCache.name`.
+    leaves_room: as for `PrefixCache.keep`.
     """
 
     def __init__(self, cache: Cache, prefix: PrefixCache, folder: Path, leaves_room: Callable[[], bool] = always) -> None:
