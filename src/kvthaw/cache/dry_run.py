@@ -72,7 +72,8 @@ def dry_run(
     """Return the memory of an empty cache for `batch` sequences with prompts of `prompt` tokens and at most `new_tokens`
     answer tokens.
 
-    The cache is unusable afterwards: it counts tokens that it does not have.
+    The cache is unusable afterwards: it counts tokens that it does not have. Tables that have another form on a CPU are counted as
+    on a GPU.
 
     tensors: returns a layer's query [B, Hq, prompt, D] and key [B, H, prompt, D] by its number, on the meta device.
     pinned: whether rows on the host are pinned.
