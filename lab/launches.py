@@ -19,7 +19,7 @@ KERNELS = {
     "residency": ("_admit",),
     "query": (
         *("_planes", "_signs", "_tiers", "_collide", "_bucket_topk", "_rerank", "_srht", "_count"),
-        *("_choose", "_share", "_mean", "_score", "_narrow", "_read"),
+        *("_choose", "_count_weights", "_keep_heaviest", "_mean", "_score", "_narrow", "_read"),
     ),
     "updates": (
         *("_encode", "_offload", "_freeze", "_extend", "_stream_keys", "_denominators", "_mass", "_page_bounds", "_page_means"),
