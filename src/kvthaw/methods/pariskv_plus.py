@@ -36,7 +36,7 @@ def pariskv_plus(
     of the exact top 100 are selected at 32k, where pariskv selects 72 %.
 
     code_bits: bits of a coordinate's code. With 3 a key takes 80 bytes of the device for 128 dimensions, with pariskv's 4 it takes
-        112. The divergence is some 4 % higher with 3 on SmolLM2; see docs/notes/remainder.md.
+        112. With 3 the divergence on SmolLM2 is 4 % higher; see docs/notes/remainder.md.
     head_limit: a KV head may select up to head_limit times its rows. The KV heads of a layer together select the heaviest rows of
     all, no more than before. 1: an equal number each.
     tolerance: a step reads no row whose estimated share of a head's attention is less. 0: it reads as many as the budget allows.
