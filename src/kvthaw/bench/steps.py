@@ -76,12 +76,12 @@ class Counts:
         if not isinstance(cache, Cache):
             return Counts()
         layers = cache.kv.offloaded
-        groups = {id(kv.retriever): kv.retriever for kv in layers if kv.retriever is not None}.values()
+        groups = {kv.retriever: kv.retriever.residency.counted() for kv in layers if kv.retriever is not None}
         stored = [(kv.store, kv.store.length(seq)) for kv in layers for seq in range(kv.sequences.count)]
         return Counts(
-            sum(group.residency.selected for group in groups),
-            sum(group.residency.fetched for group in groups),
-            sum(kv.retriever.residency.fetched * kv.store.row_bytes for kv in layers if kv.retriever is not None),
+            sum(each.selected for each in groups.values()),
+            sum(each.fetched for each in groups.values()),
+            sum(groups[kv.retriever].fetched * kv.store.row_bytes for kv in layers if kv.retriever is not None),
             sum(store.kv_heads * store.row_bytes * length for store, length in stored),
         )
 

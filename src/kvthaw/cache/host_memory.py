@@ -140,10 +140,23 @@ class HostMemory:
 
     def allocate_free(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Allocate as allocate() does, without calling reclaim()."""
+        if self.limit is None:
+            return host_tensor(shape, dtype, pinned=pinned, streams=self.streams)
         size = held_bytes(math.prod(shape) * dtype.itemsize, pinned=pinned)
-        data = self._allocate(size, shape, dtype, pinned=pinned)
-        if self.limit is not None:
-            weakref.finalize(data, self._used.release, size).atexit = False
+        with self._used.lock:
+            free = self.limit - self.used
+            if size > free:
+                raise HostMemoryError(
+                    f"the next block of KV needs {size:,} bytes of host memory, and {max(0, free):,} of host_bytes="
+                    f"{self.limit:,} are free; crop the cache, let a request leave, or raise host_bytes"
+                )
+            self._used.bytes += size
+        try:
+            data = host_tensor(shape, dtype, pinned=pinned, streams=self.streams)
+        except BaseException:
+            self._used.release(size)
+            raise
+        weakref.finalize(data, self._used.release, size).atexit = False
         return data
 
     def prepare(self, count: int, size: int, *, pinned: bool) -> None:
@@ -195,23 +208,6 @@ class HostMemory:
         )
         free = available_host_memory(self.ranks) if self.limit is None else self.limit - self.used + spare
         return None if free is None else self.ranks.least(free)
-
-    def _allocate(self, size: int, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        if self.limit is None:
-            return host_tensor(shape, dtype, pinned=pinned, streams=self.streams)
-        with self._used.lock:
-            free = self.limit - self.used
-            if size > free:
-                raise HostMemoryError(
-                    f"the next block of KV needs {size:,} bytes of host memory, and {max(0, free):,} of host_bytes="
-                    f"{self.limit:,} are free; crop the cache, let a request leave, or raise host_bytes"
-                )
-            self._used.bytes += size
-        try:
-            return host_tensor(shape, dtype, pinned=pinned, streams=self.streams)
-        except HostMemoryError:
-            self._used.release(size)
-            raise
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostMemory:
         return HostMemory(self.limit, self.ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +94,21 @@ def slot_dtype(slots: int, device: torch.device) -> torch.dtype:
     return torch.int16 if device.type != "cpu" and slots <= torch.iinfo(torch.int16).max else torch.int32
 
 
+class Counted(NamedTuple):
+    """Rows of a Residency over all steps.
+
+    selected: rows selected.
+    fetched: rows fetched to the pool, counted once for the group. Each layer of the group fetches them.
+    most: the most rows that a KV head selected in a step.
+    in_place: rows that attention read in blocks on the device.
+    """
+
+    selected: int
+    fetched: int
+    most: int
+    in_place: int
+
+
 class Residency:
     """A direct-mapped table from rows to slots for each sequence and KV head. It evicts the least recently used slots.
 
@@ -102,8 +118,7 @@ class Residency:
     row_slot: [B, H, T + 1], the slot of a row, or -1; see slot_dtype.
     slot_row: [B, H, C + 1] int32, the row in a slot, or -1.
     used: [B, H, C + 1] int32, the step at which a slot was last used. The last column is the number of the last step.
-    counts: [4] int64 over all steps: rows wanted, rows fetched, most rows that a head wanted, rows read in blocks on the
-        device.
+    counts: [4] int64, as Counted.
     latest: [B, H, C] int32, the rows wanted last, if some blocks lie on the device.
     """
 
@@ -115,25 +130,9 @@ class Residency:
         self.latest = torch.full((seqs, kv_heads, slots), -1, dtype=torch.int32, device=device)
         self.counts = torch.zeros(4, dtype=torch.int64, device=device)
 
-    @property
-    def selected(self) -> int:
-        """Rows selected. Reading a count waits for the device."""
-        return int(self.counts[0])
-
-    @property
-    def fetched(self) -> int:
-        """Rows fetched to the pool, counted once for the group. Each layer of the group fetches them."""
-        return int(self.counts[1])
-
-    @property
-    def most(self) -> int:
-        """The most rows that a KV head selected in a step."""
-        return int(self.counts[2])
-
-    @property
-    def in_place(self) -> int:
-        """Rows that attention read in blocks on the device."""
-        return int(self.counts[3])
+    def counted(self) -> Counted:
+        """Return `counts` as numbers. Waits for the device."""
+        return Counted(*self.counts.tolist())
 
     @property
     def capacity(self) -> int:

@@ -132,17 +132,18 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV],
     """Return statistics of the layers of a cache. Waits for the device."""
     offloaded = [layer for layer in layers if isinstance(layer, OffloadedLayer) and not isinstance(layer, FullLayer)]
     plan, held = (offloaded[0].plan, sequences.held) if offloaded else (None, Held())
-    searching = [(layer, layer.retriever, layer.retriever.residency) for layer in offloaded if layer.retriever is not None]
-    groups = {id(group): (group.selections, pool) for _, group, pool in searching}.values()
-    steps, selected = sum(count for count, _ in groups), sum(pool.selected for _, pool in groups)
-    fetched, most = sum(pool.fetched for _, pool in groups), max((pool.most for _, pool in groups), default=0)
+    searching = [(layer, layer.retriever) for layer in offloaded if layer.retriever is not None]
+    groups = {group: group.residency.counted() for _, group in searching}
+    steps, selected = sum(group.selections for group in groups), sum(each.selected for each in groups.values())
+    fetched, most = sum(each.fetched for each in groups.values()), max((each.most for each in groups.values()), default=0)
     retrieved = selected / steps if steps else (0.0 if held.steps else None)
     crossed = [
-        (layer, pool.fetched if layer.storage.placement is None else int(layer.store.crossed.sum()))
-        for layer, _, pool in searching
+        (layer, groups[group].fetched if layer.storage.placement is None else int(layer.store.crossed.sum()))
+        for layer, group in searching
     ]
-    near = sum(pool.in_place + pool.fetched - rows for (*_, pool), (_, rows) in zip(searching, crossed, strict=True))
-    wanted = sum(pool.selected for *_, pool in searching)
+    every = [groups[group] for _, group in searching]
+    near = sum(each.in_place + each.fetched for each in every) - sum(rows for _, rows in crossed)
+    wanted = sum(each.selected for each in every)
     return Stats(
         method=settings.method.name if offloaded or settings.method.dense else "full",
         reason=reason,

@@ -132,8 +132,9 @@ class Contract:
         layer, _ = self.whole if budget == 48 else self.checked(budget)
         most = layer.cache.sequences.held.most
         if self.retrieves:
-            need(layer.retriever.residency.selected > 0, "no row was ever selected")
-            most += int(layer.retriever.residency.most)
+            found = layer.retriever.residency.counted()
+            need(found.selected > 0, "no row was ever selected")
+            most += found.most
         allowed = budget + (self.method.head_limit - 1) * layer.plan.rows
         need(most <= allowed, f"{most} tokens were attended to in one step; the budget is {budget}")
 
@@ -219,9 +220,9 @@ class Contract:
         keeps, steps = self.whole
         drops = self.layer(self.batch(), replace(self.method, keep=0), budget=48).prefill()
         self._same(steps, drops.decode(), "with keep=0", [(seq, seq) for seq in range(3)])
-        fetched, selected = int(drops.retriever.residency.fetched), int(drops.retriever.residency.selected)
-        need(fetched == selected, f"{fetched} rows were fetched of {selected} selected")
-        need(int(keeps.retriever.residency.fetched) <= fetched, "residency fetches more rows than none does")
+        none, kept = drops.retriever.residency.counted(), keeps.retriever.residency.counted()
+        need(none.fetched == none.selected, f"{none.fetched} rows were fetched of {none.selected} selected")
+        need(kept.fetched <= none.fetched, "residency fetches more rows than none does")
 
     def parts_sequences_of_one_prefix(self) -> None:
         """Check beams: sequences that reorder() copied from one take different tokens, and select as if they had always been
