@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import CacheError
 from zoo import prompt
 
@@ -63,6 +64,20 @@ def test_after_a_crop_the_cache_goes_on(llama: PreTrainedModel) -> None:
         llama.model.layers[1].self_attn.k_proj.weight.copy_(good)
         cache.crop(-1)
         assert torch.allclose(llama(IDS[:, :1], past_key_values=cache).logits, llama(IDS[:, :1], past_key_values=plain).logits)
+
+
+@pytest.mark.parametrize("method", ["oracle", "full"])
+def test_a_crop_before_the_error_is_reported_clears_it(llama: PreTrainedModel, method: str) -> None:
+    cache = kvthaw.Cache(llama, method, budget=None if method == "full" else 64)
+    with torch.no_grad():
+        llama(IDS, past_key_values=cache)
+        good = poison(llama, "k_proj", torch.nan)
+        runner = GraphRunner(llama.forward, cache, capture=False)
+        runner(IDS[:, :1], torch.tensor([[IDS.shape[1]]]))
+        llama.model.layers[1].self_attn.k_proj.weight.copy_(good)
+        cache.crop(-1)
+        for t in range(2):
+            assert runner(IDS[:, :1], torch.tensor([[IDS.shape[1] + t]])).isfinite().all()
 
 
 @pytest.mark.parametrize("method", ["oracle", "full"])

@@ -459,6 +459,7 @@ class KVCache:
             return
         self.check_crop(drop)
         self.rollback_failed_step()
+        self.finite = FiniteCheck()  # a copy of flags may be of the tokens that go
         if drop >= sequences.padded_length:
             self.reset()
             return
