@@ -10,9 +10,11 @@ from test_architectures import COMMON
 from transformers import PreTrainedModel
 
 from kvthaw import Batch, Request, Sampling, Scheduler, detach
+from kvthaw.engine.hf import prompt_graphs as module
 from kvthaw.engine.hf.prompt_graphs import LENGTHS, PromptGraphs, prompt_graphs
 from kvthaw.errors import CacheError
 from kvthaw.methods import METHODS
+from stand_in import StandIn
 from zoo import DISTINCT, MODELS, build, build_exact, prompt
 
 NEW = 8
@@ -167,11 +169,34 @@ def test_many_short_prompts_share_a_forward(model: PreTrainedModel, forwards: li
     assert forwards == [30], "the first prompt, which tells the sizes"
 
 
-def test_after_a_capture_that_failed_prompts_run_with_the_cache(model: PreTrainedModel) -> None:
-    batch = replaying(model, "oracle", budget=48)
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_second_prompt_of_a_length_is_captured(
+    model: PreTrainedModel, forwards: list[int], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Whether that works or not, its forward runs once. After a capture that failed, prompts run with the cache."""
+
+    class Graph(StandIn):
+        def __init__(self, pool: None) -> None:
+            super().__init__()
+
+        def __enter__(self) -> StandIn:
+            if fails:
+                raise RuntimeError("the model needs the host")
+            return self
+
+    runs, plain = list[int](), PromptGraphs._run
+    monkeypatch.setattr(module, "SegmentedGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(PromptGraphs, "_run", lambda graphs, length: (runs.append(length), plain(graphs, length)))
+    expected = tokens(served(Batch(model, "oracle", **SIZES, budget=48), IDS[:1]))
+    batch = replaying(model, "oracle", capture=True, budget=48)
+    for _ in range(2):
+        assert tokens(served(batch, IDS[:1])) == expected
     assert batch.prompt_graphs is not None
-    batch.prompt_graphs._failed = True
-    assert not batch.prompt_graphs.serves(64)
+    assert (runs, batch.prompt_graphs.captures) == ([128, 128], int(not fails))
+    if fails:
+        assert tokens(served(batch, IDS[:1])) == expected
+        assert forwards == [33, 33]
 
 
 def test_a_prompt_that_is_not_finite_fails_alone(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,13 +75,13 @@ class PromptGraphs:
         self._ids[:, :tokens].copy_(ids)
         self._last.fill_(tokens - 1)
         torch.add(self._before, tokens, out=self._places).clamp_(min=0)
-        if length not in self._graphs:
+        if (graph := self._graphs.get(length)) is not None:
+            graph.replay()
+        elif self._capture and length in self._graphs:
+            self._capture_and_run(length)
+        else:
             self._run(length)
             self._graphs[length] = None
-        elif (graph := self._graphs[length] or self._captured(length)) is None:
-            self._run(length)
-        else:
-            graph.replay()
         prompts = [layer.prompt(tokens) for layer in self._layers]
         first.check(prompts[0].keys, [0], before=0)
         self._cache.kv.append(prompts)
@@ -98,7 +98,7 @@ class PromptGraphs:
         for length in reversed(self.lengths):
             if self._capture:
                 self._run(length)
-                self._captured(length)
+                self._capture_and_run(length)
 
     def _allocate(self, device: torch.device) -> None:
         most = self.lengths[-1]
@@ -120,10 +120,8 @@ class PromptGraphs:
                 self._logits = torch.empty_like(logits)
             self._logits.copy_(logits)
 
-    def _captured(self, length: int) -> SegmentedGraph | None:
-        """Capture the forward of `length` tokens. Returns None if this or an earlier capture failed."""
-        if not self._capture:
-            return None
+    def _capture_and_run(self, length: int) -> None:
+        """Capture the forward of `length` tokens and replay it. If the capture fails, run eagerly, and capture no more."""
         try:
             with uncollected(), SegmentedGraph(self._pool) as graph:
                 self._run(length)
@@ -131,10 +129,10 @@ class PromptGraphs:
             self._run(length)  # raises if the capture was not the cause
             _log.info("prompts are prefilled without captures: %s", first_line(error))
             self._capture, self._failed = False, True
-            return None
+            return
         self._graphs[length] = graph
         self.captures += 1
-        return graph
+        graph.replay()
 
 
 class _Recorder(TaggingLayer):
