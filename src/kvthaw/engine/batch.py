@@ -273,13 +273,20 @@ class Batch:
                 if self.cache.kv.built(request.seq, build=False):  # else start() builds them after the others' next tokens
                     self._start(request)
         except BaseException:
-            self.preempt(request)  # to be prefilled again, since its prompt is incomplete
+            self.preempt(request, keep=False)  # to be prefilled again, since its prompt is incomplete
             raise
 
     def shares_forward(self, request: Request) -> bool:
         """Return whether a request's prompt may share a forward with others; see prefill_together()."""
         own = request.embeddings is not None or request.sampling.prompt_logprobs is not None
         return self._packs and not (own or request.prefilled or request in self._indexing)
+
+    def continues(self, request: Request) -> bool:
+        """Return whether a request that is preempted now would continue later from where it is."""
+        prefixes = None if self.cache.prefills_whole else self.prefix_cache
+        own = request.embeddings is not None or request.sampling.prompt_logprobs is not None
+        kept = prefixes is not None and prefixes.refused is None and not own and request not in self._indexing
+        return kept or not request.prefilled or self._decoding[request.seq] is request
 
     def replays(self, request: Request) -> bool:
         """Return whether a request's whole prompt can be prefilled by a captured forward."""
@@ -341,7 +348,7 @@ class Batch:
                 if self.cache.kv.built(request.seq, timeout, build=build):
                     self._start(request)
             except Exception as error:
-                self.preempt(request)
+                self.preempt(request, keep=False)
                 request.fail(error)
                 self._failed.append(request)
 
@@ -423,7 +430,7 @@ class Batch:
                 self._check_prompt(request)
             except Exception as error:
                 self._decoding[request.seq] = None  # so that its prompt is not kept
-                self.preempt(request)
+                self.preempt(request, keep=False)
                 request.fail(error)
                 return [request]
         new = request.take(token, scores, at)
@@ -464,10 +471,13 @@ class Batch:
         Returns whether its state was moved to host memory. Else prompt and tokens are prefilled again.
 
         keep: swap the state of a decoding request to host memory. This fails if the index cannot be swapped out, host
-            memory is short, or a token of the request is unread.
+            memory is short, or a token of the request is unread. Of an incomplete prompt, keep what is prefilled in the
+            prefix cache.
         """
         swapped = None
         self._settle(request)
+        if keep and self._decoding[request.seq] is not request:
+            self._keep_part(request)
         if keep and self._decoding[request.seq] is request and not request.unread:
             try:
                 swapped = self.cache.swap_out(request.seq)
@@ -617,7 +627,8 @@ class Batch:
         request.fetched += tokens or request.prompt  # so that this ends even if memory is short
         if request.fetched < request.prompt and prefixes.fetch(kv, request.ids, tokens or 0, salt=request.salt):
             return False
-        request.cached_tokens = request.prefilled = prefixes.fill(kv, request.ids, seq=request.seq, salt=request.salt)
+        request.filled = request.prefilled = prefixes.fill(kv, request.ids, seq=request.seq, salt=request.salt)
+        request.cached_tokens, request.begun = (request.cached_tokens if request.begun else request.filled), True
         return True
 
     def _keep(self, request: Request, but: int) -> None:
@@ -639,10 +650,9 @@ class Batch:
         return {"name": request.name, "about": request.about, "leaves_room": self.admission.leaves_room}
 
     def _keep_part(self, request: Request) -> None:
-        """Cache the full blocks of an abandoned prompt for the next try, or all of it if only its index is incomplete."""
-        kv, size, whole = self.cache.kv, self.cache.settings.block_size, request.prefilled == request.prompt
-        tokens = request.prefilled - (0 if whole else request.prefilled % size)
-        if self.prefix_cache is None or request.embeddings is not None or tokens <= (0 if whole else request.cached_tokens):
+        """Cache what was prefilled of an incomplete prompt, for the next try."""
+        kv, tokens, whole = self.cache.kv, request.prefilled, request.prefilled == request.prompt
+        if self.prefix_cache is None or request.embeddings is not None or tokens <= (0 if whole else request.filled):
             return
         try:
             kv.finite.end(request.seq)

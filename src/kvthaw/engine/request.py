@@ -58,7 +58,9 @@ class Request:
 
     seq: its slot in the batch; -1 without one.
     prompt: number of its tokens.
-    prefilled, cached_tokens: prompt tokens that are in the batch, and how many of them came from the prefix cache.
+    prefilled: prompt tokens that are in the batch.
+    cached_tokens: prompt tokens that the prefix cache had when the request first got a slot.
+    filled: prompt tokens that came from the prefix cache into the slot, its own of before it was preempted included.
     tokens: output tokens so far.
     fed: output tokens that are in the batch.
     unread: output tokens that were launched and that the host has not read; see Batch.read.
@@ -87,6 +89,7 @@ class Request:
     seq: int = -1
     prefilled: int = 0
     cached_tokens: int = 0
+    filled: int = 0
     fed: int = 0
     unread: int = 0
     checked: bool = False
@@ -100,6 +103,7 @@ class Request:
     matcher: Matcher | None = field(init=False, repr=False)
     fetched: int = field(default=0, init=False, repr=False)  # prompt tokens requested from the prefix cache's file
     swapped: SequenceState | None = field(default=None, init=False, repr=False)  # its state while it is swapped out
+    begun: bool = field(default=False, init=False, repr=False)  # whether it has had a slot
     named: bool = field(default=False, init=False, repr=False)  # whether naming its complete prompt was tried
     _placed: Tensor | None = field(default=None, init=False, repr=False)  # ids on the device
     _read: int = field(default=0, init=False, repr=False)  # number of decoded tokens
@@ -164,7 +168,7 @@ class Request:
     def rewind(self) -> None:
         """Reset its progress: prompt and output tokens go through the model again. Keeps the tokens."""
         self.drop_swapped()
-        self.prefilled, self.cached_tokens, self.fetched, self.fed, self.checked = 0, 0, 0, 0, False
+        self.prefilled, self.filled, self.fetched, self.fed, self.checked = 0, 0, 0, 0, False
         if self.matcher is not None:
             self.matcher.reset()
 

@@ -36,7 +36,8 @@ CPU_SHARE, CPU_LEAST = 4, 32
 A token takes no longer in chunks of 32 than in chunks of 512.
 """
 YIELDS = 4
-"""How many times smaller the chunks of a client are while one with less service decodes, which waits for each of them."""
+"""How many times smaller the chunks of a client are while one with less service decodes, which waits for each of them. On a CPU
+also how many steps come between them, this one included."""
 DEPTH = 32768
 """Earlier tokens whose attention takes about the time of a token's other work, for an 8B model on an H200: 0.89 ns each, and
 29 us."""
@@ -73,12 +74,14 @@ class Scheduler:
       requests. Within a number the client with the least service is next (see `FairShare`), and within a client the earliest
       request.
     - The prompts of the client with the least service are prefilled first, too. While a client with less service decodes, the
-      chunks of others are smaller, so that it waits less for its tokens.
-    - If no slot is free, a request preempts the last decoding request of a higher number, which continues later. So does a
-      request of a client without a slot; the client with the most slots then loses one of several.
+      chunks of others are smaller, so that it waits less for its tokens. On a CPU, where the smallest chunk takes longer than a
+      decode step, only one step in four has such a chunk.
+    - If no slot is free, a request preempts the last request of a higher number that can continue later. So does a request of
+      a client without a slot: the client with the most slots loses one of several, or one that has had more service its only
+      one.
     - If memory still runs short, the last request in this order is preempted, and continues once another has ended.
-    - The state of a preempted request is swapped to host memory and back. If host memory is short or its prompt is
-      incomplete, its prompt and tokens are prefilled again.
+    - The state of a preempted request is swapped to host memory and back. An incomplete prompt continues from the prefix cache.
+      If there is none or host memory is short, prompt and tokens are prefilled again.
     - When full attention ends (method="auto"), device_memory may not hold the index of all slots. There are then fewer
       slots until all requests have ended. Requests that lose theirs are prefilled again.
     - Of a client's prompts in slots, the earliest and the shortest take turns.
@@ -122,11 +125,12 @@ class Scheduler:
         self.preemptions = self.resumed = self.recomputed = 0
         self._rank: dict[Request, tuple[int, int]] = {}  # of unfinished requests: priority, number of arrival
         self._waiting: list[Request] = []
-        self._share = FairShare()
+        self._share = FairShare(credit=2 * self.step_tokens)  # twice what `_yields` asks for
         self._arrived = 0
         self.ahead = batch.model.device.type == "cuda" and not self.split
         self._untold: list[Request] = []  # requests whose tokens were read by a step that then failed
         self._short = batch.max_seqs  # no more slots are given while this number is taken
+        self._since = 0  # steps since the last chunk of a client that yields
         self._shortest = False  # whether the shortest prompt is next
 
     @property
@@ -213,13 +217,17 @@ class Scheduler:
             request = self._next_prompt()
             self.batch.start(POLL if request is None and not self.batch.decoding else 0.0)
             decoded = len(self.batch.decoding)
-            left = self.step_tokens / (YIELDS if request is not None and self._yields(request) else 1)
+            yields = request is not None and self._yields(request)
+            self._since += 1
+            if yields and self._alone is not None:  # the smallest chunk takes longer than a decode step
+                request, self._since = (None, self._since) if self._since < YIELDS else (request, 0)
+            left = self.step_tokens / (YIELDS if yields else 1)
             while request is not None:
                 depth, group = request.prefilled, self._group(request, left)
                 before = [one.prefilled for one in group]
                 told += self._prefill_together(group, decoded) if len(group) > 1 else self._prefill(request, decoded)
                 for one, earlier in zip(group, before, strict=True):
-                    self._share.serve(one.client, max(0, one.prefilled - max(earlier, one.cached_tokens)))
+                    self._share.serve(one.client, max(0, one.prefilled - max(earlier, one.filled)))
                 left -= (sum(one.prefilled for one in group) - depth) * (1 + depth / DEPTH)
                 request = self._fitting(left) if len(group) > 1 or request.prefilled == request.prompt else None
             told += [] if ahead else self.batch.read()
@@ -391,17 +399,22 @@ class Scheduler:
         return next((one for one in waiting if one.prompt <= short and self._rank[one][0] == priority), None)
 
     def _make_way(self) -> list[Request]:
-        """Preempt the last decoding request if a waiting one has a lower priority number, or its client no slot.
+        """Preempt the last request that can continue later, if a waiting one has a lower priority number. Within a number do so
+        if the waiting one's client has no slot, and the other client has several slots or has had more service.
 
         Reads launched tokens first, and returns their requests: a slot may be free then.
         """
         repeats = self.batch.cache.kv.sequences.step is not None  # a failed step, which all of its requests must repeat
-        if not self._waiting or self.batch.free or self.split or repeats or not self.batch.decoding:
+        if not self._waiting or self.batch.free or self.split or repeats:
             return []
-        held, first = Counter(one.client for one in self.batch.requests), self._queue()[0]
-        last = max(self.batch.decoding, key=lambda one: (self._rank[one][0], held[one.client], self._rank[one]))
+        held, first, had = Counter(one.client for one in self.batch.requests), self._queue()[0], self._share.had
+        others = [one for one in self.batch.requests if self.batch.continues(one)]
+        if not others:
+            return []
+        last = max(others, key=lambda one: (self._rank[one][0], held[one.client], had(one.client), self._rank[one]))
         urgent = self._rank[last][0] - self._rank[first][0]
-        gives_way = urgent > 0 or (urgent == 0 and held[last.client] > 1 and not held[first.client])
+        more = held[last.client] > 1 or had(first.client) < had(last.client) - self.step_tokens
+        gives_way = urgent > 0 or (urgent == 0 and more and not held[first.client])
         fits = gives_way and self.batch.admission.fits(first, self.batch.placed, self._waiting)
         told = self.batch.read() if fits else []
         if fits and not self.batch.free and last.finished is None:
@@ -432,7 +445,8 @@ class Scheduler:
     def _fitting(self, tokens: float) -> Request | None:
         """Return the first prompt whose rest takes no longer than `tokens` tokens at the start of a prompt."""
         for one in self.prefilling:
-            if 0 < (one.prompt - one.prefilled) * (1 + one.prefilled / DEPTH) <= tokens:
+            waits = self._alone is not None and self._yields(one)
+            if 0 < (one.prompt - one.prefilled) * (1 + one.prefilled / DEPTH) <= tokens and not waits:
                 return one
         return None
 
