@@ -145,7 +145,7 @@ def test_requests_of_a_forward_that_failed_begin_again(model: PreTrainedModel, m
         patch.setattr(KVCache, "attend", lambda *_: [][0])
         with pytest.raises(IndexError):
             batch.prefill_together(requests)
-    assert [(one.prefilled, one.cached_tokens, one.fetched) for one in requests] == [(0, 0, 0)] * 3
+    assert [(one.prefilled, one.filled, one.fetched) for one in requests] == [(0, 0, 0)] * 3
     assert not any(map(batch.cache.kv.sequences.length, range(3)))
 
 
