@@ -138,7 +138,8 @@ def serve(
         if came < count and rng.random() < 0.25:
             for _ in range(min(count - came, rng.randint(1, 6))):
                 which = rng.randrange(len(pool))
-                request = scheduler.submit(pool[which][0], sampling=pool[which][1], priority=rng.choice((0, 0, 1)))
+                how: dict[str, Any] = {"priority": rng.choice((0, 0, 1)), "client": rng.choice("abc")}
+                request = scheduler.submit(pool[which][0], sampling=pool[which][1], **how)
                 asked[request], came = which, came + 1
         if scheduler.busy and rng.random() < 0.03:
             scheduler.cancel(rng.choice([*scheduler.waiting, *scheduler.batch.requests]))

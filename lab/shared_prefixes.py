@@ -68,7 +68,7 @@ def run(model: PreTrainedModel, methods: Sequence[str], count: int, seed: int) -
         asked = list[tuple[Request, int]]()
         for _ in range(min(TOGETHER, count - ended.total())):
             which = rng.choice(some)
-            asked.append((scheduler.submit(prompts[which], max_new_tokens=NEW, stop=()), which))
+            asked.append((scheduler.submit(prompts[which], max_new_tokens=NEW, stop=(), client=rng.choice("abc")), which))
             for _ in range(rng.choice((0, 0, 1, 3, 8))):
                 scheduler.step()
             one, _ = rng.choice(asked)
