@@ -63,13 +63,6 @@ class Streams:
         self._stream: torch.cuda.Stream | None = None
         self._copies: deque[torch.cuda.Event] = deque()
 
-    def copy_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream for copies that overlap the model."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-            self.device.streams.append(self._stream)
-        return self._stream
-
     @contextmanager
     def beside(self, device: torch.device) -> Iterator[None]:
         """Context in which the copy stream is the current stream, after all work enqueued so far; nothing changes off a GPU.
@@ -79,9 +72,11 @@ class Streams:
         if device.type != "cuda":
             yield
             return
-        stream = self.copy_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+            self.device.streams.append(self._stream)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
             yield
 
     def follow(self, device: torch.device) -> None:
