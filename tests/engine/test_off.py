@@ -74,11 +74,13 @@ def test_calls_without_a_cache_tell_that_kvthaw_was_off(by_config: bool) -> None
             assert torch.equal(model.generate(IDS, use_cache=False, **how), expected)
         assert "kvthaw was off" in handle.stats().reason
         assert "use_cache=False" in handle.stats().reason
+        assert "use_cache=False" in str(handle.stats())
         assert handle.stats().tokens == 0
         assert "kvthaw was off" in repr(handle)
         model.config.use_cache = True
         model.generate(IDS, **how)
         assert "off" not in handle.stats().reason
+        assert str(handle.stats()).count("93 tokens attended") == 1
         assert handle.stats().tokens == 93
         model.generate(IDS, use_cache=False, **how)
     assert "kvthaw was off" in handle.stats().reason

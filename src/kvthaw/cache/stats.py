@@ -113,6 +113,8 @@ class Stats:
         return f"the budget leaves {', '.join(left)} tokens" if left else ""
 
     def __str__(self) -> str:
+        if self.reason and not self.tokens:
+            return f"{self.method}: {self.reason}"
         attended = "all" if self.attended_mean is None else f"{number(self.attended_mean)} of"
         dense = f"{counted(self.dense_tokens, 'later prompt token')} attended to everything" if self.dense_tokens else ""
         stored = f", rows in {self.kv_dtype}" if self.kv_dtype else ""
