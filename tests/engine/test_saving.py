@@ -128,6 +128,15 @@ def test_a_file_of_several_pieces_is_what_was_written(tmp_path: Path, monkeypatc
     assert all(torch.equal(read.tensors[name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.parametrize("offsets", [[0, 1 << 40], [1 << 62, 1 << 62], [-8, 16], [16, 8], [0, 1 << 70], [0.0, 8.0], [0, 12]])
+def test_offsets_that_are_not_those_of_the_file_are_refused(offsets: list[Any], tmp_path: Path) -> None:
+    """Without a warning of torch, which cuts a slice that is too long."""
+    header = json.dumps({"rows": {"dtype": "F32", "shape": [4], "data_offsets": offsets}}).encode()
+    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(CacheError, match="is not what was saved"):
+        tensor_file.TensorFile(tmp_path / "file")
+
+
 def test_any_damage_is_seen(saved: tuple[Path, torch.Tensor], llama: PreTrainedModel) -> None:
     path, rng = saved[0], random.Random(0)
     files = sorted(path.iterdir())

@@ -68,7 +68,7 @@ class TensorFile:
             start = 8 + min(int.from_bytes(bytes(_bytes(self._data[:8])), "little"), _HEADER)
             for name, entry in json.loads(bytes(_bytes(self._data[8:start]))).items():
                 begin, end = entry["data_offsets"]
-                own = self._data[start + begin : start + end].view(_TYPES[entry["dtype"]])
+                own = self._data.narrow(0, start + begin, end - begin).view(_TYPES[entry["dtype"]])
                 self.tensors[name] = own.view(entry["shape"])
         except FileNotFoundError:
             raise self._damaged() from None
