@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from kvthaw.evaluate.results import Record, ResultsFile
+from lab.evaluate.document import Table
 from lab.evaluate.metrics import wilson
 from lab.script import paragraph, put, run_as_script
 
@@ -76,8 +77,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         every = f"{100 * share[name, 0]:.1f} ({100 * low:.0f} to {100 * high:.0f})"
         return [f"`{name}`", *cells, every, f"{100 * share[name, 0] / share['full', 0]:.1f}"]
 
-    body = [head, ["---"] * len(head), *map(row, methods)]
-    return about + "\n\n" + "\n".join("| " + " | ".join(cells) + " |" for cells in body)
+    return f"{about}\n\n{Table(head, list(map(row, methods))).markdown()}"
 
 
 def main() -> None:

@@ -278,14 +278,13 @@ class Batch:
 
     def shares_forward(self, request: Request) -> bool:
         """Return whether a request's prompt may share a forward with others; see prefill_together()."""
-        own = request.embeddings is not None or request.sampling.prompt_logprobs is not None
-        return self._packs and not (own or request.prefilled or request in self._indexing)
+        return self._packs and not (request.needs_own_forward or request.prefilled or request in self._indexing)
 
     def continues(self, request: Request) -> bool:
         """Return whether a request that is preempted now would continue later from where it is."""
         prefixes = None if self.cache.prefills_whole else self.prefix_cache
-        own = request.embeddings is not None or request.sampling.prompt_logprobs is not None
-        kept = prefixes is not None and prefixes.refused is None and not own and request not in self._indexing
+        fills = prefixes is not None and prefixes.refused is None and not request.needs_own_forward
+        kept = fills and request not in self._indexing
         return kept or not request.prefilled or self._decoding[request.seq] is request
 
     def replays(self, request: Request) -> bool:
@@ -622,7 +621,7 @@ class Batch:
         tokens: how many to read from the file in this call.
         """
         prefixes, kv = self.prefix_cache, self.cache.kv
-        if prefixes is None or request.sampling.prompt_logprobs is not None or request.embeddings is not None:
+        if prefixes is None or request.needs_own_forward:
             return True
         request.fetched += tokens or request.prompt  # so that this ends even if memory is short
         if request.fetched < request.prompt and prefixes.fetch(kv, request.ids, tokens or 0, salt=request.salt):

@@ -119,6 +119,11 @@ class Request:
         return self.ids.shape[0]
 
     @property
+    def needs_own_forward(self) -> bool:
+        """Whether the prompt can neither reuse KV nor share a forward: its embeddings are given, or its log-probabilities asked."""
+        return self.embeddings is not None or self.sampling.prompt_logprobs is not None
+
+    @property
     def known(self) -> int:
         """The next token to feed; -1 if the host has not read it."""
         return self.tokens[self.fed] if self.fed < len(self.tokens) else -1

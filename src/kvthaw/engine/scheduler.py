@@ -220,7 +220,10 @@ class Scheduler:
             yields = request is not None and self._yields(request)
             self._since += 1
             if yields and self._alone is not None:  # the smallest chunk takes longer than a decode step
-                request, self._since = (None, self._since) if self._since < YIELDS else (request, 0)
+                if self._since < YIELDS:
+                    request = None
+                else:
+                    self._since = 0
             left = self.step_tokens / (YIELDS if yields else 1)
             while request is not None:
                 depth, group = request.prefilled, self._group(request, left)

@@ -79,7 +79,7 @@ class Quantizer:
         """Pack codes [..., 8] int64, one a coordinate, to words [...] int32: coordinate j in bits 4j .. 4j + 3. Return them and the
         table of weights, or None if the words have the weights: bit j in bit 4j + 3.
 
-        weights: [...] float32. In 8 bits they have 3 bits of mantissa, from LEAST to 1.875 * 2^LARGEST; others are clipped.
+        weights: [...] float32. In 8 bits they have 3 bits of mantissa, from 2^-14 to 1.875 * 2^LARGEST; others are clipped.
         """
         bit, table = torch.arange(SUB, device=codes.device), None
         if self.bits == 3:
