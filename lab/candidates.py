@@ -19,13 +19,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
@@ -37,6 +33,7 @@ from kvthaw.kernels.rerank import rerank
 from kvthaw.kernels.signs import signs
 from kvthaw.regions import Regions
 from lab.script import Report, options, run_as_script
+from models.real_keys import watch
 
 SINK, RING, QUERIES = 16, 512, 8
 SHARES = (0.5, 0.9, 0.95, 0.99)
@@ -52,11 +49,9 @@ class Pieces:
         silence()
         self.model, tokenizer = load(name, device=device)
         self.ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], device=self.model.device)
-        self.layers, self.scale = layers, 0.0
+        self.scale = 0.0
         self._found: dict[int, Captured] = {}
-        ALL_ATTENTION_FUNCTIONS["watched"] = self._watch
-        ALL_MASK_ATTENTION_FUNCTIONS["watched"] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-        self.model.set_attn_implementation("watched")
+        watch(self.model, layers, self._see)
 
     def run(self, piece: int, tokens: int) -> dict[int, Captured]:
         """Return what the layers attend with in the n-th piece of `tokens` tokens."""
@@ -67,12 +62,9 @@ class Pieces:
             self.model(ids[None], logits_to_keep=1, use_cache=False)
         return self._found
 
-    def _watch(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any) -> Any:
-        if module.layer_idx in self.layers:
-            self.scale = how["scaling"]
-            queries = query[0, :, -QUERIES:].transpose(0, 1).clone()
-            self._found[module.layer_idx] = key[0, :, SINK:-RING].clone(), queries
-        return sdpa_attention_forward(module, query, key, value, *given, **how)
+    def _see(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+        self.scale = scale
+        self._found[layer] = key[0, :, SINK:-RING].clone(), query[0, :, -QUERIES:].transpose(0, 1).clone()
 
 
 def measure(

@@ -9,11 +9,12 @@ are those after RoPE, queries those of the last `QUERIES` places, all in float16
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -37,20 +38,33 @@ def capture(name: str, layers: Collection[int], text: str, tokens: int) -> dict[
     ids = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False)
     found: dict[tuple[int, int], Head] = {}
 
-    def watch(module: Any, query: Any, key: Any, value: Any, *given: Any, **how: Any) -> Any:
-        if module.layer_idx in layers:
-            scale = torch.tensor(how["scaling"], dtype=torch.float64)
-            for head, queries in enumerate(query[0].chunk(key.shape[1])):
-                parts = {"keys": key[0, head], "values": value[0, head], "queries": queries}
-                found[module.layer_idx, head] = {part: rows.half() for part, rows in parts.items()} | {"scale": scale}
-        return sdpa_attention_forward(module, query, key, value, *given, **how)
+    def see(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> None:
+        for head, queries in enumerate(query[0].chunk(key.shape[1])):
+            parts = {"keys": key[0, head], "values": value[0, head], "queries": queries}
+            exact = torch.tensor(scale, dtype=torch.float64)
+            found[layer, head] = {part: rows.half() for part, rows in parts.items()} | {"scale": exact}
 
-    ALL_ATTENTION_FUNCTIONS["watched"] = watch
-    ALL_MASK_ATTENTION_FUNCTIONS["watched"] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    model.set_attn_implementation("watched")
+    watch(model, layers, see)
     with torch.no_grad():
         model(ids)
     return found
+
+
+def watch(
+    model: PreTrainedModel,
+    layers: Collection[int],
+    see: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None],
+) -> None:
+    """Make the attention of some layers call see(layer, query, key, value, scale); tensors are [B, heads, T, D] after RoPE."""
+
+    def attend(module: Any, query: Any, key: Any, value: Any, *given: Any, **how: Any) -> Any:
+        if module.layer_idx in layers:
+            see(module.layer_idx, query, key, value, how["scaling"])
+        return sdpa_attention_forward(module, query, key, value, *given, **how)
+
+    ALL_ATTENTION_FUNCTIONS["watched"] = attend
+    ALL_MASK_ATTENTION_FUNCTIONS["watched"] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    model.set_attn_implementation("watched")
 
 
 def main(out: str, *asked: str) -> None:
