@@ -3,7 +3,8 @@
 `python -m lab.soak --seconds 600`: a server of the model that ships, whose memory is bounded, answers honest clients alone,
 then beside hostile ones that send what is to be refused (bodies that are far too large or no requests, costly numbers and schemas,
 half of a request), then beside hostile ones that send what is to be served, too (long prompts, many outputs, documents that
-others delete), and leave; all three several times by turns. Each honest client has its API key, and the hostile ones share one.
+others delete), and leave; all three several times by turns. Each honest client has its API key, and the hostile ones share one
+and a process. With `--cores 1` the server has a core for itself, so that the clients' own work delays none of its answers.
 At the end all is quiet for a while. The last line has the honest
 clients' times, the answers by status, and the server's resident memory after each turn; a summary of it goes to stderr. It exits
 with 1 where an answer is 500 or above, an honest client got none, or the server ended.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import resource
@@ -23,8 +25,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -37,6 +41,8 @@ from lab.script import Report, options, run_as_script
 JSON = {"Content-Type": "application/json"}
 LARGE = 1 << 20
 """Bytes of a large body."""
+PATIENCE = 300.0
+"""Seconds that a client waits for an answer."""
 Send = Callable[[httpx2.AsyncClient, random.Random], Awaitable[int | None]]
 """Sends something hostile. Returns the status of the answer, None where it did not wait for one."""
 
@@ -145,9 +151,10 @@ SERVED: dict[str, Send] = {
     "documents": document,
 }
 """What it serves to anyone who may ask."""
-BOTH = REFUSED | SERVED
+PHASES: dict[str, dict[str, Send]] = {"alone": {}, "refused": REFUSED, "served": REFUSED | SERVED}
+"""What hostile clients send: nothing, what is refused, and all of it."""
 SHARES = {"alone": 0.25, "refused": 0.375, "served": 0.375}
-"""Of the time: without hostile clients, beside those whose requests are refused, and beside all of them."""
+"""The phases' shares of the time."""
 HOSTILE_KEY = "hostile"
 
 
@@ -187,40 +194,77 @@ class Noticed:
         return cuts[n - 1]
 
 
-class Hostile:
-    """Clients that send what is hostile, one after the other. answers: by kind; longest: seconds until one came."""
+@dataclass
+class Got:
+    """What hostile clients got. answers: by kind; longest: seconds until the last of a kind came; cpu: seconds of their process."""
 
-    def __init__(self, kinds: dict[str, Send], seed: int | str) -> None:
-        self.kinds, self.seed = kinds, seed
-        self.answers = {kind: Counter[str]() for kind in kinds}
-        self.longest = dict.fromkeys(kinds, 0.0)
+    answers: dict[str, Counter[str]] = field(default_factory=dict)
+    longest: dict[str, float] = field(default_factory=dict)
+    cpu: float = 0.0
 
-    async def __call__(self, client: httpx2.AsyncClient, ends: float, number: int) -> None:
-        rng = random.Random(f"{self.seed} {number}")
-        while (began := time.monotonic()) < ends:
-            kind = rng.choice(list(self.kinds))
-            try:
-                said = str(await self.kinds[kind](client, rng) or "left")
-            except httpx2.TransportError as error:
-                said = type(error).__name__
-            self.answers[kind][said] += 1
-            self.longest[kind] = max(self.longest[kind], time.monotonic() - began)
-            await asyncio.sleep(rng.uniform(0, 0.2))
+    def add(self, kind: str, answers: Counter[str], longest: float) -> None:
+        """Add answers of a kind."""
+        self.answers[kind] = self.answers.get(kind, Counter[str]()) + answers
+        self.longest[kind] = max(self.longest.get(kind, 0.0), longest)
+
+    def __iadd__(self, other: Got) -> Got:
+        for kind, answers in other.answers.items():
+            self.add(kind, answers, other.longest[kind])
+        self.cpu += other.cpu
+        return self
 
 
-async def clients(url: str, seconds: float, good: int, bad: int = 0, hostile: Hostile | None = None) -> Noticed:
-    """Return what so many honest clients got in a time, beside so many hostile ones."""
-    found, ends = Noticed(), time.monotonic() + seconds
-    limits = httpx2.Limits(max_connections=None)
-    async with (
-        httpx2.AsyncClient(base_url=url, timeout=120, limits=limits) as client,
-        httpx2.AsyncClient(base_url=url, timeout=120, limits=limits, headers=bearer(HOSTILE_KEY)) as other,
-    ):
-        await asyncio.gather(
-            *(honest(client, ends, number, found.seconds, found.answers) for number in range(good)),
-            *(hostile(other, ends, number) for number in range(bad) if hostile is not None),
-        )
-    return found
+async def hostile(client: httpx2.AsyncClient, kinds: dict[str, Send], ends: float, rng: random.Random, got: Got) -> None:
+    """Send what is hostile, one after the other."""
+    while (began := time.monotonic()) < ends:
+        kind = rng.choice(list(kinds))
+        try:
+            said = str(await kinds[kind](client, rng) or "left")
+        except httpx2.TransportError as error:
+            said = type(error).__name__
+        got.add(kind, Counter([said]), time.monotonic() - began)
+        await asyncio.sleep(rng.uniform(0, 0.2))
+
+
+def connected(url: str, key: str | None = None) -> httpx2.AsyncClient:
+    """Return a client of the server with as many connections as it asks for."""
+    headers = {} if key is None else bearer(key)
+    return httpx2.AsyncClient(base_url=url, timeout=PATIENCE, limits=httpx2.Limits(max_connections=None), headers=headers)
+
+
+def hostile_clients(url: str, phase: str, seconds: float, number: int, seed: str) -> Got:
+    """Return what hostile clients got in a time. It runs in a process of its own, so that their work delays no honest client."""
+
+    async def run() -> Got:
+        got, ends = Got(), time.monotonic() + seconds
+        async with connected(url, HOSTILE_KEY) as client:
+            each = [random.Random(f"{seed} {place}") for place in range(number)]
+            await asyncio.gather(*(hostile(client, PHASES[phase], ends, rng, got) for rng in each))
+        return got
+
+    began = time.process_time()
+    got = asyncio.run(run())
+    got.cpu = time.process_time() - began
+    return got
+
+
+def honest_clients(url: str, seconds: float, number: int) -> Noticed:
+    """Return what honest clients noticed in a time."""
+
+    async def run() -> Noticed:
+        found, ends = Noticed(), time.monotonic() + seconds
+        async with connected(url) as client:
+            await asyncio.gather(*(honest(client, ends, place, found.seconds, found.answers) for place in range(number)))
+        return found
+
+    return asyncio.run(run())
+
+
+async def ask_once(url: str) -> None:
+    """Send each request that is served once: the server makes something at the first, such as kernels."""
+    async with connected(url, HOSTILE_KEY) as client:
+        for send in SERVED.values():
+            await send(client, random.Random(0))
 
 
 def resident(pid: int) -> int:
@@ -228,32 +272,36 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize() >> 20
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the seconds of CPU time that a process has had."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def served(model: str, memory: int, keys: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Serve a model to clients with API keys, with so many bytes of address space. Yields the process, and its URL once it takes
-    requests. What it logs goes to stderr in the end."""
+def served(
+    model: str, device: str, memory: int, cores: int, keys: Sequence[str]
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Serve a model to clients with API keys. Yields the process, and its URL once it takes requests. What it logs goes to stderr
+    in the end.
+
+    memory: bytes of address space that it may have on a CPU. CUDA reserves more than the machine has.
+    cores: how many cores it has for itself, and the clients the rest; 0: all share all.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if not 0 <= cores < len(allowed):
+        raise KvthawError(f"--cores is {cores}; it must be from 0 to {len(allowed) - 1}: the clients need one")
     sizes = ["--max-len", "2048", "--max-seqs", "8", "--prefix-memory", "1GB"]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+b") as log:
         (Path(folder) / "keys").write_text("\n".join(keys))
-        command = [
-            sys.executable,
-            "-m",
-            "kvthaw",
-            "serve",
-            model,
-            "--port",
-            "0",
-            "--device",
-            "cpu",
-            *sizes,
-            "--kv-dir",
-            f"{folder}/kv",
-            "--api-key-file",
-            f"{folder}/keys",
-        ]
-        server = subprocess.Popen(
-            command, stderr=log, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        )
+        files = ["--kv-dir", f"{folder}/kv", "--api-key-file", f"{folder}/keys"]
+        command = [sys.executable, "-m", "kvthaw", "serve", model, "--port", "0", "--device", device, *sizes, *files]
+        server = subprocess.Popen(command, stderr=log)
+        if cores:
+            os.sched_setaffinity(server.pid, allowed[:cores])
+            os.sched_setaffinity(0, allowed[cores:])
+        if device == "cpu":
+            resource.prlimit(server.pid, resource.RLIMIT_AS, (memory, memory))
         try:
             url = None
             while url is None and server.poll() is None:
@@ -268,36 +316,49 @@ def served(model: str, memory: int, keys: Sequence[str]) -> Iterator[tuple[subpr
             print(Path(log.name).read_text(errors="replace")[-20_000:], file=sys.stderr)
 
 
-def measured(server: subprocess.Popen[bytes], url: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Return what honest clients see alone and beside hostile ones."""
-    asyncio.run(clients(url, 3, given.honest))  # what is made once
-    line: dict[str, Any] = {name: vars(given)[name] for name in ("seconds", "turns", "honest", "hostile", "model")}
+def measured(server: subprocess.Popen[bytes], url: str, given: argparse.Namespace, others: Executor) -> dict[str, Any]:
+    """Return what honest clients see alone and beside hostile ones.
+
+    others: the process of the hostile clients.
+    """
+    others.submit(hostile_clients, url, "refused", 0.0, given.hostile, "").result()  # it starts
+    asyncio.run(ask_once(url))
+    honest_clients(url, 3, given.honest)
+    line: dict[str, Any] = {
+        name: vars(given)[name] for name in ("seconds", "turns", "honest", "hostile", "model", "device", "cores")
+    }
     before = resident(server.pid)
-    phases = {"alone": Hostile({}, given.seed), "refused": Hostile(REFUSED, given.seed), "served": Hostile(BOTH, given.seed)}
-    noticed = {name: Noticed() for name in phases}
-    held = list[int]()
+    noticed, got = {name: Noticed() for name in PHASES}, {name: Got() for name in PHASES}
+    used, held = dict.fromkeys(PHASES, 0.0), list[int]()
     for turn in range(given.turns):  # what else the machine does changes, and is to change all three alike
-        for name, hostile in phases.items():
-            hostile.seed = f"{given.seed} {turn}"
-            seconds, bad = given.seconds * SHARES[name] / given.turns, given.hostile if hostile.kinds else 0
-            found = asyncio.run(clients(url, seconds, given.honest, bad, hostile))
+        for name, kinds in PHASES.items():
+            seconds, bad, began = (
+                given.seconds * SHARES[name] / given.turns,
+                given.hostile if kinds else 0,
+                cpu_seconds(server.pid),
+            )
+            beside = others.submit(hostile_clients, url, name, seconds, bad, f"{given.seed} {turn}")
+            found = honest_clients(url, seconds, given.honest)
+            got[name] += beside.result()
             noticed[name].seconds += found.seconds
             noticed[name].answers += found.answers
+            used[name] += cpu_seconds(server.pid) - began
         held.append(resident(server.pid))
     time.sleep(given.quiet)
-    answers, others = Counter[str](), Counter[str]()
+    alone = noticed["alone"].percentile(99)
     for name, found in noticed.items():
         line |= {
             f"{name}_requests": len(found.seconds),
             f"{name}_p50_s": found.percentile(50),
             f"{name}_p99_s": found.percentile(99),
+            f"{name}_p99_times": found.percentile(99) / alone,
+            f"{name}_server_cpu_s": used[name],
+            f"{name}_hostile_cpu_s": got[name].cpu,
         }
-        line[f"{name}_p99_times"] = found.percentile(99) / noticed["alone"].percentile(99)
-        answers += found.answers
-        others += sum(phases[name].answers.values(), Counter[str]())
-        for kind, longest in phases[name].longest.items():
-            print(f"{name}: {kind}: {dict(phases[name].answers[kind])}, {longest:.2f} s at most", file=sys.stderr)
-    line |= {"honest_answers": dict(answers), "hostile_answers": dict(others)}
+        for kind, longest in got[name].longest.items():
+            print(f"{name}: {kind}: {dict(got[name].answers[kind])}, {longest:.2f} s at most", file=sys.stderr)
+    line["honest_answers"] = dict(sum((found.answers for found in noticed.values()), Counter[str]()))
+    line["hostile_answers"] = dict(sum((each for one in got.values() for each in one.answers.values()), Counter[str]()))
     return line | {"mib_before": before, "mib_by_turn": held, "mib_after": resident(server.pid)}
 
 
@@ -324,14 +385,19 @@ def main() -> None:
         quiet=10.0,
         memory_gib=9,
         model="shipped",
+        device="cpu",
+        cores=0,
         seed=0,
         out=Path,
         commit=str,
     )
     report = Report(given.out, given.commit)
     keys = [HOSTILE_KEY, *map(honest_key, range(given.honest))]
-    with served(given.model, given.memory_gib << 30, keys) as (server, url):
-        line = measured(server, url, given)
+    with (
+        served(given.model, given.device, given.memory_gib << 30, given.cores, keys) as (server, url),
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as others,
+    ):
+        line = measured(server, url, given, others)
     report(line)
     print(summary(line), file=sys.stderr)
     failed = any(status.startswith("5") for status in line["hostile_answers"])
