@@ -70,7 +70,7 @@ def rows(dtype: torch.dtype, dim: int) -> None:
     from kvthaw.kernels import srht, uva_gather
     from kvthaw.kernels.rerank import TILE, Estimates
     from kvthaw.kernels.row_format import E4M3, RowFormat
-    from kvthaw.kernels.topk import launch, run_length
+    from kvthaw.kernels.topk import Floor, launch, run_length
 
     srht.launch(empty(50, dim, dtype=dtype), srht.make_rotation(dim, 0, device="meta"))
     slab, some = empty(2, HEADS, 90, 2, dim, dtype=dtype), empty(2, HEADS, 40)
@@ -85,6 +85,7 @@ def rows(dtype: torch.dtype, dim: int) -> None:
     launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "mean")
     held, weights = empty(2, HEADS, GROUP, dtype=torch.float32), empty(2, HEADS, 40, dtype=torch.float32)
     launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "max", held, weights)
+    launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "max", held, floor=Floor(-8.0, empty(2), 40))
 
 
 def remainders(dtype: torch.dtype, dim: int) -> None:
@@ -97,7 +98,7 @@ def remainders(dtype: torch.dtype, dim: int) -> None:
     regions, centre = Regions(4, 32, 16), empty(2, HEADS, dim, dtype=torch.float32)
     held_mass.launch(query, keys, empty(2), empty(2), centre, regions=regions, scale=0.1)
     some = empty(2, HEADS, 80)
-    share.launch(some, empty(2, HEADS, 80, dtype=torch.float32), empty(2, dtype=torch.int32), 40 * HEADS, -6.0, 40)
+    share.launch(some, empty(2, HEADS, 80, dtype=torch.float32), 40 * HEADS)
     tail = empty(2, HEADS, page_means.RING * 64, 2, dim, dtype=dtype)
     for format in (RowFormat(dim, dtype), E4M3(dim, dtype)):
         means = empty(2, HEADS, 90, *format.tail, dtype=format.stored)

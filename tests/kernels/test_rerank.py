@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -155,6 +156,43 @@ def test_topk_kernel(
     got = torch.where(rows >= 0, merged.gather(2, ((rows - 4) // 3).clamp(min=0).long()), 0.0).sort(dim=2).values
     torch.testing.assert_close(got, value, atol=1e-4, rtol=1e-5)  # the same set up to near ties
     assert (rows[:, :, 1:] > rows[:, :, :-1]).logical_or(rows[:, :, 1:] < 0).all()
+
+
+def test_rows_below_a_floor_go_from_long_sequences() -> None:
+    torch.manual_seed(0)
+    merged, at = torch.randn(2, 3, 40), torch.arange(40, dtype=torch.int32).expand(2, 3, -1)
+    floor = topk.Floor(0.4, torch.tensor([31, 30], dtype=torch.int32), 30)
+    rows, counts = topk.definition(merged, at, 12, 7, None, floor)
+    for b in range(2):
+        for h in range(3):
+            best = merged[b, h].argsort(descending=True)[:12].tolist()
+            mine = sorted(place + 7 for place in best if b == 1 or merged[b, h, place] >= 0.4)
+            assert rows[b, h].tolist() == mine + [-1] * (12 - len(mine))
+            assert counts[b, h] == len(mine)
+
+
+@triton_only
+@pytest.mark.parametrize("least", [-30.0, -6.5, -5.0, 1.0])
+@pytest.mark.parametrize("policy", ["max", "mean"])
+@pytest.mark.parametrize(("wanted", "group", "k", "run"), CASES)
+def test_topk_kernel_with_a_floor(
+    wanted: tuple[int, ...], group: int, k: int, run: int, policy: topk.Merge, least: float, device: torch.device
+) -> None:
+    """It is the selection without a floor, less the rows below it, in sequences that are longer than `whole`."""
+    found = draw(len(wanted), 2, group, wanted, False, run, device)
+    width, held = found.scores.shape[3], torch.randn(len(wanted), 2, group, device=device)
+    at = torch.arange(width, dtype=torch.int32, device=device).expand(len(wanted), 2, -1).contiguous()
+    count = torch.tensor(wanted, dtype=torch.int32, device=device)
+    weights, above = torch.full((2, len(wanted), 2, k), torch.nan, device=device).unbind()
+    every, _ = topk.launch(found, at, count, k, 4, 1.0, policy, held, weights)
+    with poisoned():
+        rows, counts = topk.launch(found, at, count, k, 4, 1.0, policy, held, above, topk.Floor(least, count, 299))
+    for seq, h in itertools.product(range(len(wanted)), range(2)):
+        stays = (every[seq, h] >= 0) & ((weights[seq, h] >= least) | (count[seq] <= 299))
+        n = int(stays.sum())
+        assert counts[seq, h] == n
+        assert rows[seq, h].tolist() == [*every[seq, h][stays].tolist(), *[-1] * (k - n)]
+        assert above[seq, h].tolist() == [*weights[seq, h][stays].tolist(), *[-math.inf] * (k - n)]
 
 
 @triton_only

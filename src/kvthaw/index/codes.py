@@ -39,7 +39,7 @@ from kvthaw.kernels.share import share
 from kvthaw.kernels.signs import signs
 from kvthaw.kernels.srht import make_rotation
 from kvthaw.kernels.tiers import Combine, definition, most_votes, pack, tiers
-from kvthaw.kernels.topk import Merge, run_length, topk
+from kvthaw.kernels.topk import Floor, Merge, run_length, topk
 
 Policy = Literal["max", "mean", "mean_query", "each"]
 Centroids = Literal["signs", "learned"]
@@ -87,8 +87,8 @@ class CodesIndex(Index, tested=True):
 
     make_room gives summaries their capacity; an append beyond it doubles it. Otherwise no tensor moves. Lengths and limits are
     int32 on the device. A sequence's number of candidates depends only on its own length. On a GPU select() launches five
-    kernels of fixed shape, six with policy="mean", and three more with head_limit or tolerance. On a CPU the same steps run in
-    torch.
+    kernels of fixed shape, six with policy="mean", one more with tolerance and three more with head_limit. On a CPU the same
+    steps run in torch.
     """
 
     def __init__(
@@ -273,21 +273,23 @@ class CodesIndex(Index, tested=True):
     def _best(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         """The rows [B, H, head_limit * budget] of the best estimates, ascending, -1 padded, and how many there are [B, H]."""
         k, scale = self.head_limit * budget, self.context.scale
+        held = self._held(query) if self._weighs else None
         rotated, candidates, wanted = self._collect(query, k)
         run = run_length(candidates.shape[2], k) or TILE
         found = rerank(rotated, self.summaries, candidates, wanted, self.quantizer, scale, run)
-        if not self._weighs:
-            return topk(found, candidates, wanted, k, self._first, scale, self._merge)
+        floor = Floor(self._least, self.tables["lengths"][: len(query)], budget) if self._least > -math.inf else None
+        if self.head_limit == 1:
+            return topk(found, candidates, wanted, k, self._first, scale, self._merge, held, floor=floor)
         weights = torch.empty((*candidates.shape[:2], k), dtype=torch.float32, device=query.device)
-        rows, _ = topk(found, candidates, wanted, k, self._first, scale, self._merge, self._held(query), weights)
-        lengths = self.tables["lengths"][: len(query)]
-        return share(rows, weights, lengths, budget * self.context.kv_heads, self._least, budget)
+        rows, _ = topk(found, candidates, wanted, k, self._first, scale, self._merge, held, weights, floor)
+        return share(rows, weights, budget * self.context.kv_heads)
 
-    def _held(self, query: Tensor) -> Tensor | None:
-        """Return the log of the sum of exponentials over sink and ring, [B, H, G], as the codes' scores are shifted."""
+    def _held(self, query: Tensor) -> Tensor:
+        """Return the log of the sum of exponentials over sink and ring, [B, H, G], as the codes' scores are shifted. -inf where
+        the index has no layer."""
         slab, sequences, batch = self.context.slab, self.context.sequences, query.shape[0]
         if slab is None or sequences is None:
-            return None
+            return query.new_full((batch, self.context.kv_heads, self.context.group), -torch.inf, dtype=torch.float32)
         now, keys = sequences.on_device, slab.keys[:batch]
         centre = self.tables["centre"][:batch] if self.centred else keys.new_zeros(keys.shape[:2] + keys.shape[3:]).float()
         how: dict[str, Any] = {"regions": self.context.regions, "scale": self.context.scale}

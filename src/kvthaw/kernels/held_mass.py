@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.gpu import by_device
 from kvthaw.kernels.places import held
 from kvthaw.kernels.split import triton_block
@@ -37,15 +38,17 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.chain import follow
     from kvthaw.kernels.gpu import PRECISION
 
     @triton.jit
     def _mass(
         query, keys, lengths, starts, centre, out, scale, q_seq, q_head, k_seq, k_head, k_place, HEADS: tl.constexpr,
         GROUP: tl.constexpr, DIM: tl.constexpr, SINK: tl.constexpr, RING: tl.constexpr, BLOCK_G: tl.constexpr,
-        BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+        BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
         # Program: one sequence and KV head.
+        follow(PDL)
         pair = tl.program_id(0).to(tl.int64)
         b, h = pair // HEADS, pair % HEADS
         g, d, x = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
@@ -82,7 +85,7 @@ def launch(
     _mass[(batch * heads,)](
         query, keys, lengths, starts, centre, out, scale, *query.stride()[:2], *keys.stride()[:3], HEADS=heads, GROUP=group,
         DIM=dim, SINK=regions.sink, RING=regions.ring, BLOCK_G=triton_block(group, 16), BLOCK_D=triton_block(dim, 16),
-        BLOCK=_BLOCK, num_warps=4,
+        BLOCK=_BLOCK, num_warps=4, **dependent(query.device),
     )  # fmt: skip
     return out
 

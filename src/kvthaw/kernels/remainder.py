@@ -22,6 +22,8 @@ from kvthaw.kernels.split import multiprocessors, triton_block
 
 _BLOCK = 64
 """Pages that a program reads at once."""
+_ROWS = 1024
+"""Rows that a program counts at once."""
 
 
 def definition(query: Tensor, means: Tensor, rows: Tensor, known: Tensor, format: RowFormat, *, first: int, page: int,
@@ -59,6 +61,12 @@ if HAS_TRITON:
     LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
     @triton.jit
+    def _of_pages(row, begin, first, PAGE: tl.constexpr, BLOCK_P: tl.constexpr):
+        # Return how many of the rows each of the BLOCK_P pages from `begin` on has.
+        page = (row - first) // PAGE - begin
+        return tl.histogram(page, BLOCK_P, mask=(row >= first) & (page >= 0) & (page < BLOCK_P))
+
+    @triton.jit
     def _remainder(
         query, means, rows, known, out_parts, lse_parts, pages, per, first, scale, width, splits, q_seq, q_head, m_seq, m_head,
         m_page, m_value, r_seq, r_head, PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
@@ -80,24 +88,27 @@ if HAS_TRITON:
         top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_G,), tl.float32)
         acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+        mine = rows + b * r_seq + h * r_head
+        row = tl.load(mine + m, mask=m < width, other=-1)  # one trip to memory, while the first means come
         for begin in range(split * per, stop, BLOCK_P):
             page = begin + x
-            left = tl.minimum(tl.maximum(tokens - page * PAGE, 0), PAGE)
-            for at in range(0, width, BLOCK_M):
-                row = tl.load(rows + b * r_seq + h * r_head + at + m, mask=at + m < width, other=-1)
-                of = (row - first) // PAGE - begin
-                left -= tl.histogram(of, BLOCK_P, mask=(row >= first) & (of >= 0) & (of < BLOCK_P))
-            there = (page < stop) & (left > 0)
-            inside = there[:, None] & is_dim[None, :]
+            live = page < stop
+            inside = live[:, None] & is_dim[None, :]
             where = means + b * m_seq + h * m_head + page.to(tl.int64) * m_page
             if FP8:
-                k, k_scale = load_codes(where.to(tl.int64), there, d, 0, DIM, q.dtype, NATIVE)
-                v, v_scale = load_codes(where.to(tl.int64), there, d, 1, DIM, q.dtype, NATIVE)
+                k, k_scale = load_codes(where.to(tl.int64), live, d, 0, DIM, q.dtype, NATIVE)
+                v, v_scale = load_codes(where.to(tl.int64), live, d, 1, DIM, q.dtype, NATIVE)
             else:
                 k = tl.load(where[:, None] + d[None, :], mask=inside, other=0.0)
                 v = tl.load(where[:, None] + m_value + d[None, :], mask=inside, other=0.0)
                 if UPCAST:
                     k, v = k.to(tl.float32), v.to(tl.float32)
+            left = tl.minimum(tl.maximum(tokens - page * PAGE, 0), PAGE)
+            left -= _of_pages(row, begin, first, PAGE, BLOCK_P)
+            for at in range(BLOCK_M, width, BLOCK_M):
+                more = tl.load(mine + at + m, mask=at + m < width, other=-1)
+                left -= _of_pages(more, begin, first, PAGE, BLOCK_P)
+            there = live & (left > 0)
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             if FP8:
                 score *= k_scale[None, :]
@@ -158,7 +169,7 @@ def launch(query: Tensor, means: Tensor, rows: Tensor, known: Tensor, format: Ro
     _remainder[(batch * heads, splits)](
         query, means, rows, known, out_parts, lse_parts, pages, per, first, scale * 1.4426950408889634, width, splits,
         *query.stride()[:2], *means.stride()[:4], *rows.stride()[:2], PAGE=page, HEADS=heads, GROUP=group, DIM=dim,
-        BLOCK_G=triton_block(group, 16), BLOCK_D=block_d, BLOCK_P=_BLOCK, BLOCK_M=min(128, triton_block(width, 16)),
+        BLOCK_G=triton_block(group, 16), BLOCK_D=block_d, BLOCK_P=_BLOCK, BLOCK_M=min(_ROWS, triton_block(width, 16)),
         UPCAST=interpreted, FP8=format.fp8, NATIVE=nvidia(query.device, (8, 9)), num_warps=4, **follows,
     )  # fmt: skip
     _merge_splits[(batch * q_heads,)](

@@ -1,7 +1,7 @@
-"""Share the rows of a layer among its KV heads: keep the heaviest rows of all heads together, and none that is too light.
+"""Share the rows of a layer among its KV heads: keep the heaviest rows of all heads together.
 
 Heads differ: one has its mass on few tokens, another on many. With equally many rows in all, the heads' joint choice leaves
-less attention unread than an equal share each. A least weight does the same over layers and steps.
+less attention unread than an equal share each.
 
 Weights are logarithms. Two that fall into one of BINS bins, 1/64 apart, count as equal: rows then differ by at most 1.6 % in
 weight, and a histogram finds the threshold.
@@ -12,8 +12,6 @@ writes 8 KB. A single program that found the exact threshold of all 16,384 weigh
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -28,23 +26,19 @@ BINS = 1024
 _PER_UNIT, _LOWEST = 64.0, -14.0  # bins from the logarithm -14 to 2; lighter and heavier weights are in the outer ones
 
 
-def definition(
-    rows: Tensor, weights: Tensor, lengths: Tensor, most: int, least: float = -math.inf, whole: int = 0
-) -> tuple[Tensor, Tensor]:
+def definition(rows: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Keep `most` rows of each sequence over all heads, of the heaviest bins. In one bin the lowest heads go first, then the first
     places.
 
     rows: [B, H, W] int32, ascending, -1 padded.
     weights: [B, H, W] float32, logarithms, -inf without a row.
-    lengths: [B] int32, the tokens of each sequence.
-    least: rows of less weight go too, in sequences of more than `whole` tokens.
 
     Returns rows [B, H, W] of the same form and counts [B, H] int32.
     """
     bins = ((weights - _LOWEST) * _PER_UNIT).clamp(0, BINS - 1).int().masked_fill(rows < 0, -1)
     order = torch.sort(bins.flatten(1), dim=1, descending=True, stable=True).indices[:, :most]
     among = torch.zeros_like(rows, dtype=torch.bool).flatten(1).scatter_(1, order, True).view_as(rows)
-    keep = among & (rows >= 0) & ((weights >= least) | (lengths <= whole)[:, None, None])
+    keep = among & (rows >= 0)
     at = compact(keep, rows.shape[2])
     return torch.where(at >= 0, rows.gather(2, at.clamp(min=0).long()), -1).int(), keep.sum(dim=2).int()
 
@@ -57,12 +51,12 @@ if HAS_TRITON:
 
     @triton.jit
     def _own(rows, weights, pair, width, WIDTH: tl.constexpr, BINS: tl.constexpr, LOWEST: tl.constexpr, PER_UNIT: tl.constexpr):
-        # Load a head's rows and weights, and the bins of the weights; -1 where there is no row.
+        # Load a head's rows and the bins of their weights, -1 where there is no row.
         w = tl.arange(0, WIDTH)
         row = tl.load(rows + pair * width + w, mask=w < width, other=-1)
         weight = tl.load(weights + pair * width + w, mask=w < width, other=float("-inf"))
         bin = tl.minimum(tl.maximum((weight - LOWEST) * PER_UNIT, 0.0), BINS - 1.0).to(tl.int32)
-        return row, weight, tl.where(row >= 0, bin, -1)
+        return row, tl.where(row >= 0, bin, -1)
 
     @triton.jit
     def _count_weights(rows, weights, counted, width, WIDTH: tl.constexpr, BINS: tl.constexpr, LOWEST: tl.constexpr,
@@ -70,18 +64,16 @@ if HAS_TRITON:
         # Program: one head of one sequence. counted [B, H, BINS] int32: how many of its rows each bin has.
         follow(PDL)
         pair = tl.program_id(0).to(tl.int64)
-        _, _, bin = _own(rows, weights, pair, width, WIDTH, BINS, LOWEST, PER_UNIT)
+        _, bin = _own(rows, weights, pair, width, WIDTH, BINS, LOWEST, PER_UNIT)
         tl.store(counted + pair * BINS + tl.arange(0, BINS), tl.histogram(tl.maximum(bin, 0), BINS, mask=bin >= 0))
 
     @triton.jit
-    def _keep_heaviest(rows, weights, counted, lengths, kept, counts, heads, width, most, least, whole, WIDTH: tl.constexpr,
-                       HEADS: tl.constexpr, BINS: tl.constexpr, LOWEST: tl.constexpr, PER_UNIT: tl.constexpr,
-                       PDL: tl.constexpr):  # fmt: skip
+    def _keep_heaviest(rows, weights, counted, kept, counts, heads, width, most, WIDTH: tl.constexpr, HEADS: tl.constexpr,
+                       BINS: tl.constexpr, LOWEST: tl.constexpr, PER_UNIT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # Program: one head of one sequence. The bins above `edge` are kept whole. The first heads get `rest` rows of it.
         pair, w = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
         seq, head = pair // heads, pair % heads
-        row, weight, bin = _own(rows, weights, pair, width, WIDTH, BINS, LOWEST, PER_UNIT)  # of the kernel before the last
-        heavy = (weight >= least) | (tl.load(lengths + seq) <= whole)
+        row, bin = _own(rows, weights, pair, width, WIDTH, BINS, LOWEST, PER_UNIT)  # of the kernel before the last
         follow(PDL)
         b, h = tl.arange(0, BINS), tl.arange(0, HEADS)
         total = tl.zeros((BINS,), tl.int32)
@@ -94,7 +86,7 @@ if HAS_TRITON:
         mine = rest - tl.sum(earlier, axis=0)
         same = (bin == edge) & (bin >= 0)
         rank = tl.cumsum(same.to(tl.int32), axis=0)
-        chosen = (((bin > edge) & (bin >= 0)) | (same & (rank <= mine))) & heavy
+        chosen = ((bin > edge) & (bin >= 0)) | (same & (rank <= mine))
         place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
         count = tl.sum(chosen.to(tl.int32), axis=0)
         tl.store(counts + pair, count)
@@ -102,9 +94,7 @@ if HAS_TRITON:
         tl.store(kept + pair * width + w, tl.full((WIDTH,), -1, tl.int32), mask=(w >= count) & (w < width))
 
 
-def launch(
-    rows: Tensor, weights: Tensor, lengths: Tensor, most: int, least: float = -math.inf, whole: int = 0
-) -> tuple[Tensor, Tensor]:
+def launch(rows: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Launch the Triton kernels; arguments and results as in `definition`. W must be at most MOST."""
     batch, heads, width = rows.shape
     assert rows.is_contiguous() and weights.is_contiguous() and width <= MOST
@@ -114,16 +104,12 @@ def launch(
     how = {"WIDTH": size, "BINS": BINS, "LOWEST": _LOWEST, "PER_UNIT": _PER_UNIT, **dependent(rows.device)}
     how["num_warps"] = min(16, max(4, size // PER_WARP))
     _count_weights[(batch * heads,)](rows, weights, counted, width, **how)
-    _keep_heaviest[(batch * heads,)](
-        rows, weights, counted, lengths, kept, counts, heads, width, most, least, whole, HEADS=triton_block(heads), **how
-    )
+    _keep_heaviest[(batch * heads,)](rows, weights, counted, kept, counts, heads, width, most, HEADS=triton_block(heads), **how)
     return kept, counts
 
 
-def share(
-    rows: Tensor, weights: Tensor, lengths: Tensor, most: int, least: float = -math.inf, whole: int = 0
-) -> tuple[Tensor, Tensor]:
+def share(rows: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """See `definition`; torch sorts more rows of a head than a program holds."""
     if HAS_TRITON and rows.is_cuda and rows.shape[2] <= MOST:
-        return launch(rows, weights, lengths, most, least, whole)
-    return definition(rows, weights, lengths, most, least, whole)
+        return launch(rows, weights, most)
+    return definition(rows, weights, most)

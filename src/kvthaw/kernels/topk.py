@@ -15,6 +15,8 @@ up the heads' weights, because a run's largest sum does not follow from its peak
 
 from __future__ import annotations
 
+import struct
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -31,6 +33,20 @@ MOST = 16384
 """Maximum number of runs, and of candidates in chosen runs, that a program holds; torch sorts if there are more."""
 PER_WARP = 256
 """How many of them a warp holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Rows that weigh too little are not selected.
+
+    least: the log of the least weight.
+    lengths: the tokens of each sequence, [L] int32.
+    whole: a sequence of at most this many tokens keeps all rows.
+    """
+
+    least: float
+    lengths: Tensor
+    whole: int
 
 
 def run_length(width: int, k: int) -> int | None:
@@ -60,16 +76,31 @@ def merge(scores: Tensor, scale: float, policy: Merge, held: Tensor | None = Non
     return weight.amax(dim=2) if policy == "max" else torch.logsumexp(weight, dim=2)
 
 
-def definition(merged: Tensor, candidates: Tensor, k: int, first: int, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _ordered(number: float) -> int:
+    """Return a float32's bits as an integer of the same order."""
+    (bits,) = struct.unpack("i", struct.pack("f", number))
+    return bits ^ 0x7FFFFFFF if bits < 0 else int(bits)
+
+
+def definition(
+    merged: Tensor,
+    candidates: Tensor,
+    k: int,
+    first: int,
+    weights: Tensor | None = None,
+    floor: Floor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the rows of the k largest of merged [L, H, width], and counts [L, H].
 
     The rows [L, H, k] int32 are ascending positions + first, -1 padded.
 
     candidates [L, H, width] int32: ascending positions, -1 padded, where merged is -inf.
-    weights: as in `topk`.
+    weights, floor: as in `topk`.
     """
     order = torch.sort(merged, dim=2, descending=True, stable=True).indices[:, :, :k]
     keep = torch.zeros_like(candidates, dtype=torch.bool).scatter_(2, order, True) & (candidates >= 0)
+    if floor is not None:
+        keep &= (merged >= floor.least) | (floor.lengths <= floor.whole)[:, None, None]
     at = compact(keep, k)
     rows = torch.where(at >= 0, candidates.gather(2, at.clamp(min=0).long()) + first, -1)
     if weights is not None:
@@ -163,12 +194,13 @@ if HAS_TRITON:
         return tl.where(one + same * (tie < quota).to(tl.int32) > 0, above + tl.minimum(tie, quota), -1)
 
     @triton.jit
-    def _choose(scores, peaks, parts, candidates, wanted, held, chosen, rows, counts, weights, heads, width, runs, scale, k,
-                first, P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
-                KP: tl.constexpr, HELD: tl.constexpr, PLAIN: tl.constexpr, WEIGHED: tl.constexpr,
-                PDL: tl.constexpr):  # fmt: skip
+    def _choose(scores, peaks, parts, candidates, wanted, held, chosen, rows, counts, weights, lengths, heads, width, runs, scale,
+                k, first, bound, whole, P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr,
+                RUNS: tl.constexpr, KP: tl.constexpr, HELD: tl.constexpr, PLAIN: tl.constexpr, WEIGHED: tl.constexpr,
+                FLOOR: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # Program: one KV head. Selects the k best runs by their peaks, then the k best candidates of those runs, which lie
         # between the k-th peak and the first. Both bounds are widened by the rounding error of computing the same sums twice.
+        # With a floor, it wants no more candidates than reach `bound`, a number as _keys makes them.
         seq = tl.program_id(1)
         pair = (seq * heads + tl.program_id(0)).to(tl.int64)
         count = tl.load(wanted + seq)
@@ -197,18 +229,21 @@ if HAS_TRITON:
         position = tl.load(candidates + pair * width + m, mask=found, other=0)  # in bounds: the buffer holds whole runs
         key = _keys(_heads(scores + pair * P * width, m, found, width, P), live, totals, scale, P, PLAIN)
         want = tl.minimum(k, count)
+        if FLOOR:
+            reach = tl.sum((key >= bound).to(tl.int32))
+            want = tl.where(tl.load(lengths + seq) > whole, tl.minimum(want, reach), want)
         low = tl.where(filled < k, least, tl.maximum(low - 16, least))
         low, high, more = _bounds(key, want, low, top + 16)
         place = _places(key, want, low, high, more)
         tl.store(rows + pair * k + place, position + first, mask=place >= 0)
         rest = tl.arange(0, KP)
-        tl.store(rows + pair * k + rest, tl.full((KP,), -1, tl.int32), mask=(rest >= count) & (rest < k))
+        tl.store(rows + pair * k + rest, tl.full((KP,), -1, tl.int32), mask=(rest >= want) & (rest < k))
         if WEIGHED:
             weight = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
             tl.store(weights + pair * k + place, weight, mask=place >= 0)
             none = tl.full((KP,), float("-inf"), tl.float32)
-            tl.store(weights + pair * k + rest, none, mask=(rest >= count) & (rest < k))
-        tl.store(counts + pair, tl.minimum(count, k))
+            tl.store(weights + pair * k + rest, none, mask=(rest >= want) & (rest < k))
+        tl.store(counts + pair, want)
 
     @triton.jit
     def _mean(scores, parts, wanted, held, merged, peaks, heads, width, runs, scale, P: tl.constexpr, PP: tl.constexpr,
@@ -239,7 +274,8 @@ if HAS_TRITON:
 
 
 def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float, policy: Merge,
-           held: Tensor | None = None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+           held: Tensor | None = None, weights: Tensor | None = None,
+           floor: Floor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the kernels on any device.
 
     found: with the parts and peaks of rerank. `topk` explains the others.
@@ -265,30 +301,37 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
         scores, scored, plain = merged, 1, True
     chosen, rows = torch.empty((2, batch, heads, k), dtype=torch.int32, device=candidates.device).unbind()
     counts = torch.empty((batch, heads), dtype=torch.int32, device=candidates.device)
+    bound, lengths, whole = (_ordered(floor.least), floor.lengths, floor.whole) if floor is not None else (0, wanted, 0)
+    assert lengths.dtype == torch.int32 and lengths.stride(0) == 1
     most = max(triton.next_power_of_2(runs), padded * run)
     _choose[(heads, batch)](
         scores, peaks, found.parts, candidates, wanted, held, chosen, rows, counts, counts if weights is None else weights,
-        heads, width, runs, scale, k, first, P=scored, PP=triton.next_power_of_2(scored), SPLITS=found.parts.shape[3], RUN=run,
-        RUNS=triton.next_power_of_2(runs), KP=padded, PLAIN=plain, WEIGHED=weights is not None,
+        lengths, heads, width, runs, scale, k, first, bound, whole, P=scored, PP=triton.next_power_of_2(scored),
+        SPLITS=found.parts.shape[3], RUN=run, RUNS=triton.next_power_of_2(runs), KP=padded, PLAIN=plain,
+        WEIGHED=weights is not None, FLOOR=floor is not None,
         num_warps=min(16, max(4, most // PER_WARP)), **other,
     )  # fmt: skip
     return rows, counts
 
 
 def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float, policy: Merge,
-         held: Tensor | None = None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+         held: Tensor | None = None, weights: Tensor | None = None,
+         floor: Floor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Select the k heaviest of the first wanted[l] candidates: rows [L, H, k] int32, ascending, -1 padded, and counts [L, H]
     int32.
 
     first: added to every position. held [L, H, P] float32: for each query head the log of the sum of exponentials over
         tokens that are no candidates. Weights are then shares of all of them. weights [L, H, k] float32: filled with the
-        log weights of the rows, -inf without a row. Raises ConfigError if k exceeds the width of the candidates.
+        log weights of the rows, -inf without a row.
+    floor: see Floor. With P = 1, it and weights need held.
+
+    Raises ConfigError if k exceeds the width of the candidates.
     """
     width = candidates.shape[2]
     if k > width:
         raise ConfigError(f"{k} rows are to be selected from {width} candidates; take more candidates (beta) or fewer rows")
     if found.parts is not None and run_length(width, k) == found.run:
-        return launch(found, candidates, wanted, k, first, scale, policy, held, weights)
+        return launch(found, candidates, wanted, k, first, scale, policy, held, weights, floor)
     known = torch.arange(width, device=candidates.device) < wanted[: candidates.shape[0], None, None]
     merged = merge(found.scores.masked_fill(~known[:, :, None], -torch.inf), scale, policy, held)
-    return definition(merged, candidates.masked_fill(~known, -1), k, first, weights)
+    return definition(merged, candidates.masked_fill(~known, -1), k, first, weights, floor)
