@@ -136,7 +136,9 @@ def _table(some: Sequence[dict[str, Any]]) -> str:
         if one is None:
             return "-"
         between = "" if one["kl_95"] is None else " ({} to {})".format(*map(_nats, one["kl_95"]))
-        return f"{_nats(one['kl'])}{between}, {one['same_top']:.1%}"
+        attended = one["attended_mean"]
+        read = f", {attended:.0f} read" if attended is not None and attended < 0.9 * budget else ""
+        return f"{_nats(one['kl'])}{between}, {one['same_top']:.1%}{read}"
 
     def order(row: tuple[str, int]) -> tuple[bool, float]:
         for budget in (256, *budgets):  # those that 256 tokens were not measured of come last
