@@ -118,11 +118,9 @@ def clusters(dtype: torch.dtype, dim: int) -> None:
 
 
 def moves(dtype: torch.dtype, dim: int) -> None:
-    from kvthaw.kernels import cover, extend, freeze, offload, row_format, stream_keys
+    from kvthaw.kernels import cover, extend, freeze, row_format, stream_keys
     from kvthaw.kernels.page_bounds import Spread
 
-    ring, block_size = empty(HEADS, 90, 2, dim, dtype=dtype), empty(HEADS, 64, 2, dim, dtype=dtype)
-    offload.offload(ring[:, 5:25], block_size, 3)
     slab, table, eight = empty(3, HEADS, 90, 2, dim, dtype=dtype), empty(3, 8, dtype=torch.int64), row_format.E4M3(dim, dtype)
     leaving, out = [(0, 7, 23, 7), (1, 9, 25, 25)], empty(2, 2, HEADS, 16, 2, dim, dtype=dtype)
     for format in (None, eight):

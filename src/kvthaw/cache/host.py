@@ -20,7 +20,6 @@ from kvthaw.cache.block_table import BlockTable
 from kvthaw.cache.host_memory import Block, BlockAllocator, HostMemory
 from kvthaw.cache.page_copy import PageCopy
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.offload import MOST, offload
 from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.stream_keys import definition as stream_definition
 from kvthaw.kernels.stream_keys import stream_keys, stream_rows
@@ -110,8 +109,6 @@ class HostStore:
             block, source = self._writable(seq, number), rows[:, done : done + take]
             if take == self.block_size:
                 block.copy_(source, non_blocking=non_blocking)
-            elif HAS_TRITON and non_blocking and rows.is_cuda and self.pinned and take < MOST:
-                offload(source, block, offset)
             else:  # a part of a block is one contiguous piece a head
                 for h in range(self.kv_heads):
                     block[h, offset : offset + take].copy_(source[h], non_blocking=non_blocking)

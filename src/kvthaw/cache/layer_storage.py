@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -24,6 +25,9 @@ from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.freeze import Span, freeze
 from kvthaw.kernels.freeze import definition as freeze_definition
 
+_ENGINES = 4096
+"""Tokens of a prompt from which copy engines take rows to the host instead of a kernel. They need a copy for each block, and one
+for each head of a block in part, but leave the multiprocessors to attention."""
 Leaving = tuple[int, int, int]
 """A sequence and the tokens that leave its ring, start .. stop."""
 
@@ -86,21 +90,21 @@ class LayerStorage:
         passed: rows of the whole prompt; their last positions are written now.
         queries, remaining, paused: as for index_prompt().
         """
-        regions, past, seq = self.slab.regions, row.past, row.seq
-        length = past + keys.shape[1]
+        past, seq, length = row.past, row.seq, row.past + keys.shape[1]
         keys, values = self.store.format.rounded(keys, values)
+        rows = torch.stack((keys, values), dim=2)
         if passed is not None:
-            passed[:, past:, 0], passed[:, past:, 1] = keys, values
-        self.up_to({seq: past})
-        shared = self.store.length(seq) - past
-        self.streams.offload(self.store, seq, keys[:, shared:], values[:, shared:])
+            passed[:, past:] = rows
+        if keys.shape[1] < _ENGINES:
+            offload_prompts([self], [replace(row, start=0, stop=keys.shape[1])], rows[None])
+        else:
+            self.up_to({seq: past})
+            shared = self.store.length(seq) - past
+            self.streams.offload(self.store, seq, keys[:, shared:], values[:, shared:])
         start = self.index_prompt(row, queries, keys, values, remaining, paused=paused)
-        sink = max(0, min(regions.sink, length) - past)
-        if sink:
-            self.slab.write(seq, past, torch.stack((keys[:, :sink], values[:, :sink]), dim=2))
-        ring = max(start, past)
-        if ring < length:
-            self.slab.write(seq, ring, torch.stack((keys[:, ring - past :], values[:, ring - past :]), dim=2))
+        for begin, end in ((past, min(self.slab.regions.sink, length)), (max(start, past), length)):
+            if begin < end:
+                self.slab.write(seq, begin, rows[:, begin - past : end - past])
         return start
 
     def index_prompt(
