@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.engine.hf.tensor_parallel import split
 from kvthaw.engine.processes import processes
+from lab.bench.shapes import split
 from zoo import VOCAB, build
 
 METHODS = (

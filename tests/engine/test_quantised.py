@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.engine.hf.tensor_parallel import split
 from kvthaw.errors import CacheError
 from kvthaw.evaluate.machine import fingerprint
+from lab.bench.shapes import split
 from ranks import run
 from zoo import VOCAB, build
 

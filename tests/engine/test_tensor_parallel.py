@@ -28,13 +28,14 @@ from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf.layer import TAG
 from kvthaw.engine.hf.model import load_shipped
-from kvthaw.engine.hf.tensor_parallel import build_part, ranks, split
+from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.engine.lockstep import Lockstep
 from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import CacheError, HostMemoryError, UnsupportedModelError
 from kvthaw.evaluate.files import read_asset
 from kvthaw.methods import METHODS
+from lab.bench.shapes import build_part, split
 from ranks import run
 from zoo import VOCAB, build
 

@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import bytemodel
 from forked import forked
 from kvthaw import Batch, PrefixCache, Scheduler
-from kvthaw.engine.hf.tensor_parallel import ranks, split
+from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.engine.lockstep import Lockstep
+from lab.bench.shapes import split
 from ranks import run
 
 pytest.importorskip("xgrammar", reason="needs pip install 'kvthaw[serve]'")

@@ -1,4 +1,4 @@
-"""Tensor parallelism of transformers: a process's part of a model, and the sums over processes inside its layers."""
+"""Tensor parallelism of transformers: the processes of a model, and the sums over them inside its layers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.distributed.configuration_utils import DistributedConfig
+from transformers import PreTrainedModel
 
 from kvthaw.cache.ranks import Ranks
 from kvthaw.engine import ops
@@ -25,45 +24,6 @@ _BEFORE = "_kvthaw_forwards"
 """The model attribute that keeps the forwards of replaced modules."""
 _SHARED_BYTES = 128 << 10
 """Largest tensor that GPUs add up by reading each other's memory: 16 rows of 4,096 numbers in bfloat16."""
-
-
-def split(size: int, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """Return this process's part of a model that all of `size` processes make, as from_pretrained(distributed_config=) would
-    load it.
-
-    Tied embeddings become two tensors.
-    """
-    config, _, mesh = PreTrainedModel.prepare_distribute_model(DistributedConfig(tp_size=size))
-    model = make()
-    words, scores = model.get_input_embeddings(), model.get_output_embeddings()
-    if words.weight is scores.weight:
-        scores.weight = torch.nn.Parameter(words.weight.detach().clone())
-    return model.maybe_distribute_model(model, config, mesh)
-
-
-@torch.no_grad()
-def build_part(
-    size: int, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, *, seed: int = 0
-) -> PreTrainedModel:
-    """Build this process's part of a causal language model of random weights. No process ever holds the whole model."""
-
-    def on_meta() -> PreTrainedModel:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        return model
-
-    model = split(size, on_meta).to_empty(device=device)
-    same, own = (torch.Generator(device).manual_seed(seed + n) for n in (0, 1 + ranks(model).rank))
-    for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False):
-            part, generator = _own(weight), own if _is_split(weight) else same
-            if part.dim() == 1:
-                part.fill_(name == "weight")  # a norm's; biases are 0
-            else:
-                part.normal_(std=config.initializer_range, generator=generator)
-        if next(module.buffers(recurse=False), None) is not None:
-            model._init_weights(module)  # rotary frequencies
-    return model.eval()
 
 
 def ranks(model: PreTrainedModel) -> Ranks:
@@ -191,10 +151,6 @@ def _shared_memory(ranks: Ranks, dtype: torch.dtype) -> Tensor | None:
 def _own(weight: Tensor) -> Tensor:
     """Return this process's part of a weight."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def _is_split(weight: Tensor) -> bool:
-    return isinstance(weight, DTensor) and any(isinstance(one, Shard) for one in weight.placements)
 
 
 def _splits_heads(model: PreTrainedModel) -> bool:
