@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvthaw import Batch, Cache
-from kvthaw.cache.dry_run import Needs
+from kvthaw.cache.plan import Needs
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.hf.cache import sequence_bytes

@@ -11,7 +11,7 @@ import torch
 
 from kvthaw.bench.gpus import Basis, Machine, step_seconds
 from kvthaw.cache.device_memory import spare
-from kvthaw.cache.dry_run import Needs
+from kvthaw.cache.plan import Needs
 from kvthaw.cache.index_api import Method
 from kvthaw.engine.hf import Cache, PreTrainedConfig
 from kvthaw.engine.hf.dry_run import weight_bytes

@@ -72,6 +72,48 @@ class Plan:
         return self.regions.held + self.rows
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Memory that a cache takes, in bytes, when its sequences have reached their full length.
+
+    dense: on the device, KV of the layers that attend to everything, at their capacity.
+    slab: on the device, sink, window, buffer and fetched rows.
+    index: on the device.
+    blocks: on the device, rows that lie there.
+    windows: on the device, KV of sliding-window layers.
+    rows: on the host.
+    host_index: on the host, an estimate.
+    searching: number of layers that select rows.
+    plan: the sizes in force; None if every layer attends to everything.
+    reason: why full attention or the method is in force.
+    capacity: tokens per sequence that the device has room for.
+    fetched: bytes that cross the bus in a step if no selected row is on the device already.
+    """
+
+    dense: int
+    slab: int
+    index: int
+    blocks: int
+    rows: int
+    host_index: int
+    searching: int
+    plan: Plan | None
+    reason: str
+    capacity: int
+    fetched: int
+    windows: int = 0
+
+    @property
+    def device(self) -> int:
+        """All bytes on the device."""
+        return self.dense + self.windows + self.slab + self.index + self.blocks
+
+    @property
+    def host(self) -> int:
+        """All bytes on the host."""
+        return self.rows + self.host_index
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(CacheConfig):
     """A cache's method, and its configuration with every default resolved.

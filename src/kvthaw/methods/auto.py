@@ -17,7 +17,7 @@ from kvthaw.methods import resolve
 from kvthaw.methods.options import check, written
 
 if TYPE_CHECKING:
-    from kvthaw.cache.dry_run import Needs
+    from kvthaw.cache.plan import Needs
 
 Limits = dict[str, tuple[int, int]]
 """Bytes that a cache needs and bytes that are available, by place ("device", "host")."""

@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 from kvthaw.cache.chooser import offloaded_numbers
 from kvthaw.cache.clone import clone
 from kvthaw.cache.device_memory import DeviceMemory
-from kvthaw.cache.dry_run import Needs
+from kvthaw.cache.plan import Needs
 from kvthaw.cache.host_memory import available_host_memory
 from kvthaw.cache.index_api import Index, Method, Rotary
 from kvthaw.cache.kv_cache import KVCache

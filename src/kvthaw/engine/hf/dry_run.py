@@ -1,8 +1,9 @@
-"""Memory of a model's cache from the config alone: model and cache are created on torch's meta device."""
+"""Compute the memory of a cache without allocating it: model and cache are created on torch's meta device, where tensors have
+only sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvthaw.cache import dry_run as cache_dry_run
-from kvthaw.cache.dry_run import Needs
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.plan import Needs
+from kvthaw.cache.retriever import Retriever
+from kvthaw.cache.sequences import roomier
+from kvthaw.cache.step import Step
 from kvthaw.engine.hf.model import head_dim, kv_heads, of_layer, plain_weights
 from kvthaw.engine.hf.tensor_parallel import ranks
+
+_SAMPLE, _DECODED = 4096, 64
+"""Keys of the sample index that estimates the size of an index on the host, and how many of them are appended after its
+prompt."""
 
 
 def dry_run(
@@ -23,23 +34,96 @@ def dry_run(
 ) -> Needs:
     """Return the memory of an empty `Cache` for `batch` prompts of `prompt` tokens and answers of at most `new_tokens`.
 
+    The cache is unusable afterwards: it counts tokens that it does not have. Tables that have another form on a CPU are counted as
+    on a GPU.
+
     kv, layers: the cache's.
     pinned: whether rows on the host are pinned.
     """
-    config, made = model.config.get_text_config(decoder=True), dict[int, tuple[Tensor, Tensor]]()
+    config, known = model.config.get_text_config(decoder=True), dict[int, tuple[Tensor, Tensor]]()
+    made: dict[Hashable, OffloadedLayer] = {}
+    twins: dict[int, OffloadedLayer] = {}  # the allocated layer that a layer is like
+    dense: list[DenseLayer] = []
 
-    def tensors(layer: int) -> tuple[Tensor, Tensor]:
-        own = of_layer(config, layer)
-        if id(own) not in made:
-            made[id(own)] = _tensors(model, own, batch, prompt)
-        return made[id(own)]
+    def of(number: int) -> tuple[Tensor, Tensor]:
+        own = of_layer(config, number)
+        if id(own) not in known:
+            known[id(own)] = _tensors(model, own, batch, prompt)
+        return known[id(own)]
 
-    needs = cache_dry_run.dry_run(kv, tensors, batch, prompt, new_tokens, pinned=pinned)
+    def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
+        query, key = of(layer.number)
+        if isinstance(layer, DenseLayer):
+            dense.append(layer)
+            layer.append(step, query, key, key)
+            return
+        twins[layer.number] = twin = made.setdefault((layer.chooses, query.shape, key.shape), layer)
+        if twin is layer:
+            layer.allocate(step, query, key, 1.0)
+
+    kv.append_stored_prompt(prompt, [0] * batch, fill)
+    sequences, settings, memory = kv.sequences, kv.settings, kv.streams.device
+    while sequences.capacity < prompt + new_tokens:
+        sequences.capacity = roomier(sequences.capacity, sequences.capacity + 1)
+        for one in dense:
+            one.before_step()
+        for layer in made.values():
+            layer.grow()
+    memory.fixed = {one.number: one.fixed_bytes() for one in dense}
+    fixed = {id(twin): twin.fixed_bytes() for twin in made.values()}
+    memory.fixed |= {number: fixed[id(twin)] for number, twin in twins.items()}
+    a_key = {id(twin): _bytes_a_key(twin, twin.own) for twin in made.values() if twin.on_host and twin.own is not None}
+    blocks = rows = host_index = fetched = 0
+    for number, twin in twins.items():
+        block = settings.block_size * twin.host_bytes_per_token()
+        many = batch * settings.in_blocks(prompt + new_tokens) // settings.block_size if block else 0
+        near = min(many, max(0, memory.share(number)) // block) if many and twin.storage.placement is not None else 0
+        blocks += near * block
+        rows += (many - near) * held_bytes(block, pinned=pinned)
+        if many and twin.plan is not None:
+            fetched += batch * twin.plan.rows * twin.host_bytes_per_token() * (many - near) // many
+        if twin.own is not None and twin.on_host:
+            host_index += round(batch * prompt * twin.store.kv_heads * a_key[id(twin)])
+            host_index += sum(table.nbytes for table in twin.own.residency.tensors())
     windows = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
     for layer in windows:
-        key = tensors(layers.index(layer))[1]
+        _, key = of(layers.index(layer))
         layer.update(key, key)
-    return replace(needs, windows=sum(layer.keys.nbytes + layer.values.nbytes for layer in windows))
+    slab = sum(twin.slab.data.nbytes for twin in twins.values())
+    first, rotary = next(iter(twins.values()), None), {twin.rotary for twin in made.values() if twin.rotary is not None}
+    return Needs(
+        dense=sum(one.fixed_bytes() for one in dense),
+        slab=slab,
+        index=sum(memory.fixed[number] for number in twins) - slab + sum(one.cos.nbytes + one.sin.nbytes for one in rotary),
+        blocks=blocks,
+        rows=rows,
+        host_index=host_index,
+        searching=sum(twin.own is not None for twin in twins.values()),
+        plan=None if first is None else first.plan,
+        reason=kv.chooser.reason,
+        capacity=sequences.capacity,
+        fetched=fetched,
+        windows=sum(layer.keys.nbytes + layer.values.nbytes for layer in windows),
+    )
+
+
+def _bytes_a_key(layer: OffloadedLayer, retriever: Retriever) -> float:
+    """Return the host bytes per key of one KV head that an index on the host takes, measured on random keys; 0 if it does not
+    tell."""
+    own = retriever.context
+    store, first = HostStore(1, 1, own.head_dim, own.dtype, format=layer.store.format), own.regions.sink
+    cpu = torch.device("cpu")
+    context = replace(
+        own, q_heads=own.group, kv_heads=1, device=cpu, store=store, slab=None, sequences=None, aux=None, deferred=None
+    )
+    index = layer.settings.method.make_index(context)
+    rows = torch.randn(1, first + _SAMPLE, 2, own.head_dim, generator=torch.Generator().manual_seed(0)).to(own.dtype)
+    store.append(0, rows)
+    queries = rows[:, -1:, 0].expand(own.group, -1, -1)
+    prompt, behind = rows[:, first:].split([_SAMPLE - _DECODED, _DECODED], dim=1)
+    index.build(0, first, prompt[:, :, 0], prompt[:, :, 1], queries)
+    index.append([0], behind[None, :, :, 0], behind[None, :, :, 1], None)
+    return float(index.nbytes() / _SAMPLE)
 
 
 def _tensors(model: PreTrainedModel, config: Any, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
