@@ -201,7 +201,7 @@ def test_beams_take_back_what_went_ahead(method: str) -> None:
 
 def reversible(method: str) -> bool:
     updater = OneLayer(method, 60, 1).layer.storage.updater
-    return updater is None or updater.reversible
+    return updater is None or updater.retriever.index.reversible
 
 
 def test_which_methods_keep_what_left() -> None:

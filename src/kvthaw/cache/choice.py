@@ -64,9 +64,6 @@ class PrefetchedSearch:
         return PrefetchedSearch(self.queries)
 
 
-Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
 class HostSelectionBuffer:
     """Buffers of one layer group for `seqs` sequences, pinned if the group is on a GPU, at fixed addresses.
 
@@ -82,7 +79,7 @@ class HostSelectionBuffer:
         self.query = host_tensor((seqs, context.q_heads, context.head_dim), torch.float32, pinned=pinned)
         self.answer = host_tensor((sum(self._bytes),), torch.uint8, pinned=pinned)
 
-    def parts(self, answer: Tensor) -> Parts:
+    def parts(self, answer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Split an answer into a selection and a choice: rows [B, H, M], counts [B, H]; slots, fetch [B, H, M], live [B, H,
         C]."""
         pieces = zip(answer.split(self._bytes), self._parts, strict=True)

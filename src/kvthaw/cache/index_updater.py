@@ -57,11 +57,6 @@ class IndexUpdater:
         """Sequences that must be indexed again before the next step."""
         return {seq for seq in range(len(self._of)) if self.is_stale(seq)}
 
-    @property
-    def reversible(self) -> bool:
-        """Whether the index can undo the next append exactly."""
-        return self.retriever.index.reversible
-
     def prompt(
         self,
         seq: int,
@@ -106,14 +101,11 @@ class IndexUpdater:
             own.enter(State.APPENDING, in_step=True)
             own.coming = new, queries
             return
-        if index.traits.on_host:
-            keys = values = self._nothing(new - old)[:, :, 0]
-        else:
-            begin = min(old, past)
-            if old < past:
-                ring = self.slab.read(seq, old, past)
-                keys, values = torch.cat((ring[:, :, 0], keys), dim=1), torch.cat((ring[:, :, 1], values), dim=1)
-            keys, values = keys[:, old - begin : new - begin], values[:, old - begin : new - begin]
+        begin = min(old, past)
+        if old < past:
+            ring = self.slab.read(seq, old, past)
+            keys, values = torch.cat((ring[:, :, 0], keys), dim=1), torch.cat((ring[:, :, 1], values), dim=1)
+        keys, values = (self._given(rows[:, old - begin : new - begin]) for rows in (keys, values))
         if old == self.first:
             self._build(seq, new, keys, values, queries)
         else:
@@ -224,7 +216,7 @@ class IndexUpdater:
         rows: [R, H, n, 2, D], the tokens' keys and values.
         recent_queries: the last queries of the prompts, [Hq, W, D].
         """
-        index, known = self.retriever.index, []
+        known = []
         for i, (seq, start, stop, _) in enumerate(spans):
             if self.indexed(seq) >= stop:
                 continue
@@ -232,18 +224,11 @@ class IndexUpdater:
                 known.append(i)
                 continue
             # These are the first tokens of a sequence that had none to index.
-            own = self._nothing(stop - start) if index.traits.on_host else rows[i]
+            own = self._given(rows[i])
             self._build(seq, stop, own[:, :, 0], own[:, :, 1], self._queries(recent_queries, seq))
         if known:
-            if index.traits.on_host:
-                rows = self._nothing(rows.shape[2]).expand(len(known), -1, -1, -1, -1)
-            elif len(known) < len(rows):
-                rows = torch.stack([rows[i] for i in known])
+            rows = self._given(rows if len(known) == len(rows) else torch.stack([rows[i] for i in known]))
             self._append([spans[i][0] for i in known], rows.shape[2], rows[:, :, :, 0], rows[:, :, :, 1], None)
-
-    def take_effect(self, seqs: Sequence[int]) -> None:
-        """Publish the index's prepared changes for `seqs`; see Index."""
-        self.retriever.index.take_effect(seqs)
 
     def built(self, seq: int, timeout: float | None = 0.0) -> bool:
         """Return whether take_built() would not wait.
@@ -280,9 +265,7 @@ class IndexUpdater:
                 rows = self._nothing(end - old)[None]
                 self._append([seq], end - old, rows[:, :, :, 0], rows[:, :, :, 1], None)
                 continue
-            rows = (
-                self._nothing(end - self.first) if self.retriever.index.traits.on_host else self._stored(seq, self.first, end)
-            )
+            rows = self._stored(seq, self.first, end)
             self._build(seq, end, rows[:, :, 0], rows[:, :, 1], self._queries(recent_queries, seq))
 
     def rollback(self, seq: int, start: int) -> None:
@@ -379,6 +362,10 @@ class IndexUpdater:
             failed()
             raise
 
+    def _given(self, rows: Tensor) -> Tensor:
+        """Return rows [..., D] as the index takes them: without channels if it works on the host, where it reads the store."""
+        return rows.new_empty((*rows.shape[:-1], 0)) if self.retriever.index.traits.on_host else rows
+
     def _nothing(self, rows: int) -> Tensor:
         return self.slab.data.new_empty((self.slab.data.shape[1], rows, 2, 0))
 
@@ -388,9 +375,10 @@ class IndexUpdater:
         return recent_queries.get(seq, self.slab.data.new_empty((context.q_heads, 0, context.head_dim)))
 
     def _stored(self, seq: int, start: int, stop: int) -> Tensor:
-        """Return rows start .. stop of a sequence from the store, [H, stop - start, 2, D] on the device. The host does not
-        wait."""
+        """Return rows start .. stop of a sequence for the index, from the store, on the device. The host does not wait."""
         data = self.slab.data
+        if self.retriever.index.traits.on_host:
+            return self._nothing(stop - start)
         if not data.is_cuda:
             return self.store.read(seq, start, stop)
         rows = data.new_empty((data.shape[1], stop - start, *data.shape[3:]))

@@ -299,7 +299,10 @@ class KVCache:
                     self._run_ahead(ahead)
 
     def _run_ahead(self, layers: Sequence[OffloadedLayer]) -> None:
-        done = passes.flush_early(layers, self.sequences.leaving())
+        try:
+            done = passes.flush(layers, self.sequences.leaving())
+        except Exception:  # the step may not come; if it does, it flushes again and raises the error
+            done = False
         self.streams.deferred.flush()
         for layer in layers:
             layer.sparse.update_table()

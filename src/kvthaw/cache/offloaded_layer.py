@@ -298,7 +298,7 @@ class OffloadedLayer(LayerKV):
         differ."""
         if self.on_host:
             return not self.asked_again
-        return self.storage.updater is None or self.storage.updater.reversible
+        return self.storage.updater is None or self.storage.updater.retriever.index.reversible
 
     def before_step(self) -> None:
         """Prepare for the next step; see LayerKV. A step of one token then runs on the device alone if the index is

@@ -218,15 +218,7 @@ def take_effect(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) ->
     """
     with suppress(Exception):
         for _, updater in updaters(layers):
-            updater.take_effect([seq for seq, _, stop in leaving if updater.indexed(seq) < stop])
-
-
-def flush_early(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
-    """Flush rings before a step that may not come. Returns False on an error; flush() then tries again and raises it."""
-    try:
-        return flush(layers, leaving)
-    except Exception:
-        return False
+            updater.retriever.index.take_effect([seq for seq, _, stop in leaving if updater.indexed(seq) < stop])
 
 
 # Indexes

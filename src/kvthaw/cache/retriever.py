@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.choice import Choice, HostSelectionBuffer, Parts, PrefetchedSearch, check_selection
+from kvthaw.cache.choice import Choice, HostSelectionBuffer, PrefetchedSearch, check_selection
 from kvthaw.cache.device_lengths import to_host
 from kvthaw.cache.index_api import Index, IndexContext, Method, Selection
 from kvthaw.cache.pool import Residency
@@ -38,7 +38,7 @@ class Retriever:
         where = torch.device("cpu") if self.index.traits.on_host else context.device
         self.residency = Residency(seqs, context.kv_heads, self.slots, device=where)
         self.reads_blocks = False
-        self._place(seqs)
+        self._buffers: dict[int, HostSelectionBuffer] = {}
         self.choices: list[Choice] = []
         self.asked_again = 0  # queries of layers that share the anchor's keys
         self.streams, self.group = streams, next(streams.groups)
@@ -50,17 +50,10 @@ class Retriever:
         self._asked: tuple[int, Tensor, Choice] | None = None  # the latest eager step: length, query, choice
         self._asked_at = -1  # after how many commits
 
-    def _place(self, seqs: int) -> None:
-        if self.index.traits.on_host:
-            self._buffers = {seqs: self._new_buffer(seqs)}
-
-    def _new_buffer(self, seqs: int) -> HostSelectionBuffer:
-        return HostSelectionBuffer(self.context, seqs, self.rows * self.method.head_limit, self.slots)
-
     def buffer(self, seqs: int) -> HostSelectionBuffer:
         """Return the buffer for choices of `seqs` sequences. It keeps its address."""
         if seqs not in self._buffers:
-            self._buffers[seqs] = self._new_buffer(seqs)
+            self._buffers[seqs] = HostSelectionBuffer(self.context, seqs, self.rows * self.method.head_limit, self.slots)
         return self._buffers[seqs]
 
     def submit(
@@ -122,7 +115,7 @@ class Retriever:
         self.wait()
         self.rows, self.slots = rows, self.method.slots(rows)
         self.residency.widen(self.slots)
-        self._place(self.residency.slot_row.shape[0])
+        self._buffers.clear()
 
     def make_room(self, tokens: int) -> None:
         """Allocate for `tokens` tokens of each sequence. Until there are more, no tensor of a choice moves."""
@@ -269,14 +262,6 @@ class Retriever:
         rows, counts, slots, fetch, live = selection_buffer.parts(selection_buffer.answer.to(query.device, non_blocking=True))
         return Choice(Selection(rows, counts), slots, fetch, live)
 
-    def _answer(self, selection: Selection, parts: Parts) -> tuple[Tensor, Tensor]:
-        """Assign slots to a selection made on the host, and write both to host buffers."""
-        rows, counts, slots, fetch, live = parts
-        rows.copy_(selection.rows)
-        counts.copy_(selection.counts)
-        self.residency.admit(selection.rows, (slots, fetch, live))
-        return slots, fetch
-
     def _evict_all(self, seqs: int) -> None:
         """Empty all slots if the method keeps no rows between steps."""
         if self.method.keep == 0:
@@ -291,11 +276,12 @@ class Retriever:
         return self.index.select(query, self.rows)
 
     def _upload(self, selection: Selection, query: Tensor) -> Choice:
-        """Assign slots to a selection made on the host, and copy both to the query's device in one copy."""
+        """Assign slots to a selection made on the host, and copy them to the query's device in one copy."""
         buffer = self.buffer(len(query))
         here = torch.empty_like(buffer.answer, pin_memory=True)  # a new buffer, since the last one may still be in transfer
-        host = self._answer(selection, buffer.parts(here))
-        return Choice(selection, *buffer.parts(here.to(query.device, non_blocking=True))[2:], host)
+        _, _, *placed = buffer.parts(here)
+        slots, fetch, _ = self.residency.admit(selection.rows, (placed[0], placed[1], placed[2]))
+        return Choice(selection, *buffer.parts(here.to(query.device, non_blocking=True))[2:], (slots, fetch))
 
     def clone_from(self, other: Retriever) -> None:
         """Copy the index of another group with an equal number of sequences."""
@@ -344,11 +330,8 @@ class Retriever:
     def reorder(self, seqs: Sequence[int]) -> None:
         """Replace sequence i by the former sequence seqs[i]."""
         self.wait()
-        before = self.residency.slot_row.shape[0]
         self.index.reorder(seqs)
         self.residency.reorder(torch.tensor(seqs, device=self.residency.device))
-        if len(seqs) != before:
-            self._place(len(seqs))
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a choice reads and writes at fixed addresses."""

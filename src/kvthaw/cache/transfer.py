@@ -52,7 +52,7 @@ class BulkCopy:
     graph_safe = False
 
     def __init__(self) -> None:
-        self._staging: Tensor | None = None
+        self._staging = torch.empty(0)
         self._sent: torch.cuda.Event | None = None
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
@@ -73,20 +73,17 @@ class BulkCopy:
         """
         if self._sent is not None:  # the last copy may still read the staging buffer
             self._sent.synchronize()
-        staging = self._buffer(source, fetch.numel())
-        count, which = source.gather(fetch.contiguous(), staging)
+        if self._staging.shape[0] < fetch.numel() or self._staging.dtype != source.format.stored:
+            shape = fetch.numel(), *source.format.tail
+            self._staging = host_tensor(shape, source.format.stored, pinned=source.pinned)
+        count, which = source.gather(fetch.contiguous(), self._staging)
         if count == 0:
             return
-        rows = staging[:count]
+        rows = self._staging[:count]
         if slab.data.device.type == "cuda":
             rows = rows.to(slab.data.device, non_blocking=True)
             self._sent = torch.cuda.current_stream().record_event()
         scatter(slab, source.format.decode(rows), which, slots)
-
-    def _buffer(self, source: Rows, rows: int) -> Tensor:
-        if self._staging is None or self._staging.shape[0] < rows or self._staging.dtype != source.format.stored:
-            self._staging = host_tensor((rows, *source.format.tail), source.format.stored, pinned=source.pinned)
-        return self._staging
 
     def __deepcopy__(self, memo: dict[int, object]) -> BulkCopy:
         return BulkCopy()

@@ -94,18 +94,15 @@ class WindowLayer(DeviceLayer):
             new = torch.stack((key[row.row, :, row.places], value[row.row, :, row.places]), dim=2)
             first = self.span.first(row.past)
             if first < row.past:
-                new = torch.cat((self._past(row.seq, first, row.past), new), dim=1)
+                before = self._before[1][row.seq]  # as the ring was before the latest prefill
+                past = [before[:, place:end] for place, end in self.slab.runs(first, row.past)]
+                new = torch.cat((*past, new), dim=1)
             keys, values = new[None, :, :, 0], new[None, :, :, 1]
             return local_attention(
                 q, keys, values, first, self.span, scale=attention.scale, softcap=attention.softcap, sinks=attention.sinks
             )
 
         return attend_rows(step, query, attend)
-
-    def _past(self, seq: int, start: int, stop: int) -> Tensor:
-        """Return rows [H, stop - start, 2, D] as they were in the ring before the latest prefill."""
-        before = self._before[1][seq]
-        return torch.cat([before[:, place:end] for place, end in self.slab.runs(start, stop)], dim=1)
 
     def _attend_one(self, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
         lengths, seqs = self.sequences.on_device.lengths, len(query)
