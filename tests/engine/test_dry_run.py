@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvthaw import Batch, Cache
-from kvthaw.cache.plan import Needs
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.plan import Needs
 from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.errors import CacheError
 from kvthaw.index.remainder import RemainderIndex

@@ -11,8 +11,8 @@ import torch
 
 from kvthaw.bench.gpus import Basis, Machine, step_seconds
 from kvthaw.cache.device_memory import spare
-from kvthaw.cache.plan import Needs
 from kvthaw.cache.index_api import Method
+from kvthaw.cache.plan import Needs
 from kvthaw.engine.hf import Cache, PreTrainedConfig
 from kvthaw.engine.hf.dry_run import weight_bytes
 from kvthaw.engine.hf.model import build, kv_heads, positions

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON, page_bounds
+from kvthaw.kernels.gpu import by_device
 from kvthaw.kernels.page_bounds import Spread
 
 
@@ -180,11 +181,4 @@ def launch(
     )  # fmt: skip
 
 
-def extend(
-    every: Sequence[Added], places: Sequence[Destination], *, size: int, first: int, spread: Spread | None = None
-) -> None:
-    """Append as in `definition`: by the kernel on a GPU, by torch elsewhere."""
-    if HAS_TRITON and every[0].keys.device.type == "cuda":
-        launch(every, places, size=size, first=first, spread=spread)
-    else:
-        definition(every, places, size=size, first=first, spread=spread)
+extend = by_device(launch, definition)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 
@@ -14,10 +15,13 @@ _Result = TypeVar("_Result")
 
 
 def by_device(launch: Callable[_Args, _Result], definition: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Return an operation that launches a kernel where its first argument is on a GPU, and computes the definition elsewhere."""
+    """Return an operation that launches a kernel if the first tensor of its first argument is on a GPU, else computes the
+    definition."""
 
     def run(*args: _Args.args, **options: _Args.kwargs) -> _Result:
         first: Any = args[0]
+        while not isinstance(first, Tensor):
+            first = first[0]
         return (launch if HAS_TRITON and first.is_cuda else definition)(*args, **options)
 
     return run

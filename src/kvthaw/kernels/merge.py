@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import by_device
 
 PARTS = 4
 """The most parts that are merged at once."""
@@ -130,6 +131,4 @@ def launch(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[
     return merged, lse
 
 
-def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute `definition` of at most PARTS parts, by the kernel on a GPU."""
-    return (launch if HAS_TRITON and parts[0][0].is_cuda else definition)(parts, dtype)
+merge_parts = by_device(launch, definition)

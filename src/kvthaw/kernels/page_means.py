@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import by_device
 from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.split import triton_block
 
@@ -165,6 +166,4 @@ def launch(every: Sequence[Added], starts: Sequence[Start], page: int, format: R
                 _remember(own, seq, new, count + n - few)
 
 
-def page_means(every: Sequence[Added], starts: Sequence[Start], page: int, format: RowFormat) -> None:
-    """Append as in `definition`: by the kernel on a GPU, by torch elsewhere."""
-    (launch if HAS_TRITON and every[0].keys.is_cuda else definition)(every, starts, page, format)
+page_means = by_device(launch, definition)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import by_device
 
 Pieces = tuple[tuple[int, int], ...]
 """Where pages of full size begin: (token, page) pairs, ascending from (0, 0). A page before such a place may be smaller."""
@@ -26,7 +27,14 @@ def page_starts(pieces: Pieces, size: int, tokens: int, pages: int) -> Tensor:
 
 
 def definition(
-    static: Tensor, order: Tensor, stops: Tensor, spans: Sequence[tuple[int, int, Pieces]], *, size: int, first: int
+    static: Tensor,
+    order: Tensor,
+    stops: Tensor,
+    spans: Sequence[tuple[int, int, Pieces]],
+    where: Tensor | None = None,
+    *,
+    size: int,
+    first: int,
 ) -> None:
     """Write the order of tokens and the stops of their pages, for R sequences, one per entry of spans.
 
@@ -35,6 +43,7 @@ def definition(
 
     static [R, H, C] int32: ascending positions among the first `tokens` of each sequence.
     spans: (tokens, pages, pieces) of each sequence.
+    where: [R, 2 + 2 P] int32, the spans on the device, as `numbers` returns them; the kernel alone needs it.
 
     Places 0 .. C hold the static positions, the following ones the others in text order. Page u is order[stops[u] : stops[u
     + 1]]. Places and pages behind stay as they are.
@@ -96,13 +105,13 @@ def launch(
     order: Tensor,
     stops: Tensor,
     spans: Sequence[tuple[int, int, Pieces]],
-    where: Tensor,
+    where: Tensor | None = None,
     *,
     size: int,
     first: int,
 ) -> None:
-    """Launch the Triton kernel; arguments as in `definition`. where [R, 2 + 2 P] int32: the spans on the device, as `numbers`
-    returns them. All tensors are contiguous."""
+    """Launch the Triton kernel; arguments as in `definition`. All tensors are contiguous."""
+    assert where is not None
     (seqs, heads, count), longest = static.shape, max(max(tokens, pages + 1) for tokens, pages, _ in spans)
     assert all(t.is_contiguous() and t.dtype == torch.int32 for t in (static, order, stops, where))
     assert len(order) == len(stops) == len(where) == len(spans) == seqs
@@ -123,21 +132,4 @@ def numbers(spans: Sequence[tuple[int, int, Pieces]]) -> list[tuple[int, ...]]:
     return rows
 
 
-def static_first(
-    static: Tensor,
-    order: Tensor,
-    stops: Tensor,
-    spans: Sequence[tuple[int, int, Pieces]],
-    where: Tensor,
-    *,
-    size: int,
-    first: int,
-) -> None:
-    """Order as in `definition`: by the kernel on a GPU, by torch elsewhere.
-
-    where: see `launch`.
-    """
-    if HAS_TRITON and order.is_cuda:
-        launch(static, order, stops, spans, where, size=size, first=first)
-    else:
-        definition(static, order, stops, spans, size=size, first=first)
+static_first = by_device(launch, definition)
