@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,21 @@ from kvthaw.errors import CacheError, ConfigError, KvthawError
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class Change:
+    """What rank 0 sends to the other ranks. A change whose fields are no JSON overrides plain() and read()."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return a form that JSON can represent."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, plain: dict[str, Any]) -> Self:
+        """Return the change that plain() described."""
+        return cls(**plain)
+
+
+@dataclass(frozen=True, slots=True)
+class Submit(Change):
     """A request is submitted, without its tokenizer and grammar.
 
     number: identifies it in later changes.
@@ -45,7 +59,6 @@ class Submit:
         return cls(number, plain, request.decoded is not None, None if grammar is None else grammar.source, priority)
 
     def plain(self) -> dict[str, Any]:
-        """Return a form that JSON can represent."""
         request = self.request
         how = {field.name: getattr(request.sampling, field.name) for field in fields(Sampling) if field.name != "grammar"}
         how["logit_bias"] = list(request.sampling.logit_bias.items())  # JSON's keys are no numbers
@@ -55,8 +68,7 @@ class Submit:
         return said | {"request": given}
 
     @classmethod
-    def read(cls, plain: dict[str, Any]) -> Submit:
-        r"""Return the change that plain() described."""
+    def read(cls, plain: dict[str, Any]) -> Self:
         given = dict(plain["request"]) | {"text_after": tuple(plain["request"]["text_after"])}
         how = dict(given.pop("sampling"))
         sampling = Sampling(**how | {"logit_bias": dict(how["logit_bias"])})
@@ -68,58 +80,34 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Change):
     """A request is cancelled, unless it has ended."""
 
     number: int
 
-    def plain(self) -> dict[str, Any]:
-        """Return a form that JSON can represent."""
-        return {"number": self.number}
-
-    @classmethod
-    def read(cls, plain: dict[str, Any]) -> Cancel:
-        """Return the change that plain() described."""
-        return cls(**plain)
-
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(Change):
     """A named prompt of a salt is forgotten, if there is one."""
 
     salt: str
     name: str
 
-    def plain(self) -> dict[str, Any]:
-        """Return a form that JSON can represent."""
-        return {"salt": self.salt, "name": self.name}
-
-    @classmethod
-    def read(cls, plain: dict[str, Any]) -> Forget:
-        """Return the change that plain() described."""
-        return cls(**plain)
-
 
 @dataclass(frozen=True, slots=True)
-class Compile:
+class Compile(Change):
     """Rank 0 starts to compile a grammar. Other ranks compile it at the same time, on threads, so that no step waits for it
     later."""
 
     source: Source
 
-    def plain(self) -> dict[str, Any]:
-        """Return a form that JSON can represent."""
-        return {"source": list(self.source)}
-
     @classmethod
-    def read(cls, plain: dict[str, Any]) -> Compile:
-        """Return the change that plain() described."""
+    def read(cls, plain: dict[str, Any]) -> Self:
         schema, strict = plain["source"]
         return cls((schema, strict))
 
 
-Change = Submit | Cancel | Forget | Compile
-_KINDS: tuple[type[Change], ...] = Submit, Cancel, Forget, Compile
+_KINDS: dict[str, type[Change]] = {kind.__name__: kind for kind in (Submit, Cancel, Forget, Compile)}
 
 
 def write(changes: Sequence[Change] | None) -> bytes:
@@ -129,9 +117,8 @@ def write(changes: Sequence[Change] | None) -> bytes:
 
 def read(data: bytes) -> list[Change] | None:
     """Return the changes that write() wrote."""
-    kinds = {kind.__name__: kind for kind in _KINDS}
     found = json.loads(data)
-    return None if found is None else [kinds[kind].read(plain) for kind, plain in found]
+    return None if found is None else [_KINDS[kind].read(plain) for kind, plain in found]
 
 
 class Lockstep:
