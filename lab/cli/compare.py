@@ -12,7 +12,7 @@ from kvthaw.cli import options
 from kvthaw.cli.common import print_wide, tell_outdated, warned, write_whole
 from kvthaw.cli.groups import ChatOptions, ModelOptions, flat
 from kvthaw.cli.options import budget_of, listed, many_dense, names_of, tokens_of, words
-from kvthaw.cli.progress import bars, stderr, waiting, watched
+from kvthaw.cli.progress import bars, say, waiting, watched
 from kvthaw.method_names import unknown_method
 from lab.cli import options as own
 from lab.cli.options import files_of, questions_of, shard_of
@@ -214,4 +214,4 @@ def _report(out: Path, as_json: bool) -> None:
         print_wide(agreements(found.agreements))
     if found.perplexities:
         print_wide(perplexities(found.perplexities))
-    stderr().print(f"wrote {out / 'report.html'} and .md", style="dim")
+    say(f"wrote {out / 'report.html'} and .md")

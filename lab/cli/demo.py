@@ -144,7 +144,7 @@ class _Stage:
             text = ("\n" + " " * len(before)).join(lines)
         elif what == "side":
             text = f"{text:>12}  "
-        self._console.print(before + text, end=after, style=style, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(before + text, end=after, style=style, soft_wrap=True)
 
 
 _LOOKS = {

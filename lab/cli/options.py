@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvthaw.cli.options import SEVERAL, listed
-from kvthaw.cli.progress import stderr
+from kvthaw.cli.progress import say
 
 if TYPE_CHECKING:
     from kvthaw.evaluate.evaluator import Shard
@@ -123,13 +123,12 @@ def save_plot(plot: Path | None, into: Callable[[Path], None]) -> None:
     """Draw the plot, if one is requested, and print its path."""
     if plot is not None:
         into(plot)
-        stderr().print(f"wrote {plot}", style="dim")
+        say(f"wrote {plot}")
 
 
 def ended_as_shard(shard: Shard, out: Path | None) -> bool:
     """Return whether a run computed a shard, which has no report. If so, print the results' path and the command for the
     report."""
     if shard[1] > 1:
-        where = f"shard {shard[0]}/{shard[1]} is in {out}"
-        stderr().print(f"{where}; the same command without --shard reports all of them", style="dim", soft_wrap=True)
+        say(f"shard {shard[0]}/{shard[1]} is in {out}; the same command without --shard reports all of them")
     return shard[1] > 1

@@ -12,7 +12,7 @@ from kvthaw.cli import options
 from kvthaw.cli.common import print_results, tell_outdated, warned
 from kvthaw.cli.groups import ModelOptions
 from kvthaw.cli.options import host_bytes_of, words
-from kvthaw.cli.progress import bars, stderr
+from kvthaw.cli.progress import bars, say
 from lab.cli import options as own
 from lab.cli.options import save_plot
 
@@ -111,7 +111,7 @@ def _print(outcomes: list[Outcome], as_json: bool) -> None:
     )
     for outcome in outcomes:
         if outcome.experiment.note and not as_json:
-            stderr().print(f"{outcome.experiment.name}: {outcome.experiment.note}", style="dim", soft_wrap=True)
+            say(f"{outcome.experiment.name}: {outcome.experiment.note}")
 
 
 def _note(name: str, text: str) -> None:

@@ -17,7 +17,7 @@ from said import Said, refused
 
 def test_generate_from_argument_file_and_stdin(model: str, tmp_path: Path) -> None:
     text = "The grass is green. " * 20
-    path = tmp_path / "prompt.txt"
+    path = tmp_path / "prompt [draft].txt"  # brackets are no markup
     path.write_text(text)
     common = ("--model", model, "--method", "oracle", "--budget", "64", "--max-new-tokens", "6")
     streamed = Said("generate", text, *common)

@@ -14,10 +14,11 @@ def shown(
     rows: list[list[str]], columns: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> list[str]:
     monkeypatch.setenv("COLUMNS", "80")
-    print_wide(
-        lay_out("A title that is longer than the terminal, which is then one line all the same, as it is", columns, rows)
-    )
-    return [line.rstrip() for line in capsys.readouterr().out.splitlines()[1:]]
+    title = "A title of model[draft] that is longer than the terminal, which is then one line all the same, as it is"
+    print_wide(lay_out(title, columns, rows))
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == title
+    return [line.rstrip() for line in lines]
 
 
 def test_a_wide_table_goes_on_below_with_what_tells_its_rows_apart(

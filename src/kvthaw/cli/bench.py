@@ -113,4 +113,4 @@ def decode(
         print_wide(each)
     bench.judge()
     for some in itertools.groupby(records, key=lambda one: (one["length"], one["batch"])):
-        (stderr() if as_json else stdout()).print(advice(list(some[1])), highlight=False, markup=False, soft_wrap=True)
+        (stderr() if as_json else stdout()).print(advice(list(some[1])), soft_wrap=True)

@@ -16,7 +16,7 @@ from kvthaw.cli import options
 from kvthaw.cli.common import as_its_makers, complain, cut_to, prompt_text, warned, write_whole
 from kvthaw.cli.groups import CacheOptions, ModelOptions, SamplingOptions, SystemOptions, flat
 from kvthaw.cli.options import DIGEST
-from kvthaw.cli.progress import Reading, stderr, waiting
+from kvthaw.cli.progress import Reading, say, waiting
 from kvthaw.cli.words import attended, details, took
 from kvthaw.errors import ConfigError, KvthawError, unknown
 from kvthaw.formatting import counted, human
@@ -117,12 +117,12 @@ def chat(
             document = cut_to(tokenizer, document, max(limit // 2, limit - limit // 8 - max_new_tokens))
         with ExitStack() as shown:
             talk.read(document, kept=place, progress=Reading(shown))
-        _say(f"{file}: {counted(len(talk.tokens), 'token')}, {talk.prefilled:,} of them prefilled")
+        say(f"{file}: {counted(len(talk.tokens), 'token')}, {talk.prefilled:,} of them prefilled")
     elif place is not None:
         with waiting(f"reading {place}"):
             talk.resume(place)
-        _say(f"{place}: {counted(len(talk.tokens), 'token')}, {counted(len(talk.messages), 'message')}")
-    _say("/help lists commands; Ctrl-C ends an answer, Ctrl-D the conversation")
+        say(f"{place}: {counted(len(talk.tokens), 'token')}, {counted(len(talk.messages), 'message')}")
+    say("/help lists commands; Ctrl-C ends an answer, Ctrl-D the conversation")
     for line in _lines():
         if line == "/quit":
             break
@@ -151,7 +151,7 @@ def _answer(talk: Conversation, question: str, sampling: Sampling, verbose: bool
             talk.ask(question, progress=read)
         except KeyboardInterrupt:
             reading.end()
-            _say("stopped; the question is forgotten")
+            say("stopped; the question is forgotten")
             return
         reading.end()
         pieces, loops = talk.stream(sampling), False
@@ -167,10 +167,10 @@ def _answer(talk: Conversation, question: str, sampling: Sampling, verbose: bool
     if answer is not None:
         why = {"length": " Cut at --max-new-tokens.", "interrupted": LOOPS if loops else " Stopped."}.get(answer.finish, "")
         kept = len(talk.tokens) - len(answer.tokens) - talk.prefilled
-        _say(took(talk.prefilled, kept, talk.ttft_s, answer.tpot_s, len(answer.tokens)) + why)
+        say(took(talk.prefilled, kept, talk.ttft_s, answer.tpot_s, len(answer.tokens)) + why)
         lines = [attended(talk.cache)] if verbose or len(talk.messages) <= 2 else []
         for line in [*lines, *(details(talk.cache) if verbose else ())]:
-            _say(line)
+            say(line)
 
 
 def repeats(tokens: Sequence[int]) -> bool:
@@ -190,20 +190,20 @@ def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path)
         _recalled(talk, argument)
     elif command == "/stats":
         for line in (attended(talk.cache), *details(talk.cache)):
-            _say(line)
+            say(line)
     elif command == "/save":
         if not argument:
             raise ConfigError("/save: NAME is missing")
         place = _place(kv_dir, argument, "/save: NAME")
         with waiting(f"saving {place}"):
             talk.save(place)
-        _say(f"kept in {place}; --context {argument} takes it up again")
+        say(f"kept in {place}; --context {argument} takes it up again")
     elif command == "/clear":
         talk.clear()
-        _say(f"forgotten, except {counted(len(talk.tokens), 'token')}")
+        say(f"forgotten, except {counted(len(talk.tokens), 'token')}")
     elif command == "/help":
         for name, what in HELP.items():
-            _say(f"{name:20} {what}")
+            say(f"{name:20} {what}")
     else:
         raise unknown("command", command, dict.fromkeys(["/help", *(name.split()[0] for name in HELP)]))
 
@@ -225,7 +225,7 @@ def _set(sampling: Sampling, argument: str) -> Sampling:
             sampling = replace(sampling, **{field: number})  # type: ignore[arg-type]  # its own fields
         except ConfigError as error:
             raise ConfigError(f"/set {str(error).replace(field, name)}") from None
-    _say(", ".join(f"{each} {getattr(sampling, field)}" for each, (field, _) in SETTINGS.items()))
+    say(", ".join(f"{each} {getattr(sampling, field)}" for each, (field, _) in SETTINGS.items()))
     return sampling
 
 
@@ -241,10 +241,10 @@ def _recalled(talk: Conversation, argument: str) -> None:
     if argument.endswith(".html"):
         page = talk.page("What the last answer recalled")
         write_whole(Path(argument), page)
-        _say(f"wrote {argument}, {human(len(page.encode()))}")
+        say(f"wrote {argument}, {human(len(page.encode()))}")
         return
     found = talk.recalled(int(argument or 5))
-    _say("the share of the KV heads that recalled it as the answer said its words")
+    say("the share of the KV heads that recalled it as the answer said its words")
     for one in found:
         print(f"{100 * one.share:3.0f} %  tokens {one.start:,} to {one.stop:,}  {' '.join(one.text.split())}")
 
@@ -293,7 +293,3 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(noted)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _say(text: str) -> None:
-    stderr().print(text, style="dim", highlight=False, soft_wrap=True, markup=False)

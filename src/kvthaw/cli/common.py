@@ -16,10 +16,9 @@ import typer
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
-from rich.text import Text
 from typer.core import TyperGroup
 
-from kvthaw.cli.progress import stderr
+from kvthaw.cli.progress import say
 from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.formatting import counted
 
@@ -89,12 +88,12 @@ def _unwrap(command: Any) -> None:
 
 def complain(message: str) -> None:
     """One red line on stderr."""
-    Console(stderr=True, soft_wrap=True).print(Text(f"kvthaw: {message}", style="red"))
+    say(f"kvthaw: {message}", "red")
 
 
 def stdout() -> Console:
-    """Return where results go."""
-    return Console()
+    """Return where results go. Brackets are printed, as they may be a user's."""
+    return Console(markup=False, highlight=False)
 
 
 def print_wide(table: Table) -> None:
@@ -105,7 +104,7 @@ def print_wide(table: Table) -> None:
     """
     console = stdout()
     if table.title is not None:
-        console.print(table.title, style="italic", highlight=False, soft_wrap=True)
+        console.print(table.title, style="italic", soft_wrap=True)
         table.title = None
     caption, table.caption = table.caption, None
     if not all(column.no_wrap for column in table.columns):
@@ -115,7 +114,7 @@ def print_wide(table: Table) -> None:
             console.width = max(console.width, _width(part, console))
             console.print(part)
     if caption is not None:
-        console.print(caption, highlight=False, soft_wrap=True)
+        console.print(caption, soft_wrap=True)
 
 
 def _width(table: Table, console: Console) -> int:
@@ -179,7 +178,7 @@ def tell_outdated(outdated: Mapping[str, int]) -> None:
     """Print the methods whose stored results are from other options and are computed again."""
     if outdated:
         each = ", ".join(f"{count:,} of {method}" for method, count in outdated.items())
-        stderr().print(f"made again, since the methods' defaults were others: {each}", style="yellow", soft_wrap=True)
+        warned(f"made again, since the methods' defaults were others: {each}")
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
@@ -219,9 +218,7 @@ def as_its_makers(sampling: Sampling, given: Mapping[str, Any], model: PreTraine
     if not taken:
         return sampling
     each = ", ".join(f"{name} {value:g}" for name, value in taken.items())
-    stderr().print(
-        f"by the model's generation config: {each}; --temperature 0 takes the likeliest token", style="dim", soft_wrap=True
-    )
+    say(f"by the model's generation config: {each}; --temperature 0 takes the likeliest token")
     return replace(sampling, **taken)  # type: ignore[arg-type]  # its own names
 
 
@@ -243,8 +240,7 @@ def tell_template(model: str, tokenizer: Any, *, taken: bool) -> None:
     taken: the command asks through it.
     """
     if taken:
-        said = "asking through the model's chat template; --no-chat puts the question behind the bare text"
-        stderr().print(said, style="dim", soft_wrap=True)
+        say("asking through the model's chat template; --no-chat puts the question behind the bare text")
     elif getattr(tokenizer, "chat_template", None):
         warned(
             f"{model} has a chat template: --chat asks through it; --no-chat goes on with the text, as now, without this line"
@@ -253,4 +249,4 @@ def tell_template(model: str, tokenizer: Any, *, taken: bool) -> None:
 
 def warned(text: str) -> None:
     """Print a problem that the command has worked around."""
-    stderr().print(text, style="yellow", soft_wrap=True)
+    say(text, "yellow")

@@ -14,7 +14,7 @@ import typer
 from kvthaw.cli import options, side_by_side
 from kvthaw.cli.common import as_its_makers, cut_to, prompt_text, tell_template, warned
 from kvthaw.cli.groups import CacheOptions, ChatOptions, ModelOptions, SamplingOptions, flat, option
-from kvthaw.cli.progress import Reading, stderr, waiting
+from kvthaw.cli.progress import Reading, say, waiting
 from kvthaw.cli.words import attended, details, took
 from kvthaw.errors import ConfigError
 from kvthaw.regions import BUDGET
@@ -191,5 +191,5 @@ def generate(
                 prefilled = len(prompts[number]) - kept
                 lines = [attended(own), took(prefilled, kept, timing["ttft_s"], timing["tpot_s"], new)]
                 for line in [*lines, *(details(own) if verbose else ())]:
-                    stderr().print(line, style="dim", highlight=False, soft_wrap=True, markup=False)
+                    say(line)
             start = now(llm.device)

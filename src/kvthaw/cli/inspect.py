@@ -11,7 +11,7 @@ import typer
 from kvthaw.cli import options
 from kvthaw.cli.common import as_its_makers, prompt_text, tell_template, write_whole
 from kvthaw.cli.groups import ChatOptions, ModelOptions, VariantOptions, flat
-from kvthaw.cli.progress import bars, stderr
+from kvthaw.cli.progress import bars, say
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import human
 
@@ -77,4 +77,4 @@ def inspect(
             said.push(token)
     said.finish()
     print(said.text)
-    stderr().print(f"wrote {out}, {human(len(page.encode()))}", style="dim", highlight=False)
+    say(f"wrote {out}, {human(len(page.encode()))}")

@@ -108,13 +108,11 @@ def plan(
     if len(found) > 1:
         print_wide(_methods(found, forecaster))
     for line in _words(about, found[0], forecaster):
-        stdout().print(line, highlight=False, soft_wrap=True)
+        stdout().print(line, soft_wrap=True)
     stored = [one.method for one in found if one.needs.rows or one.needs.blocks]
     if given.kv_dtype is not None and len(stored) < len(found):
         idle = ", ".join(one.method for one in found if one.method not in stored)
-        stdout().print(
-            f"--kv-dtype {given.kv_dtype} changes nothing here for {idle}: no rows are stored.", highlight=False, soft_wrap=True
-        )
+        stdout().print(f"--kv-dtype {given.kv_dtype} changes nothing here for {idle}: no rows are stored.", soft_wrap=True)
 
 
 def _machine(gpu: str | None, gpu_memory: str | None, host_memory: str | None) -> Machine:

@@ -30,10 +30,16 @@ EVERY = 30.0
 
 
 def stderr() -> Console:
-    """Return where everything goes that is not the result."""
-    return Console(stderr=True)
+    """Return where everything goes that is not the result. Brackets are printed, as they may be a user's."""
+    return Console(stderr=True, markup=False, highlight=False)
 
 
+def say(text: str, style: str = "dim") -> None:
+    """Print a line on stderr that is not broken, whatever its length."""
+    stderr().print(text, style=style, soft_wrap=True)
+
+
+_DESCRIPTION = TextColumn("{task.description}", markup=False)
 _LIVE: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False, "refresh_per_second": 4}
 
 
@@ -80,7 +86,7 @@ class Lines(Progress):
             for task in tasks
         ]
         elapsed = timedelta(seconds=round(max((task.elapsed or 0 for task in tasks), default=0)))
-        self.console.print(f"{'; '.join(parts)} [{elapsed}]", highlight=False, markup=False, soft_wrap=True)
+        self.console.print(f"{'; '.join(parts)} [{elapsed}]", soft_wrap=True)
 
 
 def bars() -> Progress:
@@ -88,18 +94,17 @@ def bars() -> Progress:
     console = stderr()
     if not console.is_terminal:
         return Lines(console)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    )  # fmt: skip
-    return Progress(*columns, console=console, **_LIVE)
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(_DESCRIPTION, *columns, console=console, **_LIVE)
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """A spinner on stderr while something takes its time, or a line every EVERY seconds."""
     console = stderr()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, **_LIVE) if console.is_terminal else Lines(console) as progress:
+    with (
+        Progress(SpinnerColumn(), _DESCRIPTION, console=console, **_LIVE) if console.is_terminal else Lines(console) as progress
+    ):
         progress.add_task(what, total=None)
         yield
 

@@ -17,7 +17,7 @@ import typer
 from kvthaw.cli import options
 from kvthaw.cli.common import prompt_text
 from kvthaw.cli.groups import CacheOptions, flat
-from kvthaw.cli.progress import stderr, waiting
+from kvthaw.cli.progress import say, waiting
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import counted
 from kvthaw.names import ALLOWED, is_name, nearest
@@ -170,7 +170,7 @@ def serve(
     }
 
     def serving(where: str) -> None:
-        stderr().print(f"serving {name} {where}", style="dim", highlight=False, soft_wrap=True)
+        say(f"serving {name} {where}")
 
     if on_ray:
         ray.run(
@@ -196,7 +196,7 @@ def serve(
         service = build(model, method, progress=waiting, **how)
         serving(f"at http://{host}:{socket.getsockname()[1]}")
         for line in _told(service, method):
-            stderr().print(line, style="dim", highlight=False, soft_wrap=True)
+            say(line)
         _log_to_stderr(log_level)
         run(service, socket, grace=grace, api_keys=keys, hosts=(host, *(allowed_host or ())))
         service.batch.cache.replay = None  # captured steps hold the group's collectives

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from kvthaw.cli import options
-from kvthaw.cli.progress import Reading, stderr
+from kvthaw.cli.progress import Reading, say
 from kvthaw.cli.words import attended
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import human, seconds
@@ -81,9 +81,7 @@ def answer_all(
                 print(f"{way.label}: ", end="")
                 _print(answer, live=live)
                 each = "" if not answer.tpot_s else f" {seconds(answer.tpot_s)} per token;"
-                stderr().print(
-                    f"{attended(cache)}{each} {_kv(cache)}", style="dim", highlight=False, soft_wrap=True, markup=False
-                )
+                say(f"{attended(cache)}{each} {_kv(cache)}")
 
 
 def _under(own: Cache, way: Variant, settings: Mapping[str, Any]) -> Cache:
