@@ -1,9 +1,9 @@
-"""RULER's needles on a pretrained model, as `python -m lab compare --task ruler_niah_... --out FOLDER` found them.
+"""RULER on a pretrained model, as `python -m lab compare --task ruler_... --out FOLDER` found it.
 
 usage: python3 -m lab.needles FOLDER --name MODEL --gpu NAME --commit COMMIT [--text NAME]
 
-Writes lab/results/ruler.jsonl, a line a method, task and length, in place of the model's earlier lines, and the table of
-docs/results.md: percent right by length, over both, and of full attention's. lab/gpu/ruler.sh makes the folder on a GPU.
+Writes lab/results/ruler.jsonl, a line a method, budget, task and length, in place of earlier lines of the model with these seeds.
+Writes the table of docs/results.md: percent right and of full attention's, by budget. lab/gpu/ruler.sh makes the folder on a GPU.
 """
 
 from __future__ import annotations
@@ -50,34 +50,37 @@ def lines(records: Iterable[Record], about: dict[str, Any]) -> Iterator[dict[str
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """Write what was asked, and each method's percent right."""
-    lengths, tasks = sorted({one["length"] for one in lines}), {one["task"] for one in lines}
-    right = defaultdict[tuple[str, int], float](float)
-    count = defaultdict[tuple[str, int], int](int)
-    for one in lines:
-        for key in ((one["method"], one["length"]), (one["method"], 0)):
-            right[key] += one["accuracy"] * one["n"]
-            count[key] += one["n"]
-    share = {key: right[key] / count[key] for key in right}
-    (budget,) = {one["budget"] for one in lines if one["budget"] is not None}
-    first, methods = (
-        lines[0],
-        sorted({one["method"] for one in lines}, key=lambda name: (name != "full", -share[name, 0], name)),
-    )
+    """Write what was asked, and each method's percent right by budget, over all lengths, with its share of full attention's."""
+    lengths, tasks = sorted({one["length"] for one in lines}), sorted({one["task"] for one in lines})
+    groups = {"needles": [task for task in tasks if "niah" in task], **{task: [task] for task in tasks if "niah" not in task}}
+    budgets = sorted({one["budget"] for one in lines if one["budget"] is not None})
+
+    def right(method: str, budget: int | None, group: str) -> tuple[float, int]:
+        some = [one for one in lines if (one["method"], one["budget"]) == (method, budget) and one["task"] in groups[group]]
+        n = sum(one["n"] for one in some)
+        return sum(one["accuracy"] * one["n"] for one in some) / n, n
+
+    def percent(method: str, budget: int, group: str) -> str:
+        found, n = right(method, budget, group)
+        low, high = wilson(found, n)
+        return f"{100 * found:.1f} ({100 * low:.0f} to {100 * high:.0f}), {100 * found / right('full', None, group)[0]:.1f} %"
+
+    first = lines[0]
+    group, *others = [name for name, all in groups.items() if all]
+    full, n = right("full", None, group)
     about = paragraph(
-        f"**RULER's needles.** {first['model']}, {first['dtype']}, {first['gpu']}, {first['commit']}: {len(tasks)} tasks in "
-        f"{first['text']}, through the chat template, with {budget} tokens; percent right, {count['full', lengths[0]]} samples a "
-        "length ([lines](../lab/results/ruler.jsonl)). In brackets 95 % intervals as if samples were right or wrong."
+        f"**RULER.** {first['model']}, {first['dtype']}, {first['gpu']}, {first['commit']}: {len(groups[group])} tasks of "
+        f"{group} in {first['text']}, of {' and '.join(f'{length:,}' for length in lengths)} tokens, through the chat template; "
+        f"{n} samples ([lines](../lab/results/ruler.jsonl)). Full attention answers {100 * full:.1f} %. A cell has the percent "
+        "right, its 95 % interval as if samples were right or wrong, and the share of full attention's."
     )
-    head = ["method", *(f"{length // 1024}k" for length in lengths), "all", "of full"]
-
-    def row(name: str) -> list[str]:
-        low, high = wilson(share[name, 0], count[name, 0])
-        cells = [f"{100 * share[name, length]:.1f}" for length in lengths]
-        every = f"{100 * share[name, 0]:.1f} ({100 * low:.0f} to {100 * high:.0f})"
-        return [f"`{name}`", *cells, every, f"{100 * share[name, 0] / share['full', 0]:.1f}"]
-
-    return f"{about}\n\n{Table(head, list(map(row, methods))).markdown()}"
+    methods = {one["method"] for one in lines if one["budget"] is not None}
+    ranked = sorted(methods, key=lambda name: (-sum(right(name, budget, group)[0] for budget in budgets), name))
+    head = ["method", *(f"{budget:,} tokens" for budget in budgets)]
+    body = [[f"`{name}`", *(percent(name, budget, group) for budget in budgets)] for name in ranked]
+    low = [f"`{task}` {100 * right('full', None, task)[0]:.0f} % of {right('full', None, task)[1]}" for task in others]
+    rest = f"Too hard for this model: full attention answers {', '.join(low)}." if low else ""
+    return "\n\n".join([about, Table(head, body).markdown(), *([paragraph(rest)] if rest else [])])
 
 
 def main() -> None:
@@ -92,7 +95,8 @@ def main() -> None:
     about = {"model": given.name, "text": given.text, "gpu": given.gpu, "commit": given.commit}
     made = list(lines(ResultsFile(given.folder / "results.jsonl"), about))
     known = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
-    kept = [one for one in map(json.loads, known) if one["model"] != given.name]
+    again = {(one["model"], *one["seeds"]) for one in made}
+    kept = [one for one in map(json.loads, known) if (one["model"], *one["seeds"]) not in again]
     RESULTS.write_text("".join(json.dumps(one) + "\n" for one in kept + made), encoding="utf-8")
     put(ROOT / "docs" / "results.md", table(made), BEGIN)
 
