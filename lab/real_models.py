@@ -137,7 +137,7 @@ def _table(some: Sequence[dict[str, Any]]) -> str:
             return "-"
         between = "" if one["kl_95"] is None else " ({} to {})".format(*map(_nats, one["kl_95"]))
         attended = one["attended_mean"]
-        read = f", {attended:.0f} read" if attended is not None and attended < 0.9 * budget else ""
+        read = f", {attended:.0f} read" if attended is not None and attended < 0.85 * budget else ""
         return f"{_nats(one['kl'])}{between}, {one['same_top']:.1%}{read}"
 
     def order(row: tuple[str, int]) -> tuple[bool, float]:
