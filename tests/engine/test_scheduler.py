@@ -223,7 +223,7 @@ def finished(scheduler: Scheduler) -> list[Request]:
 
 
 def test_a_flood_of_one_client_leaves_the_next_place_to_another(model: PreTrainedModel) -> None:
-    scheduler = Scheduler(Batch(model, "oracle", max_seqs=1, capacity=100, budget=48))
+    scheduler = Scheduler(Batch(model, "oracle", max_seqs=1, capacity=100, budget=48), step_tokens=50 * YIELDS)
     flood = [scheduler.submit([i + 1] * 40, max_new_tokens=6, stop=(), client="many") for i in range(4)]
     scheduler.step()
     later = [scheduler.submit([9 + i] * 4, max_new_tokens=2, stop=(), client="few") for i in range(3)]
@@ -291,10 +291,46 @@ def test_chunks_are_smaller_while_a_client_with_less_service_decodes(model: PreT
     assert 0 < 3 * max(beside) < before[0]
     while not other.finished:
         scheduler.step()
+    assert chunks(long, 1)[0] <= max(beside), "the other may soon come back"
     assert chunks(long, 1)[0] > 3 * max(beside)
     finished(scheduler)
     asked = (prompt(1, 450)[0], 2), ([7] * 4, 16)
     assert [long.tokens, other.tokens] == alone(model, "full", *asked, capacity=500)
+
+
+@pytest.mark.parametrize(("clients", "steps"), [(1, 4), (3, 12), (6, 16)])
+def test_chunks_are_rarer_the_more_clients_have_had_less(model: PreTrainedModel, clients: int, steps: int) -> None:
+    """On a CPU; a chunk of 32 tokens is no more than what each of them gets in 16 steps."""
+    batch = Batch(model, "full", max_seqs=clients + 2, capacity=500, **settings_of("full"))
+    scheduler = Scheduler(batch)
+    own = scheduler.submit(prompt(1, 200)[0], max_new_tokens=200, stop=(), client="many")
+    while not own.tokens:
+        scheduler.step()
+    others = [scheduler.submit([7 + i] * 4, max_new_tokens=90, stop=(), client=f"few {i}") for i in range(clients)]
+    while not all(one.tokens for one in others):
+        scheduler.step()
+    long, came = scheduler.submit(prompt(1, 400)[0], max_new_tokens=1, stop=(), client="many"), list[int]()
+    for step in range(3 * steps):
+        before = long.prefilled
+        scheduler.step()
+        came += [step] if long.prefilled > before else []
+    assert long.prefilled == 32 * len(came)
+    assert [b - a for a, b in pairwise(came)] == [steps] * 2
+
+
+def test_all_clients_without_slots_get_them_in_one_step(model: PreTrainedModel) -> None:
+    """Each costs the others a step otherwise."""
+    batch = Batch(model, "full", max_seqs=4, capacity=100, prefix_cache=PrefixCache(), **settings_of("full"))
+    scheduler, ids = Scheduler(batch), [prompt(1, 20, seed=i)[0] for i in range(7)]
+    flood = [scheduler.submit(one, max_new_tokens=40, stop=(), client="many") for one in ids[:4]]
+    while len(scheduler.decoding) < 4:
+        scheduler.step()
+    short = [scheduler.submit(one, max_new_tokens=4, stop=(), client=f"few {i}") for i, one in enumerate(ids[4:])]
+    scheduler.step()
+    assert {one.client for one in batch.requests} == {"many", "few 0", "few 1", "few 2"}
+    finished(scheduler)
+    asked = [(one, 40) for one in ids[:4]] + [(one, 4) for one in ids[4:]]
+    assert [one.tokens for one in (*flood, *short)] == alone(model, "full", *asked, capacity=100)
 
 
 def test_a_step_full_of_decoding_requests_leaves_tokens_for_a_client_that_yields(model: PreTrainedModel) -> None:
@@ -338,13 +374,13 @@ def test_a_client_that_holds_one_place_keeps_it(model: PreTrainedModel) -> None:
     assert scheduler.preemptions == 0
 
 
-def beside_another(batch: Batch) -> tuple[Scheduler, Request]:
+def beside_another(batch: Batch, **how: Any) -> tuple[Scheduler, Request]:
     """A scheduler that decodes a client's request and has prefilled a part of another one's 400 tokens, in its only other slot."""
     scheduler = Scheduler(batch, step_tokens=64)
     running = scheduler.submit([5] * 4, max_new_tokens=80, stop=(), client="another")
     while not running.tokens:
         scheduler.step()
-    long = scheduler.submit(prompt(1, 400)[0], max_new_tokens=3, stop=(), client="many")
+    long = scheduler.submit(prompt(1, 400)[0], max_new_tokens=3, stop=(), client="many", **how)
     while long.prefilled < 100:
         scheduler.step()
     assert long.prefilled < 350
@@ -364,6 +400,32 @@ def test_a_prompt_gives_way_to_a_client_with_less_service_and_continues(model: P
     assert (scheduler.preemptions, long.filled, long.cached_tokens) == (1, had, 0)
     asked = (prompt(1, 400)[0], 3), ([7] * 4, 4)
     assert [long.tokens, short.tokens] == alone(model, method, *asked, capacity=500)
+
+
+def test_a_prompt_gives_way_with_the_log_probabilities_that_it_has(model: PreTrainedModel) -> None:
+    """Else it would hold its slot for all of its prompt, and those who wait would wait as long."""
+    asked = {"sampling": Sampling(temperature=0.0, prompt_logprobs=2, logprobs=2)}
+    plain = Batch(model, "full", max_seqs=1, capacity=500, prefix_cache=(cache := PrefixCache()), **settings_of("full"))
+    alone = plain.join(prompt(1, 400)[0], max_new_tokens=3, stop=(), **asked)
+    while plain.requests:
+        plain.step()
+    again = plain.join(prompt(1, 400)[0], max_new_tokens=3, stop=(), **asked)
+    while plain.requests:
+        plain.step()
+    assert (again.filled, again.prompt_logprobs) == (0, alone.prompt_logprobs), "what others have prefilled has none"
+    assert cache.known(plain.cache.kv, again.ids) > 0
+    batch = Batch(model, "full", max_seqs=2, capacity=500, prefix_cache=PrefixCache(), **settings_of("full"))
+    scheduler, long = beside_another(batch, **asked)
+    had = long.prefilled
+    short = scheduler.submit([7] * 4, max_new_tokens=4, stop=(), client="few")
+    scheduler.step()
+    assert long.seq < 0 <= short.seq
+    finished(scheduler)
+    assert (scheduler.preemptions, long.filled, long.cached_tokens) == (1, had, 0)
+    assert len(long.prompt_logprobs) == 400
+    assert long.prompt_logprobs[0] is None
+    pairs = zip(long.prompt_logprobs[1:] + long.logprobs, alone.prompt_logprobs[1:] + alone.logprobs, strict=True)
+    assert all(one is not None and other is not None and abs(one.logprob - other.logprob) < 1e-3 for one, other in pairs)
 
 
 def test_a_prompt_that_would_begin_again_does_not_give_way(model: PreTrainedModel) -> None:

@@ -54,3 +54,15 @@ def test_what_has_too_many_is_refused_at_its_beginning(monkeypatch: pytest.Monke
         Reader(tokenizer(WORDS), LIMIT).tokens(text, "input")
     assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "input")
     assert sum(seen) <= 2 * SHORT
+
+
+def test_refusing_a_text_takes_about_the_time_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a text of 300,000 tokens no more than eight limits are tokenized, with a limit of 2,048."""
+    seen: list[int] = []
+    encode = Reader._encode
+    monkeypatch.setattr(Reader, "_encode", lambda self, text, special: seen.append(len(text)) or encode(self, text, special))
+    for text in ("b " * 300_000, "b " * 30_000):
+        seen.clear()
+        with pytest.raises(ApiError, match="the context length of this server is 2048 tokens"):
+            Reader(tokenizer(WORDS), 2048).tokens(text, "prompt")
+        assert sum(seen) <= 2 * 8 * 2048

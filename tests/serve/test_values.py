@@ -102,6 +102,19 @@ def test_others_are_answered_while_large_bodies_come(served: Served) -> None:
     assert set(said) == {400}
 
 
+def test_large_bodies_are_read_by_turns_of_the_clients(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their keys, where they have some: behind a proxy all have one address."""
+    app: Any = served.server.config.app
+    turn, turns = app.state.large_bodies.share.turn, list[str]()
+    monkeypatch.setattr(app.state.large_bodies.share, "turn", lambda client: turns.append(client) or turn(client))
+    monkeypatch.setattr("kvthaw.serve.bodies.client_of", lambda http: f"key of {http.headers['authorization']}")
+    text = '{"prompt": "a", "max_tokens": 1}' + " " * bodies.SMALL
+    for key in "ab":
+        said = served.http.post("/v1/completions", content=text, headers=JSON | {"Authorization": key})
+        assert said.status_code == 200
+    assert turns == ["key of a", "key of b"]
+
+
 def test_too_many_large_bodies_are_told_to_come_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     app: Any = served.server.config.app
     monkeypatch.setattr(app.state.large_bodies.share, "_most", 0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.device_lengths import sent, upload
-from kvthaw.cache.index_api import Method
+from kvthaw.cache.index_api import RECENT_QUERIES, Method
 from kvthaw.cache.passes import expect, wait_indexed
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.state import SequenceState
@@ -42,6 +42,11 @@ REPLAYS = 8
 """Most captured forwards that are replayed one by one instead of launching one forward. Each reads all weights, 5 ms for 8B on an
 H100."""
 _SCORED = 4096  # prompt tokens per forward if all their logits are needed
+
+
+def _reusable(request: Request) -> Tensor:
+    """Return the tokens of a prompt to look up in the prefix cache, which never gives the last RECENT_QUERIES of them."""
+    return request.ids[: request.reusable + RECENT_QUERIES] if request.reusable else request.ids[:0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +193,9 @@ class Batch:
         """Return how many tokens of a request's prompt the model has yet to read, if the request has a place or gets one now."""
         if request.swapped is not None:
             return 0
-        prefixes = None if request.seq >= 0 or request.sampling.prompt_logprobs is not None else self.prefix_cache
         known = request.prefilled
-        if prefixes is not None and request.embeddings is None:
-            known = prefixes.known(self.cache.kv, request.ids, salt=request.salt)
+        if self.prefix_cache is not None and request.seq < 0:
+            known = self.prefix_cache.known(self.cache.kv, _reusable(request), salt=request.salt)
         return request.prompt - known
 
     def stats(self) -> Stats:
@@ -283,7 +287,7 @@ class Batch:
     def continues(self, request: Request) -> bool:
         """Return whether a request that is preempted now would continue later from where it is."""
         prefixes = None if self.cache.prefills_whole else self.prefix_cache
-        fills = prefixes is not None and prefixes.refused is None and not request.needs_own_forward
+        fills = prefixes is not None and prefixes.refused is None and request.embeddings is None
         kept = fills and request not in self._indexing
         return kept or not request.prefilled or self._decoding[request.seq] is request
 
@@ -597,7 +601,7 @@ class Batch:
                 logits = every[:, -1]
                 if n is not None:
                     next_ids = sent(request.ids[begin + 1 : end + 1], every.device)
-                    request.prompt_logprobs = request.prompt_logprobs if begin else [None]
+                    request.prompt_logprobs = request.prompt_logprobs[: begin + 1] or [None]
                     request.prompt_logprobs += logprobs(score(every[0, : len(next_ids)], next_ids, n))
         return logits
 
@@ -616,17 +620,15 @@ class Batch:
     def _reuse(self, request: Request, tokens: int | None) -> bool:
         """Start a prompt with its cached prefix, once the prefix is in memory. Returns whether this is done.
 
-        prompt_logprobs need the model, so such prompts reuse nothing.
-
         tokens: how many to read from the file in this call.
         """
-        prefixes, kv = self.prefix_cache, self.cache.kv
-        if prefixes is None or request.needs_own_forward:
+        prefixes, kv, ids = self.prefix_cache, self.cache.kv, _reusable(request)
+        if prefixes is None:
             return True
         request.fetched += tokens or request.prompt  # so that this ends even if memory is short
-        if request.fetched < request.prompt and prefixes.fetch(kv, request.ids, tokens or 0, salt=request.salt):
+        if request.fetched < request.prompt and prefixes.fetch(kv, ids, tokens or 0, salt=request.salt):
             return False
-        request.filled = request.prefilled = prefixes.fill(kv, request.ids, seq=request.seq, salt=request.salt)
+        request.filled = request.prefilled = prefixes.fill(kv, ids, seq=request.seq, salt=request.salt)
         request.cached_tokens, request.begun = (request.cached_tokens if request.begun else request.filled), True
         return True
 

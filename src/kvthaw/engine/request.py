@@ -120,8 +120,17 @@ class Request:
 
     @property
     def needs_own_forward(self) -> bool:
-        """Whether the prompt can neither reuse KV nor share a forward: its embeddings are given, or its log-probabilities asked."""
+        """Whether the prompt shares no forward with others: its embeddings are given, or its log-probabilities asked."""
         return self.embeddings is not None or self.sampling.prompt_logprobs is not None
+
+    @property
+    def reusable(self) -> int:
+        """Number of the prompt's first tokens whose KV may come from the prefix cache. It is 0 with given embeddings. Where
+        log-probabilities are asked, these are the tokens that have theirs."""
+        if self.embeddings is not None:
+            return 0
+        scored = self.sampling.prompt_logprobs is not None and not self.tokens
+        return max(0, len(self.prompt_logprobs) - 1) if scored else self.prompt
 
     @property
     def known(self) -> int:

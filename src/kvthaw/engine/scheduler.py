@@ -30,14 +30,16 @@ OUTPUT = 2.0
 """Prompt tokens whose service equals an output token's, as in Sheng et al. (2024)."""
 CPU_WORK = 1 << 38
 """Multiplications that a CPU does in about a second. A server does more, a laptop fewer."""
-CPU_SHARE, CPU_LEAST = 4, 32
-"""How many times smaller chunks are on a CPU while other requests decode, and the smallest chunk.
+CPU_STEP, CPU_LEAST = 64, 32
+"""Tokens that one step processes on a CPU while other requests decode, and the smallest chunk.
 
 A token takes no longer in chunks of 32 than in chunks of 512.
 """
 YIELDS = 4
-"""How many times smaller the chunks of a client are while one with less service decodes, which waits for each of them. On a CPU
-also how many steps come between them, this one included."""
+"""How many times smaller the chunks of a client are while another one with less service decodes, which waits for each of them.
+
+Less means by more than such a chunk. On a CPU it is also the number of steps from one chunk to the next, for each such client.
+"""
 DEPTH = 32768
 """Earlier tokens whose attention takes about the time of a token's other work, for an 8B model on an H200: 0.89 ns each, and
 29 us."""
@@ -68,14 +70,15 @@ class Scheduler:
     The deeper in the prompt a chunk is, the shorter it is, so that steps take similar time. If earlier KV is not on the
     GPU, a chunk is long enough to hide the bus. If no request decodes, a chunk has the batch's `prefill_chunk` tokens on a
     GPU. On a CPU that would take seconds, and a short request that arrives would wait. A CPU therefore takes 128 to 512
-    tokens, fewer for larger models, and a quarter of that while others decode.
+    tokens, fewer for larger models, and 64 while others decode.
 
     - Requests get slots by priority, the lowest number first, once host and device memory suffice for them and the running
       requests. Within a number the client with the least service is next (see `FairShare`), and within a client the earliest
       request.
     - The prompts of the client with the least service are prefilled first, too. While a client with less service decodes, the
-      chunks of others are smaller, so that it waits less for its tokens. On a CPU, where the smallest chunk takes longer than a
-      decode step, only one step in four has such a chunk.
+      chunks of others are smaller, so that it waits less for its tokens. On a CPU the smallest chunk takes longer than a decode
+      step. There one comes every four steps times the number of such clients. It comes earlier if it is no more service than
+      what each of them had since the last one.
     - If no slot is free, a request preempts the last request of a higher number that can continue later. So does a request of
       a client without a slot: the client with the most slots loses one of several, or one that has had more service its only
       one.
@@ -91,7 +94,7 @@ class Scheduler:
       inside a step.
 
     batch: without requests of its own.
-    step_tokens: about the tokens of a step, at the start of a prompt; None: 4,096 on a GPU, 64 to 128 on a CPU.
+    step_tokens: about the tokens of a step, at the start of a prompt; None: 4,096 on a GPU, 64 on a CPU.
     max_waiting: how many requests may wait for a slot; None: unlimited.
     preemptions: number of preemptions so far.
     resumed: how many requests were swapped in again.
@@ -118,14 +121,16 @@ class Scheduler:
             )
         self.batch, self.max_waiting = batch, max_waiting
         self._alone = cpu_tokens(batch.model.num_parameters()) if batch.model.device.type == "cpu" else None
-        self.step_tokens = step_tokens or (STEP_TOKENS if self._alone is None else max(64, self._alone // CPU_SHARE))
+        self.step_tokens = step_tokens or (STEP_TOKENS if self._alone is None else CPU_STEP)
         self.split = batch.cache.kv.settings.ranks.size > 1
         own = self._alone is not None and step_tokens is None and not self.split  # ranks may hold different numbers of weights
         self._depth = attention_depth(batch.model) if own else None  # this model's own depth, which sets its chunk lengths
         self.preemptions = self.resumed = self.recomputed = 0
         self._rank: dict[Request, tuple[int, int]] = {}  # of unfinished requests: priority, number of arrival
         self._waiting: list[Request] = []
-        self._share = FairShare(credit=2 * self.step_tokens)  # twice what `_yields` asks for
+        self._share = FairShare(credit=2 * self.step_tokens)
+        self._margin = self.step_tokens // YIELDS
+        self._ended: list[tuple[int, str]] = []  # priorities and clients of the requests that ended in the latest step
         self._arrived = 0
         self.ahead = batch.model.device.type == "cuda" and not self.split
         self._untold: list[Request] = []  # requests whose tokens were read by a step that then failed
@@ -217,14 +222,15 @@ class Scheduler:
             request = self._next_prompt()
             self.batch.start(POLL if request is None and not self.batch.decoding else 0.0)
             decoded = len(self.batch.decoding)
-            yields = request is not None and self._yields(request)
+            behind = self._behind(request) if request is not None else set[str]()
             self._since += 1
-            if yields and self._alone is not None:  # the smallest chunk takes longer than a decode step
-                if self._since < YIELDS:
+            if request is not None and behind and self._alone is not None:
+                tokens = min(self._chunk(request, decoded) or 0, request.prompt - request.prefilled)
+                if decoded and self._since < min(YIELDS * len(behind), tokens / OUTPUT):
                     request = None
                 else:
                     self._since = 0
-            left = self.step_tokens / (YIELDS if yields else 1)
+            left = self.step_tokens / (YIELDS if behind else 1)
             while request is not None:
                 depth, group = request.prefilled, self._group(request, left)
                 before = [one.prefilled for one in group]
@@ -245,9 +251,11 @@ class Scheduler:
     def _told(self, told: Sequence[Request]) -> list[Request]:
         """Count the tokens, and forget the requests that have ended. Returns all that no client has cancelled."""
         told = [request for request in told if request in self._rank]
+        self._ended = []
         for request in told:
             self._share.serve(request.client, OUTPUT)
             if request.finished:
+                self._ended.append((self._rank[request][0], request.client))
                 self._forget(request)
         return told
 
@@ -263,12 +271,13 @@ class Scheduler:
         on_host = any(layer.on_host for layer in self.batch.cache.kv.offloaded[:1])
         return self.ahead and not on_host and all(request.matcher is None for request in self.batch.requests)
 
-    def _yields(self, request: Request) -> bool:
-        """Return whether a prompt gets smaller chunks: a client decodes that has had less service, by more than a step, and no
-        higher priority number."""
-        had, client, priority = self._share.had, request.client, self._rank[request][0]
-        others = (one for one in self.batch.decoding if one.client != client and self._rank[one][0] <= priority)
-        return any(had(one.client) < had(client) - self.step_tokens for one in others)
+    def _behind(self, request: Request) -> set[str]:
+        """Return the clients for which a prompt gets smaller chunks. They decode, or did until the step before and may soon come
+        back. They have had less service, by more than the margin, and no higher priority number."""
+        had, (priority, _) = self._share.had, self._rank[request]
+        others = [(self._rank[one][0], one.client) for one in self.batch.decoding] + self._ended
+        least = had(request.client) - self._margin
+        return {client for rank, client in others if client != request.client and rank <= priority and had(client) < least}
 
     def _chunk(self, request: Request, decoded: int) -> int | None:
         """Return the length of the next chunk of a prompt; None: the batch's chunk.
@@ -276,12 +285,14 @@ class Scheduler:
         decoded: number of tokens that the step decodes.
         """
         if self._alone is not None and self._depth is not None:
-            tokens = self.step_tokens // (YIELDS if self._yields(request) else 1) if decoded else self._alone
+            tokens = self.step_tokens if decoded else self._alone
+            if self._behind(request):
+                tokens = self.step_tokens // YIELDS
             return max(CPU_LEAST, int(tokens / (1 + request.prefilled / self._depth)))
         if not decoded:
             return None if self._alone is None else chunk_tokens(self._alone, request.prefilled)
         tokens, left = chunk_tokens(self.step_tokens, request.prefilled, decoded), request.prompt - request.prefilled
-        if self._yields(request):
+        if self._behind(request):
             tokens = max(tokens // YIELDS, min(tokens, CPU_LEAST), request.prompt if self.batch.replays(request) else 0)
         if self.batch.streams_back(request):
             return max(tokens, streamed_tokens(request.prefilled))
@@ -403,27 +414,45 @@ class Scheduler:
 
     def _make_way(self) -> list[Request]:
         """Preempt the last request that can continue later, if a waiting one has a lower priority number. Within a number do so
-        if the waiting one's client has no slot, and the other client has several slots or has had more service.
+        if the waiting one's client has no slot, and the other client has several slots or has had more service. Repeat that
+        for the next waiting request.
 
         Reads launched tokens first, and returns their requests: a slot may be free then.
         """
         repeats = self.batch.cache.kv.sequences.step is not None  # a failed step, which all of its requests must repeat
         if not self._waiting or self.batch.free or self.split or repeats:
             return []
-        held, first, had = Counter(one.client for one in self.batch.requests), self._queue()[0], self._share.had
-        others = [one for one in self.batch.requests if self.batch.continues(one)]
-        if not others:
-            return []
-        last = max(others, key=lambda one: (self._rank[one][0], held[one.client], had(one.client), self._rank[one]))
-        urgent = self._rank[last][0] - self._rank[first][0]
-        more = held[last.client] > 1 or had(first.client) < had(last.client) - self.step_tokens
-        gives_way = urgent > 0 or (urgent == 0 and more and not held[first.client])
-        fits = gives_way and self.batch.admission.fits(first, self.batch.placed, self._waiting)
-        told = self.batch.read() if fits else []
-        if fits and not self.batch.free and last.finished is None:
+        told, coming = list[Request](), list[Request]()  # the latter get the slots
+        while self.batch.free == len(coming) < len(self._waiting):
+            found = self._gives_way(coming)
+            if found is None:
+                return told
+            last, first = found
+            told += self.batch.read()
+            if self.batch.free > len(coming) or last.finished is not None:
+                return told
             self.batch.preempt(last)
+            coming.append(first)
             self._preempted(last)
         return told
+
+    def _gives_way(self, coming: Sequence[Request]) -> tuple[Request, Request] | None:
+        """Return the request that loses its slot next, and the waiting one that gets it.
+
+        coming: requests that get the free slots.
+        """
+        first, had = next(one for one in self._queue() if one not in coming), self._share.had
+        held = Counter(one.client for one in [*self.batch.requests, *coming])
+        others = [one for one in self.batch.requests if self.batch.continues(one)]
+        if not others:
+            return None
+        last = max(others, key=lambda one: (self._rank[one][0], held[one.client], had(one.client), self._rank[one]))
+        urgent = self._rank[last][0] - self._rank[first][0]
+        more = held[last.client] > 1 or had(first.client) < had(last.client) - self._margin
+        if urgent < 0 or (urgent == 0 and not (more and not held[first.client])):
+            return None
+        fits = self.batch.admission.fits(first, [*self.batch.placed, *coming], self._waiting)
+        return (last, first) if fits else None
 
     def _drop_swapped(self, error: Exception) -> bool:
         """Drop the swapped-out state of the last such request in the queue, if host memory is short. Returns whether there was
@@ -448,7 +477,7 @@ class Scheduler:
     def _fitting(self, tokens: float) -> Request | None:
         """Return the first prompt whose rest takes no longer than `tokens` tokens at the start of a prompt."""
         for one in self.prefilling:
-            waits = self._alone is not None and self._yields(one)
+            waits = self._alone is not None and self._behind(one)
             if 0 < (one.prompt - one.prefilled) * (1 + one.prefilled / DEPTH) <= tokens and not waits:
                 return one
         return None

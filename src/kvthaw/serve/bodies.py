@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from kvthaw.errors import hint
+from kvthaw.serve.clients import client_of
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.fields import Body, names_at, names_within
 from kvthaw.serve.lanes import FullError, Share
@@ -73,9 +74,8 @@ class _Request(Request):
         if b"\0" in text:  # as UTF-16 and UTF-32 have, in which values would not be counted
             raise HTTPException(400, "the body is no JSON in UTF-8")
         large: LargeBodies = self.app.state.large_bodies
-        client = "" if self.client is None else self.client.host
         try:
-            async with large.share.turn(client):
+            async with large.share.turn(client_of(self)):
                 if await self.is_disconnected():
                     raise ApiError(499, "the client has left", code="client_left")
                 if (values := count_values(text)) > large.most_values:

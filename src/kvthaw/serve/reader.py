@@ -15,7 +15,7 @@ THREADS = 2
 SHORT = 1 << 16
 """Characters of a text that counts as short."""
 _LONG_TOKEN = 8  # characters of a token; texts that would need longer ones are counted before
-_CUT = 1024  # tokens by which a text of SHORT characters may have more than as a part of a longer one
+_CUT = 1024  # tokens by which a part of a text may have more than as a text
 
 
 class Reader:
@@ -38,16 +38,16 @@ class Reader:
 
         Raises ApiError, with param, for a text with too many tokens. That takes about the time of tokenizing the limit.
         """
-        if len(text) > max(SHORT, _LONG_TOKEN * self._limit):
+        if len(text) > _LONG_TOKEN * max(self._limit, _CUT):
             self._count(text, param)
         return tokens_after(self._tokenizer, text) if behind else self._encode(text, special)
 
     def _count(self, text: str, param: str) -> None:
         """Raise ApiError if a text certainly has too many tokens. Count tokens of its parts. A tokenizer may drop characters
         or merge any number into one unknown token, so that the length alone proves nothing."""
-        found = 0
-        for start in range(0, len(text), SHORT):
-            found += max(0, len(self._encode(text[start : start + SHORT], special=False)) - _CUT)
+        found, part = 0, min(SHORT, _LONG_TOKEN * max(self._limit, _CUT))
+        for start in range(0, len(text), part):
+            found += max(0, len(self._encode(text[start : start + part], special=False)) - _CUT)
             if found > self._limit:
                 says = f"the prompt has more than {found} tokens; the context length of this server is {self._limit} tokens"
                 raise ApiError(400, says, param=param, code="context_length_exceeded")
