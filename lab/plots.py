@@ -1,4 +1,4 @@
-"""Draws docs/overview.png and its dark twin, docs/results.png, docs/recall.png and docs/drift_methods.png from
+"""Draws docs/overview.png and its dark twin, docs/nearness.png, docs/results.png, docs/recall.png and docs/drift_methods.png from
 lab/results/*.jsonl."""
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def lines(name: str) -> list[dict[str, Any]]:
 def main() -> None:
     overview().savefig(HERE.parent / "docs" / "overview.png", dpi=150)
     overview(dark=True).savefig(HERE.parent / "docs" / "overview-dark.png", dpi=150)
+    nearness().savefig(HERE.parent / "docs" / "nearness.png", dpi=130)
     results().savefig(HERE.parent / "docs" / "results.png", dpi=130)
     recall().savefig(HERE.parent / "docs" / "recall.png", dpi=130)
     drift().savefig(HERE.parent / "docs" / "drift_methods.png", dpi=130)
@@ -158,6 +159,42 @@ def overview(*, dark: bool = False) -> Figure:
         axes.grid(axis="y", alpha=0.25)
         axes.set_facecolor("none")
     figure.set_facecolor("#1e2129" if dark else "white")
+    return figure
+
+
+def nearness() -> Figure:
+    """Divergence from full attention by tokens read, on pretrained models: thaw under its tolerances, and every other method."""
+    every = [one for one in lines("real_models") if one["method"] != "full"]
+    thaw = {"thaw", *(f"thaw:tolerance={tolerance}" for tolerance in (0.0001, 0.001, 0.004))}
+    named = {"oracle": "black", "pariskv-plus": "C2", "icecache-digest-device": "C0", "retroinfer": "C1", "quest": "C3"}
+    panels = {
+        "SmolLM2-135M-Instruct": ("longbench-8k, settings of thaw", "longbench-8k"),
+        "Gemma 3 270M": ("longbench-16k, settings of thaw", "longbench-16k"),
+        "Qwen2.5-Coder-0.5B-Instruct": ("longbench-16k",),
+    }
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    for axes, (model, texts) in zip(figure.subplots(1, 3, sharey=True), panels.items(), strict=True):
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        for text in reversed(texts):  # what the first has counts
+            found |= {(one["method"], one["budget"]): one for one in every if (one["model"], one["text"]) == (model, text)}
+        others = sorted({method for method, _ in found if ":" not in method} - thaw, key=lambda name: name in named)
+        for method in (*others, "thaw"):
+            wanted = thaw if method == "thaw" else {method}
+            mine = [one for (name, budget), one in found.items() if name in wanted and (method != "thaw" or budget == 1024)]
+            points = sorted((one["attended_mean"] or one["budget"], one["kl"]) for one in mine)
+            look: dict[str, Any] = {"color": named.get(method, "grey"), "linewidth": 1.2}
+            if method not in named:
+                look |= {"alpha": 0.35, "linewidth": 0.8}
+            if method == "thaw":
+                look = {"color": "C4", "linewidth": 2.4, "marker": "o", "markersize": 4}
+            label = "thaw, by tolerance" if method == "thaw" else "exact top-k" if method == "oracle" else method
+            axes.plot(*zip(*points, strict=True), label=label if method in named or method == "thaw" else None, **look)
+        axes.set(xscale="log", yscale="log", xlabel="tokens read per KV head and step", title=model, ylim=(2e-4, 4))
+        axes.set_xticks((64, 128, 256, 512, 1024), ["64", "128", "256", "512", "1,024"])
+        axes.minorticks_off()
+        axes.grid(alpha=0.2)
+    figure.axes[0].set_ylabel("KL(full attention || method), nats a token")
+    figure.axes[2].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), title="grey: the other methods")
     return figure
 
 
