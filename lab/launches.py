@@ -19,10 +19,10 @@ KERNELS = {
     "residency": ("_admit",),
     "query": (
         *("_planes", "_signs", "_tiers", "_collide", "_bucket_topk", "_rerank", "_srht", "_count"),
-        *("_choose", "_count_weights", "_keep_heaviest", "_mean", "_score", "_narrow", "_read"),
+        *("_choose", "_mean", "_score", "_narrow", "_read"),
     ),
     "updates": (
-        *("_encode", "_offload", "_freeze", "_extend", "_stream_keys", "_denominators", "_mass", "_page_bounds", "_page_means"),
+        *("_encode", "_freeze", "_extend", "_stream_keys", "_denominators", "_mass", "_page_bounds", "_page_means"),
         *("_assign", "_average", "_rank", "_sort", "_cover", "_direct", "_nearest", "_digest", "_static_first"),
     ),
     "prompt": ("_merge_parts",),

@@ -5,7 +5,7 @@
 # Publish: python3 -m lab.needles FOLDER/ruler --name MODEL --gpu GPU --commit COMMIT
 set -u
 out=$1 most=$3 many=${4:-7} model=${5:-.gpu/real/qwen25-coder.gguf} samples=${6:-8}
-methods=${7:-full,oracle,thaw,pariskv-plus,thaw:head_limit=2,icecache-digest-device,retroinfer,quest}
+methods=${7:-full,oracle,thaw,pariskv-plus,thaw:tolerance=0,icecache-digest-device,retroinfer,quest}
 tasks=${8:-single_1,single_2,single_3,multikey_1,multikey_2,multikey_3,multivalue,multiquery}
 export OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 mkdir -p "$out/ruler"

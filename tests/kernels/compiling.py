@@ -83,14 +83,13 @@ def rows(dtype: torch.dtype, dim: int) -> None:
     found = Estimates(scores, parts, peaks, run)
     launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "max")
     launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "mean")
-    held, weights = empty(2, HEADS, GROUP, dtype=torch.float32), empty(2, HEADS, 40, dtype=torch.float32)
-    launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "max", held, weights)
-    launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "max", held, floor=Floor(-8.0, empty(2), 40))
+    floor = Floor(-8.0, empty(2, HEADS, GROUP, dtype=torch.float32), empty(2), 40)
+    launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "max", floor)
 
 
 def remainders(dtype: torch.dtype, dim: int) -> None:
-    """What heads that share rows, and the estimate of what none selects, launch."""
-    from kvthaw.kernels import held_mass, page_means, remainder, share
+    """What rows are weighed by, and the estimate of what none selects."""
+    from kvthaw.kernels import held_mass, page_means, remainder
     from kvthaw.kernels.row_format import E4M3, RowFormat
     from kvthaw.regions import Regions
 
@@ -98,7 +97,6 @@ def remainders(dtype: torch.dtype, dim: int) -> None:
     regions, centre = Regions(4, 32, 16), empty(2, HEADS, dim, dtype=torch.float32)
     held_mass.launch(query, keys, empty(2), empty(2), centre, regions=regions, scale=0.1)
     some = empty(2, HEADS, 80)
-    share.launch(some, empty(2, HEADS, 80, dtype=torch.float32), 40 * HEADS)
     tail = empty(2, HEADS, page_means.RING * 64, 2, dim, dtype=dtype)
     for format in (RowFormat(dim, dtype), E4M3(dim, dtype)):
         means = empty(2, HEADS, 90, *format.tail, dtype=format.stored)

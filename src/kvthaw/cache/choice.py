@@ -87,14 +87,11 @@ class HostSelectionBuffer:
         return rows, counts, slots, fetch, live
 
 
-def check_selection(
-    found: object, who: str, context: IndexContext, seqs: int, budget: int, head_limit: int, ends: Tensor
-) -> None:
+def check_selection(found: object, who: str, context: IndexContext, seqs: int, budget: int, ends: Tensor) -> None:
     """Raise CacheError if an index violated its contract. Copies to the host, and waits for that.
 
     found: the result of select() for `seqs` sequences and `budget` rows per KV head.
     who: the index's name.
-    head_limit: see Method.
     ends: [B] int32, the end of the positions that the index holds; they begin after the sink.
     """
 
@@ -115,12 +112,7 @@ def check_selection(
     for name, (tensor, size, dtype) in wanted.items():
         is_, must = f"{tensor.dtype} {list(tensor.shape)}", f"{dtype} {list(size)}"
         need(tensor.dtype == dtype and tuple(tensor.shape) == size, f"{name} is {is_}; it must be {must}")
-    need(width <= head_limit * budget, f"rows has {width} places a KV head; at most {head_limit * budget} may be selected")
-    most = int(found.counts.sum(dim=1).max()) if found.counts.numel() else 0
-    need(
-        most <= budget * context.kv_heads,
-        f"the KV heads select {most} rows together; at most {budget} x {context.kv_heads} heads may be selected",
-    )
+    need(width <= budget, f"rows has {width} places a KV head; at most {budget} may be selected")
     rows, counts, ends = rows.cpu(), found.counts.cpu(), ends.cpu()
     sink = context.regions.sink
     held = rows >= 0

@@ -307,8 +307,6 @@ class Method:
 
     keep: for how many steps, this one included, selected rows stay on the device (ClusterKV's R); 0: each step fetches all
         its rows.
-    head_limit: a KV head may select up to head_limit times the rows that a step has for each head. The KV heads of a layer
-        together select no more than an equal share each would give.
     transfer: how rows reach a GPU; None: a kernel there reads them (UvaGather). On a CPU they are copied (BulkCopy).
     anchors: which layers select; the layers between follow the anchor before them. An int n means every n-th layer that is
         not dense. A tuple holds layer numbers, or fractions of the model's depth (floats); with fractions the first layer
@@ -331,7 +329,6 @@ class Method:
     dense: bool = False
 
     keep: int = 1
-    head_limit: int = 1
     transfer: Callable[[], Transfer] | None = None
     anchors: int | tuple[int, ...] | tuple[float, ...] = 1
     any_budget: bool = False
@@ -347,7 +344,6 @@ class Method:
         if not isinstance(self.regions, Regions):
             raise ConfigError(f"regions is {self.regions!r}; a Method needs Regions(sink, window, buffer), of kvthaw.regions")
         at_least(0, keep=self.keep, dense_layers=self.dense_layers)
-        at_least(1, head_limit=self.head_limit)
         if isinstance(self.anchors, int):
             at_least(1, anchors=self.anchors)
 
@@ -361,7 +357,7 @@ class Method:
 
     def slots(self, rows: int) -> int:
         """Return how many pool slots a KV head has on the device if a step selects `rows` per head."""
-        return rows * self.head_limit * max(1, self.keep)
+        return rows * max(1, self.keep)
 
 
 Angles = Callable[[Tensor], tuple[Tensor, Tensor]]

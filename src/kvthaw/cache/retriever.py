@@ -53,7 +53,7 @@ class Retriever:
     def buffer(self, seqs: int) -> HostSelectionBuffer:
         """Return the buffer for choices of `seqs` sequences. It keeps its address."""
         if seqs not in self._buffers:
-            self._buffers[seqs] = HostSelectionBuffer(self.context, seqs, self.rows * self.method.head_limit, self.slots)
+            self._buffers[seqs] = HostSelectionBuffer(self.context, seqs, self.rows, self.slots)
         return self._buffers[seqs]
 
     def submit(
@@ -230,7 +230,6 @@ class Retriever:
             self.context,
             query.shape[0],
             self.rows,
-            self.method.head_limit,
             sequences.on_device.starts[: len(query)],
         )
         if self._unchecked is not None:

@@ -46,8 +46,7 @@ class Stats:
     attended_mean: float | None
     """Mean tokens attended in a sparse step; None before the first."""
     attended_max: int | None
-    """The most tokens that a KV head attended to. It exceeds the budget only if the heads of a layer share rows
-    (`Method.head_limit`)."""
+    """The most tokens that a KV head attended to."""
     retrieved: float | None
     """Mean number of rows among them that the index selected."""
     hit_rate: float | None

@@ -35,7 +35,6 @@ from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.planes import planes
 from kvthaw.kernels.query import Rotated, in_bytes, rotate_queries
 from kvthaw.kernels.rerank import TILE, rerank
-from kvthaw.kernels.share import share
 from kvthaw.kernels.signs import signs
 from kvthaw.kernels.srht import make_rotation
 from kvthaw.kernels.tiers import Combine, definition, most_votes, pack, tiers
@@ -74,9 +73,6 @@ class CodesIndex(Index, tested=True):
     dense_below: attend in full to a sequence with a shorter region. The index keeps its first keys and values on the
         device, [L, H, dense_below, D] each. The selection then has no rows; its partial holds the attention. The budget
         does not limit this attention, and a softcap is not applied. 0 disables it.
-    head_limit: a KV head may select up to head_limit x budget rows. The KV heads of a layer together select the heaviest
-        budget x heads rows. A row's weight is its share of the attention to candidates, sink and ring. With 1, each head
-        selects the same number.
     tolerance: the index does not select a row whose weight is less, unless the budget covers a sequence. 0: it selects as
         many as it may.
 
@@ -87,8 +83,8 @@ class CodesIndex(Index, tested=True):
 
     make_room gives summaries their capacity; an append beyond it doubles it. Otherwise no tensor moves. Lengths and limits are
     int32 on the device. A sequence's number of candidates depends only on its own length. On a GPU select() launches five
-    kernels of fixed shape, six with policy="mean", one more with tolerance and three more with head_limit. On a CPU the same
-    steps run in torch.
+    kernels of fixed shape, six with policy="mean", and one more with tolerance. On a CPU the same steps run in
+    torch.
     """
 
     def __init__(
@@ -104,7 +100,6 @@ class CodesIndex(Index, tested=True):
         centre: bool = False,
         code_bits: Literal[3, 4] = 4,
         dense_below: int = 0,
-        head_limit: int = 1,
         tolerance: float = 0.0,
     ) -> None:
         one_of(get_args(Policy), policy=policy)
@@ -113,13 +108,10 @@ class CodesIndex(Index, tested=True):
             raise ConfigError(f"head_dim is {context.head_dim}; pariskv needs at least {SUB}, one subspace")
         one_of((3, 4), code_bits=code_bits)
         at_least(0, dense_below=dense_below)
-        at_least(1, head_limit=head_limit)
         within(0, 1, tolerance=tolerance)
-        if (head_limit > 1 or tolerance) and policy not in ("max", "mean"):
-            given = f"head_limit is {head_limit} and tolerance is {tolerance:g}"
-            raise ConfigError(f"{given}; with policy={policy!r} they must be 1 and 0, since that one weighs no rows")
-        self.head_limit, self._weighs = head_limit, head_limit > 1 or tolerance > 0
-        self._least = math.log(tolerance) if tolerance else -math.inf
+        if tolerance and policy not in ("max", "mean"):
+            raise ConfigError(f"tolerance is {tolerance:g}; with policy={policy!r} it must be 0, since that one weighs no rows")
+        self._least = math.log(tolerance) if tolerance else None
         self.context, self.policy, self.ratios = context, policy, ratios or Ratios()
         self.normalise, self.dense_below = normalise, dense_below
         self._sets = context.group if policy == "each" else 1
@@ -271,18 +263,14 @@ class CodesIndex(Index, tested=True):
         return [head.flatten(1, 2).contiguous() for head in grouped.unbind(dim=2)]
 
     def _best(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
-        """The rows [B, H, head_limit * budget] of the best estimates, ascending, -1 padded, and how many there are [B, H]."""
-        k, scale = self.head_limit * budget, self.context.scale
-        held = self._held(query) if self._weighs else None
-        rotated, candidates, wanted = self._collect(query, k)
-        run = run_length(candidates.shape[2], k) or TILE
+        """The rows [B, H, budget] of the best estimates, ascending, -1 padded, and how many there are [B, H]."""
+        floor, scale = None, self.context.scale
+        if self._least is not None:
+            floor = Floor(self._least, self._held(query), self.tables["lengths"][: len(query)], budget)
+        rotated, candidates, wanted = self._collect(query, budget)
+        run = run_length(candidates.shape[2], budget) or TILE
         found = rerank(rotated, self.summaries, candidates, wanted, self.quantizer, scale, run)
-        floor = Floor(self._least, self.tables["lengths"][: len(query)], budget) if self._least > -math.inf else None
-        if self.head_limit == 1:
-            return topk(found, candidates, wanted, k, self._first, scale, self._merge, held, floor=floor)
-        weights = torch.empty((*candidates.shape[:2], k), dtype=torch.float32, device=query.device)
-        rows, _ = topk(found, candidates, wanted, k, self._first, scale, self._merge, held, weights, floor)
-        return share(rows, weights, budget * self.context.kv_heads)
+        return topk(found, candidates, wanted, budget, self._first, scale, self._merge, floor)
 
     def _held(self, query: Tensor) -> Tensor:
         """Return the log of the sum of exponentials over sink and ring, [B, H, G], as the codes' scores are shifted. -inf where
@@ -310,7 +298,7 @@ class CodesIndex(Index, tested=True):
         self._enough(budget)
         found = []
         for head in self._heads(query):
-            _, places, wanted = self._collect(head, self.head_limit * budget // self._sets)
+            _, places, wanted = self._collect(head, budget // self._sets)
             known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
             found.append(torch.where(known[:, None], places + self._first, -1))
         return found[0] if len(found) == 1 else once(torch.cat(found, dim=2))
@@ -351,7 +339,7 @@ class CodesIndex(Index, tested=True):
             raise ConfigError(
                 f"{budget} rows are to be selected; with policy 'each' it must be at least {self._sets}, the query heads"
             )
-        each = self.head_limit * budget // self._sets
+        each = budget // self._sets
         if self.ratios.candidates is not None and each > self.ratios.candidates:
             raise ConfigError(f"candidates is {self.ratios.candidates}; it must be at least the {each} rows to select")
 

@@ -37,14 +37,16 @@ PER_WARP = 256
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Rows that weigh too little are not selected.
+    """Rows that weigh too little are not selected. A weight is a share of the exponentials of candidates, sink and ring.
 
     least: the log of the least weight.
+    held: for each query head the log of the sum of exponentials over sink and ring, [L, H, P] float32.
     lengths: the tokens of each sequence, [L] int32.
     whole: a sequence of at most this many tokens keeps all rows.
     """
 
     least: float
+    held: Tensor
     lengths: Tensor
     whole: int
 
@@ -87,7 +89,6 @@ def definition(
     candidates: Tensor,
     k: int,
     first: int,
-    weights: Tensor | None = None,
     floor: Floor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of the k largest of merged [L, H, width], and counts [L, H].
@@ -95,7 +96,7 @@ def definition(
     The rows [L, H, k] int32 are ascending positions + first, -1 padded.
 
     candidates [L, H, width] int32: ascending positions, -1 padded, where merged is -inf.
-    weights, floor: as in `topk`.
+    floor: as in `topk`.
     """
     order = torch.sort(merged, dim=2, descending=True, stable=True).indices[:, :, :k]
     keep = torch.zeros_like(candidates, dtype=torch.bool).scatter_(2, order, True) & (candidates >= 0)
@@ -103,8 +104,6 @@ def definition(
         keep &= (merged >= floor.least) | (floor.lengths <= floor.whole)[:, None, None]
     at = compact(keep, k)
     rows = torch.where(at >= 0, candidates.gather(2, at.clamp(min=0).long()) + first, -1)
-    if weights is not None:
-        weights.copy_(merged.gather(2, at.clamp(min=0).long()).masked_fill(at < 0, -torch.inf))
     return rows.int(), keep.sum(dim=2).int()
 
 
@@ -128,9 +127,9 @@ if HAS_TRITON:
         return top + tl.log(tl.maximum(tl.sum(mass, axis=1), 1.0e-30))
 
     @triton.jit
-    def _with_held(total, held, P: tl.constexpr, PP: tl.constexpr, HELD: tl.constexpr):
+    def _with_held(total, held, P: tl.constexpr, PP: tl.constexpr, FLOOR: tl.constexpr):
         # Add other tokens' exponentials to each head's sum, in logs.
-        if HELD:
+        if FLOOR:
             head = tl.arange(0, PP)
             more = tl.load(held + head, mask=head < P, other=-3.0e38)
             top = tl.maximum(total, more)
@@ -194,10 +193,10 @@ if HAS_TRITON:
         return tl.where(one + same * (tie < quota).to(tl.int32) > 0, above + tl.minimum(tie, quota), -1)
 
     @triton.jit
-    def _choose(scores, peaks, parts, candidates, wanted, held, chosen, rows, counts, weights, lengths, heads, width, runs, scale,
-                k, first, bound, whole, P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr,
-                RUNS: tl.constexpr, KP: tl.constexpr, HELD: tl.constexpr, PLAIN: tl.constexpr, WEIGHED: tl.constexpr,
-                FLOOR: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    def _choose(scores, peaks, parts, candidates, wanted, held, chosen, rows, counts, lengths, heads, width, runs, scale, k,
+                first, bound, whole, P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr,
+                RUNS: tl.constexpr, KP: tl.constexpr, PLAIN: tl.constexpr, FLOOR: tl.constexpr,
+                PDL: tl.constexpr):  # fmt: skip
         # Program: one KV head. Selects the k best runs by their peaks, then the k best candidates of those runs, which lie
         # between the k-th peak and the first. Both bounds are widened by the rounding error of computing the same sums twice.
         # With a floor, it wants no more candidates than reach `bound`, a number as _keys makes them.
@@ -211,7 +210,7 @@ if HAS_TRITON:
         totals = ()
         if not PLAIN:
             total = _total(parts + pair * P * SPLITS * 2, P, PP, SPLITS)
-            totals = _each(_with_held(total, held + pair * P, P, PP, HELD), P, PP)
+            totals = _each(_with_held(total, held + pair * P, P, PP, FLOOR), P, PP)
         key = _keys(peak, run < filled, totals, scale, P, PLAIN)
         least = -0x7FFFFFFF  # only keys that are not live are below
         top = tl.max(key) + 1  # cannot overflow: inf maps to 0x7F800000
@@ -238,16 +237,11 @@ if HAS_TRITON:
         tl.store(rows + pair * k + place, position + first, mask=place >= 0)
         rest = tl.arange(0, KP)
         tl.store(rows + pair * k + rest, tl.full((KP,), -1, tl.int32), mask=(rest >= want) & (rest < k))
-        if WEIGHED:
-            weight = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-            tl.store(weights + pair * k + place, weight, mask=place >= 0)
-            none = tl.full((KP,), float("-inf"), tl.float32)
-            tl.store(weights + pair * k + rest, none, mask=(rest >= want) & (rest < k))
         tl.store(counts + pair, want)
 
     @triton.jit
     def _mean(scores, parts, wanted, held, merged, peaks, heads, width, runs, scale, P: tl.constexpr, PP: tl.constexpr,
-              SPLITS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
+              SPLITS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, FLOOR: tl.constexpr,
               PDL: tl.constexpr):  # fmt: skip
         # Program: the summed weights of BLOCK candidates, in logs, and the peaks of those.
         seq = tl.program_id(2)
@@ -257,7 +251,7 @@ if HAS_TRITON:
         follow(PDL)
         if block * BLOCK < count:
             total = _total(parts + pair * P * SPLITS * 2, P, PP, SPLITS)
-            total = _with_held(total, held + pair * P, P, PP, HELD)
+            total = _with_held(total, held + pair * P, P, PP, FLOOR)
             m = block * BLOCK + tl.arange(0, BLOCK)
             live = m < count
             weight = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -274,7 +268,6 @@ if HAS_TRITON:
 
 
 def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float, policy: Merge,
-           held: Tensor | None = None, weights: Tensor | None = None,
            floor: Floor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the kernels on any device.
 
@@ -287,43 +280,38 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
     assert scores.is_contiguous() and candidates.is_contiguous() and found.parts.is_contiguous() and peaks.is_contiguous()
     assert width % TILE == 0, f"{width} candidates are no whole tiles of {TILE}"
     assert runs <= MOST and padded * run <= MOST, f"{runs} runs of {run} candidates are too many for {k} rows"
-    plain = scored == 1 and held is None
-    other = {"HELD": held is not None, **follows}
-    held = found.parts if held is None else held
-    assert held.is_contiguous()
+    plain = scored == 1 and floor is None
+    held, lengths = (found.parts, wanted) if floor is None else (floor.held, floor.lengths)
+    assert held.is_contiguous() and lengths.dtype == torch.int32 and lengths.stride(0) == 1
     if policy == "mean" and not plain:
         merged = torch.empty((batch, heads, 1, width), dtype=torch.float32, device=scores.device)
         peaks = torch.empty((batch, heads, 1, runs), dtype=torch.float32, device=scores.device)
         _mean[(triton.cdiv(width, 1024), heads, batch)](
             scores, found.parts, wanted, held, merged, peaks, heads, width, runs, scale, P=scored,
-            PP=triton.next_power_of_2(scored), SPLITS=found.parts.shape[3], RUN=run, BLOCK=1024, num_warps=4, **other,
+            PP=triton.next_power_of_2(scored), SPLITS=found.parts.shape[3], RUN=run, BLOCK=1024, num_warps=4,
+            FLOOR=floor is not None, **follows,
         )  # fmt: skip
         scores, scored, plain = merged, 1, True
     chosen, rows = torch.empty((2, batch, heads, k), dtype=torch.int32, device=candidates.device).unbind()
     counts = torch.empty((batch, heads), dtype=torch.int32, device=candidates.device)
-    bound, lengths, whole = (_ordered(floor.least), floor.lengths, floor.whole) if floor is not None else (0, wanted, 0)
-    assert lengths.dtype == torch.int32 and lengths.stride(0) == 1
+    bound, whole = (0, 0) if floor is None else (_ordered(floor.least), floor.whole)
     most = max(triton.next_power_of_2(runs), padded * run)
     _choose[(heads, batch)](
-        scores, peaks, found.parts, candidates, wanted, held, chosen, rows, counts, counts if weights is None else weights,
-        lengths, heads, width, runs, scale, k, first, bound, whole, P=scored, PP=triton.next_power_of_2(scored),
-        SPLITS=found.parts.shape[3], RUN=run, RUNS=triton.next_power_of_2(runs), KP=padded, PLAIN=plain,
-        WEIGHED=weights is not None, FLOOR=floor is not None,
-        num_warps=min(16, max(4, most // PER_WARP)), **other,
+        scores, peaks, found.parts, candidates, wanted, held, chosen, rows, counts, lengths, heads, width, runs, scale, k, first,
+        bound, whole, P=scored, PP=triton.next_power_of_2(scored), SPLITS=found.parts.shape[3], RUN=run,
+        RUNS=triton.next_power_of_2(runs), KP=padded, PLAIN=plain, FLOOR=floor is not None,
+        num_warps=min(16, max(4, most // PER_WARP)), **follows,
     )  # fmt: skip
     return rows, counts
 
 
 def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float, policy: Merge,
-         held: Tensor | None = None, weights: Tensor | None = None,
          floor: Floor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Select the k heaviest of the first wanted[l] candidates: rows [L, H, k] int32, ascending, -1 padded, and counts [L, H]
     int32.
 
-    first: added to every position. held [L, H, P] float32: for each query head the log of the sum of exponentials over
-        tokens that are no candidates. Weights are then shares of all of them. weights [L, H, k] float32: filled with the
-        log weights of the rows, -inf without a row.
-    floor: see Floor. With P = 1, it and weights need held.
+    first: added to every position.
+    floor: what is lighter is not selected.
 
     Raises ConfigError if k exceeds the width of the candidates.
     """
@@ -331,7 +319,8 @@ def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: in
     if k > width:
         raise ConfigError(f"{k} rows are to be selected from {width} candidates; take more candidates (beta) or fewer rows")
     if found.parts is not None and run_length(width, k) == found.run:
-        return launch(found, candidates, wanted, k, first, scale, policy, held, weights, floor)
+        return launch(found, candidates, wanted, k, first, scale, policy, floor)
     known = torch.arange(width, device=candidates.device) < wanted[: candidates.shape[0], None, None]
-    merged = merge(found.scores.masked_fill(~known[:, :, None], -torch.inf), scale, policy, held)
-    return definition(merged, candidates.masked_fill(~known, -1), k, first, weights, floor)
+    scores = found.scores.masked_fill(~known[:, :, None], -torch.inf)
+    merged = merge(scores, scale, policy, None if floor is None else floor.held)
+    return definition(merged, candidates.masked_fill(~known, -1), k, first, floor)

@@ -24,7 +24,6 @@ def pariskv_plus(
     normalise: bool = True,
     centroids: Centroids = "signs",
     full_threshold: int = 0,
-    head_limit: int = 1,
     tolerance: float = 0.0,
 ) -> Method:
     """Retrieve the tokens of the best codes among those whose sign patterns are most like the query's.
@@ -37,8 +36,6 @@ def pariskv_plus(
 
     code_bits: bits of a coordinate's code. With 3 a key takes 80 bytes of the device for 128 dimensions, with pariskv's 4 it takes
         112. With 3 the divergence on SmolLM2 is 4 % higher; see docs/notes/remainder.md.
-    head_limit: a KV head may select up to head_limit times its rows. The KV heads of a layer together select the heaviest rows of
-    all, no more than before. 1: an equal number each.
     tolerance: a step reads no row whose estimated share of a head's attention is less. 0: it reads as many as the budget allows.
 
     beta: the methods rank at least 8 candidates a row. From 131,072 keys on, their number grows with the power of 2/3 of the
@@ -62,7 +59,6 @@ def pariskv_plus(
         rotate=rotate,
         normalise=normalise,
         centroids=centroids,
-        head_limit=head_limit,
         tolerance=tolerance,
         differs="votes by similarity, no collisions; keys centred on the prompt; codes of 3 bits; two dense layers",
         choose="speed at long contexts and in large batches",

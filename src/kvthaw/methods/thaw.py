@@ -24,22 +24,17 @@ def thaw(
     normalise: bool = True,
     centroids: Centroids = "signs",
     code_bits: Literal[3, 4] = 3,
-    head_limit: int = 1,
     tolerance: float = 0.0003,
 ) -> Method:
     """Attend exactly to the rows that weigh most, and to every page's other tokens by their mean key and mean value.
 
-    Exact top-k is no longer the ceiling: attention has a long tail, which the estimate weighs. With an equal number of rows thaw's
-    divergence from full attention is 0.35 to 0.53 of exact top-k's. It is a third where heads share rows. We measured both on
-    Qwen2.5-Coder-0.5B, with prompts by which no setting was chosen. See docs/notes/remainder.md.
+    Exact top-k is no longer the ceiling: attention has a long tail, which the estimate weighs. With a budget of 256 tokens thaw's
+    divergence from full attention is 0.29 to 0.55 of exact top-k's. We measured it on three pretrained models, with prompts by
+    which no setting was chosen. See docs/notes/remainder.md.
 
     remainder: tokens of a page. The means take 0.52 / remainder of the KV's bytes on a GPU, where they are e4m3.
-    head_limit: with 2 the KV heads of a layer share their rows. A head selects up to twice its own number, and all together no more
-    than an equal share each would give. So `budget` bounds the mean over a layer's heads, and one head may read twice its number of
-    rows. That lowers the divergence at 64 and 256 tokens by a quarter to a third. At 1,024 it gains nothing and costs time. 1: an
-    equal number each. Processes of a split model share the rows of their own heads.
     tolerance: a step reads no row whose estimated share of a head's attention is less, and estimates it like the rest. `budget`
-        is the most that a head may read; few heads, layers and steps need so many. 0: a step reads as many as the budget allows.
+        is the most that a head may read; few heads, layers and steps need that. 0: a step reads as many as the budget allows.
     policy: how the query heads of a group agree on rows. Each of them weighs the remainder by its own query.
 
     The other options are pariskv-plus's. Sink and window are small, since the estimate covers what a long window is for. One
@@ -57,7 +52,6 @@ def thaw(
         normalise=normalise,
         centroids=centroids,
         code_bits=code_bits,
-        head_limit=head_limit,
         tolerance=tolerance,
     )
     made = with_remainder(codes, remainder)

@@ -127,7 +127,7 @@ class Contract:
     def keeps_the_budget(self, budget: int) -> None:
         """Check that rows are in the retrieval region, without repeats, and that the output is the attention to them.
 
-        Their number is at most the budget, for each head, or on average over heads that share it.
+        Their number is at most the budget, for each head.
         """
         layer, _ = self.whole if budget == 48 else self.checked(budget)
         most = layer.cache.sequences.held.most
@@ -135,8 +135,7 @@ class Contract:
             found = layer.retriever.residency.counted()
             need(found.selected > 0, "no row was ever selected")
             most += found.most
-        allowed = budget + (self.method.head_limit - 1) * layer.plan.rows
-        need(most <= allowed, f"{most} tokens were attended to in one step; the budget is {budget}")
+        need(most <= budget, f"{most} tokens were attended to in one step; the budget is {budget}")
 
     def keeps_to_retrieved(self) -> None:
         """Check that `retrieved` instead of a budget gives the method's own regions and this number of rows."""

@@ -150,15 +150,12 @@ class Layer:
         if step.choice is not None:
             found = step.choice.selection
             who, ends = f"step {step.number}", torch.tensor(step.begins)
-            check_selection(found, who, self.retriever.context, seqs, plan.rows, self.method.head_limit, ends)
+            check_selection(found, who, self.retriever.context, seqs, plan.rows, ends)
             for seq in range(seqs):
                 n = self.offloaded.length(seq)
                 held, most = min(n, plan.regions.sink) + n - step.begins[seq], int(found.counts[seq].max())
                 what = f"step {step.number}, sequence {seq}: {held} tokens of sink and ring and {most} rows are attended to"
-                need(
-                    held + most <= plan.budget + (self.method.head_limit - 1) * plan.rows,
-                    f"{what}; the budget is {plan.budget}",
-                )
+                need(held + most <= plan.budget, f"{what}; the budget is {plan.budget}")
         self.close(step, self.expected(step), "attention over sink, ring and the selected rows")
 
     def close(self, step: Step, expected: Tensor, what: str) -> None:
