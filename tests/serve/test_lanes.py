@@ -7,7 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+import types
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 import pytest
@@ -102,6 +103,36 @@ def test_an_error_is_raised_where_the_result_is_awaited() -> None:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 await lane.run(lambda: 1 // 0, "a")
+
+    run(main)
+
+
+def test_the_event_loop_does_not_wait_until_a_thread_runs() -> None:
+    """As it would while others hold the interpreter; no client is answered meanwhile."""
+    ends, interval = threading.Event(), sys.getswitchinterval()
+
+    def hold() -> None:
+        while not ends.is_set():
+            sum(range(1000))
+
+    @types.coroutine
+    def until_it_waits(work: Coroutine[Any, Any, int]) -> Generator[Any, Any, tuple[float, int]]:
+        began = time.perf_counter()
+        waits = work.send(None)
+        took = time.perf_counter() - began
+        sys.setswitchinterval(interval)
+        ends.set()
+        yield waits
+        return took, (yield from work.__await__())
+
+    async def main(works: Works) -> None:
+        lane, holder = Lane(1), threading.Thread(target=hold)
+        holder.start()
+        await asyncio.sleep(0.01)
+        sys.setswitchinterval(0.3)
+        took, result = await until_it_waits(lane.run(lambda: 5, "a"))
+        assert took < 0.1
+        assert result == 5
 
     run(main)
 

@@ -116,14 +116,14 @@ def count_values(text: bytes) -> int:
     found, inside = 1, 0
     for start in range(0, len(text), PIECE):
         codes = np.frombuffer(text, np.uint8, min(PIECE, len(text) - start), start)
-        quotes = np.cumsum(codes == ord('"'), dtype=np.uint8)  # which are counted modulo 256
-        quotes += inside
+        quotes = np.flatnonzero(codes == ord('"'))
+        strings = np.arange(inside, inside + len(quotes) + 1) & 1  # every second part between quotes is a string
+        outside = np.repeat(strings == 0, np.diff(quotes, prepend=0, append=len(codes)))
         before = np.zeros(len(codes), dtype=np.bool_)
         for code in _BEFORE:
             before |= codes == code
-        before &= quotes & 1 == 0
-        found += int(np.count_nonzero(before))
-        inside = int(quotes[-1]) & 1
+        found += int(np.count_nonzero(before & outside))
+        inside = int(strings[-1])
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import os
 import sys
@@ -63,7 +64,7 @@ class Lane:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(end, result, error)
 
-        threading.Thread(target=run, name="kvthaw-lane", daemon=True).start()
+        _thread.start_new_thread(run, ())  # Thread.start() would wait until it runs, and all clients with it
         return await done
 
 
