@@ -165,6 +165,19 @@ def test_a_share_runs_one_piece_at_a_time_in_a_part_of_the_time() -> None:
     run(main)
 
 
+def test_a_share_counts_what_a_piece_has_had_before() -> None:
+    """As a body that was received: else faster refusals would only let more of them come."""
+
+    async def main(works: Works) -> None:
+        share, begun = Share(0.25, 9), list[float]()
+        for _ in range(2):
+            async with share.turn("a", spent=0.02):
+                begun.append(time.monotonic())
+        assert begun[1] - begun[0] > 0.05
+
+    run(main)
+
+
 def test_a_share_has_room_for_so_many_and_what_leaves_or_fails_makes_room() -> None:
     async def main(works: Works) -> None:
         share = Share(0.5, 2)

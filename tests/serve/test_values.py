@@ -106,7 +106,7 @@ def test_large_bodies_are_read_by_turns_of_the_clients(served: Served, monkeypat
     """By their keys, where they have some: behind a proxy all have one address."""
     app: Any = served.server.config.app
     turn, turns = app.state.large_bodies.share.turn, list[str]()
-    monkeypatch.setattr(app.state.large_bodies.share, "turn", lambda client: turns.append(client) or turn(client))
+    monkeypatch.setattr(app.state.large_bodies.share, "turn", lambda client, spent: turns.append(client) or turn(client, spent))
     monkeypatch.setattr("kvthaw.serve.bodies.client_of", lambda http: f"key of {http.headers['authorization']}")
     text = '{"prompt": "a", "max_tokens": 1}' + " " * bodies.SMALL
     for key in "ab":

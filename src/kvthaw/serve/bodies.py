@@ -24,8 +24,10 @@ from kvthaw.serve.lanes import FullError, Share
 
 SMALL = 64 << 10
 """Bytes of a body that is read at once."""
-PART = 0.2
-"""The part of the time in which larger ones are read."""
+PART = 0.1
+"""The part of the time in which larger ones are received and read."""
+RECEIVED = 4e-9
+"""About the seconds that it takes to receive a byte."""
 WAITING = 64
 """Most large bodies that wait."""
 PIECE = 1 << 18
@@ -75,7 +77,7 @@ class _Request(Request):
             raise HTTPException(400, "the body is no JSON in UTF-8")
         large: LargeBodies = self.app.state.large_bodies
         try:
-            async with large.share.turn(client_of(self)):
+            async with large.share.turn(client_of(self), RECEIVED * len(text)):
                 if await self.is_disconnected():
                     raise ApiError(499, "the client has left", code="client_left")
                 if (values := count_values(text)) > large.most_values:

@@ -91,9 +91,12 @@ class Share:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[None]:
+    async def turn(self, client: str, spent: float = 0.0) -> AsyncIterator[None]:
         """Wait for the client's turn. Others then wait until the rest of the process has had its part of the time. Raises
-        FullError."""
+        FullError.
+
+        spent: seconds that the piece had before.
+        """
         if self._here >= self._most:
             raise FullError
         self._here += 1
@@ -104,7 +107,7 @@ class Share:
                 try:
                     yield
                 finally:
-                    rest = self._rest * (time.perf_counter() - began)
+                    rest = self._rest * (time.perf_counter() - began + spent)
                     asyncio.get_running_loop().call_later(rest, self._one.release)
         finally:
             self._here -= 1
