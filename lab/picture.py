@@ -84,7 +84,7 @@ def picture() -> str:
         '<rect x="8" y="8" width="864" height="288" rx="12" class="zone"/><text x="22" y="32" class="t">GPU</text>',
         '<rect x="8" y="352" width="864" height="92" rx="12" class="zone"/><text x="22" y="376" class="t">Host memory</text>',
         box(20, 48, "1", "Query", "of the new token,", f"{of['query']} per layer"),
-        box(238, 48, "2", "Index", "3-bit codes of all keys,", f"{of['index']}: finds the best", f"{rows} rows of a KV head"),
+        box(238, 48, "2", "Index", "3-bit codes of all keys,", f"{of['index']}: finds the best", f"at most {rows} rows a head"),
         box(456, 48, "4", "Rows", f"{of['chosen']} of {of['store']}", f"{HIT:.0%} are here already,", "from earlier steps"),
         box(674, 48, "6", "Attention", "exact over the rows,", "the first and the latest", f"{HELD} tokens, and 5"),
         box(456, 180, "5", "Remainder", f"means of {pages} pages", f"of a KV head, {of['means']}:", "an estimate of the rest"),
