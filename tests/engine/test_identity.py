@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw import Cache, CacheError
+from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf.dry_run import weight_bytes
 from kvthaw.engine.hf.identity import identity
 from kvthaw.evaluate.machine import fingerprint
+from stand_in import StandIn, captured_by
 from zoo import build, prompt
 
 IDS = prompt(1, 300)
@@ -111,6 +113,48 @@ CHANGES: dict[str, Any] = {
     "another of its name": other_weights,
     "angles": other_angles,
 }
+
+
+@pytest.mark.parametrize("change", ["another adapter", "both", "none", "scale"])
+def test_captured_steps_are_captured_again_for_other_adapters(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph computes with the adapters that were active as it was captured."""
+    captured_by(monkeypatch, StandIn)
+    model = adapted("a", "b")
+    batch = kvthaw.Batch(model, "oracle", max_seqs=2, capacity=400, budget=64)
+    runner = batch.cache.replay = GraphRunner(model.forward, batch.cache)
+
+    def captures() -> int:
+        """After the steps of a request."""
+        request = batch.join(prompt(1, 30)[0], max_new_tokens=8, stop=())
+        while not request.finished:
+            batch.step()
+        return runner.captures
+
+    assert [captures(), captures()] == [1, 1]
+    CHANGES[change](model)
+    assert [captures(), captures()] == [2, 2]
+
+
+@pytest.mark.gpu
+def test_a_captured_batch_computes_with_the_adapters_of_now() -> None:
+    model = adapted("a", "b").to("cuda")
+
+    def answers(batch: kvthaw.Batch, names: str) -> list[list[int]]:
+        """Each with one adapter more than once, so that prompts and steps are captured with it."""
+        found = []
+        for name in names:
+            switch(model, name)
+            request = batch.join(prompt(1, 150)[0], max_new_tokens=12, stop=())
+            while not request.finished:
+                batch.step()
+            found.append(list(request.tokens))
+        return found
+
+    with torch.no_grad():
+        sizes: dict[str, Any] = {"max_seqs": 2, "capacity": 400, "budget": 64}
+        eager = answers(kvthaw.Batch(model, "full", capture=False, **sizes), "ab")
+        assert eager[0] != eager[1]
+        assert answers(kvthaw.Batch(model, "full", **sizes), "aaabbba") == [eager[0]] * 3 + [eager[1]] * 3 + [eager[0]]
 
 
 @pytest.mark.parametrize("change", list(CHANGES))

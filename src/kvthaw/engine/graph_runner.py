@@ -2,8 +2,9 @@
 
 If the index is on the device, a step is one graph, with selection, fetch, attention and residency inside, and nothing waits
 for the host. If the index is on the host, a step has one more graph than searches, with a round trip to the host for each
-search. Other host work (a full ring, tables that grow) runs between replays. If a tensor that the graphs read has moved,
-the step runs eagerly and the next one is captured again. If the model needs the host, a capture fails, and all steps from
+search. Other host work (a full ring, tables that grow) runs between replays. If a tensor that the graphs read has moved, or
+other adapters are active, the step runs eagerly and a later one is captured again. Adapters are compared when rows come or go,
+and with a ring's worth of steps in between. If the model needs the host, a capture fails, and all steps from
 that one on run eagerly.
 """
 
@@ -42,6 +43,9 @@ class ModelCache(Protocol):
     @property
     def layers(self) -> Sequence[object]:
         """All layers of the model, including layers that kvthaw does not serve."""
+
+    def adapters(self) -> object:
+        """Return the adapters that the model computes with now."""
 
 
 def compilable(cache: ModelCache) -> str | None:
@@ -124,7 +128,7 @@ class GraphRunner:
         self.captures, self.capture_seconds, self.capture_bytes = 0, 0.0, 0
         self._forward, self._kv, self._captures = forward, cache.kv, capture
         self._graph: SegmentedGraph | None = None
-        self._addresses: tuple[int, ...] = ()
+        self._read: tuple[object, ...] = ()  # what the graphs read: adapters, and addresses of tensors
         self._steady = 0
         self._observers: list[Observer] = []  # observers that the graph includes
         self._ids = self._positions = self._logits = torch.empty(0)
@@ -166,7 +170,8 @@ class GraphRunner:
 
     def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
         kind = len(ids), bucket(self._kv, len(ids))
-        if self._kind != kind or self._ids.shape != ids.shape or self._ids.device != ids.device:
+        switches = self._kind != kind or self._ids.shape != ids.shape or self._ids.device != ids.device
+        if switches:
             self._switch(kind, ids, positions)
         self._ids.copy_(ids)  # every step reads the same two tensors, so a compiled forward sees constant strides
         self._positions.copy_(positions)
@@ -180,7 +185,7 @@ class GraphRunner:
         if self._observers != observers:
             self._graph, self._steady, self._observers = None, 0, list(observers)
             self._others.clear()
-        if self._graph is None or sequences.known.get(id(self)) != sequences.padded_length or kv.needs_host():
+        if switches or self._graph is None or sequences.known.get(id(self)) != sequences.padded_length or kv.needs_host():
             self._prepare()
         if self._graph is None:
             kv.finish_clear()  # a capture must not contain this
@@ -223,11 +228,13 @@ class GraphRunner:
 
     def _prepare(self) -> None:
         self._kv.before_step()
-        addresses = tuple(tensor.data_ptr() for tensor in self._kv.tensors())
-        if addresses != self._addresses:
+        cache = self._cache()
+        assert cache is not None
+        read = cache.adapters(), *(tensor.data_ptr() for tensor in self._kv.tensors())
+        if read != self._read:
             if self._graph is not None:
-                _log.info("what the captured step reads has moved; decoding eagerly until it is steady")
-            self._graph, self._addresses, self._steady = None, addresses, 0
+                _log.info("what the captured step reads has changed; decoding eagerly until it is steady")
+            self._graph, self._read, self._steady = None, read, 0
             self._others.clear()
             self._captures = self.capture and search_needs_host(self._kv) is None
 

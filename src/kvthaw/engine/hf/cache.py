@@ -38,7 +38,7 @@ from kvthaw.engine.hf import saving
 from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
 from kvthaw.engine.hf.dry_run import dry_run
 from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
-from kvthaw.engine.hf.identity import Origin
+from kvthaw.engine.hf.identity import Origin, adapters
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
 from kvthaw.engine.hf.masks import as_bool
 from kvthaw.engine.hf.model import head_dim, kv_bytes, kv_heads, of_layer
@@ -195,6 +195,10 @@ class Cache(DynamicCache):
         if model is None:
             raise CacheError("the model of this cache is gone")
         return model
+
+    def adapters(self) -> object:
+        """Return the adapters that change the model's outputs now, with their scales. Two results compare equal if these are."""
+        return adapters(self.model)
 
     @property
     def reordered(self) -> bool:

@@ -49,6 +49,7 @@ class PromptGraphs:
         self._failed = False  # a capture did, so prompts are better prefilled with the cache
         self._layers: list[_Recorder] = []
         self._graphs: dict[int, SegmentedGraph | None] = {}  # None: ran eagerly so far
+        self._adapters: object = None  # of the graphs
         self._logits = torch.empty(0)
 
     def serves(self, tokens: int) -> bool:
@@ -69,7 +70,9 @@ class PromptGraphs:
         """
         tokens, first = ids.shape[1], next(layer for layer in self._cache.layers if isinstance(layer, CacheLayer))
         first.shared.check_attached()
-        length = self.padded(tokens)
+        length, adapters = self.padded(tokens), self._cache.adapters()
+        if adapters != self._adapters:
+            self._graphs, self._adapters = {}, adapters
         if not self._layers:
             self._allocate(ids.device)
         self._ids[:, :tokens].copy_(ids)
@@ -91,6 +94,7 @@ class PromptGraphs:
     @torch.no_grad()
     def warm(self) -> None:
         """Capture the graphs of all lengths, the longest first: the others use its memory."""
+        self._adapters = self._cache.adapters()
         if not self._layers:
             self._allocate(self._model.device)
         self._last.zero_()
