@@ -164,8 +164,8 @@ class Cache(DynamicCache):
         for dim in {head_dim(of_layer(config, layer.number)) for layer in self.kv.chooser.by_method.values()}:
             index = try_index(chosen, dim, model.dtype, softcap)
         self.blocks_stay = stays_on_host(chosen, index, model.device)
-        self.searches_on_host = index is not None and index.traits.on_host
         """Why blocks stay on the host even if the device has room; None if they need not."""
+        self.searches_on_host = index is not None and index.traits.on_host
         self._no_effect = no_effect(given, self.settings, self.blocks_stay, full, model.device)
         for name, why in self._no_effect.items():
             _log.info("%s has no effect: %s", name, why)
