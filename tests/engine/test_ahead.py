@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from kvthaw import Batch, PrefixCache, Request, Sampling, Scheduler
 from kvthaw.cache import passes
-from kvthaw.cache.passes import FiniteCheck, PromptCheck
+from kvthaw.cache.finite import FiniteCheck, PromptCheck
+from kvthaw.cache.kv_cache import KVCache
 from kvthaw.errors import CacheError
 from kvthaw.serve import watcher
 from zoo import KINDS, build_exact, prompt
@@ -54,8 +55,16 @@ def test_a_flush_that_failed_ahead_is_repeated_after_another_request_left(
         return first.tokens
 
     expected = decoded()
-    monkeypatch.setattr(passes, "flush_early", lambda *_: False)
+    run_ahead, failed = KVCache._run_ahead, list[Any]()
+
+    def failing(kv: KVCache, layers: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(passes, "flush", lambda *given: failed.append(given) or 1 / 0)
+            run_ahead(kv, layers)
+
+    monkeypatch.setattr(KVCache, "_run_ahead", failing)
     assert decoded(*ids[1:]) == expected
+    assert failed
 
 
 def served(scheduler: Scheduler, seed: int, *, ahead: bool, cancels: bool = False) -> list[Request]:

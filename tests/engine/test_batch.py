@@ -13,10 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.passes import FiniteCheck
 from kvthaw.engine import graph_runner
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.graph_runner import GraphRunner

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.finite import check_prompts
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerKV, LayerShape
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.passes import check_prompts, take_over
+from kvthaw.cache.passes import take_over
 from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step

@@ -14,9 +14,9 @@ from kvthaw.cache import passes
 from kvthaw.cache.checkpoint import Checkpoints
 from kvthaw.cache.chooser import Chooser, Layer, make_layers, offloaded_numbers
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.finite import FiniteCheck, check_prompts
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerPrompt, LayerShape, PrefillKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.passes import FiniteCheck, check_prompts
 from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.sequences import WHOLE, Sequences, roomier
