@@ -235,7 +235,7 @@ def test_replayed_steps_find_blocks_that_moved(monkeypatch: pytest.MonkeyPatch) 
                 assert torch.equal(store.table.on_host[:, : store.table.which_on_host().shape[1]], store.table.which_on_host())
 
     captured_by(monkeypatch, Reads)
-    of: Any = ModelCache(kv=cache, adapters=dict)
+    of: Any = ModelCache(kv=cache, adapters=dict, argument="past_key_values")
     runner, token = GraphRunner(forward, of), torch.zeros((2, 1), dtype=torch.int64)
     for step in range(90):
         if step in (10, 40):

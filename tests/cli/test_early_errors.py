@@ -44,6 +44,7 @@ CASES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("generate", "Hi", "--model", "./nowhere"), ("./nowhere", "no such folder")),
     (("generate", "Hi", "--model", "./nowhere.gguf"), ("./nowhere.gguf", "no such file")),
     (("chat", "--model", "FILE"), ("of files only .gguf",)),
+    (("chat", "--model", "fake.gguf"), ("is not in the GGUF format",)),
     (("serve", "FOLDER"), ("holds no config.json",)),
     (("serve", "--model", "FOLDER"), ("holds no config.json",)),
     (("plan", "--model", "./nowhere"), ("no such folder",)),
@@ -73,6 +74,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tupl
     """Exit code, stdout and stderr of every command line."""
     folder, found = tmp_path_factory.mktemp("early"), dict[tuple[str, ...], tuple[int, str, str]]()
     (folder / "text.txt").write_text("Some text.")
+    (folder / "fake.gguf").write_text("no model")
     places = {"FILE": str(folder / "text.txt"), "FOLDER": str(folder)}
     for module, its in (("kvthaw.cli", app), ("lab.__main__", laboratory)):
         given = [one for one, _ in CASES if program(one) is its]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from gguf_model import TEMPLATE, tiny, write
-from kvthaw.engine.hf import Cache, gguf_file
+from kvthaw.engine import hub
+from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import load, load_config
 from kvthaw.engine.hub import is_path
 from kvthaw.errors import ConfigError
@@ -84,7 +85,7 @@ def test_a_file_that_was_cut_is_an_error_of_kvthaw(tmp_path: Path, kept: int) ->
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiny.gguf"
     path.write_bytes(b"GGUF" + bytes(60))
-    monkeypatch.setattr(gguf_file, "find_spec", lambda name: None)
+    monkeypatch.setattr(hub, "find_spec", lambda name: None)
     for read in (load, load_config):
         with pytest.raises(ConfigError, match=r"tiny\.gguf'; a \.gguf file takes gguf and accelerate.*kvthaw\[gguf\]"):
             read(str(path))

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvthaw.engine.decode import decode
 from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
+from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError
 from kvthaw.evaluate.machine import now
@@ -89,7 +90,7 @@ class Counts:
 def prefill(model: PreTrainedModel, cache: DynamicCache, ids: Tensor) -> float:
     """Process a prompt [B, T]; seconds until its first token is known."""
     begin = now(model.device)
-    model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(dim=-1)
+    model(ids, **{CACHE: cache}, logits_to_keep=1).logits[:, -1].argmax(dim=-1)
     return now(model.device) - begin
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -83,4 +84,5 @@ def main() -> None:
     try:
         app()
     finally:
-        gc.freeze()  # at its end Python looks through all other objects: half a second with torch
+        if "triton" not in sys.modules:  # whose objects, if frozen, are reported as leaks
+            gc.freeze()  # at its end Python looks through all other objects: half a second with torch

@@ -25,6 +25,7 @@ from kvthaw.engine.hf import PreTrainedModel, Stats
 from kvthaw.engine.hf.attention import unwrap
 from kvthaw.engine.hf.batch_cache import BatchCache, check_positions, packs
 from kvthaw.engine.hf.cache import sequence_bytes
+from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.chunks import CHUNK, spans
 from kvthaw.engine.hf.fused import fused, fusing
 from kvthaw.engine.hf.handle import is_attached
@@ -325,7 +326,7 @@ class Batch:
             ends = upload([n - 1 for n in accumulate(request.prompt for request in requests)], torch.int64, device)
             how = {"position_ids": positions, "logits_to_keep": ends}
             with kv.sequences.prompts({one.seq: one.prompt for one in requests}), torch.no_grad(), fused(self.model):
-                logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, **how).logits
+                logits = self.model(input_ids=ids, **{CACHE: self.cache}, use_cache=True, **how).logits
             kv.finite.prompt([request.seq for request in requests], kv.offloaded)
         except BaseException:
             for request in started:
@@ -597,7 +598,7 @@ class Batch:
         with prompt, states, torch.no_grad(), fused(self.model):
             for begin, end in spans(stop - start, chunk):
                 begin, end = start + begin, start + end
-                every = self.model(**request.inputs(begin, end), past_key_values=self.cache, use_cache=True, **some).logits
+                every = self.model(**request.inputs(begin, end), **{CACHE: self.cache}, use_cache=True, **some).logits
                 logits = every[:, -1]
                 if n is not None:
                     next_ids = sent(request.ids[begin + 1 : end + 1], every.device)

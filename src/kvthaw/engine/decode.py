@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
+from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.fused import fused, fusing
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.hf.model import positions
@@ -94,7 +95,7 @@ def forward(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Sequence[S
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         where["logits_to_keep"] = 1
     with fused(model):
-        last: Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True, **where).logits[:, -1]
+        last: Tensor = model(input_ids=tokens, **{CACHE: cache}, use_cache=True, **where).logits[:, -1]
     return last
 
 

@@ -37,6 +37,8 @@ class ModelCache(Protocol):
     """A past_key_values of transformers that holds a KVCache."""
 
     kv: KVCache
+    argument: str
+    """The name of the cache among the arguments of the model's forward."""
     turns_by_length: str | None
     """The kind of rotary positions that depend on the longest row of a forward; None for others."""
 
@@ -117,7 +119,7 @@ class GraphRunner:
 
     Steps with other numbers of rows, or with sequences in another bucket, have graphs of their own.
 
-    forward: forward(input_ids=, position_ids=, past_key_values=, use_cache=, attention_mask=), the model's own or compiled.
+    forward: forward(input_ids=, position_ids=, use_cache=, attention_mask=, and the cache), the model's own or compiled.
     capture: False: run every step eagerly.
     captures, capture_seconds: number of captures, and their total time.
     capture_bytes: device memory of the latest capture.
@@ -247,9 +249,9 @@ class GraphRunner:
             out = self._forward(
                 input_ids=self._ids,
                 position_ids=self._positions,
-                past_key_values=cache,
                 use_cache=True,
                 attention_mask=mask,
+                **{cache.argument: cache},
             )
         logits: Tensor = out.logits
         return logits

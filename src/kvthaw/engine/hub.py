@@ -1,10 +1,12 @@
-"""Check whether the Hugging Face hub is reachable, before anything slow is imported or tried."""
+"""Check the name of a model, and whether the Hugging Face hub is reachable, before anything slow is imported or tried."""
 
 from __future__ import annotations
 
+import struct
 import urllib.error
 import urllib.request
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 
@@ -12,6 +14,9 @@ from kvthaw.errors import ConfigError
 
 SHIPPED = "shipped"
 """The name of the model that ships with the package."""
+_READ_GGUF = ("gguf", "accelerate")
+"""The packages that read .gguf files."""
+_SPLIT = b"split.count"
 _SECONDS = 3.0
 """Seconds that the hub has to answer, name resolution included. transformers itself tries for nearly a minute."""
 
@@ -35,7 +40,7 @@ def offline(name: str) -> bool:
 def check_path(name: str) -> Path | None:
     """Return the folder or .gguf file of a model's name; None for "shipped" and ids on the hub.
 
-    Raises ConfigError for a path without a model.
+    Raises ConfigError for a path without a model, and if a package that reads it is missing.
     """
     if name == SHIPPED or not is_path(name):
         return None
@@ -49,10 +54,35 @@ def check_path(name: str) -> Path | None:
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ConfigError(f"model is {name!r}; of files only .gguf ones can be loaded: name its folder instead")
+        _check_gguf(path, name)
         return path
     if name.lower().endswith(".gguf"):
         raise ConfigError(f"model is {name!r}; there is no such file")
     raise ConfigError(f"model is {name!r}; there is no such folder")
+
+
+def _check_gguf(path: Path, name: str) -> None:
+    """Raise ConfigError for a file that is no complete model, and if a package that reads it is missing."""
+    with path.open("rb") as file:
+        head = file.read(1 << 16)
+    if head[:4] != b"GGUF":
+        raise ConfigError(f"model is {name!r}; that file is not in the GGUF format")
+    if _parts(head) > 1:
+        raise ConfigError(
+            f"model is {name!r}; it is one of {_parts(head)} parts of a model: join them with llama-gguf-split --merge"
+        )
+    if missing := [package for package in _READ_GGUF if find_spec(package) is None]:
+        lacks = " and ".join(missing)
+        raise ConfigError(f"model is {name!r}; a .gguf file takes {lacks}, not installed: pip install 'kvthaw[gguf]'")
+
+
+def _parts(head: bytes) -> int:
+    """Return the number of files that a model was split into, from the key and its 16-bit value."""
+    at = head.find(_SPLIT)
+    if at < 0 or len(head) < at + len(_SPLIT) + 6:
+        return 1
+    count: int = struct.unpack_from("<H", head, at + len(_SPLIT) + 4)[0]
+    return count
 
 
 def is_path(name: str) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.chunks import CHUNK, spans
 from kvthaw.engine.hf.fused import fused
 from kvthaw.engine.hf.prefill_progress import PrefillProgress, Tell
@@ -57,5 +58,5 @@ def chunks(
     with cache.prompt(total):
         for start, stop in spans(total, max(1, size)):
             with told.part(stop - start), fused(model):
-                logits = model(input_ids=tokens[:, start:stop], past_key_values=cache, use_cache=True, **keep).logits[0, -1]
+                logits = model(input_ids=tokens[:, start:stop], **{CACHE: cache}, use_cache=True, **keep).logits[0, -1]
             yield logits

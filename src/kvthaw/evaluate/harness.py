@@ -27,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvthaw.engine.hf import attach
+from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.model import shipped_path
 from kvthaw.engine.hub import SHIPPED
 from kvthaw.errors import ConfigError, at_least
@@ -87,7 +88,7 @@ class KvthawLM(HFLM):
         if self.sparse_tokens and context.shape[1] > 1:
             # all but the last token, which generate() sends through the cache by itself
             prompt = Prompt(self.model, context[0, :-1].tolist(), self.sparse_tokens - 1, self.seed, [self.variant])
-            generation_kwargs["past_key_values"] = prompt.cache(self.variant)[0]
+            generation_kwargs[CACHE] = prompt.cache(self.variant)[0]
         out: Tensor = super()._model_generate(context, max_length, stop, **generation_kwargs)
         return out
 

@@ -36,6 +36,7 @@ from kvthaw.config import CacheConfig, Crossing, KvDtype
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf import saving
 from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
+from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.dry_run import dry_run
 from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
 from kvthaw.engine.hf.identity import Origin, adapters
@@ -172,7 +173,7 @@ class Cache(DynamicCache):
         self.replay: GraphRunner | None = None
         self.rolls_back = False
         """Whether a forward that asks for several logits may be a verification of assisted decoding."""
-        self.turns_by_length = turns_by_length(model)
+        self.argument, self.turns_by_length = CACHE, turns_by_length(model)
         self._shared = Shared(model, self.kv, prefetch if chosen.prefetches else None)
         self._shared.of = weakref.ref(self.layers)
         self.kv.sequences.positions = self._shared.positions

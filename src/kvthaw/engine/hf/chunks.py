@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.engine.hf.cache import Cache
+from kvthaw.engine.hf.cache_argument import CACHE
 
 CHUNK = 16384
 """Tokens of a prompt per forward. For an 8B model, attention takes longer than the transfer of earlier KV from 3,000 tokens
@@ -23,7 +24,7 @@ on. At this size matrix products run at full speed, and activations take 2 GB.""
 _log = logging.getLogger(__name__)
 _WITH_TOKENS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "cache_position": 0}
 """Arguments of forward with one column per new token, and the dimension of the columns."""
-_AS_THEY_ARE = {"past_key_values", "use_cache", "return_dict"}
+_AS_THEY_ARE = {CACHE, "use_cache", "return_dict"}
 
 
 def spans(tokens: int, chunk: int) -> list[tuple[int, int]]:
@@ -55,7 +56,7 @@ def in_chunks(
     """
 
     def take(**given: Any) -> Any:
-        cache = cache_of(given.get("past_key_values"))
+        cache = cache_of(given.get(CACHE))
         columns = columns_of(given)
         tokens = max((given[name].shape[1] for name in ("input_ids", "inputs_embeds") if name in columns), default=0)
         candidates = 0 if cache is None or tokens == 1 else drafted(given, cache)

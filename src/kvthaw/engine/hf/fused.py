@@ -85,7 +85,7 @@ def find(model: PreTrainedModel) -> list[tuple[weakref.ref[Module], _Forward]]:
             forward = _mlp
         else:
             if kind not in rotating:
-                rotating[kind] = _rotating(kind.forward)
+                rotating[kind] = _rotating(_renamed(kind.forward))
             forward = rotating[kind]
         if forward is not None:
             found.append((weakref.ref(module), forward))
@@ -103,6 +103,12 @@ def _computes(function: Any) -> tuple[Any, ...] | None:
     if code is None:
         return None
     return code.co_code, code.co_names, tuple(const for const in code.co_consts if const != function.__doc__)
+
+
+def _renamed(forward: Any) -> Any:
+    """Return a forward without the wrapper that transformers 5.24 has around it for arguments' old names."""
+    code = getattr(forward, "__code__", None)
+    return forward.__wrapped__ if code is not None and code.co_qualname.startswith("deprecate_kwarg.") else forward
 
 
 def _rotating(forward: Any) -> _Forward | None:

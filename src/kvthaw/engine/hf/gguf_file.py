@@ -1,4 +1,4 @@
-"""Models in one .gguf file: checks of the file before transformers reads it, and options for reading its weights."""
+"""Models in one .gguf file: how transformers reads it, and what is checked afterwards."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,25 +16,7 @@ from kvthaw.errors import ConfigError
 
 BROKEN = (struct.error, IndexError, KeyError, NotImplementedError, OverflowError, RuntimeError)
 """Errors, besides OSError and ValueError, that transformers raises for a truncated file or one with unknown content."""
-_NEEDED = ("gguf", "accelerate")
-_SPLIT = b"split.count"
 _READING = threading.Lock()
-
-
-def check(path: Path, name: str) -> None:
-    """Raise ConfigError for a file that is no complete model, and if a package that reads it is missing."""
-    with path.open("rb") as file:
-        head = file.read(1 << 16)
-    if head[:4] != b"GGUF":
-        raise ConfigError(f"model is {name!r}; that file is not in the GGUF format")
-    if _parts(head) > 1:
-        raise ConfigError(
-            f"model is {name!r}; it is one of {_parts(head)} parts of a model: join them with llama-gguf-split --merge"
-        )
-    missing = [package for package in _NEEDED if find_spec(package) is None]
-    if missing:
-        lack = " and ".join(missing)
-        raise ConfigError(f"model is {name!r}; a .gguf file takes {lack}, not installed: pip install 'kvthaw[gguf]'")
 
 
 def weights() -> dict[str, Any]:
@@ -74,12 +54,3 @@ def check_loaded(info: dict[str, Any], name: str) -> None:
     lacking = sorted(info["missing_keys"])
     if lacking:
         raise ConfigError(f"model is {name!r}; it lacks {len(lacking):,} weights of that kind of model, such as {lacking[0]}")
-
-
-def _parts(head: bytes) -> int:
-    """Return the number of files that a model was split into, from the key and its 16-bit value."""
-    at = head.find(_SPLIT)
-    if at < 0 or len(head) < at + len(_SPLIT) + 6:
-        return 1
-    count: int = struct.unpack_from("<H", head, at + len(_SPLIT) + 4)[0]
-    return count

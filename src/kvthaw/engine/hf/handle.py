@@ -24,6 +24,7 @@ from kvthaw.cache.stats import Stats
 from kvthaw.config import CacheConfig, KvDtype
 from kvthaw.engine.hf.attention import attends, give_back_attention, unwrap
 from kvthaw.engine.hf.cache import Cache
+from kvthaw.engine.hf.cache_argument import CACHE, pop_cache
 from kvthaw.engine.hf.chunks import CHUNK, in_chunks
 from kvthaw.engine.hf.fused import fusing
 from kvthaw.engine.hf.hooks import drop_prefetch
@@ -108,7 +109,7 @@ class Forward:
         kinds = given.get("token_type_ids")
         if kinds is not None and self._multimodal and not kinds.any():  # all text: it would only request a mask
             del given["token_type_ids"]
-        cache = self._supplied(given.pop("past_key_values", None), given)
+        cache = self._supplied(pop_cache(given), given)
         behind = _behind(cache)
         with self._turn:
             self.off = _WITHOUT if behind is None else None
@@ -116,7 +117,7 @@ class Forward:
                 self.cache = behind
                 self._caches.add(behind)
             self._warn(given)
-            out = self._take(**given, past_key_values=cache)
+            out = self._take(**given, **{CACHE: cache})
             if behind is not None and not behind.kv.sequences.padded_length:
                 self.off = _UNUSED
             return out
@@ -155,7 +156,7 @@ class Forward:
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward. If it raises, a kvthaw cache counts none of its tokens."""
-        cache = _behind(kwargs.get("past_key_values"))
+        cache = _behind(kwargs.get(CACHE))
         with nullcontext() if cache is None else cache.kv.counted_forward():
             return self._plain(*args, **kwargs)
 

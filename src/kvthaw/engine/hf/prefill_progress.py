@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvthaw.engine.hf.cache import Cache
+from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.chunks import columns_of, drafted
 
 Tell = Callable[[int, int], None]
@@ -47,7 +48,7 @@ class PrefillProgress:
         """Wrap a forward that takes whole prompts by name. Candidates of assisted decoding do not count as prompt."""
 
         def begun(**given: Any) -> Any:
-            cache, tokens = cache_of(given.get("past_key_values")), _tokens(given)
+            cache, tokens = cache_of(given.get(CACHE)), _tokens(given)
             total = 0 if cache is None or tokens == 1 else tokens - drafted(given, cache)
             if total > 1:
                 self.begin(total)

@@ -20,6 +20,7 @@ from kvthaw.cache.streams import SegmentedGraph
 from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.graph_runner import compilable, uncollected
 from kvthaw.engine.hf.batch_cache import BatchCache, packs
+from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.fused import fused
 from kvthaw.engine.hf.layer import CacheLayer, TaggingLayer
 from kvthaw.errors import first_line
@@ -119,7 +120,7 @@ class PromptGraphs:
         tape: Any = TransformersCache(layers=list(self._layers))
         with fused(self._model):
             how = {"position_ids": self._positions[:, :length], "logits_to_keep": self._last}
-            logits = self._model(input_ids=self._ids[:, :length], past_key_values=tape, use_cache=True, **how).logits[:, 0]
+            logits = self._model(input_ids=self._ids[:, :length], **{CACHE: tape}, use_cache=True, **how).logits[:, 0]
             if not self._logits.numel():
                 self._logits = torch.empty_like(logits)
             self._logits.copy_(logits)

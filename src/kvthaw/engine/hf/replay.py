@@ -12,9 +12,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
 from kvthaw.engine.hf.cache import Cache
+from kvthaw.engine.hf.cache_argument import CACHE
 
 _log = logging.getLogger(__name__)
-_PLAIN = {"input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "logits_to_keep", "return_dict"}
+_PLAIN = {"input_ids", "position_ids", CACHE, "attention_mask", "use_cache", "logits_to_keep", "return_dict"}
 
 
 def replaying(
@@ -44,7 +45,7 @@ def replaying(
     @functools.wraps(forward)
     def step(*args: Any, **kwargs: Any) -> Any:
         ids = kwargs.get("input_ids", args[0] if args else None)
-        cache = cache_of(kwargs.get("past_key_values"))
+        cache = cache_of(kwargs.get(CACHE))
         extra = set(kwargs) - _PLAIN
         if (
             cache is None
@@ -71,6 +72,6 @@ def replaying(
             sequences = cache.kv.sequences
             positions = torch.tensor([[sequences.length(seq)] for seq in range(sequences.count)], device=ids.device)
         logits = cache.replay(ids, positions).clone()  # the next replay writes over its own
-        return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs["past_key_values"])
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: kwargs[CACHE]})
 
     return step

@@ -9,6 +9,7 @@ import torch
 
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.engine.hf.cache import Cache
+from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.chunks import columns_of, reason_for_one_pass
 
 
@@ -24,7 +25,7 @@ def reusing(
     """
 
     def take(**given: Any) -> Any:
-        cache, ids, mask = cache_of(given.get("past_key_values")), given.get("input_ids"), given.get("attention_mask")
+        cache, ids, mask = cache_of(given.get(CACHE)), given.get("input_ids"), given.get("attention_mask")
         if cache is None or ids is None or len(ids) > 1 or ids.shape[1] == 1 or cache.kv.sequences.padded_length:
             return forward(**given)
         padded = isinstance(mask, torch.Tensor) and not bool(mask.all())
