@@ -172,9 +172,7 @@ def test_retrieved_wants_a_method_that_retrieves(llama: PreTrainedModel) -> None
 # Models
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in REFUSED if name != "gptj" or CACHE != "cache"]
-)  # transformers 5.24 has it served
+@pytest.mark.parametrize("name", [name for name in REFUSED if name != "gptj" or CACHE != "cache"])
 def test_refused_models(name: str) -> None:
     model = build(name)
     before = model.config._attn_implementation
