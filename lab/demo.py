@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.prefill import prefill
@@ -94,7 +92,7 @@ def run(
 ) -> Outcome:
     """Read a text once, then answer every question with full attention and under a method.
 
-    Each question starts from the text alone. Its tokens are decoded one by one, so that only the prefill reads more than
+    Each question starts from the text alone and is prefilled, as `kvthaw chat` does it; every step of its answer reads at most
     the budget. With dense_layers=None the method sets the dense layers. Raises ConfigError for invalid settings, before the
     prefill.
     """
@@ -104,14 +102,14 @@ def run(
     show("text", text.title)
     start = now(model.device)
     base = whole(model, [Variant(method)])
-    logits = prefill(model, base, text.tokens, progress=progress)
+    prefill(model, base, text.tokens, progress=progress)
     prefill_s = now(model.device) - start
     show("index", "")
     start = now(model.device)
     fork = base.fork(method, **limits)
     fork.wait()
-    sides = [_Answering(model, tokenizer, text, logits, Side("full"), base)]
-    sides.append(_Answering(model, tokenizer, text, logits, Side(method, index_s=now(model.device) - start), fork, base))
+    sides = [_Answering(model, tokenizer, text, Side("full"), base)]
+    sides.append(_Answering(model, tokenizer, text, Side(method, index_s=now(model.device) - start), fork, base))
     show("ready", "")
     for question in text.questions:
         show("ask", question.text)
@@ -129,12 +127,11 @@ class _Answering:
         model: PreTrainedModel,
         tokenizer: Any,
         text: Text,
-        logits: Tensor,
         side: Side,
         cache: Cache,
         reference: Cache | None = None,
     ) -> None:
-        self._model, self._tokenizer, self._text, self._logits, self._side = model, tokenizer, text, logits, side
+        self._model, self._tokenizer, self._text, self._side = model, tokenizer, text, side
         self._cache, self._sparse = cache, reference is not None
         self._probe = Probe(cache, every=PROBED, reference=reference) if self._sparse else None
         self._recorder = Recorder(cache.kv) if self._sparse else None
@@ -148,7 +145,8 @@ class _Answering:
         begin, watched, device = now(self._model.device), probe.seconds if probe else 0.0, self._model.device
         times, said, recording = list[float](), list[str](), Recording()
         answers = Answers(self._model, self._tokenizer, self._cache, until=self._text.until)
-        for (piece,) in answers.stream(self._logits[None], [question.end], question.limit):
+        logits = prefill(self._model, self._cache, question.end)
+        for (piece,) in answers.stream(logits[None], [()], question.limit):
             if piece is not None:
                 times.append(now(device) - begin - ((probe.seconds if probe else 0.0) - watched))
                 show("said", piece)
