@@ -32,11 +32,11 @@ from kvthaw.evaluate.agreement import (
     Prompt,
     longest,
     questions,
-    read_prompts,
     summarize,
+    whole_prompts,
     windows,
 )
-from kvthaw.evaluate.files import read_asset
+from kvthaw.evaluate.files import read_asset, read_prompts
 from kvthaw.evaluate.report import enough
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
@@ -228,7 +228,7 @@ def main() -> None:
     if given.prompts is not None:
         name, prompts = (
             given.prompts.stem,
-            read_prompts(tokenizer, given.prompts, longest(model, given.tokens), chat, given.limit),
+            whole_prompts(tokenizer, read_prompts(given.prompts, given.limit), longest(model, given.tokens), chat),
         )
     else:
         text, name = (read_asset("book.txt"), "alice") if given.text is None else (words(given.text) or "", given.text.stem)

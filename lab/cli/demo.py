@@ -93,7 +93,9 @@ def demo(
     else:
         stdout().print(card(outcome))
         if (outcome.full.tpot_s or 0) < (outcome.thawed.tpot_s or 0):
-            print("A text this short saves memory, not time: on an H100 steps are faster than full attention's from 36k tokens on.")
+            print(
+                "A text this short saves memory, not time: on an H100 steps are faster than full attention's from 36k tokens on."
+            )
 
 
 def _fetched() -> Path | None:

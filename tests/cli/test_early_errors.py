@@ -61,6 +61,7 @@ CASES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("generate", "Hi", "--device", "gpu"), ("device is 'gpu'", "cuda:1")),
     (("generate", "Hi", "--budget", "0"), ("--budget", "0")),
     (("generate", "Hi", "--budget", "64", "--retrieved", "9"), ("budget is 64 and retrieved is 9; give one of them",)),
+    (("eval", "agreement", "--prompts", "broken.jsonl"), ("prompts is 'broken.jsonl'", "not JSON")),
     (("chat", "--device-memory", "much"), ("device_memory is 'much'",)),
     (("serve", "--kv-dtype", "fp9"), ("kv_dtype is 'fp9'",)),
     (("gen", "Hi"), ("Did you mean 'generate'?",)),
@@ -75,6 +76,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tupl
     folder, found = tmp_path_factory.mktemp("early"), dict[tuple[str, ...], tuple[int, str, str]]()
     (folder / "text.txt").write_text("Some text.")
     (folder / "fake.gguf").write_text("no model")
+    (folder / "broken.jsonl").write_text('{"prompt": ')
     places = {"FILE": str(folder / "text.txt"), "FOLDER": str(folder)}
     for module, its in (("kvthaw.cli", app), ("lab.__main__", laboratory)):
         given = [one for one, _ in CASES if program(one) is its]
@@ -173,3 +175,10 @@ def test_a_plugin_s_method_is_known_wherever_it_stands(model: str, tmp_path: Pat
     finally:
         METHODS.unregister("mine-own")
     refused(Said(*asked[:-1], "mine-owm"), 1, "mine-owm")
+
+
+def test_a_missing_gpu_is_told_before_transformers_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(Said("generate", "Hi", "--device", "cuda"), 1, "device is 'cuda', but torch finds no GPU here")

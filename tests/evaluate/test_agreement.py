@@ -19,11 +19,11 @@ from kvthaw.evaluate.agreement import (
     divergence,
     interval,
     questions,
-    read_prompts,
     summarize,
+    whole_prompts,
     windows,
 )
-from kvthaw.evaluate.files import read_asset
+from kvthaw.evaluate.files import read_asset, read_prompts
 from kvthaw.evaluate.report import enough
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.variant import FULL, Variant
@@ -153,7 +153,7 @@ def test_results_are_resumed(loaded: tuple[Any, Any], work: Comparison, tmp_path
 def test_prompts_are_cut_in_the_middle_and_windows_where_the_text_is(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     tokenizer, path = loaded[1], tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (TEXT[:900], "short", "left out")))
-    long, short = read_prompts(tokenizer, path, 101, None, 2)
+    long, short = whole_prompts(tokenizer, read_prompts(path, 2), 101, None)
     whole = tokenizer(TEXT[:900])["input_ids"]
     assert (list(long.tokens), long.cut) == (whole[:50] + whole[-51:], True)
     assert (list(short.tokens), short.cut, short.follows) == (tokenizer("short")["input_ids"], False, None)
@@ -174,7 +174,7 @@ def test_what_cannot_be_compared_is_refused(loaded: tuple[Any, Any], tmp_path: P
         questions(tokenizer, TEXT, "Who is it? " * 9, 20, 3, None)
     path.write_text('{"prompt": "good"}\n{"prompt": 3}\n')
     with pytest.raises(ConfigError, match="prompt of record 2 is 3"):
-        read_prompts(tokenizer, path, 100, None)
+        read_prompts(path)
     path.write_text('{"text": "good"}\n')
     with pytest.raises(ConfigError, match="'prompt'"):
-        read_prompts(tokenizer, path, 100, None)
+        read_prompts(path)

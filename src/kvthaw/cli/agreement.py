@@ -85,17 +85,20 @@ def agreement(
         raise typer.BadParameter("give one of --file and --prompts", param_hint="--file")
     if question is not None and file is None:
         raise typer.BadParameter("a question is asked about a --file", param_hint="--question")
-    limited = methods if methods.budget or methods.retrieved else replace(methods, budget=_BUDGETS)
-    variants, asked = limited.variants(), template.asked()
     lengths = None if length is None else listed(length, tokens_of, "--length")
     if prompts is not None and lengths is not None and len(lengths) > 1:
         raise typer.BadParameter("with --prompts it is one number", param_hint="--length")
+    from kvthaw.evaluate.files import read_prompts
+
+    text = "" if file is None else prompt_text(None, file)
+    given = [] if prompts is None else read_prompts(prompts, limit)  # before anything slow
+    limited = methods if methods.budget or methods.retrieved else replace(methods, budget=_BUDGETS)
+    variants, asked = limited.variants(), template.asked()
     from kvthaw.engine.chat_template import Chat
-    from kvthaw.evaluate.agreement import Agreement, Comparison, longest, questions, read_prompts, summarize, windows
+    from kvthaw.evaluate.agreement import Agreement, Comparison, longest, questions, summarize, whole_prompts, windows
     from kvthaw.evaluate.report import agreements
     from kvthaw.evaluate.results import ResultsFile
 
-    text = "" if file is None else prompt_text(None, file)
     results = ResultsFile(out)
     llm, tokenizer = loading.load([each.cache for each in variants], asked, template=template.template())
     how = asked or (Chat() if template.chat is None and tokenizer.chat_template is not None else None)
@@ -103,7 +106,7 @@ def agreement(
     def made() -> list[Prompt]:
         if prompts is not None:
             most = min(longest(llm, tokens), *(lengths or ()), 1 << 31)
-            return read_prompts(tokenizer, prompts, most, how, limit)
+            return whole_prompts(tokenizer, given, most, how)
         return [
             one
             for size in sorted(lengths or [2048])

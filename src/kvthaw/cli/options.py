@@ -64,9 +64,15 @@ def named_dtype(name: str) -> str:
 
 
 def named_device(name: str | None) -> str | None:
-    """Return a device's name. Raises ConfigError for a kind of device that there is not, before torch is imported."""
+    """Return a device's name. Raises ConfigError for a kind of device that there is not, before torch is imported, and for a
+    missing GPU before transformers is."""
     if name is not None and not re.fullmatch(r"(cpu|cuda|mps|xpu|hpu|npu|meta)(:\d+)?", name):
         raise ConfigError(f"device is {name!r}; it must be cpu, cuda, or one of several as cuda:1")
+    if name is not None and name.startswith("cuda"):
+        import torch  # the fastest that knows it
+
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device is {name!r}, but torch finds no GPU here; leave --device out, or say cpu")
     return name
 
 

@@ -10,7 +10,6 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import check_prompt, positions
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.evaluator import Evaluator, Piece
-from kvthaw.evaluate.files import read_records
 from kvthaw.evaluate.machine import now, versions
 from kvthaw.evaluate.passages import opening, tokens_of
 from kvthaw.evaluate.prefills import Tell
@@ -104,14 +102,10 @@ def questions(tokenizer: Any, text: str, question: str, length: int, count: int,
     return found
 
 
-def read_prompts(tokenizer: Any, path: Path, most: int, chat: Chat | None, limit: int | None = None) -> list[Prompt]:
-    """Return the field "prompt" of the lines of a JSON-lines file as prompts. One of more than `most` tokens loses its middle.
-    Raises ConfigError for a file of another kind."""
+def whole_prompts(tokenizer: Any, texts: Iterable[str], most: int, chat: Chat | None) -> list[Prompt]:
+    """Return texts as prompts. One of more than `most` tokens loses its middle."""
     found = []
-    for number, record in enumerate(read_records(path, "prompt")[:limit], 1):
-        text = record["prompt"]
-        if not isinstance(text, str) or not text.strip():
-            raise ConfigError(f"prompts is {str(path)!r}; the prompt of record {number} is {text!r}, it must be a text")
+    for text in texts:
         tokens = _whole(tokenizer, "", text, chat)
         cut = len(tokens) > most
         kept = [*tokens[: most // 2], *tokens[len(tokens) - (most - most // 2) :]] if cut else tokens

@@ -97,7 +97,8 @@ _NAMED = 4
 def agreements(summaries: Sequence[Summary]) -> Table:
     """Return how near variants are to full attention for the terminal; see `agreement_rows` and `enough`."""
     title = f"KL(full || method) in nats a token: {compared(summaries[0])}, {on(summaries[0])}"
-    made = narrow(title, AGREEMENT, agreement_rows(summaries))
+    others = [one for one in summaries if one["method"] != "full"]  # whose divergence from itself is 0
+    made = narrow(title, AGREEMENT[:-1], [row[:-1] for row in agreement_rows(others or summaries)])
     made.caption = enough(summaries) or None
     return made
 
@@ -106,7 +107,7 @@ def agreement_rows(summaries: Sequence[Summary]) -> list[list[str]]:
     """One row a variant, the nearest of each budget first."""
     lines: list[list[str]] = []
     for one in sorted(summaries, key=lambda one: (one["method"] == "full", one["budget"] or 0, one["kl"])):
-        low_high = "-" if one["kl_95"] is None else f"{one['kl_95'][0]:.4f} to {one['kl_95'][1]:.4f}"
+        low_high = "" if one["kl_95"] is None else f"{one['kl_95'][0]:.4f}-{one['kl_95'][1]:.4f}"
         attended = "all" if one["attended_mean"] is None else f"{one['attended_mean']:.0f}"
         kl = [f"{one['kl']:.4f}", low_high, f"{one['kl_p99']:.4f}", f"{100 * one['same_top']:.1f}"]
         lines.append([*named(one), *kl, attended])

@@ -235,8 +235,8 @@ def find_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # the meta device holds no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        says = f"torch cannot use it; it must be cpu, cuda or cuda:1: {_first_line(error)}"
-        raise ConfigError(f"device is {name!r}; {says}") from error
+        why = _first_line(error).rstrip(".")
+        raise ConfigError(f"device is {name!r}, which torch cannot use ({why}); it must be cpu, cuda or cuda:1") from error
     return device
 
 
