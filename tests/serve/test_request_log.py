@@ -47,6 +47,8 @@ def test_what_a_request_took(served: Served, line: Line) -> None:
 def test_why_a_request_was_refused_in_one_line(served: Served, line: Line) -> None:
     served.post("/v1/completions", prompt="a", context="none")
     assert re.match(r"INFO .* POST /v1/completions 404 .*: no context is named 'none'$", line("'none'"))
+    served.http.post("/v1/completions", content="a")
+    assert "a body is sent as 'application/json'" in line(" 415 ")
     served.post("/v1/completions", prompt="a", temprature=1)
     assert " 400 " in line("temprature")
     served.post("/v1/chat/completions", model="other\nINFO b", messages=[{"role": "user", "content": "a"}])

@@ -117,7 +117,8 @@ def chat(
             document = cut_to(tokenizer, document, max(limit // 2, limit - limit // 8 - max_new_tokens))
         with ExitStack() as shown:
             talk.read(document, kept=place, progress=Reading(shown))
-        say(f"{file}: {counted(len(talk.tokens), 'token')}, {talk.prefilled:,} of them prefilled")
+        kept = len(talk.tokens) - talk.prefilled
+        say(f"{file}: {counted(len(talk.tokens), 'token')}" + (f", {kept:,} of them kept before" if kept else ""))
     elif place is not None:
         with waiting(f"reading {place}"):
             talk.resume(place)
@@ -200,7 +201,7 @@ def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path)
         say(f"kept in {place}; --context {argument} takes it up again")
     elif command == "/clear":
         talk.clear()
-        say(f"forgotten, except {counted(len(talk.tokens), 'token')}")
+        say(f"forgotten, except the document's {counted(len(talk.tokens), 'token')}" if talk.tokens else "forgotten")
     elif command == "/help":
         for name, what in HELP.items():
             say(f"{name:20} {what}")

@@ -21,10 +21,10 @@ from kvthaw.regions import BUDGET
 
 EXAMPLES = (
     'Examples:\n\n  kvthaw generate "The sky is blue. The sun is" --max-new-tokens 8\n\n'
-    '  kvthaw generate --model Qwen/Qwen3-8B --chat --file notes.txt --question "Who leads?" --question "What was decided?"\n\n'
-    '  kvthaw generate --model Qwen/Qwen3-8B --chat --file notes.txt --question "Who leads?" --kv notes.kv '
+    '  kvthaw generate --model Qwen/Qwen3-8B --file notes.txt --question "Who leads?" --question "What was decided?"\n\n'
+    '  kvthaw generate --model Qwen/Qwen3-8B --file notes.txt --question "Who leads?" --kv notes.kv '
     "  (again, it reads the question alone)\n\n"
-    '  kvthaw generate --model Qwen/Qwen3-8B --chat --file notes.txt --question "Who leads?" --method full,thaw --budget 256,1024'
+    '  kvthaw generate --model Qwen/Qwen3-8B --file notes.txt --question "Who leads?" --method full,thaw --budget 256,1024'
     "  (side by side)\n\n"
     '  kvthaw generate "Tell me a joke." --model Qwen/Qwen3-8B --chat --system "Be brief." --temperature 0.7 --top-p 0.9\n\n'
     "  cat book.txt | kvthaw generate --model meta-llama/Llama-3.1-8B --budget 0.05 --json"

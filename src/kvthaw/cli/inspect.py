@@ -16,7 +16,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.formatting import human
 
 EXAMPLES = (
-    'Examples:\n\n  kvthaw inspect --model Qwen/Qwen3-8B --chat --file notes.txt --question "Who leads?" -o page.html\n\n'
+    'Examples:\n\n  kvthaw inspect --model Qwen/Qwen3-8B --file notes.txt --question "Who leads?" -o page.html\n\n'
     '  kvthaw inspect --file notes.txt --question "..." --method icecache-digest --method prkv --budget 128,256 -o page.html'
 )
 _MOST = 4  # runs of a page

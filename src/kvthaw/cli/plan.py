@@ -212,7 +212,9 @@ def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list
     if one.fits is not None:
         short = "fits" if one.fits else "does not fit"
         every = ", all positions of the model" * (one.longest == forecaster.most)
-        most = f"The longest prompt that does has {counted(one.longest, 'token')}{every}." if one.longest else "No prompt does."
+        most = f"The longest prompt that fits has {counted(one.longest, 'token')}{every}." if one.longest else "No prompt fits."
+        if one.longest and one.method == "auto":
+            most += " auto takes another method where that one does not fit."
         said.append(f"It {short}. {most}")
     if one.fits is False:
         would = forecaster.would_fit(one.method, about["length"])

@@ -230,8 +230,8 @@ def _told(service: Service, method: str) -> Iterator[str]:
     if not service.chats:
         yield "without a chat template: completions only; --chat-template gives one"
     each = ", ".join(f"{name} {value:g}" for name, value in service.defaults.items())
-    whose = f"by the model's generation config: {each}" if each else "at temperature 1, as by OpenAI"
-    yield f"requests that do not say it are sampled {whose}"
+    whose = f"{each}, by the model's generation config" if each else "temperature 1, OpenAI's default"
+    yield f"sampling, where a request does not set it: {whose}"
 
 
 def _log_to_stderr(level: str) -> None:

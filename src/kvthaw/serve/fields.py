@@ -49,10 +49,13 @@ def few(most: int) -> BeforeValidator:
 
 
 class Only:
-    """Marks a field that is not served: it takes these values, which ask for nothing."""
+    """Marks a field that is not served: it takes these values, which ask for nothing.
 
-    def __init__(self, *values: Any) -> None:
-        self._values = values
+    instead: what to do, for the error.
+    """
+
+    def __init__(self, *values: Any, instead: str = "") -> None:
+        self._values, self._instead = values, f"; {instead}" if instead else ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return no_info_plain_validator_function(self._check)
@@ -65,7 +68,9 @@ class Only:
             value = {name: one for name, one in value.items() if one is not None}  # as in every object
         if not any(type(value) is type(one) and value == one for one in self._values):
             allowed = " or ".join(map(json.dumps, self._values))
-            raise PydanticCustomError("not_served", "{words}", {"words": f"is not served; it may be left out, or be {allowed}"})
+            raise PydanticCustomError(
+                "not_served", "{words}", {"words": f"is not served; it may be left out, or be {allowed}{self._instead}"}
+            )
         return value
 
 

@@ -41,6 +41,7 @@ class Guard:
             return await self._app(scope, receive, send)
         error = self._refusal(scope)
         if error is not None:
+            scope.setdefault("state", {})["error"] = str(error)  # for the log
             return await error.response()(scope, receive, send)
         size = 0
 

@@ -41,6 +41,7 @@ _Stop = Annotated[
     | Annotated[list[_StopString], Field(max_length=MOST_STOPS, fail_fast=True), Tag("list")],
     TextOrList,
 ]
+_NO_TOOLS = "response_format with a json_schema makes an answer of a call's arguments"
 _Bias = dict[Annotated[Token, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]]
 
 
@@ -112,7 +113,7 @@ class Sampled(Body):
     cache_salt: str = Field("", max_length=256, description="prompts of other salts share no KV with this one")
     # OpenAI's that are not served
     store: Annotated[bool, Only(False)] = False
-    tools: Annotated[list[Any], Only([])] = Field([])
+    tools: Annotated[list[Any], Only([], instead=_NO_TOOLS)] = Field([])
     tool_choice: Annotated[str, Only("none", "auto")] = "none"
     parallel_tool_calls: bool = True
     service_tier: Annotated[str, Only("auto", "default")] = "auto"

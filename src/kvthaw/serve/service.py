@@ -24,7 +24,7 @@ from kvthaw.engine.lockstep import Compile, Lockstep
 from kvthaw.engine.request import hidden_salt
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.scheduler import Scheduler
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, hint
 from kvthaw.serve.coming import Coming
 from kvthaw.serve.compilers import Compilers
 from kvthaw.serve.errors import ApiError, shutting_down, too_long
@@ -212,9 +212,12 @@ class Service:
             return None
         key = hidden_salt(body.cache_salt), body.context  # another tenant's is none
         await self.refresh(key)
-        entry = self.kept(key[0]).get(key[1])
+        kept = self.kept(key[0])
+        entry = kept.get(key[1])
         if entry is None:
-            raise ApiError(404, f"no context is named {body.context!r}", param="context", code="context_not_found")
+            near = hint(body.context, kept)
+            said = f"no context is named {body.context!r}" + (f"; {near}" if near else "")
+            raise ApiError(404, said, param="context", code="context_not_found")
         return entry
 
     async def context_tokens(self, body: Sampled, client: str = "") -> list[int]:
