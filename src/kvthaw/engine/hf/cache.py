@@ -79,7 +79,8 @@ def _dense_layers(chosen: Method, given: CacheConfig, depth: int) -> int:
 
 
 class Cache(DynamicCache):
-    """A KV cache that keeps most KV frozen on the host. Pass it to generate() or forward() as past_key_values.
+    """A KV cache that keeps most KV frozen on the host. Pass it to generate() or forward() as past_key_values, which
+    transformers calls cache from 5.24 on.
 
     Takes a DynamicCache of the model and replaces its full-attention layers; sliding-window and linear layers are
     unchanged. Creating one sets the model's attention function to kvthaw's, which serves plain caches too;
