@@ -59,7 +59,7 @@ class Stack:
     ) -> None:
         self.kv = KVCache(Settings(resolve(method), budget=64, block_size=block_size), range(LAYERS), layers)
         self.pads, self.how = pads or [0] * SEQS, AttentionParams(0.3)
-        self.cache: Any = Cache(kv=self.kv, adapters=dict)
+        self.cache: Any = Cache(kv=self.kv, adapters=dict, argument="past_key_values")
         self._take(PROMPT)
         self.replay = GraphRunner(self._forward, self.cache, capture=replayed)
         captured_by(monkeypatch, StandIn)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from unit_methods import generate, indices
 
 import kvthaw
+from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw_baselines.index.skewed import SkewedIndex
 from zoo import build, prompt
 
@@ -53,7 +54,7 @@ def test_a_layer_is_asked_with_what_the_layer_before_prefetches(
     for i, layer in enumerate(llama.model.layers):
 
         def keep(module: Any, args: Any, kwargs: Any, i: int = i) -> None:
-            if kwargs.get("past_key_values") is not None and kwargs["hidden_states"].shape[1] == 1:
+            if kwargs.get(CACHE) is not None and kwargs["hidden_states"].shape[1] == 1:
                 inputs.setdefault(i, []).append(kwargs["hidden_states"])
                 if i == 0:
                     turns.append(kwargs["position_embeddings"])

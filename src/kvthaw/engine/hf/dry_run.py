@@ -46,10 +46,9 @@ def dry_run(
     dense: list[DenseLayer] = []
 
     def of(number: int) -> tuple[Tensor, Tensor]:
-        own = of_layer(config, number)
-        if id(own) not in known:
-            known[id(own)] = _tensors(model, own, batch, prompt)
-        return known[id(own)]
+        if number not in known:
+            known[number] = _tensors(model, of_layer(config, number), batch, prompt)
+        return known[number]
 
     def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
         query, key = of(layer.number)
