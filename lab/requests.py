@@ -42,10 +42,13 @@ ERRORS = InjectedError, HostMemoryError, torch.OutOfMemoryError
 
 
 class Disturbance:
-    """Lets a model's forwards fail, or lack memory, in one of its layers, as often as `rate` says."""
+    """Lets a model's forwards fail, or lack memory, in one of its layers, as often as `rate` says.
 
-    def __init__(self, model: PreTrainedModel, rng: random.Random, rate: float) -> None:
-        self.rng, self.rate, self.active, self.count = rng, rate, False, Counter[str]()
+    seed: of its own generator, so that the number of a layer's call decides whether it fails, however long steps take.
+    """
+
+    def __init__(self, model: PreTrainedModel, seed: str, rate: float) -> None:
+        self.rng, self.rate, self.active, self.count = random.Random(seed), rate, False, Counter[str]()
         self.hooks = [layer.register_forward_hook(self._fail) for layer in model.model.layers]
 
     def _fail(self, *_: Any) -> None:
@@ -112,7 +115,7 @@ def run(model: PreTrainedModel, method: str, count: int, seed: int, *, kinds: in
     begin, pool = time.perf_counter(), kinds_of(model, rng, kinds)
     alone = serve_alone(model, method, pool)
     before = held_bytes(model)
-    found = serve(model, method, count, pool, alone, rng, rate)
+    found = serve(model, method, count, pool, alone, rng, Disturbance(model, f"{seed} {method} failures", rate))
     kept = [after - earlier for earlier, after in zip(before, held_bytes(model), strict=True)]
     found |= {"kept_device_bytes": kept[0], "kept_host_bytes": kept[1], "seconds": round(time.perf_counter() - begin, 1)}
     return {"method": method, "seed": seed, "requests": count} | found
@@ -125,11 +128,10 @@ def serve(
     pool: Sequence[tuple[Tensor, Sampling]],
     alone: Sequence[list[int]],
     rng: random.Random,
-    rate: float,
+    disturbance: Disturbance,
 ) -> dict[str, Any]:
     """Serve requests drawn from a pool, disturb them, and compare each with its tokens alone."""
     scheduler = Scheduler(batch_of(model, method, SEQS), step_tokens=24)
-    disturbance = Disturbance(model, rng, rate)
     asked: dict[Request, int] = {}
     ended: Counter[str] = Counter()
     steps, quiet, came = 0, 0, 0
