@@ -1,13 +1,13 @@
 """How far next-token distributions are from full attention's on a pretrained model: KL(full || method) in nats a token.
 
 usage: python3 -m lab.real_models MODEL OUT.jsonl [--method all] [--budget 64,256,1024] [--prompts FILE | --text FILE] ...
-       python3 -m lab.real_models --publish OUT.jsonl...
+       python3 -m lab.real_models --publish [OUT.jsonl...]
 
 The first measures for `--seconds` what OUT.jsonl lacks. With `--prompts`, full attention answers each prompt of a file greedily,
 through the chat template where there is one. Without, windows of a text at every length are spread evenly over it: the text itself
 follows half of them, full attention's greedy answer to a question the other half. All variants see a block of prompts before any
 sees the next. MODEL: as for `python -m lab eval --model`. The second writes lab/results/real_models.jsonl, a line a model, text,
-kind of prompt and variant, and the tables of docs/results.md.
+kind of prompt and variant, all tables in docs/notes/real-models.md, and a selection of them in docs/results.md.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from kvthaw.evaluate.report import enough
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
 from kvthaw.methods import METHODS
+from lab.evaluate.document import Table
 from lab.script import paragraph, put, run_as_script
 
 ROOT = Path(__file__).parents[1]
@@ -115,6 +116,33 @@ def _line(records: list[Record]) -> dict[str, Any]:
     return {**line, **rounded, "text": records[0]["text"], **records[0]["about"]}
 
 
+SHOWN = (
+    ("SmolLM2-135M-Instruct", ("longbench-8k, settings of thaw", "longbench-8k")),
+    ("Qwen2.5-Coder-0.5B-Instruct", ("longbench-16k",)),
+    ("Gemma 3 270M", ("longbench-16k, settings of thaw", "longbench-16k")),
+)
+"""The models of `selection`, and whose prompts speak for them; an earlier text goes first."""
+METHODS_SHOWN = (
+    "thaw", "oracle", "pariskv-plus", "icecache-digest", "icecache-digest-device", "retroinfer", "pariskv", "icecache",
+    "clusterkv-plus", "pqcache", "clusterkv", "prkv-plus", "prkv", "quest", "snapkv", "streaming",
+)  # fmt: skip
+"""What `selection` compares: our methods, the papers', exact top-k and the best-known baselines."""
+
+
+def selection(lines: Sequence[dict[str, Any]]) -> str:
+    """Write one table of some methods on the three models, with 256 and 1,024 tokens."""
+    cells: dict[tuple[str, str, int], str] = {}
+    for model, texts in SHOWN:
+        for text in reversed(texts):
+            for one in lines:
+                if (one["model"], one["text"], one["answer"]) == (model, text, "greedy"):
+                    cells[one["method"], model, one["budget"]] = f"{_nats(one['kl'])}, {one['same_top']:.1%}"
+    columns = [(model, budget) for budget in (256, 1024) for model, _ in SHOWN]
+    head = ["method", *(f"{model.split('-')[0]}, {budget:,}" for model, budget in columns)]
+    body = [[f"`{name}`", *(cells.get((name, *one), "not run") for one in columns)] for name in METHODS_SHOWN]
+    return Table(head, body).markdown()
+
+
 def tables(lines: Sequence[dict[str, Any]]) -> str:
     """Write a table a model: of every method under every budget the KL, its interval over prompts, and the share of equal top
     tokens, of answers and of the text."""
@@ -155,7 +183,7 @@ def _table(some: Sequence[dict[str, Any]]) -> str:
     )
     head = ["method", "dense layers", *(f"{kind} {budget:,}" for kind, budget in asked)]
     body = [[f"`{row[0]}`", str(row[1]), *(cell(row, *one) for one in asked)] for row in sorted(rows, key=order)]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))
+    table = Table(head, body).markdown()
     said = [enough([one | {"retrieved": None} for one in some if one["answer"] == kind]) for kind in kinds]
     ends = [
         paragraph(one if len(kinds) == 1 else f"{KINDS[kind]}: {one}") for kind, one in zip(kinds, said, strict=True) if one
@@ -175,7 +203,8 @@ def publish(paths: Sequence[Path]) -> None:
     made += [one for one in kept if (one["model"], one["text"]) not in anew]
     made.sort(key=lambda one: (one["model"], one["text"], one["answer"], one["method"], one["budget"] or 0))
     RESULTS.write_text("".join(json.dumps(one) + "\n" for one in made), encoding="utf-8")
-    put(ROOT / "docs" / "results.md", tables(made), BEGIN)
+    put(ROOT / "docs" / "notes" / "real-models.md", tables(made), BEGIN)
+    put(ROOT / "docs" / "results.md", selection(made), BEGIN)
 
 
 class Noted(ResultsFile):
@@ -195,7 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("out", nargs="?", type=Path)
-    parser.add_argument("--publish", nargs="+", type=Path, help="files of results, for the tables")
+    parser.add_argument("--publish", nargs="*", type=Path, help="files of results, for the tables")
     parser.add_argument("--method", default="all", help="all, or methods as for python -m lab eval")
     parser.add_argument("--budget", default="64,256,1024")
     parser.add_argument("--dense-layers", default="", help="several numbers; default: two, or what the model's size says")
@@ -211,7 +240,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--commit")
     given = parser.parse_args()
-    if given.publish:
+    if given.publish is not None:
         publish(given.publish)
         return
     if given.model is None or given.out is None:

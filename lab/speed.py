@@ -1,10 +1,10 @@
-"""What benchmarks of speed came to: new lines into lab/results, and from there into the tables and plots of docs/results.md.
+"""What benchmarks of speed came to: new lines into lab/results, and from there into the tables and plots of docs/notes/speed.md.
 
 usage: python3 -m lab.speed [OUT...]
 
 OUT: folders whose lines are taken in first: decode, rivals, prefill, indexing, serving, peaks, running, trace, trees,
 kernels_*.jsonl.
-Writes the part of docs/results.md between its marks, docs/length.png and docs/throughput.png.
+Writes the part of docs/notes/speed.md between its marks, a short table of docs/results.md, docs/length.png and docs/throughput.png.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from lab.evaluate.document import Table
 from lab.script import paragraph, put
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "results.md"
+PAGE = HERE.parent / "docs" / "notes" / "speed.md"
+SHORT = HERE.parent / "docs" / "results.md"
 MARK = "<!-- written by lab/speed.py -->"
 Record = dict[str, Any]
 K = 1024
@@ -50,6 +51,11 @@ ROWS: tuple[tuple[str, Record], ...] = (
     ("icecache-digest, 256 tokens, its tree on the host", {"method": "icecache-digest"}),
     ("icecache-digest:reuse=3, the same, every third layer searching", {"method": "icecache-digest:reuse=3"}),
 )
+SUMMARY = (
+    "pariskv, 100", "pariskv-plus, 100 retrieved", "clusterkv-plus, 1024", "clusterkv, 1024", "prkv, 1024",
+    "icecache-digest-device, 256 tokens, its tree", "icecache-digest, 256",
+)  # fmt: skip
+"""How the rows of `summary` begin."""
 PROMPTED = (
     ("transformers' DynamicCache", "hf-dynamic", "eager"),
     ("transformers' OffloadedCache", "hf-offloaded", "eager"),
@@ -220,6 +226,22 @@ def _lengths(device: str, filled: list[Record]) -> Iterable[str]:
     yield Table(["", *(short(n) for n in columns), "KV and index on the device, dense layers too, of full's"], rows).markdown()
 
 
+def summary() -> str:
+    """Return mean times per token by length of the first device, fewer rows than `lengths`."""
+    decode = [line for line in read(HERE / "results" / "decode.jsonl") if asked(line)["shape"] == "llama-3.1-8b"]
+    filled = [line for line in decode if asked(line)["prompt"] != "run" and asked(line)["batch"] == 1]
+    device = devices(filled)[0]
+    rows, used = list[list[str]](), list[Record]()
+    for words, wanted in ROWS[:1] + tuple(row for row in ROWS if row[0].startswith(SUMMARY)):
+        found = {n: best(filled, device=device, length=n, **{"prompt": "filled", **wanted}) for n in LENGTHS}
+        known = [line for line in found.values() if line is not None]
+        used += known
+        shares = percent(line["share_with_dense"] or 1.0 for line in known[1:2] or known)
+        rows.append([words, *("" if line is None else f"{1e3 * line['tpot_s']:.1f}" for line in found.values()), shares])
+    said = paragraph(f"{device}, mean milliseconds a token, compiled and captured ({commit(used)}):")
+    return said + "\n\n" + Table(["", *map(short, LENGTHS), "KV and index on the device at 128k, of full's"], rows).markdown()
+
+
 def batches(lines: list[Record]) -> Iterable[str]:
     """Peaks over the batches of the first device, as a sentence each."""
     first = devices(lines)[:1]
@@ -291,7 +313,7 @@ def prefills(lines: list[Record]) -> Iterable[str]:
     if parts:
         yield (
             "A prompt until all of it is offloaded and indexed, beside transformers' own "
-            f"([prefill.jsonl](../lab/results/prefill.jsonl), {commit(known)}): {'; '.join(parts)}."
+            f"([prefill.jsonl](../../lab/results/prefill.jsonl), {commit(known)}): {'; '.join(parts)}."
         )
 
 
@@ -306,7 +328,7 @@ def served(lines: list[Record]) -> Iterable[str]:
             f"{short(one['length'])} keep joining and leaving, captured {'once' if most == 1 else f'{most} times'}, "
             f"{lines[-1]['budget']} tokens: "
             f"median (95th percentile) milliseconds a step {each} "
-            f"([serving.jsonl](../lab/results/serving.jsonl), {', '.join(dict.fromkeys(line['commit'] for line in lines))})."
+            f"([serving.jsonl](../../lab/results/serving.jsonl), {', '.join(dict.fromkeys(line['commit'] for line in lines))})."
         )
 
 
@@ -360,6 +382,7 @@ def main(arguments: list[str]) -> None:
     for folder in arguments:
         collect(Path(folder))
     put(PAGE, part(), MARK)
+    put(SHORT, summary(), MARK)
     draw()
 
 

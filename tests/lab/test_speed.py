@@ -24,8 +24,8 @@ def speed() -> Any:
 
 
 def test_the_page_says_what_the_lines_say(speed: Any) -> None:
-    text = (ROOT / "docs" / "results.md").read_text()
-    assert text.partition(speed.MARK)[2].partition(END)[0].strip() == speed.part()
+    for page, said in ((speed.PAGE, speed.part()), (speed.SHORT, speed.summary())):
+        assert page.read_text().partition(speed.MARK)[2].partition(END)[0].strip() == said
 
 
 def test_newer_lines_take_the_place_of_older_ones(speed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
