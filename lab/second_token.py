@@ -36,11 +36,13 @@ from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.results import ResultsFile
 from kvthaw.native import Forest
+from lab.ablations import registered
 from lab.bench.prefill import PrefillSetting, build_alone
 from lab.bench.settings import ShapeSetting, setting
 from lab.bench.shaped import ShapeBench
 from lab.bench.shapes import build, random_ids, random_tokens
 from lab.fill import drawn, fill
+from lab.page_order import PagedTreeIndex
 from lab.script import Report, options, run_as_script
 
 ASKED = re.compile(r"(?:(\d+)x)?([^/]+)/(\d+)(?:/(\d+))?(?:@(\d+))?")
@@ -149,9 +151,8 @@ class Prompts:
         captured = replace(one, steps="captured")
         one = captured if possible(captured, one.device != "cpu") else one
         tokens, capture = random_tokens(self.model, 1, one.seed), one.steps == "captured"
-        while isinstance(cache, Cache) and any(
-            kv.store.pages is not None and kv.store.pages.writing for kv in cache.kv.offloaded
-        ):
+        indexes = [updater.retriever.index for _, updater in updaters(cache.kv.offloaded)] if isinstance(cache, Cache) else []
+        while any(isinstance(index, PagedTreeIndex) and index.pages.writing for index in indexes):
             time.sleep(0.01)
         if steps:
             take(self.model, cache, tokens, 1, WARM, capture=capture)
@@ -183,6 +184,12 @@ def main() -> None:
         report.record(setting, {"bench": kind, **found})
 
     prompts = Prompts(given.shape, given.chunk, ShapeBench(ResultsFile(None), commit=given.commit), say)
+    with registered():
+        take_all(prompts, given)
+
+
+def take_all(prompts: Prompts, given: Any) -> None:
+    """Measure every prompt of the options."""
     for prompt in given.prompts.split(","):
         asked = ASKED.fullmatch(prompt)
         if asked is None:

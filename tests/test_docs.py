@@ -22,6 +22,7 @@ from kvthaw.evaluate.describe import markdown
 from kvthaw.evaluate.variant import read_variant
 from kvthaw.methods import METHODS, resolve
 from lab.__main__ import app as laboratory
+from lab.ablations import registered
 from lab.cells import read_cells, write_cells
 from lab.evaluate.published import BENCHMARKS
 from lab.evaluate.tasks import SUITES, TASKS
@@ -78,10 +79,11 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_named_methods_exist(page: str) -> None:
     """Outside the notes, which keep what was tried and left, their options exist too."""
     named = re.findall(r"`([a-z0-9-]+)((?::\w+=[^:`]+)+)`", (ROOT / page).read_text())
-    assert [name for name, _ in named if name not in METHODS] == []
-    if not page.startswith("docs/notes/"):
-        for name, options in named:
-            resolve(read_variant(name + options).method)
+    with registered():
+        assert [name for name, _ in named if name not in METHODS] == []
+        if not page.startswith("docs/notes/"):
+            for name, options in named:
+                resolve(read_variant(name + options).method)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/notes/")])

@@ -16,8 +16,8 @@ ice() { # SHAPE SECONDS PROMPTS
 }
 timeout -k 2 25 python3 -m lab.kernels_tree --length "$short" --layers 2 --threads 1,8,0 --method icecache-digest --commit "$commit" \
   --out "$out/kernels_tree.jsonl"
-prompts=2xfull/$short,3xicecache/$short@16,icecache-digest/$short@64,icecache:transfer=uva/$short@24,icecache:layout=page/$short@16
-prompts+=,icecache/$long@8,icecache:transfer=uva/$long/$few@16,icecache:layout=page/$long/$few@16,icecache/$long/$few@16
+prompts=2xfull/$short,3xicecache/$short@16,icecache-digest/$short@64,icecache:transfer=uva/$short@24,icecache-copies:layout=page/$short@16
+prompts+=,icecache/$long@8,icecache:transfer=uva/$long/$few@16,icecache-copies:layout=page/$long/$few@16,icecache/$long/$few@16
 prompts+=,0xicecache-digest/$long/$few@48,full/$long
 ice "$shape" $((most - SECONDS - 45)) "$prompts"
 prompts=

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvthaw.errors import ConfigError
+from lab.ablations import registered
 from lab.evaluate.published import BENCHMARKS
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ def run(experiment: Experiment, lab: Lab) -> Outcome:
     """Measure an experiment, or read from the lab's results what is known of it."""
     check([experiment], lab)
     (model, said), before = experiment.said(lab.name), len(lab.left_out)
-    measured = experiment.plan.measure(lab, list(said.rows))
+    with registered():
+        measured = experiment.plan.measure(lab, list(said.rows))
     cells = {place: cell for place, cell in measured.items() if place[1] in said.columns}
     if not cells:
         why, *others = lab.left_out[before:] or [""]

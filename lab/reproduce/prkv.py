@@ -21,8 +21,11 @@ _MASS = {
 }
 _REPORT = View("longbench_gov_report", 32_000, 256, "attention_mass", every=4)
 _TENTHS = tuple(f"{10 * i}%" for i in range(10))
-_TRANSFERS = tuple(
-    f"prkv:retrieved=1024:transfer={how}" for how in ("each", "each:layout=page", "bulk", "bulk:layout=page", "uva")
+_TRANSFERS = (
+    *(f"prkv-copies:retrieved=1024:transfer=each:layout={layout}" for layout in ("token", "page")),
+    "prkv:retrieved=1024:transfer=bulk",
+    "prkv-copies:retrieved=1024:transfer=bulk:layout=page",
+    "prkv:retrieved=1024:transfer=uva",
 )
 
 

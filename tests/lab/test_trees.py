@@ -20,7 +20,7 @@ def test_the_tree_is_timed_beside_a_flat_scan() -> None:
 def test_a_prompt_behind_attach_is_timed_to_its_second_token_and_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = "full/600,2xicecache-digest:reuse=2/600@2,0xicecache:layout=page/600/3@2,0xhf-dynamic/600/3@2"
+    prompts = "full/600,2xicecache-digest:reuse=2/600@2,0xicecache-copies:layout=page/600/3@2,0xhf-dynamic/600/3@2"
     monkeypatch.setattr("sys.argv", ["second_token", "--shape=tiny", "--chunk=200", f"--prompts={prompts}"])
     monkeypatch.setattr(second_token, "WARM", 0)
     second_token.main()

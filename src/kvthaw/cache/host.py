@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kvthaw.cache.block_table import BlockTable
 from kvthaw.cache.host_memory import Block, BlockAllocator, HostMemory
-from kvthaw.cache.page_copy import PageCopy
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.stream_keys import definition as stream_definition
@@ -61,8 +60,6 @@ class HostStore:
         self.crossed = torch.zeros(COUNTERS, dtype=torch.int64)
         """Rows that were fetched from blocks on the host, in several partial sums. Counted only if some blocks lie on the
         device."""
-        self.pages: PageCopy | None = None
-        """A second copy of the rows in page order, if keep_pages() asked for it."""
         self.arriving: torch.cuda.Event | None = None
         """Event that passes when all rows appended so far have arrived; None: they have."""
         self.ordered = True
@@ -226,29 +223,6 @@ class HostStore:
         """Gather rows [B, H, M] int32 of the first B sequences in stored form, as `kvthaw.native.gather_rows` does."""
         return gather_rows(self.table.on_cpu()[: len(rows)], self.block_size, rows, out)
 
-    def piece(self, seq: int, head: int, row: int, most: int) -> Tensor:
-        """Return at most `most` stored rows of a head in one block, from `row` on, [n, *tail]."""
-        number, offset = divmod(row, self.block_size)
-        return self.table.blocks[seq][number].data[head, offset : offset + most]
-
-    def keep_pages(self) -> None:
-        """Keep a second copy of each sequence's rows, in the order given to rearrange()."""
-        self.pages = PageCopy(self.format, pinned=self.pinned)
-
-    def rearrange(self, seq: int, order: Tensor) -> None:
-        """Start to copy a sequence's rows into page order, if such copies are kept. The rows must be in place.
-
-        order: [H, T] int32 positions.
-        """
-        if self.pages is not None:
-            table, blocks = self.table.on_cpu()[seq : seq + 1], self.blocks(seq)  # which must not go meanwhile
-
-            def gather(rows: Tensor, out: Tensor) -> None:
-                gather_rows(table, self.block_size, rows, out)
-                blocks.clear()
-
-            self.pages.rewrite(seq, order.to("cpu", copy=True).contiguous(), gather)
-
     def copy_to(self, out: Tensor, seq: int, start: int) -> None:
         """Copy the rows from `start` on to out [H, n, 2, D] of any device.
 
@@ -272,8 +246,6 @@ class HostStore:
         """Drop rows >= length. Blocks no longer needed are freed, but one is kept ahead if any row is left."""
         if length > self._length[seq]:
             raise IndexError(f"sequence {seq} holds {self._length[seq]} rows, fewer than {length}")
-        if self.pages is not None:
-            self.pages.forget(seq)
         keep = -(-length // self.block_size)
         for block in self.table.blocks[seq][keep:]:
             block.recalls = 0.0  # by its other holders
@@ -325,8 +297,6 @@ class HostStore:
 
     def reorder(self, seqs: Sequence[int]) -> None:
         """Make sequence i hold the rows of the former sequence seqs[i]. Blocks are shared until a sequence writes."""
-        if self.pages is not None:
-            self.pages.clear()
         blocks = [[block.share() for block in self.table.blocks[seq]] for seq in seqs]
         self.release()
         self.table.blocks, self._length = blocks, [self._length[seq] for seq in seqs]
@@ -341,8 +311,6 @@ class HostStore:
         how: dict[str, Any] = {"block_size": self.block_size, "pinned": self.pinned, "memory": memory, "format": self.format}
         twin = HostStore(0, self.kv_heads, self.head_dim, self.dtype, **how)
         twin.crossed = self.crossed.clone()
-        if self.pages is not None:
-            twin.keep_pages()
         twin.allocator.device = copy.deepcopy(self.allocator.device, memo)
         twin.table.blocks = [[block.share() for block in blocks] for blocks in self.table.blocks]
         twin._length = list(self._length)

@@ -37,7 +37,7 @@ from kvthaw.cache.sparse_attention import SparseAttention
 from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
-from kvthaw.cache.transfer import BulkCopy, PagedCopy, UvaGather
+from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.kernels.dense import continued
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import row_format
@@ -141,8 +141,6 @@ class OffloadedLayer(LayerKV):
             transfer = (method.transfer or UvaGather)()
             if transfer.graph_safe and key.is_cpu:
                 transfer = BulkCopy()
-            if isinstance(transfer, PagedCopy):
-                self.store.keep_pages()
             if self.leader is None:
                 context = IndexContext(
                     self.number, query.shape[1], heads, dim, key.dtype, key.device, self.store, plan.regions, scale,

@@ -63,7 +63,6 @@ class TreeIndex(Index, tested=True):
         points = keys.shape[1]
         bases = self._addresses(seq, seq + 1, {seq: first + points})
         self.forest.build(seq, first, points, bases.data_ptr(), self.threads)
-        self._copy_pages([seq])
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> None:
         """Insert the next n positions of some sequences, n from keys [R, H, n, D]. A sequence that was never built begins after the
@@ -78,7 +77,6 @@ class TreeIndex(Index, tested=True):
                 self.forest.build(seq, self.context.regions.sink, 0, 0, 1)
         bases = self._addresses(0, max(seqs) + 1, {seq: self.length(seq) + points for seq in seqs})[seqs]
         self.forest.append(seqs, points, bases.data_ptr(), bases.shape[1], self.threads)
-        self._copy_pages(seqs)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """At most `budget` rows a KV head: query [B, Hq, D], on any device; rows [B, H, budget] and counts come back there.
@@ -158,7 +156,6 @@ class TreeIndex(Index, tested=True):
         if not isinstance(held, Mapping):
             self.forest.share(seq, held, 0)
             self.truncate(seq, end)
-            self._copy_pages([seq])
             return
         found = {name: held.get(name, torch.empty(0)).contiguous() for name in _STATE}
         heads, members, first = self.context.kv_heads, found["members"], self.context.regions.sink
@@ -175,7 +172,6 @@ class TreeIndex(Index, tested=True):
             )
         except ValueError as error:
             raise CacheError(str(error)) from error
-        self._copy_pages([seq])
 
     def tensors(self) -> list[Tensor]:
         """See Index: none, for trees are searched on the CPU."""
@@ -192,16 +188,6 @@ class TreeIndex(Index, tested=True):
     def nbytes(self) -> int:
         """Bytes of host memory that the trees hold, shared ones once."""
         return self.forest.nbytes()
-
-    def _copy_pages(self, seqs: Sequence[int]) -> None:
-        """Update the store's copies of rows in page order, if it keeps such copies and they lack over a ninth of a sequence's
-        rows."""
-        store = self.context.store
-        if (pages := store.pages) is None:
-            return
-        for seq in seqs:
-            if 8 * self.forest.size(seq) > 9 * pages.tokens(seq):
-                store.rearrange(seq, self.state(self.export(seq))["members"] + self.forest.first(seq))
 
     def _addresses(self, start: int, stop: int, lengths: dict[int, int]) -> Tensor:
         """Return the store's current block table of sequences start .. stop, [stop - start, blocks] int64.

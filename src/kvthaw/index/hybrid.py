@@ -326,10 +326,6 @@ class HybridIndex(ObservedIndex, tested=True):
             self.seqs[seq] = Seq(tokens, units, kept, marks)
             self.turns[seq].rows, self.statics[seq].pending = self.rows, None
             self._before.pop(seq, None)
-            store = self.context.store
-            if store.pages is not None and self.stored(seq, tokens):
-                store.wait()
-                store.rearrange(seq, self.order[seq, :, :tokens])
 
     def _keys(self, seqs: int, tokens: int) -> Tensor:
         context = self.context

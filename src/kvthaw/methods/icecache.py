@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from kvthaw.cache.index_api import IndexContext, Method
-from kvthaw.cache.transfer import Layout, Way, transfer_of
+from kvthaw.cache.transfer import Way, transfer_of
 from kvthaw.errors import at_least, one_of
 from kvthaw.index.forest import EachHeadTreeIndex, TreeIndex
 from kvthaw.index.tree_config import TreeConfig
@@ -37,9 +37,7 @@ PRESETS: dict[Preset, dict[str, Any]] = {
 REGIONS = Regions(32, 32, 16)
 
 
-def icecache(
-    *, preset: Preset = "paper", reuse: int = 1, threads: int = 0, transfer: Way = "bulk", layout: Layout = "token", **tree: Any
-) -> Method:
+def icecache(*, preset: Preset = "paper", reuse: int = 1, threads: int = 0, transfer: Way = "bulk", **tree: Any) -> Method:
     """Search a DCI-tree of each KV head on the host and fetch the pages that hold the best keys.
 
     The device keeps two pages of sink, two of window, one of buffer, and the pages selected. GQA: the query heads of a
@@ -53,11 +51,9 @@ def icecache(
         query descends from the best points of a level, its field of view.
     reuse: search in every reuse-th layer; the layers between reuse the pages (the paper's IceCache (reuse): 3).
     threads: search threads; 0: one per core.
-    transfer: on a GPU, "bulk" gathers rows on the host into one copy, as the paper does, and no step is captured. "each"
-        copies each contiguous piece of host memory. "uva" lets a kernel read the rows itself.
-    layout: "token" leaves rows in text order. "page" keeps a copy of them on the host in page order, as the paper does, in
-        the layers that search. The copy is rewritten when a sequence has grown by an eighth, and works with "bulk" and
-        "each". Neither changes the selection.
+    transfer: on a GPU, "bulk" gathers rows on the host into one copy, as the paper does, and no step is captured.
+        "uva" lets a kernel read the rows itself. The selection is the same. Rows stay in text order on the host. The paper
+        lays them in page order, which gains nothing: see docs/notes/icecache.md.
 
     Other options: `kvthaw.index.tree_config.TreeConfig`.
     """
@@ -69,8 +65,7 @@ def icecache(
         reuse,
         threads,
         transfer,
-        layout,
-        differs="rows lie in token order (`layout=page`: copied by pages); the union of pages is cut to the budget, "
+        differs="rows lie in token order; the union of pages is cut to the budget, "
         "which is a KV head's, not a query head's (`merge=each`: uncut); every member measured is ranked, not the k best of "
         "each node (`answers=best`: those); parents are found "
         "level by level; a layer is copied and indexed after its attention, not beside it; "
@@ -83,9 +78,7 @@ def icecache(
 icecache_reuse = partial(icecache, reuse=3)
 
 
-def tree_method(
-    name: str, tree: dict[str, Any], reuse: int, threads: int, transfer: Way, layout: Layout, **fields: Any
-) -> Method:
+def tree_method(name: str, tree: dict[str, Any], reuse: int, threads: int, transfer: Way, **fields: Any) -> Method:
     """Return a method that searches trees of these TreeConfig fields on the host.
 
     fields: more of Method's.
@@ -99,7 +92,7 @@ def tree_method(
         unit=config.unit,
         index=partial(_index, config, tree.get("seed"), threads),
         regions=REGIONS,
-        transfer=transfer_of(transfer, layout),
+        transfer=transfer_of(transfer),
         anchors=reuse,
         **fields,
     )

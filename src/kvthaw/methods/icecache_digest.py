@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.transfer import Layout, Way, transfer_of
+from kvthaw.cache.transfer import Way, transfer_of
 from kvthaw.errors import at_least
 from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.index.tree_config import TreeConfig
@@ -28,9 +28,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def icecache_digest(
-    *, reuse: int = 1, prefetch: bool = False, threads: int = 0, transfer: Way = "uva", layout: Layout = "token", **tree: Any
-) -> Method:
+def icecache_digest(*, reuse: int = 1, prefetch: bool = False, threads: int = 0, transfer: Way = "uva", **tree: Any) -> Method:
     """Search icecache's trees on the host by node digests instead of node keys.
 
     A digest is the mean, the spread and the outliers, in 8 bits, of all keys below a node. A query descends to the nodes
@@ -43,7 +41,7 @@ def icecache_digest(
     captured.
 
     prefetch: search while the layer before attends, with the query that follows from that layer's attention input.
-    reuse, threads, transfer, layout: as in icecache, but "uva" by default.
+    reuse, threads, transfer: as in icecache, but "uva" by default.
 
     Other options: `kvthaw.index.tree_config.TreeConfig`.
     """
@@ -55,7 +53,6 @@ def icecache_digest(
         reuse,
         threads,
         transfer,
-        layout,
         prefetches=prefetch,
         differs="descends by node digests, not keys; single tokens, not pages (`unit=page`); exact parents; no pruning by P-DCI",
         choose="device memory is all that matters and the host has cores to spare",

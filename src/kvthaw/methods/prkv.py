@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal
 
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.transfer import Layout, Way, transfer_of
+from kvthaw.cache.transfer import Way, transfer_of
 from kvthaw.errors import at_least
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.kernels.page_bounds import Spread
@@ -22,7 +22,6 @@ def prkv(
     spread: Spread = "mean",
     policy: Policy = "max",
     transfer: Way = "uva",
-    layout: Layout = "token",
 ) -> Method:
     """Keep the tokens that recent queries attended to most selected; pages of all others compete, step by step (algorithm 1).
 
@@ -38,10 +37,8 @@ def prkv(
     `retrieved=k`.
 
     transfer: on a GPU, "uva" lets a kernel read the rows. "bulk" gathers them into one pinned buffer and copies that, as
-        the paper does (batched KV transfer). "each" copies each contiguous piece of host memory, as the paper does without
-        batching. With "bulk" and "each" no step is captured.
-    layout: "token" leaves rows in text order. "page" keeps a copy of them on the host in page order, rewritten after every
-        refresh, as the paper does. It works with "bulk" and "each". Neither changes the selection.
+        the paper does (batched KV transfer); then no step is captured. The selection is the same. Rows stay in text order on
+        the host. The paper rewrites them in page order, which gains nothing: see docs/notes/transfer.md.
 
     Host: the rows, from which a refresh reads the keys. Device: the map of tokens, each page's box, the window's queries, every
     decision.
@@ -54,9 +51,9 @@ def prkv(
         unit="token + page",
         index=index,
         regions=Regions(0, 64, page),
-        transfer=transfer_of(transfer, layout),
+        transfer=transfer_of(transfer),
         dense_layers=0,
-        differs="maps tokens to pages and moves no rows (`layout=page`: copies them); a kernel reads rows (`transfer=bulk`: one "
+        differs="maps tokens to pages and moves no rows; a kernel reads rows (`transfer=bulk`: one "
         "copy); the budget includes the window; a refresh is begun in one append and in force with the next page",
         choose="reproducing the paper; long outputs whose attention keeps to a part of the context; it has no sink, "
         "and chat prompts of real models need `sink=16`",

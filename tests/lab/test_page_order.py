@@ -1,8 +1,9 @@
-"""Ways to copy rows, and copies of them in the order of an index's pages: the same tokens, whatever is copied how."""
+"""Ways to copy rows, and copies of them in the order of an index's pages: the same tokens by all of them."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,17 +13,21 @@ from transformers import PreTrainedModel
 import kvthaw
 from kvthaw.errors import ConfigError
 from kvthaw.methods import resolve
+from lab.ablations import registered
+from lab.page_order import PagedHybridIndex, PagedTreeIndex
 from zoo import build, prompt
 
 SIZES: dict[str, dict[str, Any]] = {
     "prkv": {"page": 8, "interval": 24, "window": 16},
     "icecache": {"page_size": 8},
 }
-WAYS: list[dict[str, Any]] = [
-    {"transfer": "each"},
-    {"transfer": "each", "layout": "page"},
-    {"transfer": "bulk", "layout": "page"},
-]
+WAYS = ("transfer=each:layout=token", "transfer=each:layout=page", "transfer=bulk:layout=page")
+
+
+@pytest.fixture(autouse=True)
+def _ablations() -> Iterator[None]:
+    with registered():
+        yield
 
 
 @pytest.mark.parametrize("method", SIZES)
@@ -30,7 +35,7 @@ def test_rows_are_the_same_however_they_are_copied(method: str) -> None:
     """Over refreshes or insertions, a crop and a batch of other rows."""
     llama, ids = build("llama", num_hidden_layers=2), prompt(2, 250)
     sizes = {"budget": 96, "dense_layers": 0, "block_size": 32, **SIZES[method]}
-    caches = [kvthaw.Cache(llama, method, **sizes, **options) for options in ({}, *WAYS)]
+    caches = [kvthaw.Cache(llama, name, **sizes) for name in (method, *(f"{method}-copies:{way}" for way in WAYS))]
     with torch.no_grad():
         for cache in caches:
             llama(ids[:, :170], past_key_values=cache)
@@ -43,7 +48,9 @@ def test_rows_are_the_same_however_they_are_copied(method: str) -> None:
             one, *others = (llama(ids[:, at : at + 1], past_key_values=cache).logits for cache in caches)
             assert all(torch.equal(other, one) for other in others)
     for kv in (*caches[2].kv.offloaded, *caches[3].kv.offloaded):
-        fetch, pages = torch.arange(160, dtype=torch.int32).expand(2, 2, -1).contiguous(), kv.store.pages.now()
+        index = kv.retriever.index
+        assert isinstance(index, PagedHybridIndex | PagedTreeIndex)
+        fetch, pages = torch.arange(160, dtype=torch.int32).expand(2, 2, -1).contiguous(), index.pages.now()
         places = pages.places(fetch)
         held = places >= 0
         assert held.any(dim=2).all()
@@ -56,21 +63,20 @@ def test_rows_are_the_same_however_they_are_copied(method: str) -> None:
 
 def test_the_keys_of_a_page_lie_side_by_side(llama: PreTrainedModel) -> None:
     """Of icecache's tree: what a page holds takes as many places as it holds keys, in the layers that search."""
-    cache = kvthaw.Cache(llama, "icecache", budget=96, dense_layers=0, transfer="bulk", layout="page", reuse=2)
+    cache = kvthaw.Cache(llama, "icecache-copies", budget=96, dense_layers=0, reuse=2)
     with torch.no_grad():
         llama(prompt(1, 300), past_key_values=cache)
         llama(prompt(1, 1), past_key_values=cache)
     for number, kv in enumerate(cache.kv.offloaded):
-        store = kv.store
+        store, index = kv.store, kv.retriever.index
         if number % 2:
-            assert store.pages.tokens(0) == 0
+            assert kv.sparse.transfer.copies.of(store) is None
             continue
-        index = kv.retriever.index
         state = index.state(index.export(0))
         ends = torch.cumsum(state["page_count"], 0)
         members = (state["members"].flatten() + index.forest.first(0)).int()
         deadline = time.monotonic() + 60
-        while not (pages := store.pages.now()).places(members[None, None]).ge(0).any():
+        while not (pages := index.pages.now()).places(members[None, None]).ge(0).any():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         heads = torch.arange(len(state["pages"])).repeat_interleave(state["members"].shape[1])
@@ -84,8 +90,8 @@ def test_the_keys_of_a_page_lie_side_by_side(llama: PreTrainedModel) -> None:
 
 def test_pages_are_copied_by_the_host() -> None:
     for method in SIZES:
-        with pytest.raises(ConfigError, match="layout is 'page' and transfer is 'uva'"):
-            resolve(method, layout="page", transfer="uva")
+        with pytest.raises(ConfigError, match="transfer is 'uva'; it must be one of bulk, each"):
+            resolve(f"{method}-copies", transfer="uva")
         with pytest.raises(ConfigError, match="transfer is 'fast'"):
             resolve(method, transfer="fast")
 
@@ -95,8 +101,8 @@ def test_pages_are_copied_by_the_host() -> None:
 def test_rows_are_the_same_however_they_are_copied_to_a_gpu(method: str, device: torch.device) -> None:
     model = build("llama").to(device)
     found = []
-    for more in ({"transfer": "uva"}, {"transfer": "bulk"}, {"transfer": "each", "layout": "page"}):
-        with kvthaw.attach(model, method, budget=96, **SIZES[method], **more) as handle:
+    for name in (f"{method}:transfer=uva", f"{method}:transfer=bulk", f"{method}-copies:transfer=each"):
+        with kvthaw.attach(model, name, budget=96, **SIZES[method]) as handle:
             found.append(model.generate(prompt(1, 300).to(device), max_new_tokens=60, min_new_tokens=60, do_sample=False))
             assert handle.stats().sparse_steps > 0
     assert all(torch.equal(each, found[0]) for each in found)
