@@ -10,7 +10,7 @@ export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 
 given="--length 8192 --steps 8192 --probe 64"
 [ "$size" = tiny ] && given="--length 1024 --steps 32 --probe 4"
-learned=pariskv,pariskv-plus,pariskv:centroids=learned,icecache,pqcache,magicpig budgeted=icecache-digest,pariskv,pariskv-plus,clusterkv,clusterkv-plus,prkv,quest
+learned=pariskv,pariskv-plus,pariskv-ablated:centroids=learned,icecache,pqcache,magicpig budgeted=icecache-digest,pariskv,pariskv-plus,clusterkv,clusterkv-plus,prkv,quest
 
 # A line a process: its name, then what python -m lab eval is given. The slowest come first.
 jobs() {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
-from kvthaw.index.codes import CodesIndex, Policy
+from kvthaw.index.codes import CodesIndex
 from kvthaw.kernels import bucket_topk as bucket
 from kvthaw.kernels import collide as collision
 from kvthaw.kernels import encode as encoding

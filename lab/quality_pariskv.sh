@@ -16,10 +16,10 @@ grid+=,$paper:rho=0.5:beta=0.1,$paper:rho=0.2:beta=0.2,$paper:rho=0.3:beta=0.2,$
 votes=$paper:votes=binary,pariskv-plus:votes=tiered,pariskv-plus:centre=False
 for beta in 0.05 0.1 0.125 0.15 0.2; do votes+=,pariskv-plus:beta=$beta; done
 policies=pariskv-plus:policy=mean,pariskv-plus:policy=mean_query,$paper:policy=mean,pariskv:preset=code
-plain=$paper:rotate=False,$paper:centroids=learned,$paper:centroids=learned:rotate=False
-plain+=,$paper:centroids=learned:normalise=False,$paper:centroids=learned:rotate=False:normalise=False
+plain=$paper-ablated:rotate=False,$paper-ablated:centroids=learned,$paper-ablated:centroids=learned:rotate=False
+plain+=,$paper-ablated:centroids=learned:normalise=False,$paper-ablated:centroids=learned:rotate=False:normalise=False
 recall=pariskv-plus,$paper,$grid,$votes,$policies,$plain
-drift=pariskv,pariskv-plus,pariskv:centroids=learned
+drift=pariskv,pariskv-plus,pariskv-ablated:centroids=learned
 if [ "$size" = tiny ]; then
   lengths=(1024) tasks=(passkey niah_single) seeds=(0) places=(0 1) recall_lengths=(1024) steps=4 after=(16) prompt=1024
   samples=1 probe=4

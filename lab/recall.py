@@ -28,6 +28,7 @@ from kvthaw.evaluate.passages import text_name
 from kvthaw.evaluate.results import Record, ResultsFile, Setting, shared
 from kvthaw.evaluate.variant import Variant, complete, fork, setting_of, whole
 from kvthaw.methods import resolve
+from lab.ablations import registered
 from lab.evaluate import plot
 from lab.evaluate.probe import Probe, Quality
 from lab.passages import PASSAGES, Passage
@@ -251,6 +252,7 @@ def _panels(curves: Mapping[str, Sequence[tuple[float, Summary]]], across: str, 
     plot.save(figure, path)
 
 
+@registered()
 def main(arguments: Sequence[str] | None = None) -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -172,6 +172,7 @@ def huge_bytes() -> int | None:
     return 1024 * int(found[1]) if found else None
 
 
+@registered()
 def main() -> None:
     """See the module."""
     given = options(
@@ -184,12 +185,6 @@ def main() -> None:
         report.record(setting, {"bench": kind, **found})
 
     prompts = Prompts(given.shape, given.chunk, ShapeBench(ResultsFile(None), commit=given.commit), say)
-    with registered():
-        take_all(prompts, given)
-
-
-def take_all(prompts: Prompts, given: Any) -> None:
-    """Measure every prompt of the options."""
     for prompt in given.prompts.split(","):
         asked = ASKED.fullmatch(prompt)
         if asked is None:

@@ -34,13 +34,14 @@ def make(
     dtype: torch.dtype = torch.float32,
     device: Any = "cpu",
     rows: int = 0,
+    kind: type[CodesIndex] = CodesIndex,
     **options: Any,
 ) -> CodesIndex:
     store, regions = HostStore(seqs, heads, dim, dtype), Regions(SINK, 8, 8)
     shape = IndexContext(
         0, heads * group, heads, dim, dtype, torch.device(device), store, regions, dim**-0.5, seed=5, rows=rows
     )
-    return CodesIndex(shape, **options)
+    return kind(shape, **options)
 
 
 def fill(index: CodesIndex, seq: int, keys: Tensor, values: Tensor | None = None) -> None:
@@ -352,7 +353,6 @@ def bad(**options: Any) -> Callable[[], Any]:
     [
         (bad(dim=4), "head_dim is 4"),
         (bad(policy="union"), "policy is 'union'"),
-        (bad(centroids="random"), "centroids is 'random'"),
         (bad(dense_below=-1), "dense_below is -1"),
         (lambda: make(ratios=Ratios(candidates=50)).select(torch.randn(1, 4, 64), 51), "candidates is 50"),
         (lambda: make(ratios=Ratios(candidates=50)).candidates(torch.randn(1, 4, 64), 51), "candidates is 50"),

@@ -28,6 +28,7 @@ from kvthaw.methods.options import digest
 from kvthaw_baselines.index.shadow import ShadowIndex
 from kvthaw_baselines.index.snap import SnapIndex
 from kvthaw_baselines.index.wave import WaveIndex
+from lab.ablated_codes import EachHeadCodesIndex
 
 PAGE = 12
 INNER: dict[str, Callable[[IndexContext], Index]] = {
@@ -188,7 +189,7 @@ def test_an_index_on_the_host_of_a_gpu_is_refused() -> None:
 
 
 def test_heads_that_choose_for_themselves_are_refused() -> None:
-    seqs = Seqs(partial(RemainderIndex, make=partial(CodesIndex, policy="each"), page=8), [50])
+    seqs = Seqs(partial(RemainderIndex, make=EachHeadCodesIndex, page=8), [50])
     with pytest.raises(ConfigError, match="remainder is 8; it must be 0 where each query head"):
         seqs.index.select(seqs.query(), 20)
 

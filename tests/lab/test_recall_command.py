@@ -41,7 +41,16 @@ def test_recall_prints_one_object_a_run(model: str, tmp_path: Path, capsys: pyte
 def test_drift_shows_first_and_last_quarter(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "out.jsonl", tmp_path / "plot.png"
     asked = ["drift", "--model", model, "--length", "300", "--steps", "16", "--probe", "2", "--retrieved", "8"]
-    records = told(capsys, *asked, "--method", f"{PARIS},{PARIS}:centroids=learned", "--out", str(out), "--plot", str(plot))
+    records = told(
+        capsys,
+        *asked,
+        "--method",
+        f"{PARIS},{PARIS.replace('pariskv', 'pariskv-ablated')}:centroids=learned",
+        "--out",
+        str(out),
+        "--plot",
+        str(plot),
+    )
     assert len(records) == len(out.read_text().splitlines()) == 2
     for record in records:
         assert (len(record["quarters"]), len(record["bins"])) == (4, 8)

@@ -41,7 +41,7 @@ def test_an_option_of_a_name_is_read(text: str, option: tuple[str, object]) -> N
     ("name", "words"),
     [
         ("pariskv:beta=x", "beta is 'x'; it must be a number or None"),
-        ("pariskv:rotate=1", "rotate is 1; it must be True or False"),
+        ("pariskv-plus:centre=1", "centre is 1; it must be True or False"),
         ("pariskv:votes=many", "votes is 'many'; it must be one of tiered, binary"),
         ("clusterkv:keep=True", "keep is True; it must be a whole number"),
         ("clusterkv:keep=1.5", "keep is 1.5; it must be a whole number"),

@@ -14,6 +14,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.index.codes import CodesIndex
 from kvthaw.methods import resolve
 from kvthaw.regions import Regions
+from lab.ablations import registered
 from zoo import build, prompt, ragged
 
 
@@ -54,29 +55,29 @@ def test_stats_say_which_regions_a_budget_makes_smaller(llama: PreTrainedModel) 
         ("pariskv", {}),
         ("pariskv", {"preset": "code"}),
         ("pariskv", {"policy": "mean"}),
-        ("pariskv", {"policy": "each"}),
         ("pariskv", {"votes": "binary"}),
-        ("pariskv", {"centroids": "learned"}),
         ("pariskv-plus", {}),
-        ("pariskv-plus", {"centroids": "learned", "votes": "tiered"}),
+        ("pariskv-plus", {"votes": "tiered"}),
+        ("pariskv-each", {}),
+        ("pariskv-ablated", {"centroids": "learned"}),
+        ("pariskv-ablated", {"rotate": False}),
     ],
 )
 def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, method: str, options: dict[str, Any]) -> None:
     batch = ragged([90, 37, 61])
     expected = generate(llama, batch)
-    with kvthaw.attach(llama, method, budget=1024, window=8, buffer=8, **options) as handle:
+    with registered(), kvthaw.attach(llama, method, budget=1024, window=8, buffer=8, **options) as handle:
         assert torch.equal(generate(llama, batch), expected)
         assert handle.stats().sparse_steps > 0
 
 
 def test_presets_and_options_reach_the_index(llama: PreTrainedModel) -> None:
     inputs = {"input_ids": prompt(1, 200)}
-    with kvthaw.attach(llama, "pariskv", budget=32, preset="code", rho=0.4, beta=0.3, votes="binary", rotate=False) as handle:
+    with kvthaw.attach(llama, "pariskv", budget=32, preset="code", rho=0.4, beta=0.3, votes="binary") as handle:
         generate(llama, inputs)
         index = indices(handle)[0]
         assert index.policy == "mean_query"
         assert (index.ratios.rho, index.ratios.beta, index.ratios.tiered) == (0.4, 0.3, False)
-        assert index.rotation.scale == 1.0
         stats = handle.stats()
         assert stats.attended_max is not None
         assert stats.attended_max <= 32
@@ -93,11 +94,12 @@ def test_presets_and_options_reach_the_index(llama: PreTrainedModel) -> None:
             assert [index.ratios.wanted(n, 100) for n in (3000, 9000, 40000)] == wanted
 
 
+@registered()
 def test_each_query_head_attends_to_the_rows_that_it_would_choose_alone() -> None:
-    """Algorithm 1 is stated for one head: with policy "each" a group's outputs are those of as many heads of their own KV."""
+    """Algorithm 1 is stated for one head: in `pariskv-each` a group's outputs are those of as many heads of their own KV."""
     for group, rows in ((3, 24), (2, 9)):
         torch.manual_seed(group)
-        many = OneLayer("pariskv", 300, 3, group=group, budget=None, retrieved=rows, policy="each", window=16, buffer=8)
+        many = OneLayer("pariskv-each", 300, 3, group=group, budget=None, retrieved=rows, window=16, buffer=8)
         alone = []
         for member in range(group):
             one = OneLayer("pariskv", 300, 3, group=1, budget=None, retrieved=rows // group, window=16, buffer=8)
@@ -110,7 +112,7 @@ def test_each_query_head_attends_to_the_rows_that_it_would_choose_alone() -> Non
             for member, one in enumerate(alone):
                 torch.testing.assert_close(together[:, member], one.take(at, at + 1))
     with pytest.raises(ConfigError, match="must be at least 3"):
-        OneLayer("pariskv", 300, 1, group=3, budget=None, retrieved=2, policy="each").take(300, 301)
+        OneLayer("pariskv-each", 300, 1, group=3, budget=None, retrieved=2).take(300, 301)
 
 
 def test_below_the_full_attention_threshold_it_attends_densely(llama: PreTrainedModel) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self, get_args
 
@@ -19,38 +18,26 @@ from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import ConfigError, at_least, one_of, within
-from kvthaw.index.joined import joined
-from kvthaw.index.learned import assign, learn, subspaces
 from kvthaw.index.ratios import Ratios
 from kvthaw.index.tables import grown, row_from_host, row_to_host
+from kvthaw.index.tokens import Policy
 from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.collide import BINS, CHUNK, collide, shift
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make_quantizer
 from kvthaw.kernels.flash_decode import definition as attend
-from kvthaw.kernels.graded import definition as grade
-from kvthaw.kernels.graded import most
 from kvthaw.kernels.held_mass import held_mass
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.planes import planes
-from kvthaw.kernels.query import Rotated, in_bytes, rotate_queries
+from kvthaw.kernels.query import Rotated
 from kvthaw.kernels.rerank import TILE, rerank
 from kvthaw.kernels.signs import signs
 from kvthaw.kernels.srht import make_rotation
-from kvthaw.kernels.tiers import Combine, definition, most_votes, pack, tiers
+from kvthaw.kernels.tiers import Combine, most_votes, tiers
 from kvthaw.kernels.topk import Floor, Merge, run_length, topk
 
-Policy = Literal["max", "mean", "mean_query", "each"]
-Centroids = Literal["signs", "learned"]
 _SHORT = 1 << 22
 """Largest size of a layer's keys, in bytes, that is summarised together with other layers' keys."""
-
-
-def once(rows: Tensor) -> Tensor:
-    """Remove repeated rows from [B, H, M], padded with -1. Returns rows in descending order, padded with -1. No host sync."""
-    ordered = rows.sort(dim=2, descending=True).values
-    again = torch.nn.functional.pad(ordered[..., 1:] == ordered[..., :-1], (1, 0))
-    return ordered.masked_fill(again, -1).sort(dim=2, descending=True).values
 
 
 class CodesIndex(Index, tested=True):
@@ -59,13 +46,10 @@ class CodesIndex(Index, tested=True):
     policy: how the G query heads of a KV head agree. "max" and "mean" compute votes and softmax weights for each head, and
         use the largest or the sum. "mean_query" uses the mean of the queries. On the shipped model (32k tokens, 100 rows)
         "max" selects 0.828 of the exact rows and covers 0.676 of the softmax. "mean" reaches 0.792 and 0.677, "mean_query"
-        0.566 and 0.667. With "each", a head selects budget // G rows from its own candidates and attends to no others. That
-        takes G times the launches.
+        0.566 and 0.667.
     ratios: see Ratios.
-    rotate, centroids, normalise: for ablations. centroids="learned" learns centroids from the prompt's keys, normalised or
-        not. Sign patterns do not depend on length.
-    graded: a key's votes are the similarity of its centroids to the query, up to 127, instead of tiers by rank. The rho of
-        ratios then has no effect.
+    graded: a key's votes are the similarity of its signs to the query instead of tiers by rank. The rho of ratios then has
+        no effect.
     centre: subtract the mean of a sequence's first keys from all of its keys before summarising them. This shifts all
         scores of a query by the same number, so that ranks stay. The shorter vectors have more informative signs.
     code_bits: of a coordinate's code. 4, as the paper: 112 bytes a key of 128 dimensions. 3: half the magnitudes, and weights in 8
@@ -79,7 +63,6 @@ class CodesIndex(Index, tested=True):
     tables: all tensors of the sequences, by name.
     summaries: the tables that kernels read.
     counts: tokens of each sequence.
-    learned: learned centroids, or None.
 
     make_room gives summaries their capacity; an append beyond it doubles it. Otherwise no tensor moves. Lengths and limits are
     int32 on the device. A sequence's number of candidates depends only on its own length. On a GPU select() launches five
@@ -93,9 +76,6 @@ class CodesIndex(Index, tested=True):
         *,
         policy: Policy = "max",
         ratios: Ratios | None = None,
-        rotate: bool = True,
-        normalise: bool = True,
-        centroids: Centroids = "signs",
         graded: bool = False,
         centre: bool = False,
         code_bits: Literal[3, 4] = 4,
@@ -103,37 +83,31 @@ class CodesIndex(Index, tested=True):
         tolerance: float = 0.0,
     ) -> None:
         one_of(get_args(Policy), policy=policy)
-        one_of(get_args(Centroids), centroids=centroids)
         if context.head_dim < SUB:
             raise ConfigError(f"head_dim is {context.head_dim}; pariskv needs at least {SUB}, one subspace")
         one_of((3, 4), code_bits=code_bits)
         at_least(0, dense_below=dense_below)
         within(0, 1, tolerance=tolerance)
-        if tolerance and policy not in ("max", "mean"):
+        if tolerance and policy == "mean_query":
             raise ConfigError(f"tolerance is {tolerance:g}; with policy={policy!r} it must be 0, since that one weighs no rows")
         self._least = math.log(tolerance) if tolerance else None
         self.context, self.policy, self.ratios = context, policy, ratios or Ratios()
-        self.normalise, self.dense_below = normalise, dense_below
-        self._sets = context.group if policy == "each" else 1
-        """Sets of rows that the query heads of a KV head choose."""
+        self.dense_below = dense_below
         self._enough(context.rows)
-        self.rotation = make_rotation(context.head_dim, context.seed, rotate=rotate, device=context.device)
+        self.rotation = make_rotation(context.head_dim, context.seed, device=context.device)
         self.quantizer = make_quantizer(context.device, code_bits)
-        self._subs = self.rotation.padded // SUB
-        scored = context.group if policy in ("max", "mean") else 1
+        subs = self.rotation.padded // SUB
+        scored = 1 if policy == "mean_query" else context.group
         self._combine: Combine = "sum" if policy == "mean" else "max"
         self._merge: Merge = "mean" if policy == "mean" else "max"
         self.graded, self.centred = graded, centre
-        self._alike = context.seed, rotate, graded, centre, code_bits, context.device
-        votes = most(self._subs, self._combine) if graded else most_votes(self._subs, scored, self._combine)
-        self._shift = shift(votes)
-        self.learned: Tensor | None = None  # [L, H, B, 256, 8]
-        learns = centroids == "learned"
-        self.traits = Traits(graph_safe=True, grows=not (learns or centre), reversible=True, attends=dense_below > 0)
+        self._alike = context.seed, graded, centre, code_bits, context.device
+        self._shift = shift(most_votes(subs, scored, self._combine))
+        self.traits = Traits(graph_safe=True, grows=not centre, reversible=True, attends=dense_below > 0)
         self._first, self._k = context.regions.sink, 1
         self._deferred = context.deferred or DeferredBatch()
         self.counts: list[int] = []
-        heads, dim, subs = context.kv_heads, context.head_dim, self._subs
+        heads, dim = context.kv_heads, context.head_dim
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "ids": ((heads, subs, 0), torch.uint8),
             **self.quantizer.tables(heads, subs),
@@ -146,8 +120,6 @@ class CodesIndex(Index, tested=True):
             sizes |= dict.fromkeys(("keys", "values"), ((heads, dense_below, dim), context.dtype))
         if centre:
             sizes["centre"] = ((heads, dim), torch.float32)
-        if learns:
-            sizes["learned"] = ((heads, subs, CENTROIDS, SUB), torch.float32)
         self.tables = {
             name: torch.zeros((0, *size), dtype=dtype, device=context.device) for name, (size, dtype) in sizes.items()
         }
@@ -164,9 +136,6 @@ class CodesIndex(Index, tested=True):
         self._reserve(seq + 1, 0)
         if self.centred and keys.shape[1]:
             self.tables["centre"][seq] = keys.mean(dim=1, dtype=torch.float32).to(keys.dtype)
-        if self.learned is not None and keys.shape[1]:
-            points = subspaces(self._moved(seq, keys), self.rotation, normalise=self.normalise)
-            self.learned[seq] = learn(points, self.context.seed)
         self.append([seq], keys[None], values[None], None)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
@@ -175,13 +144,10 @@ class CodesIndex(Index, tested=True):
         starts = [self.counts[seq] for seq in seqs]
         have, stop = self.summaries.capacity, max(starts) + n
         self._reserve(0, stop if stop <= have else max(stop, 2 * have))
-        waits = self.context.deferred is not None and 0 < keys.nbytes <= _SHORT and self.learned is None
+        waits = self.context.deferred is not None and 0 < keys.nbytes <= _SHORT
         if not waits:
             _summarise([(self, keys)], seqs, starts)
         for i, (seq, start) in enumerate(zip(seqs, starts, strict=True)):
-            if self.learned is not None and n:
-                points = subspaces(self._moved(seq, keys[i]), self.rotation, normalise=self.normalise)
-                self.tables["ids"][seq, :, :, start : start + n] = assign(points, self.learned[seq])
             near = min(n, self.dense_below - start)
             if near > 0:
                 for name, new in (("keys", keys), ("values", values)):
@@ -197,10 +163,6 @@ class CodesIndex(Index, tested=True):
         """Run work that was queued with other layers."""
         if self in self._deferred.owners:
             self._deferred.flush()
-
-    def _moved(self, seq: int, keys: Tensor) -> Tensor:
-        """Keys [H, n, D] of a sequence, its centre taken off if there is one."""
-        return keys - self.tables["centre"][seq, :, None].to(keys.dtype) if self.centred else keys
 
     def truncate(self, seq: int, length: int) -> None:
         if seq < len(self.counts):
@@ -247,23 +209,13 @@ class CodesIndex(Index, tested=True):
     # Queries
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index. Raises ConfigError where a fixed number of candidates is less than budget, and with policy "each" for fewer
-        rows than query heads."""
+        """See Index. Raises ConfigError where a fixed number of candidates is less than budget."""
         self.join()
-        partial = self._dense(query)
-        self._enough(budget)
-        if self._sets == 1:
-            return Selection(*self._best(query, budget), partial=partial)
-        own = torch.stack([self._best(head, budget // self._sets)[0] for head in self._heads(query)], dim=2)  # [B, H, G, share]
-        return replace(joined(own, budget), partial=partial)
+        return Selection(*self.best(query, budget), partial=self.attention(query))
 
-    def _heads(self, query: Tensor) -> list[Tensor]:
-        """Queries [B, Hq, D] by the sets of rows that they choose: one [B, H, D] for each query head of a group, or all at once."""
-        grouped = query.unflatten(1, (self.context.kv_heads, self._sets, -1))
-        return [head.flatten(1, 2).contiguous() for head in grouped.unbind(dim=2)]
-
-    def _best(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    def best(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         """The rows [B, H, budget] of the best estimates, ascending, -1 padded, and how many there are [B, H]."""
+        self._enough(budget)
         floor, scale = None, self.context.scale
         if self._least is not None:
             floor = Floor(self._least, self._held(query), self.tables["lengths"][: len(query)], budget)
@@ -289,24 +241,21 @@ class CodesIndex(Index, tested=True):
         query: [B, Hq, D].
 
         A region of n tokens has ceil(beta n) candidates or the fixed number, at least budget and at most n. A sequence
-        below dense_below has none. With policy "each", the result joins the candidates of all heads in descending order.
-        For measurements: only the number of candidates on the device changes, as in a select of the same budget.
+        below dense_below has none. For measurements: only the number of candidates on the device changes, as in a select of
+        the same budget.
 
         Returns [B, H, width] int32, token positions in ascending order, padded with -1. Raises ConfigError as select does.
         """
         self.join()
         self._enough(budget)
-        found = []
-        for head in self._heads(query):
-            _, places, wanted = self._collect(head, budget // self._sets)
-            known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
-            found.append(torch.where(known[:, None], places + self._first, -1))
-        return found[0] if len(found) == 1 else once(torch.cat(found, dim=2))
+        _, places, wanted = self._collect(query, budget)
+        known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
+        return torch.where(known[:, None], places + self._first, -1)
 
     def _collect(self, query: Tensor, budget: int) -> tuple[Rotated, Tensor, Tensor]:
         """Run the first stage. Returns rotated queries [B, H, P, 8, subspaces], positions of candidates [B, H, width], and the
         number of candidates to use of each sequence [B]."""
-        batch, mean = query.shape[0], self.policy == "mean_query"
+        batch = query.shape[0]
         if batch > len(self.counts):
             self._reserve(batch, 0)
         if budget != self._k:
@@ -318,32 +267,27 @@ class CodesIndex(Index, tested=True):
         ids = now.ids[:, :, :, : n if query.device.type == "cpu" else -(-n // CHUNK) * CHUNK]
         width = -(-max(budget, self.ratios.most(ids.shape[3], budget)) // TILE) * TILE
         totals = torch.empty((batch, self.context.kv_heads, BINS), dtype=torch.int32, device=query.device)
-        sizes, limits = now.sizes[:batch], data["limits"][:batch]
-        if self.learned is None and self.graded:
-            rotated, bits = planes(query, self.rotation, sizes.shape[1], totals, mean=mean, combine=self._combine)
+        if self.graded:
+            how: dict[str, Any] = {"mean": self.policy == "mean_query", "combine": self._combine}
+            rotated, bits = planes(query, self.rotation, self.context.kv_heads, totals, **how)
             scores = signs(bits, ids, lengths, totals)
         else:
-            if self.learned is None:
-                rotated, table = tiers(query, self.rotation, sizes, limits, totals, mean=mean, combine=self._combine)
-            else:
-                rotated = in_bytes(rotate_queries(query, self.context.kv_heads, self.rotation, mean=mean))
-                similarity = torch.einsum("lhpjb,lhbcj->lhpbc", rotated.values, self.learned[:batch])
-                votes = grade(similarity, self._combine) if self.graded else definition(similarity, sizes, limits)
-                table = pack(votes, self._combine)
-                totals.zero_()
+            rotated, table = self.votes(query, totals)
             scores = collide(table, ids, lengths, totals, self._combine, self._shift)
         return rotated, bucket_topk(scores, lengths, wanted, width), wanted
 
-    def _enough(self, budget: int) -> None:
-        if 0 < budget < self._sets:
-            raise ConfigError(
-                f"{budget} rows are to be selected; with policy 'each' it must be at least {self._sets}, the query heads"
-            )
-        each = budget // self._sets
-        if self.ratios.candidates is not None and each > self.ratios.candidates:
-            raise ConfigError(f"candidates is {self.ratios.candidates}; it must be at least the {each} rows to select")
+    def votes(self, query: Tensor, totals: Tensor) -> tuple[Rotated, Tensor]:
+        """Return rotated queries and the packed votes of each centroid, as `kvthaw.kernels.tiers` does; clear totals."""
+        sizes, limits = self.summaries.sizes[: len(query)], self.tables["limits"][: len(query)]
+        mean = self.policy == "mean_query"
+        return tiers(query, self.rotation, sizes, limits, totals, mean=mean, combine=self._combine)
 
-    def _dense(self, query: Tensor) -> Partial | None:
+    def _enough(self, budget: int) -> None:
+        if self.ratios.candidates is not None and budget > self.ratios.candidates:
+            raise ConfigError(f"candidates is {self.ratios.candidates}; it must be at least the {budget} rows to select")
+
+    def attention(self, query: Tensor) -> Partial | None:
+        """Return the attention to sequences below dense_below, [B, Hq, D]; None if there are none."""
         if not self.dense_below:
             return None
         if query.device.type == "cpu" and not any(0 < n < self.dense_below for n in self.counts[: query.shape[0]]):
@@ -370,7 +314,6 @@ class CodesIndex(Index, tested=True):
     def _bind(self) -> None:
         data = self.tables
         self.summaries = Summaries(data["ids"], data["codes"], data.get("weights"), data["sizes"])
-        self.learned = data.get("learned")
 
     def _reserve(self, seqs: int, length: int) -> None:
         """Grow the tables to hold `seqs` sequences of `length` positions, and keep their content."""

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
-from kvthaw.index.codes import Centroids, CodesIndex, Policy
+from kvthaw.index.codes import CodesIndex
 from kvthaw.index.ratios import Ratios
+from kvthaw.index.tokens import Policy
 from kvthaw.regions import Regions
 
 Preset = Literal["paper", "code"]
@@ -25,9 +26,6 @@ def pariskv(
     beta: float | None = None,
     candidates: int | None = None,
     votes: Literal["tiered", "binary"] = "tiered",
-    rotate: bool = True,
-    normalise: bool = True,
-    centroids: Centroids = "signs",
     full_threshold: int = 0,
 ) -> Method:
     """Select the tokens whose sign patterns collide most with the query's, ranked by 4-bit codes (algorithm 1).
@@ -39,12 +37,10 @@ def pariskv(
         more for short contexts, and rho >= beta. The numbers by length come from the authors' code: 20 and 10 % from 30,000
         keys on (Ratios).
     candidates: a fixed number of them instead of beta.
-    policy: how the query heads of a group agree; the paper does not say. "max", "mean" and "mean_query" choose one set of
-        rows for all. With "each" every head chooses and attends to its own rows, an equal share of the KV head's.
+    policy: how the query heads of a group agree on one set of rows; the paper does not say.
     preset: "paper" has policy "max"; "code", as the authors' code, "mean_query": a group's mean query represents all its
         heads.
     votes: six tiers (appendix B.2.1) or one.
-    rotate, normalise, centroids: the ablations of figure 10.
     full_threshold: attend to the whole retrieval region if it is shorter than this, whatever the budget. The paper has 1024
         to 2048. Off by default, because it keeps this number of rows on the device.
 
@@ -57,11 +53,8 @@ def pariskv(
         full_threshold,
         ratios=Ratios(rho, beta, candidates, votes == "tiered"),
         policy=policy or PRESETS[preset],
-        rotate=rotate,
-        normalise=normalise,
-        centroids=centroids,
         dense_layers=0,
-        differs="one choice a KV head (`policy=each`: one a query head); rho and beta by length are the authors' code's; no full "
+        differs="one choice a KV head; rho and beta by length are the authors' code's; no full "
         "attention to short contexts (`full_threshold=2048`); regions shrink below a budget of 1,792; rows of the last step stay; "
         "weights in bfloat16, levels in odd 1/256, a query's products in 8 bits a subspace, which change at most 2.4 % of the rows",
         choose="reproducing the paper",

@@ -6,8 +6,8 @@ from typing import Literal
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import ConfigError
-from kvthaw.index.codes import Centroids, Policy
 from kvthaw.index.ratios import Ratios
+from kvthaw.index.tokens import Policy
 from kvthaw.methods.pariskv import Votes, codes_method
 
 
@@ -20,9 +20,6 @@ def pariskv_plus(
     rho: float | None = None,
     beta: float | None = None,
     candidates: int | None = None,
-    rotate: bool = True,
-    normalise: bool = True,
-    centroids: Centroids = "signs",
     full_threshold: int = 0,
     tolerance: float = 0.0,
 ) -> Method:
@@ -56,9 +53,6 @@ def pariskv_plus(
         policy=policy,
         centre=centre,
         code_bits=code_bits,
-        rotate=rotate,
-        normalise=normalise,
-        centroids=centroids,
         tolerance=tolerance,
         differs="votes by similarity, no collisions; keys centred on the prompt; codes of 3 bits; two dense layers",
         choose="speed at long contexts and in large batches",

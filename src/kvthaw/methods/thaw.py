@@ -7,7 +7,6 @@ from typing import Literal
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
-from kvthaw.index.codes import Centroids
 from kvthaw.index.tokens import Policy
 from kvthaw.methods.pariskv_plus import pariskv_plus
 from kvthaw.methods.remainder import with_remainder
@@ -20,9 +19,6 @@ def thaw(
     policy: Policy = "max",
     beta: float | None = None,
     candidates: int | None = None,
-    rotate: bool = True,
-    normalise: bool = True,
-    centroids: Centroids = "signs",
     code_bits: Literal[3, 4] = 3,
     tolerance: float = 0.0003,
 ) -> Method:
@@ -48,9 +44,6 @@ def thaw(
         policy=policy,
         beta=beta,
         candidates=candidates,
-        rotate=rotate,
-        normalise=normalise,
-        centroids=centroids,
         code_bits=code_bits,
         tolerance=tolerance,
     )

@@ -11,9 +11,25 @@ from torch import Tensor
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError, at_least, within
 from kvthaw.index.draws import drawn, stream
-from kvthaw.index.learned import assign
 from kvthaw.index.tokens import Policy, TokenIndex
 from kvthaw.kernels.kmeans import kmeans
+
+_BLOCK = 4096
+"""Points that are compared with centroids at once."""
+
+
+def assign(points: Tensor, centroids: Tensor) -> Tensor:
+    """Return the nearest centroid of each point: [H, P, n] uint8.
+
+    points: [H, P, n, D / P] of P parts.
+    centroids: [H, P, C, D / P], at most 256.
+    """
+    half = centroids.square().sum(dim=-1)[:, :, None] / 2
+    parts = [
+        (points[:, :, at : at + _BLOCK] @ centroids.transpose(2, 3) - half).argmax(dim=-1).to(torch.uint8)
+        for at in range(0, points.shape[2], _BLOCK)
+    ]
+    return torch.cat(parts, dim=2) if parts else points.new_zeros(points.shape[:3], dtype=torch.uint8)
 
 
 class ProductIndex(TokenIndex, tested=True):
