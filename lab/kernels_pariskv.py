@@ -13,6 +13,7 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.index.codes import CodesIndex
+from kvthaw.index.tokens import Policy
 from kvthaw.kernels import bucket_topk as bucket
 from kvthaw.kernels import collide as collision
 from kvthaw.kernels import encode as encoding
