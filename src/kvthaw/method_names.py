@@ -18,7 +18,6 @@ OWN = {
     "clusterkv": "clusterkv:clusterkv",
     "clusterkv-plus": "clusterkv_plus:clusterkv_plus",
     "prkv": "prkv:prkv",
-    "prkv-plus": "prkv_plus:prkv_plus",
     "icecache": "icecache:icecache",
     "icecache-reuse": "icecache:icecache_reuse",
     "icecache-digest": "icecache_digest:icecache_digest",
@@ -30,7 +29,7 @@ OWN = {
 """kvthaw's own methods: for each name the module in `kvthaw.methods` and its function that makes the Method from its options."""
 BASELINES = (
     "h2o", "snapkv", "snapkv-refreshed", "arkvale", "quest", "pqcache", "magicpig", "omnikv", "freekv", "twilight", "shadowkv",
-    "retroinfer", "infinigen", "socket",
+    "retroinfer", "infinigen", "socket", "prkv-plus",
 )  # fmt: skip
 """The methods of the package kvthaw-baselines, in the order of its entry points."""
 

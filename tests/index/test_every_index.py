@@ -15,10 +15,10 @@ from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.exact import ExactIndex
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.index.nodes import NodeConfig, NodeIndex
-from kvthaw.index.static_pages import StaticPageIndex
 from kvthaw_baselines.index.filters import FilterIndex
 from kvthaw_baselines.index.lsh import HashIndex
 from kvthaw_baselines.index.pq import ProductIndex
+from kvthaw_baselines.index.static_pages import StaticPageIndex
 
 Make = Callable[[IndexContext], Index]
 HYBRID = partial(HybridIndex, page=8, interval=20)

@@ -12,8 +12,8 @@ from seqs import FIRST, Seqs
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
-from kvthaw.index.static_pages import StaticPageIndex
 from kvthaw.kernels import page_bounds
+from kvthaw_baselines.index.static_pages import StaticPageIndex
 
 SMALL = partial(StaticPageIndex, page=8, interval=20, share=0.5, observe=3)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.kernels import HAS_TRITON, static_first
-from kvthaw.kernels.static_first import Pieces
+from kvthaw.kernels import HAS_TRITON
+from kvthaw_baselines.kernels import static_first
+from kvthaw_baselines.kernels.static_first import Pieces
 
 FIRST, SIZE = 4, 8
 SPANS: list[tuple[int, int, Pieces]] = [

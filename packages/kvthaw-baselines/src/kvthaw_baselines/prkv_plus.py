@@ -6,10 +6,10 @@ from functools import partial
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
-from kvthaw.index.static_pages import StaticPageIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.static_pages import StaticPageIndex
 
 
 def prkv_plus(
