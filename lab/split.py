@@ -19,11 +19,11 @@ from torch import Tensor
 from kvthaw.bench.card import noted, where
 from kvthaw.cache.ranks import Ranks
 from kvthaw.engine.hf.tensor_parallel import AllReduce
-from kvthaw.engine.processes import processes
 from kvthaw.evaluate.results import ResultsFile
 from lab.bench.settings import ShapeSetting, grid
 from lab.filled import FilledBench
 from lab.script import Report, options, printing, run_as_script
+from lab.torchrun import processes
 
 _SUMS, _ROUNDS = 64, 20
 

@@ -84,11 +84,11 @@ def decode(
     limit: dict[str, Any] = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers)}
     from kvthaw.bench import tables
     from kvthaw.bench.card import where
-    from kvthaw.engine.processes import processes
     from kvthaw.evaluate.results import ResultsFile
     from lab.bench.settings import grid
     from lab.bench.shaped import ShapeBench
     from lab.evaluate.plot import check, decode_lines
+    from lab.torchrun import processes
 
     check(plot)
     known, on = ResultsFile(out), where(device)[1]

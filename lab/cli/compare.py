@@ -110,6 +110,7 @@ def compare(
         from kvthaw.methods import METHODS
         from lab.evaluate.compare import Grid, agreement, check_texts, fifth, run
         from lab.evaluate.perplexity import Course, Reader
+        from lab.evaluate.prefills import prefilled
         from lab.evaluate.published import benchmarks
         from lab.evaluate.published.runner import Examiner, Run
         from lab.evaluate.runner import Runner
@@ -152,8 +153,9 @@ def compare(
         check_texts(results, over | ({"perplexity": text_name(haystack)} if "perplexity" in wanted else {}))
         llm, tokenizer = loading.load([each.cache for each in variants], asked, template=template.template())
         own_template = template.chat is None and asked is None and getattr(tokenizer, "chat_template", None) is not None
-        how: dict[str, Any] = {"name": loading.model, "batch": batch, "full": not no_full}
-        how |= {"kv_dir": None if kv_dir is None else KvDir(kv_dir, warned)}
+        folder = None if kv_dir is None else KvDir(kv_dir, warned)
+        how: dict[str, Any] = {"name": loading.model, "batch": batch}
+        how |= prefilled(llm, full=not no_full, kv_dir=folder, batch=batch)
         runner, reader = Runner(llm, tokenizer, results, **how), Reader(llm, tokenizer, results, **how)
         examiner = Examiner(llm, tokenizer, results, **how)
         runs = [

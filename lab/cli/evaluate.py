@@ -126,6 +126,7 @@ def evaluate(
     from kvthaw.evaluate.variant import FULL, Variant
     from lab.evaluate.overview import by_task
     from lab.evaluate.plot import accuracies, check
+    from lab.evaluate.prefills import part, prefilled
     from lab.evaluate.runner import Runner, summarize
     from lab.evaluate.tables import table
 
@@ -140,14 +141,14 @@ def evaluate(
     results = ResultsFile(out)
     llm, tokenizer = loading.load([each.cache for each in variants], asked, template=template.template())
     folder = None if kv_dir is None else KvDir(kv_dir, warned)
-    runner = Runner(llm, tokenizer, results, name=loading.model, full=not no_full, kv_dir=folder)
+    runner = Runner(llm, tokenizer, results, name=loading.model, **prefilled(llm, full=not no_full, kv_dir=folder))
     summaries: list[dict[str, Any]] = []
     found: dict[tuple[str, Variant, int], list[Record]] = {}
     with bars() as progress:
         for job in jobs:
             name = job.task if len(questions) == 1 else f"{job.task}, question {job.question}"
             show = shown(progress, f"{name} {job.length:,}", job.samples)
-            records = runner.run(job, variants, show, shard=mine)
+            records = runner.run(job, variants, show, places=part(runner.places(job), mine))
             for variant, some in records.items():
                 found.setdefault((name, variant, job.length), []).extend(some)
             if mine[1] == 1:

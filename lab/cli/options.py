@@ -12,8 +12,8 @@ from kvthaw.cli.options import SEVERAL, listed
 from kvthaw.cli.progress import say
 
 if TYPE_CHECKING:
-    from kvthaw.evaluate.evaluator import Shard
     from lab.evaluate.job import Question
+    from lab.evaluate.prefills import Shard
 
 NoFull = Annotated[
     bool,

@@ -60,6 +60,7 @@ def perplexity(
     from lab.evaluate.overview import perplexities
     from lab.evaluate.perplexity import Course, Reader, summarize
     from lab.evaluate.plot import check, perplexity_lines
+    from lab.evaluate.prefills import part, prefilled
 
     check(plot)
     sizes, read = listed(length, tokens_of, "--length"), words(text)
@@ -69,9 +70,10 @@ def perplexity(
     found: dict[Variant, list[dict[str, Any]]] = {}
     with bars() as progress:
         folder = None if kv_dir is None else KvDir(kv_dir, warned)
-        reader = Reader(llm, tokenizer, results, name=loading.model, full=not no_full, kv_dir=folder)
+        reader = Reader(llm, tokenizer, results, name=loading.model, **prefilled(llm, full=not no_full, kv_dir=folder))
         for course in courses:
-            records = reader.run(course, variants, shown(progress, str(course), samples), shard=mine)
+            show, places = shown(progress, str(course), samples), part(reader.places(course), mine)
+            records = reader.run(course, variants, show, places=places)
             if mine[1] == 1:
                 for variant, some in records.items():
                     found.setdefault(variant, []).append(summarize(some, records.get(FULL, ())))

@@ -107,6 +107,7 @@ def evaluate(
     from kvthaw.evaluate.results import ResultsFile
     from kvthaw.evaluate.variant import FULL
     from lab.evaluate.plot import check, score_bars
+    from lab.evaluate.prefills import part, prefilled
     from lab.evaluate.published.results import summarize
     from lab.evaluate.published.runner import Examiner, Run
     from lab.evaluate.tables import by_benchmark, scores
@@ -135,7 +136,7 @@ def evaluate(
         for way in ways
     ]
     folder = None if kv_dir is None else KvDir(kv_dir, warned)
-    examiner = Examiner(llm, tokenizer, results, name=loading.model, full=not no_full, kv_dir=folder)
+    examiner = Examiner(llm, tokenizer, results, name=loading.model, **prefilled(llm, full=not no_full, kv_dir=folder))
     if judge is not None:
         examiner.judge = examiner.ask if judge == "self" else Examiner(*replace(loading, model=judge).load(), name=judge).ask
     summaries: list[dict[str, Any]] = []
@@ -143,7 +144,7 @@ def evaluate(
         for run in runs:
             name = run.benchmark.name if len(ways) == 1 else f"{run.benchmark.name}, question {run.question}"
             watch = shown(progress, name, len(run.items))
-            found = examiner.run(run, variants, watch, shard=mine)
+            found = examiner.run(run, variants, watch, places=part(examiner.places(run), mine))
             if mine[1] == 1:
                 summaries += [summarize(some, found.get(FULL, ())) for some in found.values()]
     tell_outdated(results.outdated)

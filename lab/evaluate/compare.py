@@ -15,11 +15,12 @@ from kvthaw.engine.chat_template import Chat
 from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.evaluate.agreement import STEPS, Comparison, Prompt, longest
 from kvthaw.evaluate.agreement import summarize as summarize_agreement
-from kvthaw.evaluate.evaluator import Evaluator, Shard, part
+from kvthaw.evaluate.evaluator import Evaluator
 from kvthaw.evaluate.results import Record
 from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
 from lab.evaluate.job import EVEN_DEPTHS, Job, Question
 from lab.evaluate.perplexity import summarize as summarize_perplexity
+from lab.evaluate.prefills import Shard, part
 from lab.evaluate.published.results import summarize as summarize_benchmark
 from lab.evaluate.published.runner import Examiner, Run
 from lab.evaluate.runner import Runner, summarize

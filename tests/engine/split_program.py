@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.engine.processes import processes
 from lab.bench.shapes import split
+from lab.torchrun import processes
 from zoo import VOCAB, build
 
 METHODS = (

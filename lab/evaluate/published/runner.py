@@ -15,11 +15,12 @@ from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.evaluator import Evaluator, Piece
 from kvthaw.evaluate.machine import versions
-from kvthaw.evaluate.prefills import Prefills, Tell
+from kvthaw.evaluate.prefills import Tell
 from kvthaw.evaluate.results import Record, Setting
 from kvthaw.evaluate.variant import FULL, Variant, setting_of
 from lab.evaluate.answers import Answers, spoken
 from lab.evaluate.job import Question, check_question
+from lab.evaluate.prefills import KeptPrefills, OwnPrefills
 from lab.evaluate.probe import QUALITY, Probe
 
 from .base import Benchmark, Generation, Item, truncate
@@ -187,7 +188,8 @@ class Examiner(Evaluator[Run, Item]):
 
     def _ask(self, variant: Variant, prompt: list[int], generation: Generation, sampling: Sampling) -> str:
         check_prompt(self.model, len(prompt))
-        for filled in Prefills(self.model, self.prefills.full).of([variant], [prompt], lambda *_: None):
+        kind = KeptPrefills if self.prefills.full else OwnPrefills
+        for filled in kind(self.model, None).of([variant], [prompt], lambda *_: None):
             answers = self._answers(filled.make(), generation, sampling)
             for _ in answers.stream(filled.logits, [[]], generation.max_new_tokens):
                 pass

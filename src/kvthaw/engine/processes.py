@@ -1,4 +1,4 @@
-"""Processes of a split model: started by torchrun, or spawned by the first of them."""
+"""Processes of a split model, spawned by the first of them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,6 @@ _PATIENCE = 10.0  # seconds that the others have to end, and that this process h
 
 
 @contextmanager
-def processes(size: int) -> Iterator[int]:
-    """Join the `size` processes that torchrun started, each with its own GPU if there are GPUs. Yields this process's rank.
-
-    Raises ConfigError unless torchrun started this number of processes.
-    """
-    if size == 1:
-        yield 0
-        return
-    if not dist.is_torchelastic_launched():
-        raise ConfigError(f"tp is {size}; start {size} processes: torchrun --nproc-per-node {size} -m kvthaw ...")
-    with _member(dist.get_node_local_rank()):
-        if dist.get_world_size() != size:
-            raise ConfigError(f"tp is {size}; torchrun started {dist.get_world_size()} processes")
-        yield dist.get_rank()
-
-
-@contextmanager
 def spawned(size: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
     """Start `size` - 1 other processes and join their group as rank 0, each with its share of the cores near its GPU.
 
@@ -67,7 +50,7 @@ def spawned(size: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
         for other in others:
             other.start()
         threading.Thread(target=_watch, args=(others, ending), daemon=True).start()
-        with bound(cores[0]), _variables(**_loopback()), _member(0, store=store, rank=0, world_size=size):
+        with bound(cores[0]), _variables(**_loopback()), member(0, store=store, rank=0, world_size=size):
             yield
         for other in others:
             other.join(_PATIENCE)
@@ -86,7 +69,7 @@ def meeting() -> dist.TCPStore:
 
 
 @contextmanager
-def _member(number: int, **how: Any) -> Iterator[None]:
+def member(number: int, **how: Any) -> Iterator[None]:
     """Join a process group, with a GPU.
 
     number: of the GPU.
@@ -130,7 +113,7 @@ def _run(rank: int, size: int, port: int, cores: Sequence[int], work: Callable[.
     threading.Thread(target=_outlive, daemon=True).start()
     try:
         store = dist.TCPStore("127.0.0.1", port)
-        with bound(cores), _variables(**_loopback()), _member(rank, store=store, rank=rank, world_size=size):
+        with bound(cores), _variables(**_loopback()), member(rank, store=store, rank=rank, world_size=size):
             work(*args)
     except KvthawError as error:
         _log.error("process %d: %s", rank, error)

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from kvthaw.engine.hf import PreTrainedModel
-from kvthaw.engine.hf.kv_dir import KvDir
 from kvthaw.evaluate.machine import identity
 from kvthaw.evaluate.prefills import Prefills, Tell
 from kvthaw.evaluate.results import Record, ResultsFile, Setting, lacking
-from kvthaw.evaluate.rows import Rows, alone, spread
+from kvthaw.evaluate.rows import Rows, spread
 from kvthaw.evaluate.variant import FULL, Variant, complete
 
 Work = TypeVar("Work")
-T = TypeVar("T")
 Place = TypeVar("Place")
 """The key of a sample within one piece of work."""
 
@@ -37,15 +35,6 @@ Watch = Callable[[Progress], None]
 """Called with the progress of a run."""
 
 
-Shard = tuple[int, int]
-"""(i, n): every n-th piece of the work, from the i-th on."""
-
-
-def part(pieces: Sequence[T], shard: Shard) -> list[T]:
-    """Return a shard's pieces."""
-    return list(pieces[shard[0] - 1 :: shard[1]])
-
-
 @dataclass(frozen=True, slots=True)
 class Piece(Generic[Work, Place]):
     """Samples that run in one batch, and the results to compute for each."""
@@ -60,7 +49,7 @@ class Evaluator(ABC, Generic[Work, Place]):
 
     batch: samples that share their decoding steps, as rows of one cache; see Rows. Each sample is prefilled alone, and a
         row's line is that of the row alone.
-    full: see Prefills; without it full attention is no measure, and samples are run one by one.
+    prefills: how prompts are prefilled; None: with full attention, see Prefills.
     """
 
     def __init__(
@@ -71,13 +60,12 @@ class Evaluator(ABC, Generic[Work, Place]):
         *,
         name: str = "model",
         batch: int | None = 1,
-        full: bool = True,
-        kv_dir: KvDir | None = None,
+        prefills: Prefills | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.results = ResultsFile() if results is None else results
         self.same = identity(model, name)
-        self.sharing, self.prefills = Rows(model, batch if full else alone(batch)), Prefills(model, full, kv_dir)
+        self.sharing, self.prefills = Rows(model, batch), prefills or Prefills(model)
 
     @abstractmethod
     def check(self, work: Work) -> None:
@@ -103,18 +91,23 @@ class Evaluator(ABC, Generic[Work, Place]):
         """
 
     def run(
-        self, work: Work, variants: Sequence[Variant], progress: Watch = lambda _: None, *, shard: Shard = (1, 1)
+        self,
+        work: Work,
+        variants: Sequence[Variant],
+        progress: Watch = lambda _: None,
+        *,
+        places: Sequence[Place] | None = None,
     ) -> dict[Variant, list[Record]]:
         """Return the records of every variant, and of FULL, in the order of the samples. Compute only records that the results
         lack.
 
-        shard: (i, n) takes every n-th sample, from the i-th on.
+        places: of some samples; None: of all.
 
         Raises ConfigError, before anything is computed, for a setting that no cache would take.
         """
         asked = dict.fromkeys((*variants, FULL) if self.prefills.full else variants)
         wanted = {one: complete(self.model, one) for one in asked}
-        mine = part(self.places(work), shard)
+        mine = self.places(work) if places is None else places
         pieces = self.missing(work, list(dict.fromkeys(wanted.values())), mine)
         done = len(mine) - sum(len(piece.places) for piece in pieces)
         for piece in pieces:

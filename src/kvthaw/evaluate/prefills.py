@@ -1,16 +1,16 @@
-"""Prefill prompts: once with full attention for all variants, or once for each variant."""
+"""Prefill prompts once with full attention, and fork that for all variants."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvthaw.engine.hf import Cache, PreTrainedModel
-from kvthaw.engine.hf.kv_dir import KvDir
 from kvthaw.engine.prefill import prefill
 from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.rows import Forks, joined
@@ -25,7 +25,7 @@ class Prefilled:
     """Prompts, a row each, under a variant.
 
     make: returns their cache, offloaded and indexed. logits [B, V]: after the last tokens.
-    full: full attention's cache of the same tokens, or None.
+    full: full attention's cache of the same tokens; None if there is none.
     seconds: duration of each prompt's prefill.
     """
 
@@ -36,31 +36,19 @@ class Prefilled:
     seconds: list[float]
 
 
-@dataclass(frozen=True, slots=True)
 class Prefills:
-    """How to prefill prompts.
+    """Prefill prompts with full attention. Every variant forks that cache."""
 
-    full: True prefills once with full attention, and every variant forks that cache. False prefills each variant's own
-        cache in chunks, so that the device never holds a prompt's whole KV.
-    kv_dir: folder of saved prompts' KV.
-    """
+    full: ClassVar = True
+    """Whether there is full attention to compare with."""
 
-    model: PreTrainedModel
-    full: bool = True
-    kv_dir: KvDir | None = None
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
 
     def of(self, variants: Sequence[Variant], prompts: Sequence[Sequence[int]], tell: Tell) -> Iterator[Prefilled]:
         """Yield the prompts under one variant after the other. A cache is gone when the next one comes."""
-        if not self.full:
-            for variant in variants:
-                cache = Cache(self.model, variant.method, **variant.limits)
-                logits, seconds = self._fill([cache], prompts, tell, f"{variant}: prefill")
-                tell(0, 0, str(variant))
-                yield Prefilled(variant, partial(_waited, cache), logits, None, seconds)
-                cache.layers.clear()
-            return
         bases = [whole(self.model, variants) for _ in prompts]
-        logits, seconds = self._fill(bases, prompts, tell, "prefill")
+        logits, seconds = self.fill(bases, prompts, tell, "prefill")
         base = joined(self.model, bases)
         with Forks(base) as forks:
             for variant in variants:
@@ -68,7 +56,7 @@ class Prefills:
                 make = forks.fork if len(prompts) > 1 else partial(fork, base)  # a single one is timed
                 yield Prefilled(variant, partial(make, variant), logits, base, seconds)
 
-    def _fill(
+    def fill(
         self, caches: Sequence[Cache], prompts: Sequence[Sequence[int]], tell: Tell, doing: str
     ) -> tuple[Tensor, list[float]]:
         """Prefill each prompt into its cache. Returns the logits after the prompts and the seconds of each."""
@@ -76,19 +64,18 @@ class Prefills:
         logits, seconds = [], []
         for cache, prompt in zip(caches, prompts, strict=True):
             start = now(self.model.device)
-            kept = 0 if self.kv_dir is None else self.kv_dir.fill(cache, prompt)
 
-            def show(done: int, _: int, before: int = before + kept) -> None:
+            def show(done: int, before: int = before) -> None:
                 tell(before + done, total, doing)
 
-            logits.append(prefill(self.model, cache, prompt[kept:], progress=show))
+            logits.append(self.prefill(cache, prompt, show))
             seconds.append(now(self.model.device) - start)
-            if self.kv_dir is not None:
-                self.kv_dir.keep(cache, prompt, kept)
             before += len(prompt)
         return torch.stack(logits), seconds
 
+    def prefill(self, cache: Cache, prompt: Sequence[int], show: Callable[[int], None]) -> Tensor:
+        """Prefill a prompt into an empty cache, and return the logits [V] after it.
 
-def _waited(cache: Cache) -> Cache:
-    cache.wait()
-    return cache
+        show: called with the number of tokens done.
+        """
+        return prefill(self.model, cache, prompt, progress=lambda done, _: show(done))

@@ -42,13 +42,6 @@ class Rows:
         return self._asked or max(1, min(MOST_ROWS, MOST_BYTES // (self._token_bytes * length)))
 
 
-def alone(asked: int | None) -> int:
-    """Return 1. Raises ConfigError for another number of samples that share their steps."""
-    if asked not in (None, 1):
-        raise ConfigError(f"batch is {asked}; without full attention samples are run one by one, so it must be 1")
-    return 1
-
-
 def spread(count: int, rows: int) -> list[tuple[int, int]]:
     """Even spans of `count` samples, of no more than `rows` each."""
     parts = -(-count // rows)

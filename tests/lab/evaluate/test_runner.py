@@ -32,6 +32,7 @@ from lab.evaluate import runner as run_of
 from lab.evaluate.answers import Answers, AnswerText
 from lab.evaluate.job import EVEN_DEPTHS, Job
 from lab.evaluate.metrics import wilson
+from lab.evaluate.prefills import part, prefilled
 from lab.evaluate.runner import Runner, summarize
 from lab.evaluate.tasks import TASKS, Sample, Task, find
 
@@ -106,7 +107,7 @@ def test_one_prefill_serves_all_and_sparse_layers_ran(loaded: tuple[Any, Any]) -
 def test_without_full_attention_each_method_prefills_for_itself(loaded: tuple[Any, Any], question: Any, samples: int) -> None:
     job, variants = Job("passkey", 250, samples, question=question), [ORACLE, STREAMING]
     shared, seen = runner(loaded).run(job, variants), count_forwards(loaded[0])
-    alone = Runner(*loaded, full=False).run(job, variants)
+    alone = Runner(*loaded, **prefilled(loaded[0], full=False)).run(job, variants)
     assert FULL not in alone
     assert sum(n > 150 for n in seen) == samples * len(variants)
     for variant in variants:
@@ -118,11 +119,12 @@ def test_without_full_attention_each_method_prefills_for_itself(loaded: tuple[An
         assert summarize(alone[variant], ())["full_accuracy"] is None
     assert alone[ORACLE][0]["recall_at_k"] == pytest.approx(shared[ORACLE][0]["recall_at_k"])
     with pytest.raises(ConfigError, match="batch is 2; without full attention"):
-        Runner(*loaded, full=False, batch=2)
+        prefilled(loaded[0], full=False, batch=2)
 
 
 def test_shards_take_the_samples_by_turns(loaded: tuple[Any, Any]) -> None:
-    job, parts = Job("passkey", 300, 3), [runner(loaded).run(Job("passkey", 300, 3), [ORACLE], shard=(i, 2)) for i in (1, 2)]
+    job, some = Job("passkey", 300, 3), [part(runner(loaded).places(Job("passkey", 300, 3)), (i, 2)) for i in (1, 2)]
+    parts = [runner(loaded).run(job, [ORACLE], places=places) for places in some]
     assert [[record["seed"] for record in found[ORACLE]] for found in parts] == [[0, 2], [1]]
     whole = runner(loaded).run(job, [ORACLE])[ORACLE]
     assert sorted(record["output"] for found in parts for record in found[ORACLE]) == sorted(one["output"] for one in whole)
