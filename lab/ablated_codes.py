@@ -85,7 +85,7 @@ class EachHeadCodesIndex(CodesIndex, tested=True):
             raise ConfigError(f"{budget} rows are to be selected; it must be at least {group}, the query heads of a KV head")
         self.join()
         heads = query.unflatten(1, (self.context.kv_heads, group, -1)).unbind(dim=2)
-        own = [self.best(head.flatten(1, 2).contiguous(), budget // group)[0] for head in heads]
+        own = [self.best(head.flatten(1, 2).contiguous(), budget // group).rows for head in heads]
         return replace(joined(torch.stack(own, dim=2), budget), partial=self.attention(query))
 
     def candidates(self, query: Tensor, budget: int) -> Tensor:
@@ -141,19 +141,6 @@ def pariskv_ablated(
     if centroids == "learned":
         return _with(pariskv(**options), partial(LearnedCodesIndex, rotate=rotate, normalise=normalise))
     return _with(pariskv(**options), partial(PlainCodesIndex, rotate=rotate))
-
-
-def pariskv_plus_ablated(*, votes: Literal["tiered", "binary"] = "tiered", rho: float | None = None, **options: Any) -> Method:
-    """Select as pariskv-plus does, with pariskv's votes.
-
-    votes, rho: as for pariskv.
-    Other options: pariskv-plus's.
-    """
-    one_of(("tiered", "binary"), votes=votes)
-    method = pariskv_plus(**options)
-    assert isinstance(method.index, partial)
-    ratios = replace(method.index.keywords["ratios"], rho=rho, tiered=votes == "tiered")
-    return replace(method, index=partial(CodesIndex, **method.index.keywords | {"graded": False, "ratios": ratios}))
 
 
 def pariskv_each(**options: Any) -> Method:

@@ -22,6 +22,7 @@ from kvthaw.index.exact import ExactIndex
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.remainder import RemainderIndex
 from kvthaw.index.tree_config import TreeConfig
+from kvthaw.kernels.remainder import Estimated
 from kvthaw.methods import METHODS, resolve
 from kvthaw.methods.icecache_digest import SETTINGS
 from kvthaw.methods.options import digest
@@ -42,8 +43,9 @@ WITH = {name: partial(RemainderIndex, make=make, page=PAGE) for name, make in IN
 over_all = pytest.mark.parametrize("name", INNER)
 
 
-def estimated(seqs: Seqs, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention to every token that is not among rows as to its page's mean key and value. Values are the keys."""
+def estimated(seqs: Seqs, query: Tensor, rows: Tensor, own: Estimated | None) -> tuple[Tensor, Tensor]:
+    """The attention to every token that is not among rows as to its page's mean key and value. Values are the keys. own: scores in
+    place of mean keys."""
     batch, q_heads, dim = query.shape
     group = q_heads // rows.shape[1]
     out, lse = torch.zeros(batch, q_heads, dim).double(), torch.full((batch, q_heads), -torch.inf).double()
@@ -56,6 +58,14 @@ def estimated(seqs: Seqs, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
                 pages = torch.stack([part.mean(dim=0) for part in held[head // group].split(PAGE)])
                 each = pages[[t // PAGE for t in left]]
                 logits = each @ query[seq, head].double() * seqs.context.scale
+                if own is not None:
+                    assert own.centre is not None
+                    more = own.centre[seq, head // group].double() @ query[seq, head].double()
+                    scores = own.scores[seq, head // group, head % group].double() + more
+                    known = {int(own.places[seq, head // group, i]): scores[i] for i in range(int(own.wanted[seq]))}
+                    assert known.keys() >= {t - FIRST for t in taken if t >= 0}
+                    for i, t in enumerate(left):
+                        logits[i] = known[t] * seqs.context.scale if t in known else logits[i]
                 lse[seq, head], out[seq, head] = logits.logsumexp(0), logits.softmax(0) @ each
     return out, lse
 
@@ -63,7 +73,8 @@ def estimated(seqs: Seqs, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 def check(seqs: Seqs, budget: int = 20, step: int = 100) -> Selection:
     query = seqs.query(step)
     found = seqs.index.select(query, budget)
-    out, lse = estimated(seqs, query, found.rows)
+    assert isinstance(seqs.index, RemainderIndex)
+    out, lse = estimated(seqs, query, found.rows, seqs.index.inner.select(query, budget).estimated)
     assert found.partial is not None
     found.partial.wait()
     torch.testing.assert_close(found.partial.lse.double(), lse, rtol=1e-4, atol=1e-4)

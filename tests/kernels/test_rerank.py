@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from paris import SHAPES, Case, poisoned
+from torch import Tensor
 
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import HAS_TRITON, topk
@@ -114,6 +115,12 @@ def draw(
     return op.Estimates(scores, torch.stack((top, sums), dim=4), peaks, run)
 
 
+def check_scores(before: Tensor, found: op.Estimates, at: Tensor, rows: Tensor, first: int) -> None:
+    """Only the scores of the rows have become -inf."""
+    chosen = ((at + first)[..., None] == rows[:, :, None]).any(dim=3)
+    assert torch.equal(found.scores, before.masked_fill(chosen[:, :, None], -torch.inf))
+
+
 CASES = [  # wanted, group, k, candidates a peak
     ((1,), 1, 1, 64),
     ((700, 0, 20), 1, 30, 32),
@@ -138,10 +145,12 @@ def test_topk_kernel(
     count = torch.tensor(wanted, dtype=torch.int32, device=device)
     held = torch.randn(len(wanted), 2, group, device=device) * 5 if shared else None
     floor = None if held is None else topk.Floor(-1e9, held, count, 0)
+    before = found.scores.clone()
     with poisoned():
         rows, counts = topk.launch(found, at, count, k, 4, 1.0, policy, floor)
+    check_scores(before, found, at, rows, 4)
     live = torch.arange(width, device=device) < count[:, None, None]
-    merged = topk.merge(found.scores.masked_fill(~live[:, :, None], -torch.inf), 1.0, policy, held)
+    merged = topk.merge(before.masked_fill(~live[:, :, None], -torch.inf), 1.0, policy, held)
     want, want_counts = topk.definition(merged, at.masked_fill(~live, -1), k, 4)
     assert torch.equal(counts, want_counts)
     if group == 1 and not shared:
@@ -185,9 +194,10 @@ def test_topk_kernel_with_a_floor(
     begin = int(part * max(0, len(values) - 20))
     gap = begin + int(values[begin : begin + 20].diff().argmax())
     least = float(values[gap : gap + 2].mean())
-    floor = topk.Floor(least, held, count, 299)
+    floor, before = topk.Floor(least, held, count, 299), found.scores.clone()
     with poisoned():
         rows, counts = topk.launch(found, at, count, k, 4, 1.0, policy, floor)
+    check_scores(before, found, at, rows, 4)
     want, want_counts = topk.definition(merged, at.masked_fill(~live, -1), k, 4, floor)
     assert torch.equal(counts, want_counts)
     assert torch.equal(rows < 0, want < 0)
@@ -209,8 +219,10 @@ def test_topk_kernel_where_the_best_stand_together(spread: str, device: torch.de
     assert found.peaks is not None
     found.peaks.copy_(found.scores.masked_fill(~known, -torch.inf).unflatten(3, (-1, 32)).amax(dim=4))
     at = torch.arange(found.scores.shape[3], dtype=torch.int32, device=device)[None, None]
+    before = found.scores.clone()
     rows, _ = topk.launch(found, at, torch.tensor([3000], dtype=torch.int32, device=device), 50, 0, 1.0, "max")
-    want, _ = topk.definition(found.scores[:, :, 0].masked_fill(~known, -torch.inf), at.masked_fill(~known, -1), 50, 0)
+    check_scores(before, found, at, rows, 0)
+    want, _ = topk.definition(before[:, :, 0].masked_fill(~known, -torch.inf), at.masked_fill(~known, -1), 50, 0)
     assert torch.equal(rows, want)
 
 
@@ -226,10 +238,11 @@ def test_runs_fit_a_program(width: int, k: int, run: int) -> None:
 
 def test_the_largest_k_is_a_plain_sort() -> None:
     found = op.Estimates(torch.randn(1, 1, 1, 9000))
-    at = torch.arange(9000, dtype=torch.int32).expand(1, 1, -1)
+    at, before = torch.arange(9000, dtype=torch.int32).expand(1, 1, -1), found.scores.clone()
     rows, counts = topk.topk(found, at, torch.tensor([8900], dtype=torch.int32), 8500, 0, 1.0, "max")
     assert counts.tolist() == [[8500]]
-    assert set(rows[0, 0].tolist()) == set(found.scores[0, 0, 0, :8900].topk(8500).indices.tolist())
+    assert set(rows[0, 0].tolist()) == set(before[0, 0, 0, :8900].topk(8500).indices.tolist())
+    assert torch.equal(found.scores.isinf()[0, 0, 0].nonzero()[:, 0].int(), rows[0, 0].sort().values)
 
 
 def test_more_rows_than_candidates_are_refused() -> None:

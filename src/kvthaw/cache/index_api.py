@@ -22,6 +22,7 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.config import KvDtype
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.kernels.merge import Partial
+from kvthaw.kernels.remainder import Estimated
 from kvthaw.regions import Regions
 
 RECENT_QUERIES = 128
@@ -36,12 +37,14 @@ class Selection:
     counts: [B, H] int32, the number of rows among the M.
     log_weight: [B, Hq, M] float32, added to the logits of each query head; -inf: this head did not draw the row.
     partial: attention that the index computes itself, over tokens that are not in rows; `Partial.wait` before it is read.
+    estimated: the tokens whose scores the index estimated, for an index around it.
     """
 
     rows: Tensor
     counts: Tensor
     log_weight: Tensor | None = None
     partial: Partial | None = None
+    estimated: Estimated | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -199,6 +200,7 @@ class Retriever:
         return choice
 
     def _admit(self, selection: Selection, query: Tensor, length: int) -> Choice:
+        selection = replace(selection, estimated=None)  # a choice is kept until the next step
         if self.in_place:
             return Choice(selection)
         self._evict_all(query.shape[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self, get_args
 
@@ -30,6 +31,7 @@ from kvthaw.kernels.held_mass import held_mass
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.planes import planes
 from kvthaw.kernels.query import Rotated
+from kvthaw.kernels.remainder import Estimated
 from kvthaw.kernels.rerank import TILE, rerank
 from kvthaw.kernels.signs import signs
 from kvthaw.kernels.srht import make_rotation
@@ -111,7 +113,7 @@ class CodesIndex(Index, tested=True):
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "ids": ((heads, subs, 0), torch.uint8),
             **self.quantizer.tables(heads, subs),
-            "sizes": ((heads, subs, CENTROIDS), torch.int32),
+            "sizes": ((heads, subs, 0 if graded else CENTROIDS), torch.int32),  # only tiers ask how many keys a cluster has
             "lengths": ((), torch.int32),
             "wanted": ((), torch.int32),
             "limits": ((6,), torch.int32),
@@ -211,10 +213,10 @@ class CodesIndex(Index, tested=True):
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index. Raises ConfigError where a fixed number of candidates is less than budget."""
         self.join()
-        return Selection(*self.best(query, budget), partial=self.attention(query))
+        return replace(self.best(query, budget), partial=self.attention(query))
 
-    def best(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
-        """The rows [B, H, budget] of the best estimates, ascending, -1 padded, and how many there are [B, H]."""
+    def best(self, query: Tensor, budget: int) -> Selection:
+        """Select the rows [B, H, budget] of the best estimates, ascending, -1 padded."""
         self._enough(budget)
         floor, scale = None, self.context.scale
         if self._least is not None:
@@ -222,7 +224,11 @@ class CodesIndex(Index, tested=True):
         rotated, candidates, wanted = self._collect(query, budget)
         run = run_length(candidates.shape[2], budget) or TILE
         found = rerank(rotated, self.summaries, candidates, wanted, self.quantizer, scale, run)
-        return topk(found, candidates, wanted, budget, self._first, scale, self._merge, floor)
+        selected = topk(found, candidates, wanted, budget, self._first, scale, self._merge, floor)
+        if found.scores.shape[2] < self.context.group:  # estimates of the group's mean query
+            return Selection(*selected)
+        centre = self.tables["centre"][: len(query)] if self.centred else None
+        return Selection(*selected, estimated=Estimated(candidates, wanted, found.scores, centre))
 
     def _held(self, query: Tensor) -> Tensor:
         """Return the log of the sum of exponentials over sink and ring, [B, H, G], as the codes' scores are shifted. -inf where
@@ -350,7 +356,7 @@ def _summarise(given: Sequence[tuple[CodesIndex, Tensor]], seqs: Sequence[int], 
     first, every = given[0][0], [keys for _, keys in given]
     tables, centres = [index.summaries for index, _ in given], [index.tables["centre"] for index, _ in given if index.centred]
     encode(torch.cat(every) if len(every) > 1 else every[0], first.rotation, first.quantizer, tables, seqs, starts, centres)
-    for summaries in () if first.graded else tables:  # only tiers ask how many keys a cluster has
+    for summaries in () if first.graded else tables:
         count(summaries, seqs, starts, [start + every[0].shape[2] for start in starts])
 
 

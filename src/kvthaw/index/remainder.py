@@ -198,7 +198,8 @@ class RemainderIndex(AroundIndex, tested=True):
     """An index, and an estimate of the attention to the tokens that it does not select.
 
     A page has n tokens, mean key C and mean value V, and a step selects m of its tokens. The rest weigh (n - m) exp(scale q.C)
-    and have the value V; see `kvthaw.kernels.remainder`. What selects, and its rows, do not change. On a GPU the side stream
+    and have the value V; see `kvthaw.kernels.remainder`. Tokens whose scores the index estimated, as one of codes does, weigh by
+    these scores instead. What selects, and its rows, do not change. On a GPU the side stream
     computes the estimate while the current stream fetches the rows.
 
     make: builds the index that selects.
@@ -254,8 +255,9 @@ class RemainderIndex(AroundIndex, tested=True):
         known, scale, estimates = pages.known[:batch], self.context.scale, list[Partial]()
 
         def estimate() -> None:
-            rest = remainder(query, means, found.rows, known, pages.format, first=pages.first, page=pages.page, scale=scale)
-            estimates.append(rest)
+            how: dict[str, Any] = {"first": pages.first, "page": pages.page, "scale": scale, "estimated": found.estimated}
+            estimates.append(remainder(query, means, found.rows, known, pages.format, **how))
 
         done = self._beside.run(query.device, estimate)  # while the selected rows are fetched
-        return Selection(found.rows, found.counts, partial=replace(estimates[0], done=done))
+        used = [] if done is None or found.estimated is None else [found.estimated.scores, found.estimated.places]
+        return Selection(found.rows, found.counts, partial=replace(estimates[0], done=done, reads=used))

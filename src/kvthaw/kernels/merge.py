@@ -8,7 +8,7 @@ takes 6.7 ms.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,16 +27,19 @@ class Partial:
     out: [B, Hq, D] float32; 0, never NaN, where lse is -inf.
     lse: [B, Hq] float32, natural log of the sum of exponentials. gpt-oss sinks are ``Partial(0, s_aux)``.
     done: the event after which out and lse are written, if another stream than the current one writes them.
+    reads: tensors that this stream reads until then; wait() lets them go.
     """
 
     out: Tensor
     lse: Tensor
     done: torch.cuda.Event | None = None
+    reads: list[Tensor] = field(default_factory=list)
 
     def wait(self) -> None:
         """Make the current stream wait until out and lse are written."""
         if self.done is not None:
             torch.cuda.current_stream(self.out.device).wait_event(self.done)
+        self.reads.clear()
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

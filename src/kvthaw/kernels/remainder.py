@@ -4,11 +4,17 @@ A page has n tokens, and the step selects m of them. The kernel treats the rest 
 exp(scale q.mean key), and their value is the page's mean value. `Partial` merges the estimate with the exact attention by
 log-sum-exp.
 
+An index may estimate the scores of many more tokens than it selects. Each of these c tokens then weighs exp(scale score), still
+with the page's mean value, and n - m - c equal tokens remain.
+
 A step reads every mean once: 2 D numbers for each page, KV head and sequence. With 128k tokens, 8 heads and D = 128 these are 8.4
-MB for pages of 64 tokens in bf16 (1.7 us at 4.8 TB/s). In e4m3 they are 4.3 MB, and each number is converted.
+MB for pages of 64 tokens in bf16 (1.7 us at 4.8 TB/s). In e4m3 they are 4.3 MB, and each number is converted. With 13k estimated
+scores a KV head, 4 bytes for the position and 4 for each of four query heads are 2.1 MB more.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,27 +30,59 @@ _BLOCK = 64
 """Pages that a program reads at once."""
 _ROWS = 1024
 """Rows that a program counts at once."""
+_LISTED = 128
+"""Estimated tokens that a program weighs at once."""
+_MARKS = 256
+"""Positions by which a program finds its first estimated token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """Tokens with estimated scores, the selected ones among them.
+
+    places [B, H, W] int32: positions from `first` on, ascending. wanted [B] int32: how many of the W there are. scores [B, H, Hq /
+    H, W] float32: estimates of q.k, -inf for a selected token. centre [B, H, D]: what was subtracted from the keys before; None:
+    nothing. Numbers past wanted are undefined.
+    """
+
+    places: Tensor
+    wanted: Tensor
+    scores: Tensor
+    centre: Tensor | None = None
 
 
 def definition(query: Tensor, means: Tensor, rows: Tensor, known: Tensor, format: RowFormat, *, first: int, page: int,
-               scale: float) -> Partial:  # fmt: skip
+               scale: float, estimated: Estimated | None = None) -> Partial:  # fmt: skip
     """Estimate the attention to the tokens first .. first + known[b] that are not among the rows.
 
     query [B, Hq, D]. means [B, H, P, *format.tail]: mean key and mean value of the pages. Page p has the tokens from
     first + p * page on. rows [B, H, M] int32: the selected positions, each once, -1 padded. known [B] int32. scale multiplies q.k.
+    estimated: tokens that weigh by scores of their own; it must have every row.
     Returns out [B, Hq, D] and lse [B, Hq] in float32; lse is -inf where every token is selected.
     """
     batch, heads, pages = means.shape[:3]
     place = torch.arange(pages, device=query.device) * page
-    sizes = (known[:, None] - place).clamp(min=0, max=page)
-    chosen = torch.where(rows >= 0, (rows - first) // page, pages).clamp(max=pages).long()
-    taken = torch.zeros((batch, heads, pages + 1), dtype=torch.float32, device=query.device)
-    taken.scatter_add_(2, chosen, torch.ones_like(chosen, dtype=torch.float32))
-    left = (sizes[:, None] - taken[:, :, :pages]).clamp(min=0)
+    sizes = (known[:, None] - place).clamp(min=0, max=page)[:, None]
+    listed = torch.where(rows >= 0, (rows - first) // page, pages)
+    if estimated is not None:
+        live = torch.arange(estimated.places.shape[2], device=query.device) < estimated.wanted[:, None, None]
+        listed = torch.where(live, estimated.places // page, pages)
+    listed = listed.clamp(max=pages).long()
+    counted = torch.zeros((batch, heads, pages + 1), dtype=torch.float32, device=query.device)
+    counted.scatter_add_(2, listed, torch.ones_like(listed, dtype=torch.float32))
+    left = (sizes - counted[:, :, :pages]).clamp(min=0)
     grouped, (keys, values) = query.float().unflatten(1, (heads, -1)), format.decode(means).float().unbind(3)
-    there = (left > 0)[..., None]
-    keys, values = keys.masked_fill(~there, 0.0), values.masked_fill(~there, 0.0)
+    empty = (sizes == 0)[..., None]
+    keys, values = keys.masked_fill(empty, 0.0), values.masked_fill(empty, 0.0)
     logits = grouped @ keys.mT * scale + left.log()[:, :, None]
+    if estimated is not None:
+        own = (estimated.scores * scale).masked_fill(~live[:, :, None], -torch.inf)
+        if estimated.centre is not None:
+            own = own + grouped @ estimated.centre.float()[..., None] * scale
+        top = own.amax(dim=3, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+        sums = logits.new_zeros((*logits.shape[:3], pages + 1))
+        sums.scatter_add_(3, listed[:, :, None].expand_as(own), torch.exp(own - top))
+        logits = torch.logaddexp(logits, sums[..., :pages].log() + top)
     lse = torch.logsumexp(logits, dim=3)
     share = torch.exp(logits - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
     return Partial((share @ values).flatten(1, 2), lse.flatten(1, 2))
@@ -67,13 +105,24 @@ if HAS_TRITON:
         return tl.histogram(page, BLOCK_P, mask=(row >= first) & (page >= 0) & (page < BLOCK_P))
 
     @triton.jit
+    def _below(places, count, low, MARKS: tl.constexpr, STRIDE: tl.constexpr):
+        # Return how many of the first `count` ascending places are below `low`, after two dependent loads.
+        mark = tl.arange(0, MARKS) * STRIDE
+        seen = tl.load(places + mark, mask=mark < count, other=2147483647)
+        at = tl.maximum(tl.sum((seen < low).to(tl.int32)) - 1, 0) * STRIDE
+        near = at + tl.arange(0, STRIDE)
+        seen = tl.load(places + near, mask=near < count, other=2147483647)
+        return at + tl.sum((seen < low).to(tl.int32))
+
+    @triton.jit
     def _remainder(
-        query, means, rows, known, out_parts, lse_parts, pages, per, first, scale, width, splits, q_seq, q_head, m_seq, m_head,
-        m_page, m_value, r_seq, r_head, PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-        BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
-        FP8: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+        query, means, rows, known, places, wanted, scores, centre, out_parts, lse_parts, pages, per, first, scale, width, listed,
+        splits, q_seq, q_head, m_seq, m_head, m_page, m_value, r_seq, r_head, PAGE: tl.constexpr, HEADS: tl.constexpr,
+        GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr,
+        CENTRED: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
-        # Program (sequence and KV head; split of the pages).
+        # Program (sequence and KV head; split of the pages). OWN: tokens with estimated scores, which include the rows.
         pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
         b, h = pair // HEADS, pair % HEADS
         g, d, x, m = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_M)
@@ -88,8 +137,19 @@ if HAS_TRITON:
         top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_G,), tl.float32)
         acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-        mine = rows + b * r_seq + h * r_head
-        row = tl.load(mine + m, mask=m < width, other=-1)  # one trip to memory, while the first means come
+        if OWN:
+            places += pair * listed
+            scores += pair * GROUP * listed
+            count = tl.load(wanted + b)
+            c = tl.arange(0, BLOCK_C)
+            at = _below(places, count, split * per * PAGE, MARKS, STRIDE)
+            moved = tl.zeros((BLOCK_G,), tl.float32)
+            if CENTRED:
+                middle = tl.load(centre + pair * DIM + d, mask=is_dim, other=0.0).to(tl.float32)
+                moved = tl.sum(q.to(tl.float32) * middle[None, :], 1) * scale
+        else:
+            mine = rows + b * r_seq + h * r_head
+            row = tl.load(mine + m, mask=m < width, other=-1)  # one trip to memory, while the first means come
         for begin in range(split * per, stop, BLOCK_P):
             page = begin + x
             live = page < stop
@@ -104,19 +164,46 @@ if HAS_TRITON:
                 if UPCAST:
                     k, v = k.to(tl.float32), v.to(tl.float32)
             left = tl.minimum(tl.maximum(tokens - page * PAGE, 0), PAGE)
-            left -= _of_pages(row, begin, first, PAGE, BLOCK_P)
-            for at in range(BLOCK_M, width, BLOCK_M):
-                more = tl.load(mine + at + m, mask=at + m < width, other=-1)
-                left -= _of_pages(more, begin, first, PAGE, BLOCK_P)
-            there = live & (left > 0)
+            high = top
+            if OWN:  # places ascend, so a block of pages has the next ones
+                own = tl.zeros((BLOCK_G, BLOCK_P), tl.float32)
+                more = at < count
+                while more:
+                    i = at + c
+                    there = i < count
+                    place = tl.load(places + i, mask=there, other=2147483647)
+                    logit = tl.load(
+                        scores + g[:, None] * listed + i[None, :], mask=is_head[:, None] & there[None, :], other=0.0
+                    )
+                    of = place // PAGE - begin
+                    here = there & (of < BLOCK_P) & (place < stop * PAGE)
+                    left -= tl.histogram(of, BLOCK_P, mask=here)
+                    logit = tl.where(is_head[:, None] & here[None, :], logit * scale + moved[:, None], float("-inf"))
+                    new = tl.maximum(high, tl.max(logit, 1))
+                    shift = tl.where(new == float("-inf"), 0.0, new)
+                    each = tl.exp2(logit - shift[:, None])
+                    its = ((of[:, None] == x[None, :]) & here[:, None]).to(tl.float32)
+                    own = tl.dot(each, its, own * tl.exp2(high - shift)[:, None], input_precision=PRECISION)
+                    high = new
+                    used = tl.sum(here.to(tl.int32))
+                    at += used
+                    more = used == BLOCK_C
+            else:
+                left -= _of_pages(row, begin, first, PAGE, BLOCK_P)
+                for start in range(BLOCK_M, width, BLOCK_M):
+                    later = tl.load(mine + start + m, mask=start + m < width, other=-1)
+                    left -= _of_pages(later, begin, first, PAGE, BLOCK_P)
+            counts = live & (left > 0)
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             if FP8:
                 score *= k_scale[None, :]
             score += tl.log2(tl.maximum(left, 1).to(tl.float32))[None, :]
-            score = tl.where(there[None, :], score, float("-inf"))
-            new = tl.maximum(top, tl.max(score, 1))
+            score = tl.where(counts[None, :], score, float("-inf"))
+            new = tl.maximum(high, tl.max(score, 1))
             shift = tl.where(new == float("-inf"), 0.0, new)
             weight = tl.exp2(score - shift[:, None])
+            if OWN:
+                weight += own * tl.exp2(high - shift)[:, None]
             decay = tl.exp2(top - shift)
             total = total * decay + tl.sum(weight, 1)
             if FP8:
@@ -151,12 +238,19 @@ if HAS_TRITON:
 
 
 def launch(query: Tensor, means: Tensor, rows: Tensor, known: Tensor, format: RowFormat, *, first: int, page: int,
-           scale: float) -> Partial:  # fmt: skip
+           scale: float, estimated: Estimated | None = None) -> Partial:  # fmt: skip
     """Launch the Triton kernels; arguments and results as in `definition`. Shapes are static, and nothing waits for the device."""
     (batch, heads, pages), dim, q_heads, width = means.shape[:3], format.dim, query.shape[1], rows.shape[2]
     assert means.dtype == format.stored
     assert means.stride(-1) == query.stride(2) == rows.stride(2) == known.stride(0) == 1
     assert rows.dtype == known.dtype == torch.int32
+    places, wanted, scores, centre = rows, known, query, None
+    if estimated is not None:
+        places, wanted, scores, centre = estimated.places, estimated.wanted, estimated.scores, estimated.centre
+        assert places.is_contiguous() and scores.is_contiguous() and wanted.stride(0) == 1
+        assert places.dtype == wanted.dtype == torch.int32 and scores.dtype == torch.float32
+        assert centre is None or centre.is_contiguous()
+    listed = places.shape[2]
     interpreted = query.device.type == "cpu"
     room = 2 * multiprocessors(query.device) if not interpreted else 3
     splits = max(1, min(64, room // (batch * heads), -(-pages // _BLOCK)))
@@ -167,10 +261,12 @@ def launch(query: Tensor, means: Tensor, rows: Tensor, known: Tensor, format: Ro
     lse_parts = torch.empty((batch, q_heads, splits), dtype=torch.float32, device=query.device)
     group, block_d, follows = q_heads // heads, triton_block(dim, 16), dependent(query.device)
     _remainder[(batch * heads, splits)](
-        query, means, rows, known, out_parts, lse_parts, pages, per, first, scale * 1.4426950408889634, width, splits,
+        query, means, rows, known, places, wanted, scores, query if centre is None else centre, out_parts, lse_parts, pages, per,
+        first, scale * 1.4426950408889634, width, listed, splits,
         *query.stride()[:2], *means.stride()[:4], *rows.stride()[:2], PAGE=page, HEADS=heads, GROUP=group, DIM=dim,
         BLOCK_G=triton_block(group, 16), BLOCK_D=block_d, BLOCK_P=_BLOCK, BLOCK_M=min(_ROWS, triton_block(width, 16)),
-        UPCAST=interpreted, FP8=format.fp8, NATIVE=nvidia(query.device, (8, 9)), num_warps=4, **follows,
+        BLOCK_C=_LISTED, MARKS=_MARKS, STRIDE=triton_block(triton.cdiv(listed, _MARKS)), OWN=estimated is not None,
+        CENTRED=centre is not None, UPCAST=interpreted, FP8=format.fp8, NATIVE=nvidia(query.device, (8, 9)), num_warps=4, **follows,
     )  # fmt: skip
     _merge_splits[(batch * q_heads,)](
         out_parts, lse_parts, out, lse, splits, DIM=dim, BLOCK_D=block_d, BLOCK_S=triton_block(splits), num_warps=1,

@@ -193,13 +193,14 @@ if HAS_TRITON:
         return tl.where(one + same * (tie < quota).to(tl.int32) > 0, above + tl.minimum(tie, quota), -1)
 
     @triton.jit
-    def _choose(scores, peaks, parts, candidates, wanted, held, chosen, rows, counts, lengths, heads, width, runs, scale, k,
+    def _choose(scores, own, peaks, parts, candidates, wanted, held, chosen, rows, counts, lengths, heads, width, runs, scale, k,
                 first, bound, whole, P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr,
-                RUNS: tl.constexpr, KP: tl.constexpr, PLAIN: tl.constexpr, FLOOR: tl.constexpr,
+                RUNS: tl.constexpr, KP: tl.constexpr, PLAIN: tl.constexpr, FLOOR: tl.constexpr, HEADS: tl.constexpr,
                 PDL: tl.constexpr):  # fmt: skip
         # Program: one KV head. Selects the k best runs by their peaks, then the k best candidates of those runs, which lie
         # between the k-th peak and the first. Both bounds are widened by the rounding error of computing the same sums twice.
-        # With a floor, it wants no more candidates than reach `bound`, a number as _keys makes them.
+        # With a floor, it wants no more candidates than reach `bound`, a number as _keys makes them. own: the scores of single
+        # heads, which it sets to -inf for the rows.
         seq = tl.program_id(1)
         pair = (seq * heads + tl.program_id(0)).to(tl.int64)
         count = tl.load(wanted + seq)
@@ -235,6 +236,9 @@ if HAS_TRITON:
         low, high, more = _bounds(key, want, low, top + 16)
         place = _places(key, want, low, high, more)
         tl.store(rows + pair * k + place, position + first, mask=place >= 0)
+        for p in tl.static_range(HEADS):
+            gone = tl.full((KP * RUN,), float("-inf"), tl.float32)
+            tl.store(own + (pair * HEADS + p) * width + m, gone, mask=place >= 0)
         rest = tl.arange(0, KP)
         tl.store(rows + pair * k + rest, tl.full((KP,), -1, tl.int32), mask=(rest >= want) & (rest < k))
         tl.store(counts + pair, want)
@@ -297,10 +301,10 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
     bound, whole = (0, 0) if floor is None else (_ordered(floor.least), floor.whole)
     most = max(triton.next_power_of_2(runs), padded * run)
     _choose[(heads, batch)](
-        scores, peaks, found.parts, candidates, wanted, held, chosen, rows, counts, lengths, heads, width, runs, scale, k, first,
-        bound, whole, P=scored, PP=triton.next_power_of_2(scored), SPLITS=found.parts.shape[3], RUN=run,
+        scores, found.scores, peaks, found.parts, candidates, wanted, held, chosen, rows, counts, lengths, heads, width, runs,
+        scale, k, first, bound, whole, P=scored, PP=triton.next_power_of_2(scored), SPLITS=found.parts.shape[3], RUN=run,
         RUNS=triton.next_power_of_2(runs), KP=padded, PLAIN=plain, FLOOR=floor is not None,
-        num_warps=min(16, max(4, most // PER_WARP)), **follows,
+        HEADS=found.scores.shape[2], num_warps=min(16, max(4, most // PER_WARP)), **follows,
     )  # fmt: skip
     return rows, counts
 
@@ -308,7 +312,7 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
 def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float, policy: Merge,
          floor: Floor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Select the k heaviest of the first wanted[l] candidates: rows [L, H, k] int32, ascending, -1 padded, and counts [L, H]
-    int32.
+    int32. Their scores become -inf, so that `found` keeps those of the others.
 
     first: added to every position.
     floor: what is lighter is not selected.
@@ -323,4 +327,8 @@ def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: in
     known = torch.arange(width, device=candidates.device) < wanted[: candidates.shape[0], None, None]
     scores = found.scores.masked_fill(~known[:, :, None], -torch.inf)
     merged = merge(scores, scale, policy, None if floor is None else floor.held)
-    return definition(merged, candidates.masked_fill(~known, -1), k, first, floor)
+    rows, counts = definition(merged, candidates.masked_fill(~known, -1), k, first, floor)
+    ordered = torch.where(rows >= 0, rows, torch.iinfo(torch.int32).max)
+    at = torch.searchsorted(ordered, candidates + first).clamp_(max=k - 1)
+    found.scores.masked_fill_((ordered.gather(2, at) == candidates + first)[:, :, None], -torch.inf)
+    return rows, counts
