@@ -143,6 +143,19 @@ def pariskv_ablated(
     return _with(pariskv(**options), partial(PlainCodesIndex, rotate=rotate))
 
 
+def pariskv_plus_ablated(*, votes: Literal["tiered", "binary"] = "tiered", rho: float | None = None, **options: Any) -> Method:
+    """Select as pariskv-plus does, with pariskv's votes.
+
+    votes, rho: as for pariskv.
+    Other options: pariskv-plus's.
+    """
+    one_of(("tiered", "binary"), votes=votes)
+    method = pariskv_plus(**options)
+    assert isinstance(method.index, partial)
+    ratios = replace(method.index.keywords["ratios"], rho=rho, tiered=votes == "tiered")
+    return replace(method, index=partial(CodesIndex, **method.index.keywords | {"graded": False, "ratios": ratios}))
+
+
 def pariskv_each(**options: Any) -> Method:
     """Select as pariskv does, for each query head alone. Options: pariskv's."""
     return _with(pariskv(**options), EachHeadCodesIndex)

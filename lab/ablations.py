@@ -10,12 +10,13 @@ from contextlib import contextmanager
 
 from kvthaw.methods import METHODS as ALL
 from kvthaw.methods.registry import Make
-from lab.ablated_codes import pariskv_ablated, pariskv_each, pariskv_plus_each
+from lab.ablated_codes import pariskv_ablated, pariskv_each, pariskv_plus_ablated, pariskv_plus_each
 from lab.page_order import icecache_copies, prkv_copies
 
 METHODS: dict[str, Make] = {
     "pariskv-ablated": pariskv_ablated,
     "pariskv-each": pariskv_each,
+    "pariskv-plus-ablated": pariskv_plus_ablated,
     "pariskv-plus-each": pariskv_plus_each,
     "prkv-copies": prkv_copies,
     "icecache-copies": icecache_copies,

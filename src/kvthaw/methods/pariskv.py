@@ -13,7 +13,6 @@ from kvthaw.index.tokens import Policy
 from kvthaw.regions import Regions
 
 Preset = Literal["paper", "code"]
-Votes = Literal["tiered", "binary", "graded"]
 
 PRESETS: dict[str, Policy] = {"paper": "max", "code": "mean_query"}
 
@@ -47,10 +46,10 @@ def pariskv(
     Host: the rows. Device: each key's codes, centroids and weights (112 bytes for 128 dimensions); every decision. A step is
     captured in one graph.
     """
+    at_least(0, full_threshold=full_threshold)
     return codes_method(
         "pariskv",
-        votes,
-        full_threshold,
+        dense_below=full_threshold,
         ratios=Ratios(rho, beta, candidates, votes == "tiered"),
         policy=policy or PRESETS[preset],
         dense_layers=0,
@@ -63,8 +62,6 @@ def pariskv(
 
 def codes_method(
     name: str,
-    votes: Votes,
-    full_threshold: int,
     *,
     dense_layers: int = 2,
     differs: str,
@@ -75,12 +72,11 @@ def codes_method(
 
     codes: more of CodesIndex's options.
     """
-    at_least(0, full_threshold=full_threshold)
     return Method(
         name,
         paper="ParisKV",
         unit="token",
-        index=partial(CodesIndex, graded=votes == "graded", dense_below=full_threshold, **codes),
+        index=partial(CodesIndex, **codes),
         regions=Regions(128, 256, 512),
         dense_layers=dense_layers,
         differs=differs,

@@ -5,31 +5,27 @@ from __future__ import annotations
 from typing import Literal
 
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import ConfigError
 from kvthaw.index.ratios import Ratios
 from kvthaw.index.tokens import Policy
-from kvthaw.methods.pariskv import Votes, codes_method
+from kvthaw.methods.pariskv import codes_method
 
 
 def pariskv_plus(
     *,
     policy: Policy = "max",
-    votes: Votes = "graded",
     centre: bool = True,
     code_bits: Literal[3, 4] = 3,
-    rho: float | None = None,
     beta: float | None = None,
     candidates: int | None = None,
-    full_threshold: int = 0,
     tolerance: float = 0.0,
 ) -> Method:
     """Retrieve the tokens of the best codes among those whose sign patterns are most like the query's.
 
-    Two changes to pariskv find more of the exact best rows with an equal number of candidates. votes="graded": a centroid
-    votes with its similarity to the query, in 127 steps, not by its rank, so all keys collide and no ranking is needed.
-    centre=True: the mean of the prompt's keys is subtracted from all keys; no rank changes, and signs and codes say more of
-    the shorter rest. With both, an index is built with a prompt's last chunk, not chunk by chunk. On the shipped model 83 %
-    of the exact top 100 are selected at 32k, where pariskv selects 72 %.
+    Two changes to pariskv find more of the exact best rows with an equal number of candidates. A centroid votes with its
+    similarity to the query, in 127 steps, not by its rank, so all keys collide and no ranking is needed. centre=True: the
+    mean of the prompt's keys is subtracted from all keys; no rank changes, and signs and codes say more of the shorter
+    rest. With both, an index is built with a prompt's last chunk, not chunk by chunk. On the shipped model 83 % of the exact
+    top 100 are selected at 32k, where pariskv selects 72 %.
 
     code_bits: bits of a coordinate's code. With 3 a key takes 80 bytes of the device for 128 dimensions, with pariskv's 4 it takes
         112. With 3 the divergence on SmolLM2 is 4 % higher; see docs/notes/remainder.md.
@@ -38,18 +34,13 @@ def pariskv_plus(
     beta: the methods rank at least 8 candidates a row. From 131,072 keys on, their number grows with the power of 2/3 of the
         keys. Ranking all keys finds rows with 1 to 4 % more attention, on 32k to 1M real keys (docs/notes/pariskv.md).
 
-    rho: with other votes. The first two layers of deep models are dense. Other options, what is on host and device, and how the
+    The first two layers of deep models are dense. Other options, what is on host and device, and how the
     query heads of a group agree: as in pariskv.
     """
-    if votes == "graded" and rho is not None:
-        raise ConfigError(
-            f"rho is {rho} and votes is 'graded', with which all keys collide; give rho with 'tiered' or 'binary'"
-        )
     return codes_method(
         "pariskv-plus",
-        votes,
-        full_threshold,
-        ratios=Ratios(1.0 if votes == "graded" else rho, beta, candidates, votes == "tiered", least=8, growth=2 / 3),
+        graded=True,
+        ratios=Ratios(1.0, beta, candidates, least=8, growth=2 / 3),
         policy=policy,
         centre=centre,
         code_bits=code_bits,
