@@ -312,7 +312,7 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
 def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float, policy: Merge,
          floor: Floor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Select the k heaviest of the first wanted[l] candidates: rows [L, H, k] int32, ascending, -1 padded, and counts [L, H]
-    int32. Their scores become -inf, so that `found` keeps those of the others.
+    int32. Their scores become -inf, so that `found` keeps only what the others score.
 
     first: added to every position.
     floor: what is lighter is not selected.
