@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvthaw.kernels
+import kvthaw_baselines.kernels
 from lab.launches import KERNELS, launches, part_of, summary
 
 
@@ -25,10 +26,13 @@ def test_summary_is_of_one_step() -> None:
 
 
 def test_every_kernel_that_is_named_is_one() -> None:
-    source = "".join(file.read_text() for file in Path(kvthaw.kernels.__path__[0]).glob("*.py"))
+    source, others = (
+        "".join(file.read_text() for file in Path(package.__path__[0]).glob("*.py"))
+        for package in (kvthaw.kernels, kvthaw_baselines.kernels)
+    )
     for names in KERNELS.values():
         for name in names:
-            assert re.search(rf"@triton.jit(\([^)]*\))?[^\n]*\n\s+def {name}\(", source), name
+            assert re.search(rf"@triton.jit(\([^)]*\))?[^\n]*\n\s+def {name}\(", source + others), name
     named = {name for names in KERNELS.values() for name in names}
     launched = set(re.findall(r"^\s+(?:\w+ = )?(_\w+)\[[^]]+\]\($", source, re.M)) | set(re.findall(r"\s(_\w+)\[\(", source))
     assert len(launched) > 20
