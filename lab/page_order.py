@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -234,24 +234,6 @@ class PagedEachHeadTreeIndex(PagedTreeIndex, EachHeadTreeIndex, tested=True):
     """PagedTreeIndex with `merge=each`."""
 
 
-class Source(Protocol):
-    """Where rows are read: the store, or a snapshot of its copies."""
-
-    @property
-    def format(self) -> RowFormat:
-        """The form of a stored row."""
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the rows are pinned."""
-
-    def gather(self, rows: Tensor, out: Tensor) -> tuple[int, Tensor]:
-        """Gather rows as `kvthaw.native.gather_rows` does."""
-
-    def piece(self, seq: int, head: int, row: int, most: int) -> Tensor:
-        """Return at most `most` contiguous rows of a head, from `row` on, [n, *tail]."""
-
-
 class Stored:
     """A store's rows in token order."""
 
@@ -259,13 +241,17 @@ class Stored:
         self.store, self.format, self.pinned = store, store.format, store.pinned
 
     def gather(self, rows: Tensor, out: Tensor) -> tuple[int, Tensor]:
-        """See Source."""
+        """Gather rows as `kvthaw.native.gather_rows` does."""
         return self.store.gather(rows, out)
 
     def piece(self, seq: int, head: int, row: int, most: int) -> Tensor:
-        """See Source."""
+        """Return at most `most` rows of a head in one block, from `row` on, [n, *tail]."""
         number, offset = divmod(row, self.store.block_size)
         return self.store.table.blocks[seq][number].data[head, offset : offset + most]
+
+
+Source = PagedRows | Stored
+"""Where rows are read."""
 
 
 class Bulk:

@@ -90,7 +90,7 @@ def test_options_are_told_with_what_they_take() -> None:
     assert told["options"]["share"] == {"default": 0.25, "takes": "a number or one of auto"}
     (told,) = Said("methods", "icecache-reuse", "--json").records
     assert told["options"]["reuse"] == {"default": 3, "takes": "a whole number"}
-    assert told["options"]["transfer"] == {"default": "bulk", "takes": "one of uva, bulk, each"}
+    assert told["options"]["transfer"] == {"default": "bulk", "takes": "one of uva, bulk"}
     assert told["options"]["query_beam"] == {"default": 16, "takes": "a whole number"}  # the k of algorithm 4
     (told,) = Said("methods", "icecache-digest-device", "--json").records
     assert "policy" in told["options"]
