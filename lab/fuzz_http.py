@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "serve"))
 
 import httpx2
-from http_fuzz import Requests, answer
-from servers import TEMPLATE, serving
+from http_fuzz import TEMPLATE, Requests, answer
+from servers import serving
 
 import bytemodel
 from kvthaw.engine.hf.model import load

@@ -66,7 +66,7 @@ def test_no_step_waits_for_a_grammar(loaded: tuple[Any, Any], monkeypatch: pytes
 
 def test_a_grammar_is_compiled_once_and_one_that_nobody_announced_is_there_too(loaded: tuple[Any, Any]) -> None:
     coming = ComingGrammars(lambda: Grammars(loaded[1], len(loaded[1])))
-    other = json.dumps({"type": "array", "items": {"type": "integer"}}), True
+    other = json.dumps({"type": "array", "items": {"type": "integer"}}), "strict"
     coming.begin(OBJECT)
     coming.begin(OBJECT)
     assert coming.get(OBJECT) is coming.get(OBJECT)

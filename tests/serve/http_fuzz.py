@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx2
+import servers
 
 from kvthaw.serve import schema
 from kvthaw.serve.fields import Body
 
+TEMPLATE = servers.TEMPLATE + "{# tools: <tool_call> #}"
 BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": schema.ChatRequest,
     "/v1/completions": schema.CompletionRequest,
@@ -104,7 +106,8 @@ class Requests:
     def _least(self, kind: type[Body]) -> dict[str, Any]:
         new = self._pick((1, 2, 5))
         if kind is schema.ChatRequest:
-            return {"messages": self._messages(), "max_tokens": new}
+            tools = {name: self._value(name) for name in ("tools", "tool_choice")} if self._chance(0.4) else {}
+            return {"messages": self._messages(), "max_tokens": new} | tools
         if kind is schema.CompletionRequest:
             return {"prompt": self._prompt(), "max_tokens": new}
         if kind is schema.ResponsesRequest:
@@ -132,7 +135,8 @@ class Requests:
             "context": lambda: self._pick("abc"),
             "kv_name": lambda: self._pick("abc"),
             "model": lambda: "tiny",
-            "tools": list,
+            "tools": lambda: self._pick(([], [self._tool("f")], [self._tool("f"), self._tool("g")])),
+            "tool_choice": lambda: self._pick(("none", "auto", "required", {"type": "function", "function": {"name": "f"}})),
             "seed": lambda: 5,
             "n": lambda: self._pick((1, 2, 3)),
             "logprobs": lambda: self._pick((True, 2)),
@@ -150,7 +154,17 @@ class Requests:
             )
 
         roles = ("user", "user", "assistant", "system", "developer", "tool")
-        return [{"role": self._pick(roles), "content": content()} for _ in range(self._random.randint(1, 3))]
+        turns = [{"role": self._pick(roles), "content": content()} for _ in range(self._random.randint(1, 3))]
+        if self._chance(0.2):
+            arguments = self._pick(("{}", "", "[]", '{"a": "\\ud800"}', "[" * 5000, '{"a": NaN}', json.dumps(self._any())))
+            call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            turns += [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": content()}]
+        return turns
+
+    def _tool(self, name: str) -> Any:
+        parameters = self._pick(({"type": "object", "properties": {"a": self._schema(1)}}, self._schema(0)))
+        function = {"name": name, "parameters": parameters, "strict": self._chance(0.5)}
+        return {"type": "function", "function": function}
 
     def _prompt(self) -> Any:
         return self._pick(("Hi", [1, 2, 3], ["Hi", "a"], [[1], [2, 3]], "x" * 200, ["a", [1]], [300], [[]]))

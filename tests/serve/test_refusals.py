@@ -110,7 +110,6 @@ def test_a_misspelled_field_within_another_is_answered_too(
     [
         (CHAT, {"messages": [{"role": "user", "content": "x", "cache_control": {}}]}, "messages.0.cache_control"),
         (CHAT, {"messages": [{"role": "assistant", "content": "x", "reasoning_content": ""}]}, "messages.0.reasoning_content"),
-        (CHAT, {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]}, "messages.0.tool_calls"),
         ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]}, "input.0.call_id"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

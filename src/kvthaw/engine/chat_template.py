@@ -31,7 +31,7 @@ def has_template(tokenizer: Any) -> bool:
 
 def dates_of(tokenizer: Any, now: datetime, template: str | None = None) -> dict[str, str]:
     """Return the dates and times that a template, or else the tokenizer's, would print now, by format."""
-    return {call["format"]: now.strftime(call["format"]) for call in _CLOCK.finditer(_taken(tokenizer, template))}
+    return {call["format"]: now.strftime(call["format"]) for call in _CLOCK.finditer(template_of(tokenizer, template))}
 
 
 def dates_in(text: str, head: str, dates: Mapping[str, str]) -> dict[str, str] | None:
@@ -65,17 +65,19 @@ def dates_said(text: str, draw: Draw, today: Mapping[str, str]) -> dict[str, str
 
 def render(
     tokenizer: Any,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     template: str | None = None,
     *,
     dates: Mapping[str, str] = MappingProxyType({}),
+    tools: Sequence[Mapping[str, Any]] = (),
     **how: bool,
 ) -> str:
     """Return the text of messages.
 
     Raises ConfigError if there is no template, or if the template refuses the messages or fails.
 
-    template: replaces the tokenizer's; of several templates the one named "default".
+    template: replaces the tokenizer's; see `template_of`.
+    tools: functions that the model may call, as OpenAI's API names them.
     dates: dates to print instead of today's, by format.
     how: further arguments of `apply_chat_template`.
     """
@@ -83,9 +85,10 @@ def render(
         raise ConfigError(f"the tokenizer has {templates(tokenizer)}; --chat-template FILE gives one")
     if dates:
         said = lambda call: json.dumps(dates[call["format"]]) if call["format"] in dates else call[0]  # noqa: E731
-        template = _CLOCK.sub(said, _taken(tokenizer, template))
+        template = _CLOCK.sub(said, template_of(tokenizer, template, tools=bool(tools)))
+    given = {"tools": list(tools)} if tools else {}
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **how)
+        text: str = tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **given, **how)
     except TemplateError as error:
         raise ConfigError(f"the chat template refuses the messages: {error}") from error
     except Exception as error:  # a template can raise whatever Python does
@@ -101,10 +104,12 @@ def templates(tokenizer: Any) -> str:
     return f"the chat templates {', '.join(map(repr, names))}, but none named 'default'" if names else "no chat template"
 
 
-def _taken(tokenizer: Any, template: str | None) -> str:
-    """Return the template in use, "" if there is none."""
+def template_of(tokenizer: Any, template: str | None = None, *, tools: bool = False) -> str:
+    """Return the template in use, "" if there is none. Of a tokenizer's several it is "default", or with tools "tool_use"."""
     own = tokenizer.chat_template if has_template(tokenizer) else ""
-    found: str = template or (own["default"] if isinstance(own, dict) else own)
+    if isinstance(own, dict):
+        own = own["tool_use" if tools and "tool_use" in own else "default"]
+    found: str = template or own
     return found
 
 

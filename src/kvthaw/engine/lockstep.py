@@ -103,8 +103,8 @@ class Compile(Change):
 
     @classmethod
     def read(cls, plain: dict[str, Any]) -> Self:
-        schema, strict = plain["source"]
-        return cls((schema, strict))
+        text, kind = plain["source"]
+        return cls((text, kind))
 
 
 _KINDS: dict[str, type[Change]] = {kind.__name__: kind for kind in (Submit, Cancel, Forget, Compile)}

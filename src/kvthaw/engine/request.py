@@ -165,7 +165,12 @@ class Request:
         """Decode the output with a transformers tokenizer."""
         how = self.sampling
         self.decoded = Detokenizer(
-            tokenizer, how.stop, include_stop=how.include_stop, min_tokens=how.min_tokens, after=self.text_after
+            tokenizer,
+            how.stop,
+            include_stop=how.include_stop,
+            min_tokens=how.min_tokens,
+            after=self.text_after,
+            show=how.show_tokens,
         )
 
     def fail(self, error: Exception) -> None:

@@ -62,6 +62,7 @@ class Sampling:
     ignore_eos: ignore the model's end-of-sequence tokens.
     stop: strings that end the output. The text ends before the stop string.
     include_stop: the text ends after the stop string.
+    show_tokens: names of special tokens that the text does not leave out.
     logprobs: report the log-probability of each sampled token and of this many likeliest tokens. They are the model's,
         before any setting above. None: report none.
     prompt_logprobs: the same for the tokens of the prompt.
@@ -83,17 +84,19 @@ class Sampling:
     ignore_eos: bool = False
     stop: Sequence[str] = ()
     include_stop: bool = False
+    show_tokens: Sequence[str] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+        for name in ("stop", "show_tokens", "stop_token_ids", "logit_bias"):
+            value = getattr(self, name)
             plain = dict(value) if isinstance(value, Mapping) else (value,) if isinstance(value, str | int) else tuple(value)
             object.__setattr__(self, name, plain)
         check_type(bool, ignore_eos=self.ignore_eos, include_stop=self.include_stop)
         check_type(tuple[int, ...], stop_token_ids=self.stop_token_ids)
-        check_type(tuple[str, ...], stop=self.stop)
+        check_type(tuple[str, ...], stop=self.stop, show_tokens=self.show_tokens)
         check_type(dict, logit_bias=self.logit_bias)
         if "" in self.stop:
             raise ConfigError(f"stop is {self.stop!r}; a stop string must have at least one character")

@@ -154,7 +154,7 @@ class StopStrings:
             end, length, stop = min(ends)
             self._held, self.found = "", self._watched[stop]
             return self.shown(text[: end + length]) + (self.found if self.include else "")
-        held = max((self._begun(text, stop) for stop in self._watched), default=0)
+        held = max((begun(text, stop) for stop in self._watched), default=0)
         self._held = text[len(text) - held :]
         return self.shown(text[: len(text) - held])
 
@@ -167,11 +167,6 @@ class StopStrings:
         """Return a piece without its marks."""
         return piece.translate(self._hidden) if self._hidden else piece
 
-    @staticmethod
-    def _begun(text: str, stop: str) -> int:
-        """Return how many characters at the end of a text may be the beginning of a stop string."""
-        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
 
 class Detokenizer:
     """The text of one output, in whole characters and up to a stop string.
@@ -181,6 +176,7 @@ class Detokenizer:
     include_stop: the text ends after the stop string.
     min_tokens: the text of the first `min_tokens` tokens is not searched.
     after: tokens whose text this one continues, such as a prompt; see TextStream.
+    show: special tokens that the text does not leave out.
     text: all text so far.
     stopped_by: the stop string that ended it.
 
@@ -202,10 +198,11 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
         after: Sequence[int] = (),
+        show: Sequence[str] = (),
     ) -> None:
         self.text = ""
         self._stops = StopStrings(stop, include=include_stop, special=special_tokens(tokenizer, stop))
-        self._stream = TextStream(tokenizer, marks=self._stops.marks, after=after)
+        self._stream = TextStream(tokenizer, marks=self._stops.marks | special_tokens(tokenizer, show), after=after)
         self._unsearched = min_tokens
 
     @property
@@ -231,6 +228,11 @@ class Detokenizer:
     def _add(self, piece: str) -> str:
         self.text += piece
         return piece
+
+
+def begun(text: str, word: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of a word."""
+    return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
 
 
 def common(one: Sequence[object], other: Sequence[object]) -> int:

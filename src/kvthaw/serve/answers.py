@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvthaw.engine.logprobs import TokenLogprobs
 from kvthaw.engine.token_bytes import Offsets, TokenBytes
+from kvthaw.engine.tool_calls import CallPiece, CallReader
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.jobs import Delta
 from kvthaw.serve.schema import ChatRequest, CompletionRequest
@@ -72,6 +74,8 @@ class Answer:
     """Bytes at the end of a stream."""
     warning: str | None = None
     """A warning for the client at the end."""
+    reader: Callable[[], CallReader] | None = None
+    """Makes what reads the tool calls of an output; None without tools."""
 
     def __init__(self, body: Any, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
         self.id, self.created, self.model = f"{self.prefix}{uuid.uuid4().hex}", int(time.time()), model
@@ -156,7 +160,12 @@ class Completion(Answer):
             return _json(delta.text).join(around) if delta.text else b""
         sent = super().added(delta)
         options = self._body.stream_options
-        if sent and delta.index not in self._around and (options is None or not options.continuous_usage_stats):
+        if (
+            sent
+            and self.reader is None
+            and delta.index not in self._around
+            and (options is None or not options.continuous_usage_stats)
+        ):
             event = self.encode([self._chunk(self._choice(Delta(delta.index, text=_TEXT), whole=False))])
             self._around[delta.index] = event.split(_json(_TEXT))
         return sent
@@ -164,7 +173,7 @@ class Completion(Answer):
     def parts(self, delta: Delta) -> list[Json]:
         delta = self._kept(delta)
         self._count(delta)
-        said = delta.text or delta.logprobs or delta.finished or delta.prompt_logprobs
+        said = delta.text or delta.calls or delta.logprobs or delta.finished or delta.prompt_logprobs
         return [self._chunk(self._choice(delta, whole=False))] if said else []
 
     def closing(self) -> list[Json]:
@@ -209,16 +218,49 @@ class ChatAnswer(Completion):
 
     kind, chunk_kind, prefix, param = "chat.completion", "chat.completion.chunk", "chatcmpl-", "messages"
 
+    def __init__(self, body: ChatRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
+        super().__init__(body, prompts, tokenizer, model)
+        self._readers = dict[int, CallReader]()  # by output
+
     def opening(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
         choices = [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(self._outputs)]
         return [self._chunk(choice) for choice in choices]
 
+    def _kept(self, delta: Delta) -> Delta:
+        """Return a delta whose calls are apart from its text."""
+        delta = super()._kept(delta)
+        if self.reader is None:
+            return delta
+        reader = self._readers.setdefault(delta.index, self.reader())
+        text, calls = reader.push(delta.text, last=delta.finished is not None)
+        finished = "tool_calls" if reader.calls and delta.finished == "stop" else delta.finished
+        return replace(delta, text=text, calls=calls, finished=finished)
+
     def _choice(self, delta: Delta, *, whole: bool) -> Json:
         logprobs = {"content": self._scores(delta.logprobs)} if delta.logprobs else None
         said: Json = {"content": delta.text} if delta.text or whole else {}
+        if delta.calls and whole:
+            said = {"content": delta.text or None, "tool_calls": _joined(delta.calls)}
+        elif delta.calls:
+            said |= {"tool_calls": [{"index": piece.index} | _call(piece) for piece in delta.calls]}
         said = {"message": {"role": "assistant", **said}} if whole else {"delta": said}
         return {"index": delta.index, **said, "logprobs": logprobs, "finish_reason": delta.finished}
+
+
+def _call(piece: CallPiece) -> Json:
+    if piece.name is None:
+        return {"function": {"arguments": piece.arguments}}
+    name = secrets.token_hex(5)[:9]  # some templates of Mistral take no other length
+    return {"id": name, "type": "function", "function": {"name": piece.name, "arguments": piece.arguments}}
+
+
+def _joined(pieces: Sequence[CallPiece]) -> list[Json]:
+    """Return whole calls, by index."""
+    calls = [_call(piece) for piece in pieces if piece.name is not None]
+    for index, call in enumerate(calls):
+        call["function"]["arguments"] = "".join(piece.arguments for piece in pieces if piece.index == index)
+    return calls
 
 
 class CompletionAnswer(Completion):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.hf.model import kv_bytes
+from kvthaw.engine.tool_calls import CallReader
 from kvthaw.errors import ConfigError
 from kvthaw.methods import METHODS
 from kvthaw.serve import contexts, page
@@ -177,13 +178,21 @@ def _accepted(body: Asked, http: Request, prompts: int = 1) -> tuple[Service, As
 
 async def _converse(body: ChatRequest | ResponsesRequest, http: Request, kind: type[Answer]) -> Response:
     service, body = _accepted(body, http)
+    reader = service.call_reader(body)
     encode = service.encode_chat(body.messages, body, param=kind.param, client=client_of(http))
-    return await _generate(http, body, [await while_connected(service, encode, http.receive)], kind)
+    return await _generate(http, body, [await while_connected(service, encode, http.receive)], kind, reader)
 
 
-async def _generate(http: Request, body: Sampled, prompts: Sequence[Sequence[int]], kind: type[Answer]) -> Response:
+async def _generate(
+    http: Request,
+    body: Sampled,
+    prompts: Sequence[Sequence[int]],
+    kind: type[Answer],
+    reader: Callable[[], CallReader] | None = None,
+) -> Response:
     service = service_of(http)
     answer = kind(body, prompts, service.tokenizer, service.name)
+    answer.reader = reader
     try:
         grammar = await while_connected(service, service.grammar(body, client_of(http)), http.receive)
         sampling = body.sampling(grammar)

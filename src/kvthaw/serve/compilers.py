@@ -1,4 +1,4 @@
-"""Grammars of the JSON that requests ask for, compiled in threads."""
+"""Grammars of the JSON and the calls that requests ask for, compiled in threads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from kvthaw.engine.grammar import OBJECT, Grammar, Grammars, Source
+from kvthaw.engine.tool_calls import CallRules, ToolFormat
 from kvthaw.errors import ConfigError
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.lanes import Lanes
@@ -44,21 +45,28 @@ class Compilers:
 
     async def grammar(self, asked: JsonSchema | Literal["json_object"], field: str, client: str) -> Grammar:
         """Return the grammar that a field asks for. Raises ApiError for an invalid schema or a timeout."""
+        if asked == "json_object":
+            return await self._timed(lambda _: (OBJECT, 0), field, client)
+        return await self._timed(lambda grammars: grammars.read(asked.schema_, strict=asked.strict), field, client)
+
+    async def calls(self, form: ToolFormat, rules: CallRules, client: str) -> Grammar:
+        """Return the grammar of calls of tools. Raises ApiError as grammar() does."""
+        return await self._timed(lambda grammars: grammars.read_calls(form, rules), "tools", client)
+
+    async def _timed(self, read: Callable[[Grammars], tuple[Source, int]], field: str, client: str) -> Grammar:
         try:
-            return await asyncio.wait_for(self._grammar(asked, client), SECONDS)
+            return await asyncio.wait_for(self._grammar(read, client), SECONDS)
         except TimeoutError:
             says = f"{field}: the schema was not compiled within {SECONDS:g} s; ask again, or make it simpler"
             raise ApiError(503, says, param=field, code="schema_timeout", headers={"Retry-After": "10"}) from None
         except ConfigError as error:
             raise ApiError(400, f"{field}: {error}", param=field) from None
 
-    async def _grammar(self, asked: JsonSchema | Literal["json_object"], client: str) -> Grammar:
+    async def _grammar(self, read: Callable[[Grammars], tuple[Source, int]], client: str) -> Grammar:
         grammars, short = self._grammars, self._lanes.short
         if grammars is None:
             raise ConfigError(self._lacks)
-        if asked == "json_object":
-            return await short.run(partial(self._compile, grammars, OBJECT), client)
-        source, tries = await short.run(partial(grammars.read, asked.schema_, strict=asked.strict), client)
+        source, tries = await short.run(partial(read, grammars), client)
         lane = short if tries <= SHORT_TRIES or grammars.known(source) else self._lanes.long
         return await lane.run(partial(self._compile, grammars, source), client)
 

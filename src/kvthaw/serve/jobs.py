@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvthaw.engine.logprobs import TokenLogprobs
 from kvthaw.engine.request import Request
+from kvthaw.engine.tool_calls import CallPiece
 
 
 @dataclass(eq=False, slots=True)
@@ -17,6 +18,7 @@ class Delta:
 
     finished: why the output ended; "abort" if the server ended it, "error" with the error.
     cached_tokens: cached tokens of the prompt, given with the first token.
+    calls: parts of tool calls, which the text then lacks.
     """
 
     index: int
@@ -27,6 +29,7 @@ class Delta:
     finished: str | None = None
     error: Exception | None = None
     cached_tokens: int = 0
+    calls: Sequence[CallPiece] = ()
 
 
 class Job:

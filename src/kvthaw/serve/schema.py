@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, Tag
+from pydantic import Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvthaw.engine.grammar import Grammar
 from kvthaw.engine.sampling import Sampling
+from kvthaw.engine.tool_calls import ANY_OBJECT, SPECIAL, CallRules
+from kvthaw.errors import ConfigError
 from kvthaw.method_names import unknown_method
 from kvthaw.methods import METHODS
 from kvthaw.serve.errors import ApiError
@@ -29,7 +33,9 @@ from kvthaw.serve.fields import (
     Text,
     TextOrList,
     Token,
+    either,
     few,
+    shape,
 )
 
 MOST_LOGPROBS = 20
@@ -41,7 +47,10 @@ _Stop = Annotated[
     | Annotated[list[_StopString], Field(max_length=MOST_STOPS, fail_fast=True), Tag("list")],
     TextOrList,
 ]
-_NO_TOOLS = "response_format with a json_schema makes an answer of a call's arguments"
+MOST_TOOLS = 128
+MOST_ARGUMENTS = 1 << 18
+"""Characters of the arguments of a call."""
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 _Bias = dict[Annotated[Token, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]]
 
 
@@ -84,6 +93,10 @@ class FlatSchemaFormat(JsonSchema):
     type: Literal["json_schema"]
 
 
+def _choice(value: Any) -> str | None:
+    return "object" if isinstance(value, dict) else shape(value)
+
+
 def _json_object(asked: TextFormat | None) -> Literal["json_object"] | None:
     return "json_object" if asked is not None and asked.type == "json_object" else None
 
@@ -113,8 +126,6 @@ class Sampled(Body):
     cache_salt: str = Field("", max_length=256, description="prompts of other salts share no KV with this one")
     # OpenAI's that are not served
     store: Annotated[bool, Only(False)] = False
-    tools: Annotated[list[Any], Only([], instead=_NO_TOOLS)] = Field([])
-    tool_choice: Annotated[str, Only("none", "auto")] = "none"
     parallel_tool_calls: bool = True
     service_tier: Annotated[str, Only("auto", "default")] = "auto"
     # kvthaw's
@@ -133,6 +144,21 @@ class Sampled(Body):
     def json_format(self) -> JsonSchema | Literal["json_object"] | None:
         """The JSON that the output must be; None for any text."""
         return None
+
+    @property
+    def call_rules(self) -> CallRules | None:
+        """What a grammar is to enforce of calls; None for nothing."""
+        return None
+
+    @property
+    def call_names(self) -> list[str]:
+        """Functions whose calls the answer may have."""
+        return []
+
+    @property
+    def plain_tools(self) -> list[dict[str, Any]]:
+        """The functions that the model may call, as chat templates read them."""
+        return []
 
     def filled(self, defaults: Mapping[str, float]) -> Self:
         """Return the request with default values for omitted fields."""
@@ -163,6 +189,13 @@ class Sampled(Body):
             logprobs=logprobs,
             **more,
         )
+
+
+class NoTools(Body):
+    """Of requests in which tools are not served."""
+
+    tools: Annotated[list[Any], Only([], instead="/v1/chat/completions takes tools")] = Field([])
+    tool_choice: Annotated[Any, Only("none", "auto")] = "none"
 
 
 class Generation(Sampled):
@@ -204,7 +237,7 @@ class Generation(Sampled):
         )
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(NoTools, Generation):
     """Of POST /v1/completions. max_tokens=0 with echo is the prompt alone."""
 
     prompt: Prompt
@@ -241,22 +274,105 @@ def _joined(content: str | Sequence[TextPart | InputPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class Message(Body):
-    """A turn of a conversation."""
+class FunctionCall(Body):
+    """A function and its arguments, JSON of an object."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    name: FunctionName
+    arguments: str = Field(max_length=MOST_ARGUMENTS)
+
+    def read(self) -> dict[str, Any]:
+        """Return the arguments; raises ConfigError."""
+        try:
+            found = json.loads(self.arguments)
+            json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ConfigError(f"messages have a call of {self.name!r} whose arguments are not JSON of an object")
+        return found
+
+
+class ToolCall(Body):
+    """A call in a message of the assistant. index, which streams have, has no effect."""
+
+    id: Short
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: Annotated[Count, Field(exclude=True)] = 0
+
+    def plain(self) -> dict[str, Any]:
+        """Return what chat templates read; raises ConfigError."""
+        function = {"name": self.function.name, "arguments": self.function.read()}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class Message(Body):
+    """A turn of a conversation. content may be null beside tool_calls."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("list")],
         TextOrList,
-    ]
+    ] = ""
     name: Short | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field(default=[])
+    tool_call_id: Short | None = None
     # of OpenAI's messages that are handed back
-    tool_calls: Annotated[list[Any], Only([])] = Field(default=[], exclude=True)
     annotations: Annotated[list[Any], Only([])] = Field(default=[], exclude=True)
 
-    def plain(self) -> dict[str, str]:
-        """Return what chat templates read."""
-        return {"role": self.role, "content": _joined(self.content)} | ({"name": self.name} if self.name else {})
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        needs = "tool_call_id" if self.role == "tool" and self.tool_call_id is None else ""
+        needs = "content" if "content" not in self.model_fields_set and not self.tool_calls else needs
+        if needs:
+            raise PydanticCustomError("missing_field", "{needs}: Field required", {"needs": needs})
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) and self.role != role:
+                raise PydanticCustomError("role", "{says}", {"says": f"{name} is of messages whose role is {role}"})
+        return self
+
+    @property
+    def size(self) -> int:
+        """Its characters."""
+        return len(_joined(self.content)) + sum(len(call.function.arguments) for call in self.tool_calls)
+
+    def plain(self) -> dict[str, Any]:
+        """Return what chat templates read; raises ConfigError for a call with wrong arguments."""
+        calls = {"tool_calls": [call.plain() for call in self.tool_calls]} if self.tool_calls else {}
+        others = {name: said for name in ("name", "tool_call_id") if (said := getattr(self, name))}
+        return {"role": self.role, "content": _joined(self.content)} | others | calls
+
+
+class Function(Body):
+    """A function that the model may call.
+
+    strict: its arguments satisfy the schema, and objects in them have only the named members.
+    """
+
+    name: FunctionName
+    description: Annotated[str, Field(max_length=1 << 15)] | None = None
+    parameters: dict[str, Any] = Field({"type": "object", "properties": {}})
+    strict: bool = False
+
+
+class Tool(Body):
+    """A function, as chat completions name it."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    """The function to call."""
+
+    name: FunctionName
+
+
+class NamedTool(Body):
+    """The same, as chat completions name it."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 _Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
@@ -270,7 +386,12 @@ class ChatRequest(Generation):
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    functions: Annotated[list[Any], Only([])] = Field([])
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field([])
+    tool_choice: Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[NamedTool, Tag("object")],
+        either(_choice, "it must be a string or an object"),
+    ] = "auto"
+    functions: Annotated[list[Any], Only([], instead="tools is")] = Field([])
     function_call: Annotated[str, Only("none", "auto")] = "none"
     modalities: Annotated[list[str], Only(["text"])] = Field(["text"])
     reasoning_effort: Annotated[str, Only("none")] = "none"
@@ -282,10 +403,42 @@ class ChatRequest(Generation):
             raise ApiError(400, "top_logprobs is given; it needs logprobs", param="top_logprobs")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+        names, choice = [tool.function.name for tool in self.tools], self.tool_choice
+        if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+            raise ApiError(400, f"tools has two functions named {twice!r}", param="tools")
+        if choice not in ("none", "auto") and not names:
+            raise ApiError(400, "tool_choice asks for a call; tools has no function", param="tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            says = f"tool_choice names {choice.function.name!r}, which is not in tools"
+            raise ApiError(400, says, param="tool_choice")
+        if self.call_names and self.json_format is not None:
+            says = "response_format asks for JSON; beside tools it is served with a tool_choice of none"
+            raise ApiError(400, says, param="response_format")
+
+    @property
+    def call_names(self) -> list[str]:
+        return [] if self.tool_choice == "none" else [tool.function.name for tool in self.tools]
+
+    @property
+    def call_rules(self) -> CallRules | None:
+        choice, several, functions = self.tool_choice, self.parallel_tool_calls, [tool.function for tool in self.tools]
+        if not functions or self.json_format is not None:
+            return None
+        if choice == "auto" and several and not any(each.strict for each in functions):
+            return None
+        if isinstance(choice, NamedTool):
+            functions, several = [each for each in functions if each.name == choice.function.name], False
+        required = choice not in ("none", "auto")
+        schemas = {each.name: (each.parameters if required or each.strict else ANY_OBJECT, each.strict) for each in functions}
+        return CallRules({} if choice == "none" else schemas, required, several)
+
+    @property
+    def plain_tools(self) -> list[dict[str, Any]]:
+        return [tool.model_dump(exclude={"function": {"strict"}}, exclude_none=True) for tool in self.tools]
 
     def sampling(self, grammar: Grammar | None) -> Sampling:
         new, likeliest = self.max_completion_tokens or self.max_tokens, (self.top_logprobs or 0) if self.logprobs else None
-        return self._sampling(new, likeliest, grammar=grammar)
+        return self._sampling(new, likeliest, grammar=grammar, show_tokens=SPECIAL if self.tools else ())
 
 
 class InputPart(Body):
@@ -322,7 +475,7 @@ class ResponseText(Body):
     verbosity: Annotated[str, Only("medium")] = "medium"
 
 
-class ResponsesRequest(Sampled):
+class ResponsesRequest(NoTools, Sampled):
     """Of POST /v1/responses. The server keeps no response, so that no request can refer to one by its id."""
 
     format_field = "text"

@@ -24,6 +24,7 @@ from kvthaw.engine.lockstep import Compile, Lockstep
 from kvthaw.engine.request import hidden_salt
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.scheduler import Scheduler
+from kvthaw.engine.tool_calls import CallReader, ToolFormat
 from kvthaw.errors import ConfigError, hint
 from kvthaw.serve.coming import Coming
 from kvthaw.serve.compilers import Compilers
@@ -240,23 +241,41 @@ class Service:
         raises ApiError, which names param."""
         read = partial(self._reader.tokens, param=param)
         entry = None if body is None else await self.context(body)
+        turns = self.turns.having([] if body is None else body.plain_tools)
         if entry is None:
-            encode = partial(self.turns.encode, read, messages, answer=answer)
+            encode = partial(turns.encode, read, messages, answer=answer)
         elif isinstance(entry.about, list):
             before = [Message.model_validate(each) for each in entry.about]
-            encode = partial(self.turns.after_messages, read, entry.ids.tolist(), before, messages)
+            encode = partial(turns.after_messages, read, entry.ids.tolist(), before, messages)
         else:
-            encode = partial(self.turns.after_document, read, entry.ids.tolist(), entry.about, messages)
-        size = sum(len(message.plain()["content"]) for message in messages) + (0 if entry is None else len(entry.ids))
+            encode = partial(turns.after_document, read, entry.ids.tolist(), entry.about, messages)
+        size = sum(message.size for message in messages) + (0 if entry is None else len(entry.ids))
         try:
             return await self._reader.run(encode, size, client)
         except ConfigError as error:
             raise ApiError(400, str(error), param=param) from None
 
     async def grammar(self, body: Sampled, client: str) -> Grammar | None:
-        """Return the grammar of the JSON that a request asks for, None for any text. Raises ApiError."""
-        asked = body.json_format
+        """Return the grammar of the JSON or of the calls that a request asks for, None for any text. Raises ApiError."""
+        asked, rules = body.json_format, body.call_rules
+        if rules is not None:
+            return await self._compilers.calls(self._tool_format(), rules, client)
         return None if asked is None else await self._compilers.grammar(asked, body.format_field, client)
+
+    def call_reader(self, body: Sampled) -> Callable[[], CallReader] | None:
+        """Return what makes a reader of an output's tool calls, None for a request without tools. Raises ApiError if the model
+        takes none, or writes calls in a form that is not served."""
+        return (
+            None
+            if not body.plain_tools
+            else partial(CallReader, self._tool_format(), body.call_names, certain=body.call_rules is not None)
+        )
+
+    def _tool_format(self) -> ToolFormat:
+        try:
+            return self.turns.tool_format()
+        except ConfigError as error:
+            raise ApiError(400, f"tools are not served for the model {self.name!r}: {error}", param="tools") from None
 
     def submit(
         self, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, param: str, name: str, client: str

@@ -7,7 +7,8 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from kvthaw.engine.chat_template import Draw, dates_of, dates_said, following, has_template, opening, render
+from kvthaw.engine.chat_template import Draw, dates_of, dates_said, following, has_template, opening, render, template_of
+from kvthaw.engine.tool_calls import ToolFormat, tool_format
 from kvthaw.serve.schema import Message
 
 
@@ -21,15 +22,26 @@ class Read(Protocol):
 
 
 class Turns:
-    """Renders and encodes conversations through a chat template; None for the tokenizer's. Raises ConfigError as `render` does."""
+    """Renders and encodes conversations through a chat template; None for the tokenizer's. Raises ConfigError as `render` does.
 
-    def __init__(self, tokenizer: Any, template: str | None) -> None:
-        self._tokenizer, self._template = tokenizer, template
+    tools: functions that the model may call, as templates read them.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._tokenizer, self._template, self._tools = tokenizer, template, tools
 
     @property
     def possible(self) -> bool:
         """Whether there is a chat template."""
         return self._template is not None or has_template(self._tokenizer)
+
+    def having(self, tools: Sequence[Mapping[str, Any]]) -> Turns:
+        """Return the same for conversations in which the model may call functions."""
+        return Turns(self._tokenizer, self._template, tools)
+
+    def tool_format(self) -> ToolFormat:
+        """Return how the model writes calls; raises ConfigError if the template takes no tools."""
+        return tool_format(template_of(self._tokenizer, self._template, tools=True))
 
     def encode(self, read: Read, messages: Sequence[Message], *, answer: bool = True) -> list[int]:
         """Return the tokens of a conversation, with answer up to where the answer begins."""
@@ -61,10 +73,12 @@ class Turns:
         about: see `document_of`.
         """
         text, known, first = self._text(kept), document_of(about), len(_leading(new))
+        found = [(each, dates) for each in (self, self.having(())) if (dates := each._dates(text)) is not None]
         if known is not None:
             document = known.rstrip()
-        elif (dates := self._dates(text)) is not None:
-            document = text[len(opening(self._draw(), dates)) :]
+        elif found:
+            turns, dates = found[0]
+            document = text[len(opening(turns._draw(), dates)) :]
         else:
             document = self._tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         asked = new[first].plain()["content"] if first < len(new) else ""
@@ -93,7 +107,7 @@ class Turns:
         self, messages: Sequence[Message], dates: Mapping[str, str] = MappingProxyType({}), *, answer: bool = True
     ) -> str:
         turns = [message.plain() for message in messages]
-        return render(self._tokenizer, turns, self._template, dates=dates, add_generation_prompt=answer)
+        return render(self._tokenizer, turns, self._template, dates=dates, tools=self._tools, add_generation_prompt=answer)
 
     def _text(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
