@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -303,7 +305,7 @@ CALLED: Any = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"nam
             {"tools": function(), "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice names 'g', which is not in tools",
         ),
-        ({"tools": function(), "response_format": {"type": "json_object"}}, "response_format asks for JSON; beside tools"),
+        ({"tools": function(), "response_format": {"type": "json_object"}}, "response_format asks for JSON; with tools"),
         ({"tools": function(), "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0: tool_call_id: Field required"),
         ({"messages": [{"role": "user"}]}, "messages.0: content: Field required"),
@@ -329,7 +331,7 @@ def test_wrong_uses_are_told_in_a_sentence(hermes: Served, fields: dict[str, Any
     assert said.json()["error"]["message"].startswith(says)
 
 
-def test_json_is_served_beside_a_choice_of_none(hermes: Served) -> None:
+def test_json_is_served_with_a_choice_of_none(hermes: Served) -> None:
     choice = asked(hermes, tool_choice="none", response_format={"type": "json_object"}, max_tokens=30)
     assert choice.message.content.startswith("{")
 
@@ -342,3 +344,12 @@ def test_schemas_that_together_take_long_are_refused(hermes: Served, monkeypatch
     said = hermes.post(CHAT, messages=USER, tools=tools, tool_choice="required", max_tokens=2)
     assert said.status_code == 400
     assert "together take too long to compile" in said.json()["error"]["message"]
+
+
+def test_the_example_of_the_docs_runs(hermes: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (block,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "tools=tools" in block)
+    names: dict[str, Any] = {"client": hermes.openai}
+    exec(block, names)
+    assert capsys.readouterr().out
+    assert names["messages"][-1]["content"] in ("Rain in Bern.", "Rain in Rome.")

@@ -26,7 +26,7 @@ _CLOSES = "</tool_call>"
 class CallRules:
     """What a grammar enforces of an output's calls.
 
-    functions: the schema of a function's arguments, and whether it is strict, by name; none: no call may come.
+    functions: the schema of a function's arguments, and whether it is strict, by name. Without functions no call may come.
     required: calls must come; else text may come, and calls behind it.
     several: more than one may come.
     """
@@ -43,7 +43,7 @@ class ToolFormat:
     opener: the text that begins them.
     header: a regular expression of a call up to its arguments, with a group "name".
     first, last: the text around all of them, in a grammar.
-    before, after: the text around a call's arguments; NAME stands for the function.
+    before, after: the text around a call's arguments; NAME is replaced by the function's.
     between: the text between two calls; "" for a model that writes one at a time.
     """
 
@@ -174,7 +174,7 @@ class CallReader:
         said, pieces, self._said, self._pieces = "".join(self._said), self._pieces, [], []
         return said, pieces
 
-    # Each of these takes what it can from the text, and returns whether the next one may go on.
+    # Each of these takes what it can from the text, and returns whether the next one may read.
 
     def _content(self, last: bool) -> bool:
         text, opener = self._gap + self._text, self._form.opener

@@ -307,7 +307,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """A turn of a conversation. content may be null beside tool_calls."""
+    """A turn of a conversation. content may be null if there are tool_calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
@@ -412,7 +412,7 @@ class ChatRequest(Generation):
             says = f"tool_choice names {choice.function.name!r}, which is not in tools"
             raise ApiError(400, says, param="tool_choice")
         if self.call_names and self.json_format is not None:
-            says = "response_format asks for JSON; beside tools it is served with a tool_choice of none"
+            says = "response_format asks for JSON; with tools it needs a tool_choice of none"
             raise ApiError(400, says, param="response_format")
 
     @property
