@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -43,6 +44,27 @@ def test_pieces_do_not_matter(form: ToolFormat, text: str, content: str, calls: 
                 names.append(piece.name)
             found[names[piece.index]] = found.get(names[piece.index], "") + piece.arguments
     assert (said, found, reader.calls) == (content, calls, len(calls))
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), [one for one in TEXTS if one[3]])
+def test_certain_arguments_come_at_once(form: ToolFormat, text: str, content: str, calls: dict[str, str]) -> None:
+    reader, found, held = CallReader(form, ["f", "g"], certain=True), list[str](), 0
+    for letter in text:
+        before = len("".join(found))
+        for piece in reader.push(letter)[1]:
+            found += [f"{piece.name}"] if piece.name is not None else [piece.arguments]
+        held = max(held, len("".join(found)) - before)
+    assert "".join(found) == "".join(name + arguments for name, arguments in calls.items())
+    assert held <= 2, "a name and a brace"
+
+
+def test_a_long_output_takes_time_by_its_length() -> None:
+    for text in ("<tool_call>" * 40_000, '<tool_call>{"name": "f", "arguments": {}}' * 8_000, "\n" * 400_000, "{" * 400_000):
+        began, reader, size = time.process_time(), CallReader(HERMES, ["f"], certain=False), 0
+        said, pieces = reader.push(text, last=True)
+        size = len(said) + 20 * len(pieces)
+        assert size >= 300_000
+        assert time.process_time() - began < 2, text[:20]
 
 
 def test_markup_of_special_tokens_is_shown_and_forced() -> None:

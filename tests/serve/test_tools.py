@@ -236,6 +236,18 @@ def test_each_turn_finds_the_prompt_of_the_one_before(several: Served, form: str
     assert cached[1:] == pytest.approx(prompts[:2], abs=1)
 
 
+@pytest.mark.parametrize("tools", [TOOLS, []], ids=["tools", "none"])
+def test_a_kept_document_goes_with_tools(hermes: Served, say: Say, tools: list[Any]) -> None:
+    document = "The sky is blue over Bern. " * 8
+    hermes.post("/v1/contexts", name="sky", document=document).raise_for_status()
+    say("Yes.")
+    alone = hermes.post(
+        "/v1/chat/completions", messages=[{"role": "user", "content": f"{document.rstrip()}\nBlue?"}], tools=tools
+    )
+    kept = hermes.post("/v1/chat/completions", messages=[{"role": "user", "content": "Blue?"}], tools=tools, context="sky")
+    assert kept.json()["usage"]["prompt_tokens"] == alone.json()["usage"]["prompt_tokens"]
+
+
 def test_templates_get_arguments_as_objects(hermes: Served) -> None:
     call = {"id": "123456789", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Bern"}'}}
     turns = [*USER, {"role": "assistant", "content": None, "tool_calls": [call | {"index": 0}]}]

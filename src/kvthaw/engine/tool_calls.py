@@ -16,10 +16,12 @@ SPECIAL = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 """Markup of calls; in some tokenizers it is special tokens."""
 ANY_OBJECT = {"type": "object"}
 """The schema of any arguments."""
+_PART = 4096  # characters that are read at once
 _LONGEST = 512  # limit on characters before a call's arguments
 _NAMED = r'\{\s*"name"\s*:\s*"(?P<name>[\w-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
 _BEHIND = re.compile(r'(?:[\s}\],;]|"id"\s*:\s*"\w*"|</tool_call>)*')  # what may follow a call's arguments
 _CLOSES = "</tool_call>"
+_MARKS = re.compile(r'[\\"{}\[\]]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +158,9 @@ class CallReader:
 
     def __init__(self, form: ToolFormat, names: Collection[str], *, certain: bool) -> None:
         self._form, self._names, self._certain = form, names, certain
-        self._text = self._gap = ""  # what is not yet read; the white space before it
+        self._text, self._gap = "", list[str]()  # what is not yet read; the white space before it
         self._read: Callable[[bool], bool] = self._content
-        self._head = self._name = self._held = ""  # of the call at hand
+        self._head, self._name, self._held = "", "", list[str]()  # of the call at hand
         self._depth, self._quoted, self._escaped = 0, False, False
         self._said, self._pieces = list[str](), list[CallPiece]()
         self.calls = 0
@@ -168,21 +170,25 @@ class CallReader:
 
         last: no more text comes.
         """
-        self._text += piece
-        while self._read(last):
-            pass
+        for start in range(0, max(1, len(piece)), _PART):  # a step takes time for all that is not yet read
+            self._text += piece[start : start + _PART]
+            while self._read(last and start + _PART >= len(piece)):
+                pass
         said, pieces, self._said, self._pieces = "".join(self._said), self._pieces, [], []
         return said, pieces
 
     # Each of these takes what it can from the text, and returns whether the next one may read.
 
     def _content(self, last: bool) -> bool:
-        text, opener = self._gap + self._text, self._form.opener
+        text, opener = self._text, self._form.opener
         found = text.find(opener)
         end = found if found >= 0 else len(text) if last else len(text) - begun(text, opener)
         said = text[:end] if last and found < 0 else text[:end].rstrip()  # white space before a call is no content
-        self._said.append(said)
-        self._gap, self._text = text[len(said) : end], text[end:]
+        if said or (last and found < 0):
+            self._said += [*self._gap, said]
+            self._gap = []
+        self._gap.append(text[len(said) : end])
+        self._text = text[end:]
         self._read = self._header if found >= 0 else self._content
         return found >= 0
 
@@ -191,10 +197,10 @@ class CallReader:
         if found is None and not last and len(self._text) < _LONGEST:
             return False
         if found is None or found["name"] not in self._names:
-            self._no_call(self._text[:1], self._text[1:])
+            self._no_call([self._text[:1]], self._text[1:])
             return True
         self._head, self._name, self._text = found[0], found["name"], self._text[found.end() :]
-        self._held, self._depth, self._read = "", 0, self._arguments
+        self._held, self._depth, self._read = [], 0, self._arguments
         if self._certain:
             self._pieces.append(CallPiece(self.calls, self._name))
         return True
@@ -202,17 +208,19 @@ class CallReader:
     def _arguments(self, last: bool) -> bool:
         end = self._end()
         new, rest = self._text[:end], self._text[end:]
-        self._held, self._text = self._held + new, rest
+        self._text = rest
         if self._certain:
             self._pieces += [CallPiece(self.calls, None, new)] if new else []
+        else:
+            self._held.append(new)
         if self._depth and (self._certain or not last):
             return False
         if not self._certain:
-            if self._depth or (said := _object(self._held)) is None:
-                self._no_call(self._head + self._held, rest)
+            if self._depth or (said := _object("".join(self._held))) is None:
+                self._no_call([self._head, *self._held], rest)
                 return True
             self._pieces += [CallPiece(self.calls, self._name), CallPiece(self.calls, None, said)]
-        self.calls, self._gap, self._read = self.calls + 1, "", self._behind
+        self.calls, self._gap, self._read = self.calls + 1, [], self._behind
         return True
 
     def _behind(self, last: bool) -> bool:
@@ -224,23 +232,27 @@ class CallReader:
         self._read = self._header if self._text[0] == "{" else self._content
         return True
 
-    def _no_call(self, said: str, rest: str) -> None:
-        self._said.append(self._gap + said)
-        self._gap, self._text, self._read = "", rest, self._content
+    def _no_call(self, said: list[str], rest: str) -> None:
+        self._said += self._gap + said
+        self._gap, self._text, self._read = [], rest, self._content
 
     def _end(self) -> int:
         """Return where the JSON object in the text ends, or the length of the text."""
-        for i, letter in enumerate(self._text):
-            if self._escaped:
-                self._escaped = False
-            elif letter == "\\":
-                self._escaped = self._quoted
+        skipped = 0 if self._escaped else -1
+        for found in _MARKS.finditer(self._text):
+            at, letter = found.start(), found[0]
+            if at == skipped:
+                continue
+            if letter == "\\":
+                skipped = at + 1
             elif letter == '"':
                 self._quoted = not self._quoted
-            elif not self._quoted and letter in "{[]}":
+            elif not self._quoted:
                 self._depth += 1 if letter in "{[" else -1
                 if self._depth == 0:
-                    return i + 1
+                    self._escaped = False
+                    return at + 1
+        self._escaped = skipped == len(self._text)
         return len(self._text)
 
 

@@ -256,10 +256,13 @@ def _call(piece: CallPiece) -> Json:
 
 
 def _joined(pieces: Sequence[CallPiece]) -> list[Json]:
-    """Return whole calls, by index."""
-    calls = [_call(piece) for piece in pieces if piece.name is not None]
-    for index, call in enumerate(calls):
-        call["function"]["arguments"] = "".join(piece.arguments for piece in pieces if piece.index == index)
+    """Return whole calls."""
+    calls = list[Json]()
+    for piece in pieces:
+        if piece.name is not None:
+            calls.append(_call(piece))
+        else:
+            calls[piece.index]["function"]["arguments"] += piece.arguments
     return calls
 
 

@@ -391,7 +391,7 @@ class ChatRequest(Generation):
         Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[NamedTool, Tag("object")],
         either(_choice, "it must be a string or an object"),
     ] = "auto"
-    functions: Annotated[list[Any], Only([], instead="tools is")] = Field([])
+    functions: Annotated[list[Any], Only([], instead="use tools")] = Field([])
     function_call: Annotated[str, Only("none", "auto")] = "none"
     modalities: Annotated[list[str], Only(["text"])] = Field(["text"])
     reasoning_effort: Annotated[str, Only("none")] = "none"
