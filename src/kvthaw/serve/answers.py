@@ -232,7 +232,9 @@ class ChatAnswer(Completion):
         delta = super()._kept(delta)
         if self.reader is None:
             return delta
-        reader = self._readers.setdefault(delta.index, self.reader())
+        if delta.index not in self._readers:
+            self._readers[delta.index] = self.reader()
+        reader = self._readers[delta.index]
         text, calls = reader.push(delta.text, last=delta.finished is not None)
         finished = "tool_calls" if reader.calls and delta.finished == "stop" else delta.finished
         return replace(delta, text=text, calls=calls, finished=finished)

@@ -265,11 +265,9 @@ class Service:
     def call_reader(self, body: Sampled) -> Callable[[], CallReader] | None:
         """Return what makes a reader of an output's tool calls, None for a request without tools. Raises ApiError if the model
         takes none, or writes calls in a form that is not served."""
-        return (
-            None
-            if not body.plain_tools
-            else partial(CallReader, self._tool_format(), body.call_names, certain=body.call_rules is not None)
-        )
+        if not body.plain_tools:
+            return None
+        return partial(CallReader, self._tool_format(), body.call_names, certain=body.call_rules is not None)
 
     def _tool_format(self) -> ToolFormat:
         try:
