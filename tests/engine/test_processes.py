@@ -89,6 +89,7 @@ def test_changes_come_as_they_were_sent() -> None:
         ignore_eos=True,
         stop=("\n", "\ud800", "\u00e9"),
         include_stop=True,
+        show_tokens=("<tool_call>",),
         logprobs=0,
         prompt_logprobs=3,
     )
@@ -98,7 +99,7 @@ def test_changes_come_as_they_were_sent() -> None:
     request = Request(
         torch.tensor([1, 2, 150000]), 9, frozenset({2, 3}), sampling, "salt", "client", "name", about, text_after=(7, 8)
     )
-    submit = Submit(1 << 40, request, True, ('{"type": "object"}', True), 3)
+    submit = Submit(1 << 40, request, True, ('{"type": "object"}', "strict"), 3)
     sent = read(write([submit, Cancel(2), Forget("", "a b")]))
     assert sent is not None
     assert sent[1:] == [Cancel(2), Forget("", "a b")]
