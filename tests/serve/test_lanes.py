@@ -107,6 +107,22 @@ def test_an_error_is_raised_where_the_result_is_awaited() -> None:
     run(main)
 
 
+def test_where_no_thread_can_be_started_the_place_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main(works: Works) -> None:
+        lane = Lane(1)
+        with monkeypatch.context() as patch:
+            patch.setattr("kvthaw.serve.lanes._thread.start_new_thread", refuse)
+            for client in "ab":
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    await asyncio.wait_for(lane.run(lambda: 5, client), 5)
+        assert await asyncio.wait_for(lane.run(lambda: 5, "a"), 5) == 5
+
+    run(main)
+
+
 def test_the_event_loop_does_not_wait_until_a_thread_runs() -> None:
     """As it would while others hold the interpreter; no client is answered meanwhile."""
     ends, interval = threading.Event(), sys.getswitchinterval()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from servers import Served, until
@@ -68,3 +70,12 @@ def test_a_client_that_leaves_is_told_of(served: Served, line: Line) -> None:
     with served.http.stream("POST", "/v1/completions", json=body) as stream:
         next(stream.iter_lines())
     assert line("; left").endswith("left")
+
+
+@pytest.mark.parametrize("size", [99, 1 << 20])
+def test_a_client_that_leaves_in_the_middle_of_its_body_sent_no_wrong_one(served: Served, line: Line, size: int) -> None:
+    url = urlsplit(served.url)
+    head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    with socket.create_connection((url.hostname, url.port), timeout=10) as sock:
+        sock.sendall(head.encode() + b'{"prompt": "')
+    assert re.match(r"INFO .* POST /tokenize 499 .*: the client has left$", line("/tokenize"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import hypothesis.strategies as st
 import pytest
@@ -121,3 +123,14 @@ def test_too_many_large_bodies_are_told_to_come_again(served: Served, monkeypatc
     said = served.http.post("/v1/completions", content='{"prompt": "a", "max_tokens": 1}' + " " * bodies.SMALL, headers=JSON)
     assert (said.status_code, said.headers["retry-after"]) == (429, "1")
     assert served.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+
+
+def test_a_large_body_is_refused_before_it_is_received(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    app: Any = served.server.config.app
+    monkeypatch.setattr(app.state.large_bodies.share, "_most", 0)
+    url = urlsplit(served.url)
+    head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {bodies.SMALL + 1}\r\n\r\n"
+    with socket.create_connection((url.hostname, url.port), timeout=10) as sock:
+        sock.sendall(head.encode())
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 429 ")

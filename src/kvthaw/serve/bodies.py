@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -58,8 +58,13 @@ class BodyRoute(APIRoute):
         async def handler(request: Request) -> Response:
             own = _Request(request.scope, request.receive)
             if own.method == "POST":
-                with suppress(ClientDisconnect):  # the client has left
+                try:
                     await own.read()
+                except ClientDisconnect:
+                    raise ApiError(499, "the client has left", code="client_left") from None
+                except FullError:
+                    says = f"{WAITING} large bodies wait"
+                    raise ApiError(429, says, code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
             return await handle(own)
 
         return handler
@@ -69,27 +74,26 @@ class _Request(Request):
     _wrong: Exception | None = None  # with a large body
 
     async def read(self) -> None:
-        """Read a large body in turn. Raises ApiError if it has too many values, or if too many others wait."""
+        """Read a large body in turn. Raises ApiError if it has too many values, ClientDisconnect, and FullError if too many
+        others wait, before the body is received if its length is known."""
+        large: LargeBodies = self.app.state.large_bodies
+        if large.share.full and int(self.headers.get("content-length", 0)) > SMALL:
+            raise FullError
         text = await self.body()
         if len(text) <= SMALL:
             return
         if b"\0" in text:  # as UTF-16 and UTF-32 have, in which values would not be counted
             raise HTTPException(400, "the body is no JSON in UTF-8")
-        large: LargeBodies = self.app.state.large_bodies
-        try:
-            async with large.share.turn(client_of(self), RECEIVED * len(text)):
-                if await self.is_disconnected():
-                    raise ApiError(499, "the client has left", code="client_left")
-                if (values := count_values(text)) > large.most_values:
-                    says = f"the body has {values:,} values; it may have {large.most_values:,}, and a text counts as one"
-                    raise ApiError(413, says, code="body_too_large")
-                try:
-                    self._json = _read(text)
-                except Exception as error:
-                    self._wrong = error
-        except FullError:
-            says = f"{WAITING} large bodies wait"
-            raise ApiError(429, says, code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
+        async with large.share.turn(client_of(self), RECEIVED * len(text)):
+            if await self.is_disconnected():
+                raise ClientDisconnect
+            if (values := count_values(text)) > large.most_values:
+                says = f"the body has {values:,} values; it may have {large.most_values:,}, and a text counts as one"
+                raise ApiError(413, says, code="body_too_large")
+            try:
+                self._json = _read(text)
+            except Exception as error:
+                self._wrong = error
 
     async def json(self) -> Any:
         """Return the body; raises HTTPException for a text of it that has no UTF-8."""

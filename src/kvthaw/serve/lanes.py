@@ -54,17 +54,20 @@ class Lane:
 
         def run() -> None:
             result = error = None
-            if self._nice and sys.platform == "linux":
-                thread = threading.get_native_id()
-                os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
             try:
+                if self._nice and sys.platform == "linux":
+                    thread = threading.get_native_id()
+                    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
                 result = work()
             except BaseException as raised:
                 error = raised
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(end, result, error)
 
-        _thread.start_new_thread(run, ())  # Thread.start() would wait until it runs, and all clients with it
+        try:
+            _thread.start_new_thread(run, ())  # Thread.start() would wait until it runs, and all clients with it
+        except RuntimeError as error:  # the system has no thread left
+            end(None, error)
         return await done
 
 
@@ -90,6 +93,11 @@ class Share:
         self._one = asyncio.Lock()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
+    @property
+    def full(self) -> bool:
+        """Whether no other piece may wait."""
+        return self._here >= self._most
+
     @asynccontextmanager
     async def turn(self, client: str, spent: float = 0.0) -> AsyncIterator[None]:
         """Wait for the client's turn. Others then wait until the rest of the process has had its part of the time. Raises
@@ -97,7 +105,7 @@ class Share:
 
         spent: seconds that the piece had before.
         """
-        if self._here >= self._most:
+        if self.full:
             raise FullError
         self._here += 1
         try:
