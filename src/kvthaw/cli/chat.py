@@ -75,7 +75,10 @@ def chat(
         ),
     ] = None,
     kv_dir: Annotated[
-        Path, typer.Option(help="Where --context and /save keep documents and conversations.", file_okay=False)
+        Path,
+        typer.Option(
+            help="Where --context and /save keep documents and conversations.", parser=options.folder, metavar="DIRECTORY"
+        ),
     ] = Path("kv"),
     cut: options.Cut = False,
     max_new_tokens: options.MaxNewTokens = 1024,

@@ -71,7 +71,9 @@ def generate(
         Path | None,
         typer.Option(
             help="Keep the KV of the prompt, without its questions, in this folder: a later prompt that begins alike prefills only "
-            "its rest."
+            "its rest.",
+            parser=options.folder,
+            metavar="DIRECTORY",
         ),
     ] = None,
     kv_dir: options.KvDir = None,

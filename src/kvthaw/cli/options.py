@@ -108,11 +108,23 @@ DeviceMemory = Annotated[
         callback=named_memory,
     ),
 ]
+
+
+def folder(name: str | Path) -> Path:
+    """Read the name of a folder, which need not exist. Raises a usage error for an empty name, by which Path means the current
+    folder, and for a file."""
+    if not str(name):
+        raise typer.BadParameter("it is empty; name a folder, or . for the current one")
+    if Path(name).is_file():
+        raise typer.BadParameter(f"{str(name)!r} is a file; name a folder")
+    return Path(name)
+
+
 KvDir = Annotated[
     Path | None,
     typer.Option(
         "--kv-dir", help="Keep prompts' KV in this folder; a later prompt that begins with one of them prefills only the rest.",
-        file_okay=False,
+        parser=folder, metavar="DIRECTORY",
     ),
 ]  # fmt: skip
 Seed = Annotated[int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Seed of all random choices.")]

@@ -63,7 +63,10 @@ def serve(
         str | None, typer.Option(help="Disk in the folder of --kv-dir for what --prefix-memory has no room for. Default: none.")
     ] = None,
     kv_dir: Annotated[
-        Path | None, typer.Option(help="Keep named documents in this folder, for the next start.", file_okay=False)
+        Path | None,
+        typer.Option(
+            help="Keep named documents in this folder, for the next start.", parser=options.folder, metavar="DIRECTORY"
+        ),
     ] = None,
     context: Annotated[
         list[str] | None,
