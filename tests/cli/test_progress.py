@@ -22,6 +22,14 @@ def console(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> Iterator[io.S
     yield text
 
 
+def until_said(text: io.StringIO, words: str, times: int = 1) -> None:
+    """Wait until another thread has printed some words."""
+    end = time.monotonic() + 20
+    while text.getvalue().count(words) < times:
+        assert time.monotonic() < end, f"{words!r} was not printed"
+        time.sleep(0.005)
+
+
 def test_without_a_terminal_every_finished_run_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with console(monkeypatch, terminal=False) as text, progress.bars() as bars:
         watch = progress.watched(bars, "building")
@@ -43,18 +51,18 @@ def test_without_a_terminal_samples_are_a_line_when_all_are_done(monkeypatch: py
 
 def test_without_a_terminal_a_long_wait_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "EVERY", 0.05)
+    begun = time.monotonic()
     with console(monkeypatch, terminal=False) as text, progress.bars() as bars:
         task = bars.add_task("prefill", total=4000)
         bars.update(task, completed=1000)
-        time.sleep(0.18)
-    assert 2 <= text.getvalue().count("prefill: 1,000 of 4,000") <= 3
+        until_said(text, "prefill: 1,000 of 4,000", 3)
+    assert text.getvalue().count("prefill") <= 1 + (time.monotonic() - begun) / progress.EVERY
     with console(monkeypatch, terminal=False) as text, progress.waiting("indexing"):
-        time.sleep(0.08)
+        until_said(text, "indexing [")
     assert text.getvalue().startswith("indexing [")
     with console(monkeypatch, terminal=False) as text, ExitStack() as kept:
         progress.Reading(kept)(100, 100)
-        time.sleep(0.08)
-    assert "offloading and indexing: 100 of 100" in text.getvalue()
+        until_said(text, "offloading and indexing: 100 of 100")
 
 
 def test_a_terminal_gets_bars_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,4 +96,4 @@ def test_no_command_waits_for_a_hub_that_does_not_answer(command: tuple[str, ...
     assert (said.code, said.out) == (1, "")
     assert "'nobody/nothing'" in said.err
     assert "cannot be reached" in said.err
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 20

@@ -134,4 +134,4 @@ def test_a_server_that_ends_waits_for_no_schema(
         served.server.handle_exit(signal.SIGTERM, None)
         for one in said:
             assert (one.result().status_code, one.result().json()["error"]["code"]) == (503, "shutting_down")
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 30

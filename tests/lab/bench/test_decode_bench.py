@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,14 +212,14 @@ def test_steps_that_do_not_count_reach_the_first_tokens_that_leave(method: str, 
 
 def test_the_time_that_a_compilation_takes_does_not_end_the_steps_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = prefilled("full", 50)
-    taken: list[float] = []
+    taken, clock = list[int](), [0.0]
 
     def slow(*_: Any) -> None:
-        if not taken:
-            time.sleep(0.3)
-        taken.append(time.perf_counter())
+        clock[0] += 0.01 if taken else 0.3
+        taken.append(1)
 
     model.register_forward_hook(slow)
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(steps, "_PATIENCE", 0.25)
     take(model, cache, random_tokens(model, 1, 0), 1, warm=WARM + 3, capture=False)
     assert len(taken) == WARM + 3 + 1
