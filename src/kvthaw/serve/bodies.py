@@ -74,8 +74,10 @@ class _Request(Request):
     _wrong: Exception | None = None  # with a large body
 
     async def read(self) -> None:
-        """Read a large body in turn. Raises ApiError if it has too many values, ClientDisconnect, and FullError if too many
-        others wait, before the body is received if its length is known."""
+        """Read a large body in turn.
+
+        Raises ApiError if it has too many values, and ClientDisconnect. Raises FullError if too many others wait. It does so
+        before the body is received, if its length is known."""
         large: LargeBodies = self.app.state.large_bodies
         if large.share.full and int(self.headers.get("content-length", 0)) > SMALL:
             raise FullError
