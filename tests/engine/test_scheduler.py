@@ -366,6 +366,27 @@ def test_a_client_without_a_place_gets_one_of_several(model: PreTrainedModel) ->
     assert [one.tokens for one in (*flood, *short)] == alone(model, "full", *asked, capacity=100)
 
 
+def test_a_request_that_gives_way_does_not_get_its_place_back_at_once(model: PreTrainedModel) -> None:
+    """It would give way in every step, and get no token, while the client without a place has had more service."""
+    batch = Batch(model, "quest", max_seqs=3, capacity=500, **settings_of("quest"))
+    scheduler = Scheduler(batch)
+    scheduler.submit(prompt(1, 20)[0], max_new_tokens=400, stop=(), client="c")
+    served = scheduler.submit(prompt(1, 400)[0], max_new_tokens=2, stop=(), client="b")
+    while not served.finished:
+        scheduler.step()
+    several = [scheduler.submit(prompt(1, 20)[0], max_new_tokens=200, stop=(), client="a") for _ in range(2)]
+    while not all(one.tokens for one in several):
+        scheduler.step()
+    waits, before = scheduler.submit(prompt(1, 20)[0], max_new_tokens=50, stop=(), client="b"), len(several[1].tokens)
+    for _ in range(10):
+        scheduler.step()
+    assert scheduler.preemptions == 0
+    assert len(several[1].tokens) >= before + 10
+    while not waits.tokens:
+        scheduler.step()
+    assert scheduler.preemptions == 1
+
+
 def test_a_client_that_holds_one_place_keeps_it(model: PreTrainedModel) -> None:
     scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=100, budget=48))
     for client in "abcdef":

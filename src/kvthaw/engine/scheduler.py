@@ -80,8 +80,8 @@ class Scheduler:
       step. There one comes every four steps times the number of such clients. It comes earlier if it is no more service than
       what each of them had since the last one.
     - If no slot is free, a request preempts the last request of a higher number that can continue later. So does a request of
-      a client without a slot: the client with the most slots loses one of several, or one that has had more service its only
-      one.
+      a client without a slot that has had less service. The client with the most slots then loses one of several, or its only
+      one if it has had more service by a margin.
     - If memory still runs short, the last request in this order is preempted, and continues once another has ended.
     - The state of a preempted request is swapped to host memory and back. An incomplete prompt continues from the prefix cache.
       If there is none or host memory is short, prompt and tokens are prefilled again.
@@ -213,7 +213,7 @@ class Scheduler:
         if told:  # of an earlier step; a request gets at most one token per call
             return self._told(told)
         try:
-            told += self._make_way()
+            self._make_way(told)
             told += self._launch()
             if ahead:
                 self._place()  # while the device is at earlier work: after read() it has the decode step alone
@@ -412,29 +412,30 @@ class Scheduler:
             return None
         return next((one for one in waiting if one.prompt <= short and self._rank[one][0] == priority), None)
 
-    def _make_way(self) -> list[Request]:
+    def _make_way(self, told: list[Request]) -> None:
         """Preempt the last request that can continue later, if a waiting one has a lower priority number. Within a number do so
-        if the waiting one's client has no slot, and the other client has several slots or has had more service. Repeat that
-        for the next waiting request.
+        if the waiting one's client has no slot and has had less service. The other client has several slots, or the difference
+        exceeds the margin. Repeat that for the next waiting request.
 
-        Reads launched tokens first, and returns their requests: a slot may be free then.
+        Reads launched tokens first: a slot may be free then.
+
+        told: gets the requests of these tokens.
         """
         repeats = self.batch.cache.kv.sequences.step is not None  # a failed step, which all of its requests must repeat
         if not self._waiting or self.batch.free or self.split or repeats:
-            return []
-        told, coming = list[Request](), list[Request]()  # the latter get the slots
+            return
+        coming = list[Request]()  # they get the slots
         while self.batch.free == len(coming) < len(self._waiting):
             found = self._gives_way(coming)
             if found is None:
-                return told
+                return
             last, first = found
             told += self.batch.read()
             if self.batch.free > len(coming) or last.finished is not None:
-                return told
+                return
             self.batch.preempt(last)
             coming.append(first)
             self._preempted(last)
-        return told
 
     def _gives_way(self, coming: Sequence[Request]) -> tuple[Request, Request] | None:
         """Return the request that loses its slot next, and the waiting one that gets it.
@@ -447,9 +448,12 @@ class Scheduler:
         if not others:
             return None
         last = max(others, key=lambda one: (self._rank[one][0], held[one.client], had(one.client), self._rank[one]))
-        urgent = self._rank[last][0] - self._rank[first][0]
+        left = self._prompts_left()
+        if self._order(last, left[last.client] - last.prompt + last.prefilled) < self._order(first, left[first.client]):
+            return None  # it would get its slot back
+        urgent = self._rank[last][0] > self._rank[first][0]
         more = held[last.client] > 1 or had(first.client) < had(last.client) - self._margin
-        if urgent < 0 or (urgent == 0 and not (more and not held[first.client])):
+        if not urgent and (held[first.client] or not more):
             return None
         fits = self.batch.admission.fits(first, [*self.batch.placed, *coming], self._waiting)
         return (last, first) if fits else None
@@ -491,10 +495,15 @@ class Scheduler:
 
         The prompts that a client has in slots count as if they were prefilled.
         """
-        coming = Counter[str]()
+        left = self._prompts_left()
+        return sorted(self._waiting, key=lambda one: self._order(one, left[one.client]))
+
+    def _prompts_left(self) -> Counter[str]:
+        """Return how many tokens of prompts in slots are yet to be prefilled, by client."""
+        left = Counter[str]()
         for one in self.batch.prefilling:
-            coming[one.client] += one.prompt - one.prefilled
-        return sorted(self._waiting, key=lambda one: self._order(one, coming[one.client]))
+            left[one.client] += one.prompt - one.prefilled
+        return left
 
     def _order(self, request: Request, coming: int = 0) -> tuple[int, float, int]:
         """Return what requests are ordered by: priority, service of the client, arrival.
