@@ -101,6 +101,10 @@ def remainders(dtype: torch.dtype, dim: int) -> None:
     for format in (RowFormat(dim, dtype), E4M3(dim, dtype)):
         means = empty(2, HEADS, 90, *format.tail, dtype=format.stored)
         remainder.launch(query, means, some, empty(2), format, first=4, page=64, scale=0.1)
+        scores = empty(2, HEADS, GROUP, 13120, dtype=torch.float32)
+        for middle in (centre, None):
+            own = remainder.Estimated(empty(2, HEADS, 13120), empty(2), scores, middle)
+            remainder.launch(query, means, some, empty(2), format, first=4, page=64, scale=0.1, estimated=own)
         added = page_means.Added(empty(1, HEADS, 16, dim, dtype=dtype), empty(1, HEADS, 16, dim, dtype=dtype), tail, means)
         page_means.launch([added] * 2, [page_means.Start(1, 70)], 64, format)
 
