@@ -30,7 +30,7 @@ _BLOCK = 64
 """Pages that a program reads at once."""
 _ROWS = 1024
 """Rows that a program counts at once."""
-_LISTED = 128
+_LISTED = 64
 """Estimated tokens that a program weighs at once."""
 _MARKS = 256
 """Positions by which a program finds its first estimated token."""
