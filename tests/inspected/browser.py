@@ -68,9 +68,10 @@ class Browser:
         }})"""
         self.run(script)
 
-    def key(self, name: str) -> None:
+    def key(self, name: str, code: int = 0) -> None:
+        """Press a key. code: its number, without which the browser itself does nothing with it."""
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name)
+            self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code)
 
     def picture(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))

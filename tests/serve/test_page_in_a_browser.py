@@ -15,6 +15,99 @@ from tests.inspected.browser import browser
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 TEXT = "A mouse had a long tale. It told the tale to a cat.\n\nThe cat slept. The mouse went home and told nobody. " * 2
 
+CONTRASTS = """(() => {
+    const numbers = (color) => (color.match(/[-\\d.]+/g) ?? []).map(Number);
+    const parse = (color) => {
+        const [r, g, b, a = 1] = numbers(color.replace(/^color\\(srgb/, ""));
+        const most = color.startsWith("color(") ? 1 : 255;
+        return [r / most, g / most, b / most, a];
+    };
+    const over = (top, below) => top.slice(0, 3).map((each, i) => each * top[3] + below[i] * (1 - top[3]));
+    const light = (color) => {
+        const [r, g, b] = color.map((each) => each <= .03928 ? each / 12.92 : ((each + .055) / 1.055) ** 2.4);
+        return .2126 * r + .7152 * g + .0722 * b;
+    };
+    const contrast = (one, other) => {
+        const [low, high] = [light(one), light(other)].sort((a, b) => a - b);
+        return (high + .05) / (low + .05);
+    };
+    const behind = (node) => {
+        if (!node) return [1, 1, 1];
+        const color = parse(getComputedStyle(node).backgroundColor);
+        return color[3] === 1 ? color.slice(0, 3) : over(color, behind(node.parentElement));
+    };
+    const found = [];
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) {
+        const node = texts.currentNode.parentElement;
+        const shown = texts.currentNode.textContent.trim() && node.checkVisibility() && !node.closest(":disabled");
+        if (!shown || ["SCRIPT", "STYLE", "OPTION", "NOSCRIPT"].includes(node.tagName)) continue;
+        const ground = behind(node), color = over(parse(getComputedStyle(node).color), ground);
+        const said = texts.currentNode.textContent.trim().slice(0, 30);
+        found.push([contrast(color, ground), 4.5, `${node.tagName}.${node.className}: ${said}`]);
+    }
+    const controls = "button, select, textarea, input:not([type=file], [type=radio], [type=checkbox])";
+    for (const node of document.querySelectorAll(controls)) {
+        if (!node.checkVisibility() || node.disabled) continue;
+        const around = behind(node.parentElement), fill = behind(node), edge = parse(getComputedStyle(node).borderTopColor);
+        const drawn = getComputedStyle(node).borderTopWidth === "0px" ? 0 : contrast(over(edge, fill), around);
+        const plain = node.matches(".drop, .told button, #grid button"); // its text alone says what it is
+        if (!plain) found.push([Math.max(drawn, contrast(fill, around)), 3, `edge of ${node.tagName}#${node.id}`]);
+    }
+    return found.filter(([has, wants]) => has < wants - .005).map(([has, wants, what]) => `${has.toFixed(2)} < ${wants}: ${what}`);
+})()"""
+"""What has less contrast than WCAG 2.1 AA asks: text 4.5 (1.4.3), edges of controls 3 (1.4.11)."""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
+def test_the_page_is_read_and_used_without_a_mouse(served: Served, tmp_path: Path, width: int, scheme: str) -> None:
+    assert CHROMIUM is not None
+    with browser(CHROMIUM, tmp_path / "profile") as page:
+        page.show(served.url, width, scheme=scheme)
+        page.wait("document.querySelector('#contexts input')")
+        assert page.run(CONTRASTS) == []
+        page.run("document.querySelector('#contexts [value=\"\"]').click()")
+        page.run(f"document.querySelector('#document').value = {json.dumps(TEXT)}")
+        page.run("document.querySelector('#limit').value = 6; document.querySelector('#question').value = 'Who slept?'")
+        page.run("for (const each of document.querySelectorAll('details')) each.open = true")
+        page.run("document.querySelector('#ask').requestSubmit()")
+        page.wait("document.querySelector('.told') && document.querySelector('.pane .text p')")
+        page.run("for (const each of document.querySelectorAll('details')) each.open = true")
+        page.run("document.querySelectorAll('.pane .text p').forEach((each, i) => each.classList.add(`h${i % 8 + 1}`))")
+        page.run("document.querySelectorAll('#grid button').forEach((each, i) => each.style.setProperty('--share', i % 2))")
+        assert page.run(CONTRASTS) == []
+        nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+        focusable = [node for node in nodes if any(one["name"] == "focusable" for one in node.get("properties", ()))]
+        controls = [node for node in focusable if node["role"]["value"] not in ("RootWebArea", "generic")]
+        assert len(controls) > 10
+        assert [node["role"]["value"] for node in controls if not node.get("name", {}).get("value")] == []
+        seen = set()
+        page.run("document.activeElement?.blur(); window.scrollTo(0, 0)")
+        for _ in range(60):
+            page.key("Tab", 9)
+            seen.add(
+                page.run("document.activeElement.id || document.activeElement.className || document.activeElement.tagName")
+            )
+            assert page.run(
+                "document.activeElement === document.body || getComputedStyle(document.activeElement).outlineStyle !== 'none'"
+            )
+        assert {
+            "question",
+            "send",
+            "document",
+            "file",
+            "name",
+            "keep",
+            "limit",
+            "second",
+            "method",
+            "budget",
+            "compare",
+            "text",
+        } <= seen
+        assert page.errors == []
+
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
