@@ -121,7 +121,7 @@ def test_a_question_about_a_pasted_text_is_answered(served: Served, tmp_path: Pa
         assert page.run("document.title").startswith("tiny")
         page.run("document.querySelector('#contexts [value=\"\"]').click()")  # other tests of this server keep contexts
         page.run(f"document.querySelector('#document').value = {json.dumps(TEXT)}")
-        page.run("document.querySelector('#limit').value = 6")
+        page.run("document.querySelector('#limit').value = 40")
         page.run("document.querySelector('#question').value = 'Who slept?'; document.querySelector('#question').focus()")
         page.key("Enter")
         page.wait("document.querySelector('.told')")

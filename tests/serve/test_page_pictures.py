@@ -18,7 +18,7 @@ from tests.inspected.browser import browser
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MODEL = FOLDER.expanduser() / "smollm2.gguf"
-QUESTION = "Who built the organ of the church?"
+QUESTION = "Who built the organ?"
 
 
 @pytest.mark.slow
