@@ -200,7 +200,8 @@ class Retriever:
         return choice
 
     def _admit(self, selection: Selection, query: Tensor, length: int) -> Choice:
-        selection = replace(selection, estimated=None)  # a choice is kept until the next step
+        if selection.estimated is not None:  # a choice is kept until the next step
+            selection = replace(selection, estimated=None)
         if self.in_place:
             return Choice(selection)
         self._evict_all(query.shape[0])

@@ -199,8 +199,8 @@ class RemainderIndex(AroundIndex, tested=True):
 
     A page has n tokens, mean key C and mean value V, and a step selects m of its tokens. The rest weigh (n - m) exp(scale q.C)
     and have the value V; see `kvthaw.kernels.remainder`. Tokens whose scores the index estimated, as one of codes does, weigh by
-    these scores instead. What selects, and its rows, do not change. On a GPU the side stream
-    computes the estimate while the current stream fetches the rows.
+    these scores instead. What selects, and its rows, do not change. On a GPU the side stream computes the estimate while the
+    current stream fetches the rows.
 
     make: builds the index that selects.
     page: tokens of a page, int.

@@ -84,6 +84,15 @@ def _ordered(number: float) -> int:
     return bits ^ 0x7FFFFFFF if bits < 0 else int(bits)
 
 
+def heaviest(merged: Tensor, candidates: Tensor, k: int, floor: Floor | None = None) -> Tensor:
+    """Return which of the candidates are the k largest of merged, bool [L, H, width]; arguments as in `definition`."""
+    order = torch.sort(merged, dim=2, descending=True, stable=True).indices[:, :, :k]
+    keep = torch.zeros_like(candidates, dtype=torch.bool).scatter_(2, order, True) & (candidates >= 0)
+    if floor is not None:
+        keep &= (merged >= floor.least) | (floor.lengths <= floor.whole)[:, None, None]
+    return keep
+
+
 def definition(
     merged: Tensor,
     candidates: Tensor,
@@ -98,10 +107,11 @@ def definition(
     candidates [L, H, width] int32: ascending positions, -1 padded, where merged is -inf.
     floor: as in `topk`.
     """
-    order = torch.sort(merged, dim=2, descending=True, stable=True).indices[:, :, :k]
-    keep = torch.zeros_like(candidates, dtype=torch.bool).scatter_(2, order, True) & (candidates >= 0)
-    if floor is not None:
-        keep &= (merged >= floor.least) | (floor.lengths <= floor.whole)[:, None, None]
+    return positions(heaviest(merged, candidates, k, floor), candidates, k, first)
+
+
+def positions(keep: Tensor, candidates: Tensor, k: int, first: int) -> tuple[Tensor, Tensor]:
+    """Return rows and counts, as `definition` does, of the candidates to keep, at most k for each head."""
     at = compact(keep, k)
     rows = torch.where(at >= 0, candidates.gather(2, at.clamp(min=0).long()) + first, -1)
     return rows.int(), keep.sum(dim=2).int()
@@ -327,8 +337,7 @@ def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: in
     known = torch.arange(width, device=candidates.device) < wanted[: candidates.shape[0], None, None]
     scores = found.scores.masked_fill(~known[:, :, None], -torch.inf)
     merged = merge(scores, scale, policy, None if floor is None else floor.held)
-    rows, counts = definition(merged, candidates.masked_fill(~known, -1), k, first, floor)
-    ordered = torch.where(rows >= 0, rows, torch.iinfo(torch.int32).max)
-    at = torch.searchsorted(ordered, candidates + first).clamp_(max=k - 1)
-    found.scores.masked_fill_((ordered.gather(2, at) == candidates + first)[:, :, None], -torch.inf)
-    return rows, counts
+    candidates = candidates.masked_fill(~known, -1)
+    keep = heaviest(merged, candidates, k, floor)
+    found.scores.masked_fill_(keep[:, :, None], -torch.inf)
+    return positions(keep, candidates, k, first)
