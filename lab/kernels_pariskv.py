@@ -157,7 +157,7 @@ class Chain:
         _, self.table = self.tiers(self.now)
         self.rotated, self.bits = self.planes(self.now)
         self.got = signing.launch(self.bits, self.now.ids, self.lengths, self.totals.clone())
-        self.chosen = self.bucket_topk(self.now)
+        self.chosen, _ = self.bucket_topk(self.now)
         self.made = self.rerank(self.now)
 
     def tiers(self, one: encoding.Summaries) -> tuple[turning.Rotated, Tensor]:
@@ -172,7 +172,7 @@ class Chain:
     def signs(self, one: encoding.Summaries) -> object:
         return signing.launch(self.bits, one.ids, self.lengths, self.totals)
 
-    def bucket_topk(self, one: encoding.Summaries) -> Tensor:
+    def bucket_topk(self, one: encoding.Summaries) -> tuple[Tensor, Tensor]:
         return bucket.launch(self.got, self.lengths, self.wanted, self.width)
 
     def rerank(self, one: encoding.Summaries) -> reranking.Estimates:
@@ -210,7 +210,7 @@ class Chain:
         }
         for name, found in (("collide", self.collide(now)), ("signs", self.got)):
             demand(torch.equal(found.scores[:, :, :n].int(), plain[name][:, :, :n]), f"{name}: scores differ")
-        candidates = bucket.definition(self.got.scores, self.lengths, self.wanted, self.width)
+        candidates, _ = bucket.definition(self.got.scores, self.lengths, self.wanted, self.width)
         known = torch.arange(self.width, device=candidates.device) < self.wanted[:, None, None]
         demand(torch.equal(self.chosen.masked_fill(~known, -1), candidates), "bucket_topk: candidates differ")
         estimate = reranking.definition(self.rotated, now, candidates, index.quantizer)

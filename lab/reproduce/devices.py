@@ -113,7 +113,7 @@ def _pairs(device: torch.device, size: int, heads: int = 8, dim: int = 128, k: i
     rotated, table = tiers(query, rotation, counted, limits, totals, mean=False, combine="max")
     scores = collide.collide(table, ids, lengths, totals, "max", 0)
     width = -(-int(wanted) // rerank.TILE) * rerank.TILE
-    candidates = bucket_topk(scores, lengths, wanted, width)
+    candidates, _ = bucket_topk(scores, lengths, wanted, width)
     exact = torch.topk(scores.scores.int(), int(wanted), dim=2).indices.int()
     pairs: dict[str, tuple[Call, Call]] = {
         "collision": (

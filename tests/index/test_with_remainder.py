@@ -31,7 +31,7 @@ from kvthaw_baselines.index.snap import SnapIndex
 from kvthaw_baselines.index.wave import WaveIndex
 from lab.ablated_codes import EachHeadCodesIndex
 
-PAGE = 12
+PAGE = 16
 INNER: dict[str, Callable[[IndexContext], Index]] = {
     "exact": ExactIndex,
     "codes": partial(CodesIndex, graded=True, centre=True),
@@ -172,8 +172,8 @@ def test_means_and_counts_are_exact_after_any_moves(name: str, moves: list[tuple
 )
 def test_an_index_that_cannot_have_a_remainder_is_refused(make: Callable[[IndexContext], Index], says: str) -> None:
     context = Seqs(ExactIndex, [5]).context
-    with pytest.raises(ConfigError, match=f"remainder is 8 and {says}"):
-        RemainderIndex(context, make=make, page=8)
+    with pytest.raises(ConfigError, match=f"remainder is 16 and {says}"):
+        RemainderIndex(context, make=make, page=16)
 
 
 @pytest.mark.parametrize("end", [150, 149, 96, 30])
@@ -196,12 +196,12 @@ def test_a_snapshot_of_an_index_on_the_host_has_its_means(end: int) -> None:
 def test_an_index_on_the_host_of_a_gpu_is_refused() -> None:
     context = replace(Seqs(ExactIndex, [5]).context, device=torch.device("cuda"))
     with pytest.raises(ConfigError, match="TreeIndex selects the rows on the host of cuda; it must be 0 there"):
-        RemainderIndex(context, make=INNER["tree"], page=8)
+        RemainderIndex(context, make=INNER["tree"], page=16)
 
 
 def test_heads_that_choose_for_themselves_are_refused() -> None:
-    seqs = Seqs(partial(RemainderIndex, make=EachHeadCodesIndex, page=8), [50])
-    with pytest.raises(ConfigError, match="remainder is 8; it must be 0 where each query head"):
+    seqs = Seqs(partial(RemainderIndex, make=EachHeadCodesIndex, page=16), [50])
+    with pytest.raises(ConfigError, match="remainder is 16; it must be 0 where each query head"):
         seqs.index.select(seqs.query(), 20)
 
 
@@ -217,3 +217,5 @@ def test_a_page_is_a_whole_number() -> None:
         resolve("oracle:remainder=-1")
     with pytest.raises(ConfigError, match="remainder is 'x'; it must be a whole number"):
         resolve("oracle:remainder=x")
+    with pytest.raises(ConfigError, match="remainder is 24; it must be a multiple of 16"):
+        resolve("thaw:remainder=24")

@@ -103,7 +103,7 @@ def remainders(dtype: torch.dtype, dim: int) -> None:
         remainder.launch(query, means, some, empty(2), format, first=4, page=64, scale=0.1)
         scores = empty(2, HEADS, GROUP, 13120, dtype=torch.float32)
         for middle in (centre, None):
-            own = remainder.Estimated(empty(2, HEADS, 13120), empty(2), scores, middle)
+            own = remainder.Estimated(empty(2, HEADS, 13120), empty(2), scores, empty(2, HEADS, 360), middle)
             remainder.launch(query, means, some, empty(2), format, first=4, page=64, scale=0.1, estimated=own)
         added = page_means.Added(empty(1, HEADS, 16, dim, dtype=dtype), empty(1, HEADS, 16, dim, dtype=dtype), tail, means)
         page_means.launch([added] * 2, [page_means.Start(1, 70)], 64, format)

@@ -34,12 +34,13 @@ def test_torch(lengths: tuple[int, ...], wanted: tuple[int, ...], most: int) -> 
     scores = draw(lengths, most, torch.device("cpu"))
     limits = torch.tensor(lengths, dtype=torch.int32), torch.tensor(wanted, dtype=torch.int32)
     width = max(wanted) + 3
-    found = op.definition(scores, *limits, width)
-    assert found.dtype == torch.int32
+    found, marks = op.definition(scores, *limits, width)
+    assert found.dtype == marks.dtype == torch.int32
     for seq, (n, want) in enumerate(zip(lengths, wanted, strict=True)):
         for head in range(2):
             row = found[seq, head].tolist()
             assert row == by_hand(scores[seq, head, :n].tolist(), want) + [-1] * (width - want)
+            assert marks[seq, head].tolist() == [sum(i < at for i in row[:want]) for at in range(0, scores.shape[2], op.MARK)]
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
@@ -50,7 +51,10 @@ def test_kernel(lengths: tuple[int, ...], wanted: tuple[int, ...], most: int, de
     known = torch.arange(scores.shape[2], device=device) < limits[0][:, None]
     chunks = torch.where(known[:, None], scores.int(), -1).unflatten(2, (-1, CHUNK))
     counts = (chunks[:, :, None] >= torch.arange(BINS, device=device)[:, None, None]).sum(dim=4, dtype=torch.int32)
-    found = op.launch(Scores(scores, counts.contiguous(), counts.sum(dim=3, dtype=torch.int32)), *limits, max(wanted) + 3)
-    want = op.definition(scores.cpu(), *(x.cpu() for x in limits), max(wanted) + 3)
+    made = Scores(scores, counts.contiguous(), counts.sum(dim=3, dtype=torch.int32))
+    found, marks = op.launch(made, *limits, max(wanted) + 3)
+    want, marked = op.definition(scores.cpu(), *(x.cpu() for x in limits), max(wanted) + 3)
     for seq, n in enumerate(wanted):
         assert torch.equal(found[seq, :, :n].cpu(), want[seq, :, :n])
+        with_keys = -(-lengths[seq] // CHUNK) * CHUNK // op.MARK if n else 0
+        assert torch.equal(marks[seq, :, :with_keys].cpu(), marked[seq, :, :with_keys])

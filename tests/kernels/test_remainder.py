@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.bucket_topk import MARK
 from kvthaw.kernels.remainder import Estimated, definition, launch
 from kvthaw.kernels.row_format import E4M3, RowFormat
 from shapes import Shape, close, over_shapes
@@ -58,6 +61,14 @@ def case(shape: Shape, page: int, room: int = 3) -> tuple[Tensor, Tensor, Tensor
     return shape.query(), means, rows, known
 
 
+def marks(places: Tensor, wanted: Tensor, tokens: int) -> Tensor:
+    """How many of the places lie below each multiple of MARK; undefined where there are none."""
+    at = torch.arange(0, tokens, MARK)
+    live = torch.arange(places.shape[2]) < wanted[:, None, None]
+    found = torch.stack([(live & (places < n)).sum(dim=2) for n in at.tolist()], dim=2)
+    return found.masked_fill(wanted[:, None, None] == 0, 2**30).int().contiguous()
+
+
 def estimates(shape: Shape, rows: Tensor, known: Tensor, count: int, centred: bool) -> Estimated:
     """Scores of the rows and of `count` other tokens of each sequence."""
     group, width = shape.q_heads // shape.heads, 24 + count
@@ -73,7 +84,7 @@ def estimates(shape: Shape, rows: Tensor, known: Tensor, count: int, centred: bo
             scores[b, h, :, [i for i, t in enumerate(mine) if t in chosen]] = -torch.inf
         scores[b, :, :, int(wanted[b]) :] = torch.nan  # past the last token nothing is read
     centre = torch.randn(shape.batch, shape.heads, shape.head_dim) if centred else None
-    return Estimated(places, wanted, scores.contiguous(), centre)
+    return Estimated(places, wanted, scores.contiguous(), marks(places, wanted, shape.tokens), centre)
 
 
 @over_shapes
@@ -91,7 +102,7 @@ def test_estimated_scores_weigh_tokens(shape: Shape, page: int, centred: bool) -
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @over_shapes
-@pytest.mark.parametrize("page", [1, 24])
+@pytest.mark.parametrize("page", [16, 48])
 @pytest.mark.parametrize("count", [3, 400])
 @pytest.mark.parametrize("kind", [RowFormat, E4M3])
 def test_kernel_weighs_by_estimated_scores(
@@ -100,7 +111,7 @@ def test_kernel_weighs_by_estimated_scores(
     query, means, rows, known = case(shape, page, room=70)
     estimated = estimates(shape, rows, known, count, centred=count == 3)
     query, means, rows, known = (tensor.to(device) for tensor in (query, means, rows, known))
-    parts = (estimated.places, estimated.wanted, estimated.scores, estimated.centre)
+    parts = (getattr(estimated, field.name) for field in fields(Estimated))
     estimated = Estimated(*(None if part is None else part.to(device) for part in parts))  # type: ignore[arg-type]
     format = kind(shape.head_dim, shape.dtype)
     means = format.encode(means)
@@ -153,14 +164,15 @@ def test_many_estimated_scores_of_many_pages(loud: float, device: torch.device) 
     """Several blocks of pages for a program, several tiles of tokens for a block, and stretches without any; a token's weight may
     be many orders above its page's."""
     torch.manual_seed(3)
-    heads, group, dim, page, tokens, width = 2, 3, 16, 8, 6000, 2300
+    heads, group, dim, page, tokens, width = 2, 3, 16, 16, 12000, 2300
     query, means = torch.randn(1, heads * group, dim), torch.randn(1, heads, tokens // page, 2, dim)
-    far = torch.cat([torch.randperm(900)[:700], 2500 + torch.randperm(3500)[: width - 700]])
+    far = torch.cat([torch.randperm(900)[:700], 2500 + torch.randperm(9500)[: width - 700]])
     places = far.sort().values.int().expand(1, heads, width).contiguous()
     scores = torch.randn(1, heads, group, width) * loud
     scores[..., ::9] = -torch.inf
     wanted = torch.tensor([width - 100], dtype=torch.int32)
-    estimated = Estimated(places.to(device), wanted.to(device), scores.to(device))
+    counted = marks(places, wanted, tokens)
+    estimated = Estimated(*(part.to(device) for part in (places, wanted, scores, counted)))
     rows = torch.full((1, heads, 4), -1, dtype=torch.int32, device=device)
     known = torch.tensor([tokens - 3], dtype=torch.int32, device=device)
     given = query.to(device), means.to(device), rows, known, RowFormat(dim, torch.float32)

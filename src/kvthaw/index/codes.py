@@ -221,14 +221,14 @@ class CodesIndex(Index, tested=True):
         floor, scale = None, self.context.scale
         if self._least is not None:
             floor = Floor(self._least, self._held(query), self.tables["lengths"][: len(query)], budget)
-        rotated, candidates, wanted = self._collect(query, budget)
+        rotated, (candidates, marks), wanted = self._collect(query, budget)
         run = run_length(candidates.shape[2], budget) or TILE
         found = rerank(rotated, self.summaries, candidates, wanted, self.quantizer, scale, run)
         selected = topk(found, candidates, wanted, budget, self._first, scale, self._merge, floor)
         if found.scores.shape[2] < self.context.group:  # estimates of the group's mean query
             return Selection(*selected)
         centre = self.tables["centre"][: len(query)] if self.centred else None
-        return Selection(*selected, estimated=Estimated(candidates, wanted, found.scores, centre))
+        return Selection(*selected, estimated=Estimated(candidates, wanted, found.scores, marks, centre))
 
     def _held(self, query: Tensor) -> Tensor:
         """Return the log of the sum of exponentials over sink and ring, [B, H, G], as the codes' scores are shifted. -inf where
@@ -254,13 +254,13 @@ class CodesIndex(Index, tested=True):
         """
         self.join()
         self._enough(budget)
-        _, places, wanted = self._collect(query, budget)
+        _, (places, _), wanted = self._collect(query, budget)
         known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
         return torch.where(known[:, None], places + self._first, -1)
 
-    def _collect(self, query: Tensor, budget: int) -> tuple[Rotated, Tensor, Tensor]:
-        """Run the first stage. Returns rotated queries [B, H, P, 8, subspaces], positions of candidates [B, H, width], and the
-        number of candidates to use of each sequence [B]."""
+    def _collect(self, query: Tensor, budget: int) -> tuple[Rotated, tuple[Tensor, Tensor], Tensor]:
+        """Run the first stage. Returns rotated queries [B, H, P, 8, subspaces], candidates [B, H, width] with their marks, and how
+        many of them each sequence uses [B]."""
         batch = query.shape[0]
         if batch > len(self.counts):
             self._reserve(batch, 0)

@@ -259,5 +259,5 @@ class RemainderIndex(AroundIndex, tested=True):
             estimates.append(remainder(query, means, found.rows, known, pages.format, **how))
 
         done = self._beside.run(query.device, estimate)  # while the selected rows are fetched
-        used = [] if done is None or found.estimated is None else [found.estimated.scores, found.estimated.places]
+        used = [] if done is None or found.estimated is None else [found.estimated.scores, found.estimated.marks]
         return Selection(found.rows, found.counts, partial=replace(estimates[0], done=done, reads=used))

@@ -8,7 +8,8 @@ KB at 10 %). Each program also reads 128 totals and two counts of each earlier c
 The transfers take under 1 us; the cost is the launch and the chain histogram -> prefix -> store. A thread takes 16 keys,
 four scores per word. One addition sets the upper bit of each byte that reaches the threshold. One multiplication adds up
 the four bits, and one prefix sum runs over the threads. Ties are cut in one chunk only; in all others they are entirely
-above or entirely below the limit.
+above or entirely below the limit. A thread stores its prefix too, 4 bytes for MARK keys (256 KB). With it, later kernels find
+the candidates of any stretch of keys by two loads.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.collide import BINS, CHUNK, Scores
 
 WARPS = 4
+MARK = 16
+"""Keys of a thread."""
 
 
-def definition(scores: Tensor, lengths: Tensor, wanted: Tensor, width: int) -> Tensor:
-    """Return the positions of the wanted[l] <= width largest of scores[l, h, : lengths[l]], [L, H, width] int32, ascending, -1
-    padded.
+def definition(scores: Tensor, lengths: Tensor, wanted: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Find the wanted[l] <= width largest of scores[l, h, : lengths[l]].
 
-    Ties go to the lowest position. By a histogram, as in the kernel.
+    Returns their positions [L, H, width] int32, ascending, -1 padded, and marks [L, H, ceil(n / MARK)] int32: how many of
+    them are below position m MARK. Ties go to the lowest position. By a histogram, as in the kernel.
     """
     batch, heads, n = scores.shape
     known = (torch.arange(n, device=scores.device) < lengths[:, None])[:, None]
@@ -40,13 +43,18 @@ def definition(scores: Tensor, lengths: Tensor, wanted: Tensor, width: int) -> T
     above = known & (value > threshold)
     tie = known & (value == threshold)
     keep = above | (tie & (tie.cumsum(dim=2) <= goal - above.sum(dim=2, keepdim=True)))
-    return compact(keep, width)
+    until = keep.cumsum(dim=2)
+    return _compact(keep, until, width), (until[:, :, ::MARK] - keep[:, :, ::MARK].long()).int()
 
 
 def compact(keep: Tensor, width: int) -> Tensor:
     """Return the positions of True in keep [L, H, n], ascending, [L, H, width] int32, -1 padded. At most width per row."""
+    return _compact(keep, keep.cumsum(dim=2), width)
+
+
+def _compact(keep: Tensor, until: Tensor, width: int) -> Tensor:
     out = torch.full((*keep.shape[:2], width + 1), -1, dtype=torch.int32, device=keep.device)
-    slot = torch.where(keep, keep.cumsum(dim=2) - 1, width)
+    slot = torch.where(keep, until - 1, width)
     place = torch.arange(keep.shape[2], dtype=torch.int32, device=keep.device)
     out.scatter_(2, slot, place.expand_as(slot))
     return out[:, :, :width]
@@ -90,7 +98,7 @@ if HAS_TRITON:
         return slot
 
     @triton.jit
-    def _bucket_topk(scores, counts, totals, lengths, wanted, out, heads, words, chunks, width, BINS: tl.constexpr,
+    def _bucket_topk(scores, counts, totals, lengths, wanted, out, marks, heads, words, chunks, width, BINS: tl.constexpr,
                      CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # Program: CHUNK keys of one KV head. scores: words of four bytes.
         chunk = tl.program_id(0)
@@ -137,33 +145,38 @@ if HAS_TRITON:
                 kept3, rank = _first(kept3, tie3, rank, quota)
             number = _sum(kept0) + _sum(kept1) + _sum(kept2) + _sum(kept3)
             slot = above + tl.minimum(ties, quota) + tl.cumsum(number, axis=0) - number
+            tl.store(marks + pair * (words // 4) + chunk * (CHUNK // 16) + i, slot)
             slot = _store(out + pair * width, slot, place, kept0)
             slot = _store(out + pair * width, slot, place + 4, kept1)
             slot = _store(out + pair * width, slot, place + 8, kept2)
             slot = _store(out + pair * width, slot, place + 12, kept3)
 
 
-def launch(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> Tensor:
-    """Launch the kernel on any device. Leaves entries from wanted[l] on unwritten."""
+def launch(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Launch the kernel on any device. Leaves entries from wanted[l] on unwritten, and marks of a chunk without keys."""
     assert found.counts is not None and found.totals is not None and found.scores.dtype == torch.uint8
     batch, heads, capacity = found.scores.shape
     bins, chunks = found.counts.shape[2:]
     assert bins == BINS, "comparing four scores at once needs a spare bit in each byte"
     assert found.scores.is_contiguous() and found.counts.is_contiguous() and found.totals.is_contiguous()
     assert lengths.dtype == wanted.dtype == torch.int32 and capacity == chunks * CHUNK
-    out = torch.empty((batch, heads, width), dtype=torch.int32, device=found.scores.device)
+    out, marks = (
+        torch.empty((batch, heads, n), dtype=torch.int32, device=found.scores.device) for n in (width, capacity // MARK)
+    )
     _bucket_topk[(chunks, heads, batch)](
-        found.scores.view(torch.int32), found.counts, found.totals, lengths, wanted, out, heads, capacity // 4, chunks, width,
-        BINS=bins, CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(chunks), num_warps=WARPS,
+        found.scores.view(torch.int32), found.counts, found.totals, lengths, wanted, out, marks, heads, capacity // 4, chunks,
+        width, BINS=bins, CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(chunks), num_warps=WARPS,
         **dependent(out.device),
     )  # fmt: skip
-    return out
+    return out, marks
 
 
-def bucket_topk(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> Tensor:
-    """Return candidates [L, H, width] int32, ascending: the wanted[l] <= min(width, lengths[l]) best scores of each sequence.
+def bucket_topk(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Find the wanted[l] <= min(width, lengths[l]) best scores of each sequence.
 
-    Scores are less than BINS. Entries from wanted[l] on are undefined on a GPU, else -1.
+    Returns candidates [L, H, width] int32, ascending, and marks [L, H, ceil(n / MARK)] int32: how many candidates are below
+    position m MARK. Scores are less than BINS. Candidates from wanted[l] on are undefined on a GPU, else -1. A GPU leaves marks
+    of chunks without keys undefined.
     """
     if found.scores.is_cuda and found.counts is not None:
         return launch(found, lengths, wanted, width)

@@ -9,7 +9,8 @@ with the page's mean value, and n - m - c equal tokens remain.
 
 A step reads every mean once: 2 D numbers for each page, KV head and sequence. With 128k tokens, 8 heads and D = 128 these are 8.4
 MB for pages of 64 tokens in bf16 (1.7 us at 4.8 TB/s). In e4m3 they are 4.3 MB, and each number is converted. With 13k estimated
-scores a KV head, 4 bytes for the position and 4 for each of four query heads are 2.1 MB more.
+scores a KV head, 4 bytes for each of four query heads are 1.7 MB more. A page's scores are consecutive, and two marks say where
+they lie, so no program reads positions or waits for the scores of earlier pages.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.bucket_topk import MARK
 from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.gpu import by_device, nvidia
 from kvthaw.kernels.merge import Partial
@@ -30,10 +32,8 @@ _BLOCK = 64
 """Pages that a program reads at once."""
 _ROWS = 1024
 """Rows that a program counts at once."""
-_LISTED = 64
-"""Estimated tokens that a program weighs at once."""
-_MARKS = 256
-"""Positions by which a program finds its first estimated token."""
+_SCORES = 8
+"""Estimated scores of a page and query head that a thread loads at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,14 @@ class Estimated:
     """Tokens with estimated scores, the selected ones among them.
 
     places [B, H, W] int32: positions from `first` on, ascending. wanted [B] int32: how many of the W there are. scores [B, H, Hq /
-    H, W] float32: estimates of q.k, -inf for a selected token. centre [B, H, D]: what was subtracted from the keys before; None:
-    nothing. Numbers past wanted are undefined.
+    H, W] float32: estimates of q.k, -inf for a selected token. marks [B, H, M] int32: how many places are below m MARK, for all
+    m MARK < known. centre [B, H, D]: what was subtracted from the keys before; None: nothing. Numbers past wanted are undefined.
     """
 
     places: Tensor
     wanted: Tensor
     scores: Tensor
+    marks: Tensor
     centre: Tensor | None = None
 
 
@@ -105,21 +106,11 @@ if HAS_TRITON:
         return tl.histogram(page, BLOCK_P, mask=(row >= first) & (page >= 0) & (page < BLOCK_P))
 
     @triton.jit
-    def _below(places, count, low, MARKS: tl.constexpr, STRIDE: tl.constexpr):
-        # Return how many of the first `count` ascending places are below `low`, after two dependent loads.
-        mark = tl.arange(0, MARKS) * STRIDE
-        seen = tl.load(places + mark, mask=mark < count, other=2147483647)
-        at = tl.maximum(tl.sum((seen < low).to(tl.int32)) - 1, 0) * STRIDE
-        near = at + tl.arange(0, STRIDE)
-        seen = tl.load(places + near, mask=near < count, other=2147483647)
-        return at + tl.sum((seen < low).to(tl.int32))
-
-    @triton.jit
     def _remainder(
-        query, means, rows, known, places, wanted, scores, centre, out_parts, lse_parts, pages, per, first, scale, width, listed,
-        splits, q_seq, q_head, m_seq, m_head, m_page, m_value, r_seq, r_head, PAGE: tl.constexpr, HEADS: tl.constexpr,
-        GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, MARKS: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr,
+        query, means, rows, known, marks, wanted, scores, centre, out_parts, lse_parts, pages, per, first, scale, width, marked,
+        listed, splits, q_seq, q_head, m_seq, m_head, m_page, m_value, r_seq, r_head, PAGE: tl.constexpr, MARK: tl.constexpr,
+        HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+        BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, PADDED: tl.constexpr, SCORES: tl.constexpr, OWN: tl.constexpr,
         CENTRED: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
         # Program (sequence and KV head; split of the pages). OWN: tokens with estimated scores, which include the rows.
@@ -138,15 +129,17 @@ if HAS_TRITON:
         total = tl.zeros((BLOCK_G,), tl.float32)
         acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
         if OWN:
-            places += pair * listed
+            marks += pair * marked
             scores += pair * GROUP * listed
             count = tl.load(wanted + b)
-            c = tl.arange(0, BLOCK_C)
-            at = _below(places, count, split * per * PAGE, MARKS, STRIDE)
-            moved = tl.zeros((BLOCK_G,), tl.float32)
+            lane = tl.arange(0, PADDED)
+            is_lane = lane < GROUP
+            moved = tl.zeros((PADDED,), tl.float32)
             if CENTRED:
+                its = query + b * q_seq + (h * GROUP + lane)[:, None] * q_head + d[None, :]
                 middle = tl.load(centre + pair * DIM + d, mask=is_dim, other=0.0).to(tl.float32)
-                moved = tl.sum(q.to(tl.float32) * middle[None, :], 1) * scale
+                its = tl.load(its, mask=is_lane[:, None] & is_dim[None, :], other=0.0).to(tl.float32)
+                moved = tl.sum(its * middle[None, :], 1) * scale
         else:
             mine = rows + b * r_seq + h * r_head
             row = tl.load(mine + m, mask=m < width, other=-1)  # one trip to memory, while the first means come
@@ -164,30 +157,30 @@ if HAS_TRITON:
                 if UPCAST:
                     k, v = k.to(tl.float32), v.to(tl.float32)
             left = tl.minimum(tl.maximum(tokens - page * PAGE, 0), PAGE)
-            high = top
-            if OWN:  # places ascend, so a block of pages has the next ones
-                own = tl.zeros((BLOCK_G, BLOCK_P), tl.float32)
-                more = at < count
-                while more:
-                    i = at + c
-                    there = i < count
-                    place = tl.load(places + i, mask=there, other=2147483647)
-                    logit = tl.load(
-                        scores + g[:, None] * listed + i[None, :], mask=is_head[:, None] & there[None, :], other=0.0
-                    )
-                    of = place // PAGE - begin
-                    here = there & (of < BLOCK_P) & (place < stop * PAGE)
-                    left -= tl.histogram(of, BLOCK_P, mask=here)
-                    logit = tl.where(is_head[:, None] & here[None, :], logit * scale + moved[:, None], float("-inf"))
-                    new = tl.maximum(high, tl.max(logit, 1))
+            if OWN:  # a page's scores are consecutive
+                after = (page + 1) * PAGE
+                start = tl.load(marks + page * (PAGE // MARK), mask=live & (count > 0), other=0)
+                end = tl.load(marks + after // MARK, mask=live & (count > 0) & (after < tokens), other=0)
+                end = tl.where(live & (after >= tokens), count, end)
+                left -= end - start
+                best = tl.full((PADDED, BLOCK_P), float("-inf"), tl.float32)
+                mass = tl.zeros((PADDED, BLOCK_P), tl.float32)
+                for earlier in range(0, tl.max(end - start), SCORES):
+                    logits, new = (), best
+                    for i in tl.static_range(SCORES):  # a thread takes a page's, so that it adds them up alone
+                        at = start + earlier + i
+                        there = is_lane[:, None] & (at < end)[None, :]
+                        logit = tl.load(scores + lane[:, None] * listed + at[None, :], mask=there, other=float("-inf"))
+                        logits += (logit * scale + moved[:, None],)  # type: ignore[assignment]
+                        new = tl.maximum(new, logits[i])
                     shift = tl.where(new == float("-inf"), 0.0, new)
-                    each = tl.exp2(logit - shift[:, None])
-                    its = ((of[:, None] == x[None, :]) & here[:, None]).to(tl.float32)
-                    own = tl.dot(each, its, own * tl.exp2(high - shift)[:, None], input_precision=PRECISION)
-                    high = new
-                    used = tl.sum(here.to(tl.int32))
-                    at += used
-                    more = used == BLOCK_C
+                    mass *= tl.exp2(best - shift)
+                    for i in tl.static_range(SCORES):
+                        mass += tl.exp2(logits[i] - shift)
+                    best = new
+                best = tl.where(mass > 0, best + tl.log2(tl.maximum(mass, 1e-30)), float("-inf"))
+                best = tl.broadcast_to(best[None, :, :], (BLOCK_G // PADDED, PADDED, BLOCK_P))
+                best = tl.reshape(best, (BLOCK_G, BLOCK_P))  # rows past the group repeat, and none of them is stored
             else:
                 left -= _of_pages(row, begin, first, PAGE, BLOCK_P)
                 for start in range(BLOCK_M, width, BLOCK_M):
@@ -199,11 +192,13 @@ if HAS_TRITON:
                 score *= k_scale[None, :]
             score += tl.log2(tl.maximum(left, 1).to(tl.float32))[None, :]
             score = tl.where(counts[None, :], score, float("-inf"))
-            new = tl.maximum(high, tl.max(score, 1))
+            new = tl.maximum(top, tl.max(score, 1))
+            if OWN:
+                new = tl.maximum(new, tl.max(best, 1))
             shift = tl.where(new == float("-inf"), 0.0, new)
             weight = tl.exp2(score - shift[:, None])
             if OWN:
-                weight += own * tl.exp2(high - shift)[:, None]
+                weight += tl.exp2(best - shift[:, None])
             decay = tl.exp2(top - shift)
             total = total * decay + tl.sum(weight, 1)
             if FP8:
@@ -244,13 +239,13 @@ def launch(query: Tensor, means: Tensor, rows: Tensor, known: Tensor, format: Ro
     assert means.dtype == format.stored
     assert means.stride(-1) == query.stride(2) == rows.stride(2) == known.stride(0) == 1
     assert rows.dtype == known.dtype == torch.int32
-    places, wanted, scores, centre = rows, known, query, None
+    marks, wanted, scores, centre = rows, known, query, None
     if estimated is not None:
-        places, wanted, scores, centre = estimated.places, estimated.wanted, estimated.scores, estimated.centre
-        assert places.is_contiguous() and scores.is_contiguous() and wanted.stride(0) == 1
-        assert places.dtype == wanted.dtype == torch.int32 and scores.dtype == torch.float32
+        marks, wanted, scores, centre = estimated.marks, estimated.wanted, estimated.scores, estimated.centre
+        assert marks.is_contiguous() and scores.is_contiguous() and wanted.stride(0) == 1
+        assert marks.dtype == wanted.dtype == torch.int32 and scores.dtype == torch.float32
         assert centre is None or centre.is_contiguous()
-    listed = places.shape[2]
+        assert page % MARK == 0, f"a page of {page} tokens is no whole number of {MARK}"
     interpreted = query.device.type == "cpu"
     room = 2 * multiprocessors(query.device) if not interpreted else 3
     splits = max(1, min(64, room // (batch * heads), -(-pages // _BLOCK)))
@@ -260,13 +255,14 @@ def launch(query: Tensor, means: Tensor, rows: Tensor, known: Tensor, format: Ro
     out_parts = torch.empty((batch, q_heads, splits, dim), dtype=torch.float32, device=query.device)
     lse_parts = torch.empty((batch, q_heads, splits), dtype=torch.float32, device=query.device)
     group, block_d, follows = q_heads // heads, triton_block(dim, 16), dependent(query.device)
+    padded = triton_block(group)
     _remainder[(batch * heads, splits)](
-        query, means, rows, known, places, wanted, scores, query if centre is None else centre, out_parts, lse_parts, pages, per,
-        first, scale * 1.4426950408889634, width, listed, splits,
-        *query.stride()[:2], *means.stride()[:4], *rows.stride()[:2], PAGE=page, HEADS=heads, GROUP=group, DIM=dim,
+        query, means, rows, known, marks, wanted, scores, query if centre is None else centre, out_parts, lse_parts, pages, per,
+        first, scale * 1.4426950408889634, width, marks.shape[2], scores.shape[-1], splits,
+        *query.stride()[:2], *means.stride()[:4], *rows.stride()[:2], PAGE=page, MARK=MARK, HEADS=heads, GROUP=group, DIM=dim,
         BLOCK_G=triton_block(group, 16), BLOCK_D=block_d, BLOCK_P=_BLOCK, BLOCK_M=min(_ROWS, triton_block(width, 16)),
-        BLOCK_C=_LISTED, MARKS=_MARKS, STRIDE=triton_block(triton.cdiv(listed, _MARKS)), OWN=estimated is not None,
-        CENTRED=centre is not None, UPCAST=interpreted, FP8=format.fp8, NATIVE=nvidia(query.device, (8, 9)), num_warps=4, **follows,
+        PADDED=padded, SCORES=_SCORES, OWN=estimated is not None, CENTRED=centre is not None,
+        UPCAST=interpreted, FP8=format.fp8, NATIVE=nvidia(query.device, (8, 9)), num_warps=4, **follows,
     )  # fmt: skip
     _merge_splits[(batch * q_heads,)](
         out_parts, lse_parts, out, lse, splits, DIM=dim, BLOCK_D=block_d, BLOCK_S=triton_block(splits), num_warps=1,

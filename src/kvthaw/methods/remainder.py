@@ -8,14 +8,17 @@ from functools import partial
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.remainder import RemainderIndex
+from kvthaw.kernels.bucket_topk import MARK
 
 
 def with_remainder(method: Method, page: int) -> Method:
     """Return a method that estimates what it does not select from pages of `page` tokens; return `method` for 0.
 
-    Raises ConfigError for a method that retrieves nothing, one whose layers follow another layer's choice, and one that is asked
-    with a predicted query: the estimate needs each layer's own."""
+    Raises ConfigError unless `page` is a multiple of 16. Also for a method that retrieves nothing, one whose layers follow
+    another layer's choice, and one that is asked with a predicted query: the estimate needs each layer's own."""
     at_least(0, remainder=page)
+    if page % MARK:
+        raise ConfigError(f"remainder is {page}; it must be a multiple of {MARK}")
     if page == 0:
         return method
     if method.index is None:

@@ -29,7 +29,7 @@ def thaw(
     0.55 of exact top-k's on three pretrained models, at 256 tokens. We measured it with prompts by which no setting was chosen.
     See docs/notes/remainder.md.
 
-    remainder: tokens of a page. The means take 0.52 / remainder of the KV's bytes on a GPU, where they are e4m3.
+    remainder: tokens of a page, a multiple of 16. The means take 0.52 / remainder of the KV's bytes on a GPU, where they are e4m3.
     tolerance: a step reads no row whose estimated share of a head's attention is less, and estimates it like the rest. `budget`
         is the most that a head may read; few heads, layers and steps need that. 0: a step reads as many as the budget allows.
     policy: how the query heads of a group agree on rows. Each of them weighs the remainder by its own query.
