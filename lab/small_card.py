@@ -9,6 +9,8 @@ card:
 - prefill_s: to the first token, offloading and indexing included. ms: the median of a token's. peak_bytes: what torch took at most.
   error: instead of these, where memory was short.
 
+`--weights int4-fused` or another kind that `lab.quantised` has quantises the decoder's layers first.
+
 The caches named by `--filled` begin with drawn keys and values instead of a prefill. Those of kvthaw are drawn and indexed with the
 whole card, of which the small one takes the steps: 512k tokens take a minute and a half then instead of some three. Of the methods
 that search on the device only clusterkv-plus has an index that fits 24 GiB there beside the weights, without dense layers:
@@ -36,10 +38,12 @@ from kvthaw import Cache, HostMemoryError
 from kvthaw.bench.card import noted, where
 from kvthaw.engine.decode import decode, forward
 from kvthaw.engine.prefill import prefill
+from kvthaw.errors import one_of
 from kvthaw.evaluate.machine import now
 from kvthaw.formatting import read_bytes
 from lab.bench.shapes import build
 from lab.fill import drawn, fill
+from lab.quantised import WEIGHTS
 from lab.script import Report, options
 
 PIECE = 4096
@@ -163,11 +167,14 @@ def main() -> None:
     given = options(
         __doc__, shape="llama-3.1-8b", layers=int, lengths="32768,131072,524288", contenders="kvthaw,dynamic,offloaded",
         offloaded=131072, gib=24.0, budget=1024, host_memory=str, cards="small,whole", steps=32, method="auto",
-        dense_layers=int, filled="", commit=str, out=Path,
+        dense_layers=int, weights="bf16", filled="", commit=str, out=Path,
     )  # fmt: skip
     device, name = where()
     model, lines = build(given.shape, device, layers=given.layers), list[dict[str, Any]]()
-    about = {"shape": given.shape, "layers": model.config.num_hidden_layers, "budget": given.budget, "device": name}
+    one_of(WEIGHTS, weights=given.weights)
+    WEIGHTS[given.weights](model)
+    about = {"shape": given.shape, "layers": model.config.num_hidden_layers, "weights": given.weights, "budget": given.budget}
+    about["device"] = name
 
     report = Report(given.out, given.commit)
 
