@@ -35,89 +35,73 @@ def spans(tokens: int, chunk: int) -> list[tuple[int, int]]:
     return [(max(0, stop - chunk), stop) for stop in reversed(range(tokens, 0, -chunk))]
 
 
-def in_chunks(
-    forward: Callable[..., Any],
-    cache_of: Callable[[Any], Cache | None],
-    chunk: int,
-    *,
-    names: Collection[str],
-    short: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
-    """Wrap a model's forward so that more than `chunk` new tokens go through it chunk by chunk. It returns the requested
-    logits.
+def in_chunks(forward: Callable[..., Any], given: dict[str, Any], cache: Cache, chunk: int, names: Collection[str]) -> Any:
+    """Run a model's forward of new tokens chunk by chunk, the last candidates of assisted decoding separately. Returns the
+    requested logits.
 
-    The wrapper takes arguments by name. Some prompts go through in one pass, and the log says why. Layers that cannot
-    continue after a chunk (linear attention) require it. So do arguments other than tokens, positions, a 2-D mask and a
-    number of logits to keep.
+    Some prompts go through in one pass, and the log says why. Layers that cannot continue after a chunk (linear attention)
+    require it. So do arguments other than tokens, positions, a 2-D mask and a number of logits to keep.
 
-    cache_of: returns the kvthaw cache behind a past_key_values, or None.
+    given: the arguments of forward, by name.
+    cache: the kvthaw cache behind its past_key_values.
+    chunk: the most tokens of a chunk.
     names: names of forward's arguments.
-    short: forward for at most one chunk; by default the model's.
     """
+    tokens, candidates, columns = new_tokens(given), drafted(given, cache), columns_of(given)
+    reason = reason_for_one_pass(given, cache, names)
+    if reason is not None:
+        _log.warning("%d tokens go through the model in one pass: %s", tokens, reason)
+        return forward(**given)
+    before, mask, keep = cache.kv.sequences.padded_length, given.get("attention_mask"), given.get("logits_to_keep")
+    keep = 0 if keep is None else keep
+    # A tensor or a number, as transformers takes it.
+    wanted = torch.arange(tokens)[keep.cpu() if isinstance(keep, Tensor) else slice(-keep, None)]
+    logits: list[Tensor] = []
+    places: list[Tensor] = []  # their places among the wanted logits
 
-    def take(**given: Any) -> Any:
-        cache = cache_of(given.get(CACHE))
-        columns = columns_of(given)
-        tokens = max((given[name].shape[1] for name in ("input_ids", "inputs_embeds") if name in columns), default=0)
-        candidates = 0 if cache is None or tokens == 1 else drafted(given, cache)
-        if cache is None or (tokens <= chunk and not candidates):
-            if cache is not None:
-                cache.reserve(tokens)  # before a layer that is not kvthaw's appends them
-            out = (short or forward)(**given)
-            if cache is not None:
-                cache.check_finite()
-            return out
-        reason = reason_for_one_pass(given, cache, names)
-        if reason is not None:
-            _log.warning("%d tokens go through the model in one pass: %s", tokens, reason)
-            return forward(**given)
-        before, mask, keep = cache.kv.sequences.padded_length, given.get("attention_mask"), given.get("logits_to_keep")
-        keep = 0 if keep is None else keep
-        # A tensor or a number, as transformers takes it.
-        wanted = torch.arange(tokens)[keep.cpu() if isinstance(keep, Tensor) else slice(-keep, None)]
-        logits: list[Tensor] = []
-        places: list[Tensor] = []  # their places among the wanted logits
-
-        def run(parts: list[tuple[int, int]]) -> Any:
-            for start, stop in parts:
-                part = {name: given[name].narrow(dim, start, stop - start) for name, dim in columns.items()}
-                if mask is not None:
-                    part["attention_mask"] = mask[:, : before + stop] if stop < tokens else mask
-                place = ((wanted >= start) & (wanted < stop)).nonzero()[:, 0]
-                some = wanted[place].to(keep.device) - start if isinstance(keep, Tensor) and len(place) else max(1, len(place))
-                out = forward(**{**given, **part, "logits_to_keep": some})
-                if len(place):
-                    logits.append(out.logits)
-                    places.append(place)
-            return out
-
-        prompt = tokens - candidates
-        if prompt == 1 and before:  # a generated token: a decode step, like the candidates after it
-            prompt = 0
-        if prompt:
-            with cache.prompt(prompt) if prompt > chunk else nullcontext():
-                out = run(spans(prompt, chunk))
-        if prompt < tokens:
-            size = 1 if cache.shares_kv else tokens - prompt
-            with cache.verification():
-                cache.reserve(tokens - prompt)
-                out = run([(prompt + start, prompt + stop) for start, stop in spans(tokens - prompt, size)])
-        if not logits:
-            out.logits = out.logits[:, :0]
-        else:
-            out.logits = torch.cat(logits, dim=1) if len(logits) > 1 else logits[0]
-            if isinstance(keep, Tensor):
-                out.logits = out.logits[:, torch.cat(places).argsort().to(out.logits.device)]
+    def run(parts: list[tuple[int, int]]) -> Any:
+        for start, stop in parts:
+            part = {name: given[name].narrow(dim, start, stop - start) for name, dim in columns.items()}
+            if mask is not None:
+                part["attention_mask"] = mask[:, : before + stop] if stop < tokens else mask
+            place = ((wanted >= start) & (wanted < stop)).nonzero()[:, 0]
+            some = wanted[place].to(keep.device) - start if isinstance(keep, Tensor) and len(place) else max(1, len(place))
+            out = forward(**{**given, **part, "logits_to_keep": some})
+            if len(place):
+                logits.append(out.logits)
+                places.append(place)
         return out
 
-    return take
+    prompt = tokens - candidates
+    if prompt == 1 and before:  # a generated token: a decode step, like the candidates after it
+        prompt = 0
+    if prompt:
+        with cache.prompt(prompt) if prompt > chunk else nullcontext():
+            out = run(spans(prompt, chunk))
+    if prompt < tokens:
+        size = 1 if cache.shares_kv else tokens - prompt
+        with cache.verification():
+            cache.reserve(tokens - prompt)
+            out = run([(prompt + start, prompt + stop) for start, stop in spans(tokens - prompt, size)])
+    if not logits:
+        out.logits = out.logits[:, :0]
+    else:
+        out.logits = torch.cat(logits, dim=1) if len(logits) > 1 else logits[0]
+        if isinstance(keep, Tensor):
+            out.logits = out.logits[:, torch.cat(places).argsort().to(out.logits.device)]
+    return out
 
 
 def drafted(given: dict[str, Any], cache: Cache) -> int:
     """Count the candidates of assisted decoding at the end of the new tokens. It requests the logits of each, and of the token
     before."""
     keep = given.get("logits_to_keep")
-    return keep - 1 if cache.rolls_back and isinstance(keep, int) and keep > 1 else 0
+    return max(0, keep - 1) if cache.rolls_back and isinstance(keep, int) and new_tokens(given) > 1 else 0
+
+
+def new_tokens(given: dict[str, Any]) -> int:
+    """Count the new tokens among a forward's arguments."""
+    return max((given[name].shape[1] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), default=0)
 
 
 def columns_of(given: dict[str, Any]) -> dict[str, int]:
@@ -141,3 +125,18 @@ def reason_for_one_pass(given: dict[str, Any], cache: Cache, names: Collection[s
     if given.get("return_dict") is False:
         return "a tuple is to be returned"
     return None
+
+
+def may_reuse(given: dict[str, Any], cache: Cache, names: Collection[str]) -> bool:
+    """Return whether a prompt may start with its cached prefix: it is the first of a cache, and could go through in chunks.
+
+    It must be one sequence without padding, at positions from 0 on, with only the last token's logits requested.
+    """
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if ids is None or len(ids) > 1 or ids.shape[1] == 1 or cache.kv.sequences.padded_length:
+        return False
+    padded = isinstance(mask, Tensor) and not bool(mask.all())
+    if padded or given.get("logits_to_keep") != 1 or reason_for_one_pass(given, cache, names) is not None:
+        return False
+    places = [given[name] for name in ("position_ids", "cache_position") if given.get(name) is not None]
+    return all(bool((each.cpu() == torch.arange(ids.shape[1])).all()) for each in places)  # else other prompts lack such KV

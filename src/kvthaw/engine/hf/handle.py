@@ -25,13 +25,12 @@ from kvthaw.config import CacheConfig, KvDtype
 from kvthaw.engine.hf.attention import attends, give_back_attention, unwrap
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.cache_argument import CACHE, pop_cache
-from kvthaw.engine.hf.chunks import CHUNK, in_chunks
-from kvthaw.engine.hf.fused import fusing
+from kvthaw.engine.hf.chunks import CHUNK, columns_of, drafted, in_chunks, may_reuse, new_tokens
+from kvthaw.engine.hf.fused import fused, fusing
 from kvthaw.engine.hf.hooks import drop_prefetch
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.engine.hf.prefill_progress import PrefillProgress, Tell
-from kvthaw.engine.hf.replay import replaying
-from kvthaw.engine.hf.reuse import reusing
+from kvthaw.engine.hf.replay import Replay
 from kvthaw.errors import CacheError, at_least
 from kvthaw.method_names import AUTO
 from kvthaw.typecheck import check_type
@@ -87,16 +86,9 @@ class Forward:
                 "attach(compile=True) compiles decode steps"
             )
             forward = forward._torchdynamo_orig_callable
-        self._plain = forward
-        told = None if progress is None else PrefillProgress(model, progress)
-        whole = fusing(model, self._whole if told is None else told.parts(self._whole))
-        single = forward if compiled else fusing(model, forward)
-        step = replaying(single, _behind, compiled=compiled, eager=whole) if capture else None
-        self._take = in_chunks(whole, _behind, chunk, names=self._names, short=step)
-        if told is not None:
-            self._take = told.prompts(self._take, _behind)
-        if prefix is not None:
-            self._take = reusing(self._take, _behind, prefix, names=self._names)
+        self._plain, self._chunk, self._prefix = forward, chunk, prefix
+        self._told = PrefillProgress(model, progress)
+        self._replay = Replay(forward if compiled else fusing(model, forward), compiled=compiled) if capture else None
         model.forward = self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled module breaks its graph here
@@ -117,8 +109,11 @@ class Forward:
                 self.cache = behind
                 self._caches.add(behind)
             self._warn(given)
-            out = self._take(**given, **{CACHE: cache})
-            if behind is not None and not behind.kv.sequences.padded_length:
+            given[CACHE] = cache
+            if behind is None:
+                return self._whole(**given)
+            out = self._from_prefix(given, behind)
+            if not behind.kv.sequences.padded_length:
                 self.off = _UNUSED
             return out
 
@@ -154,11 +149,38 @@ class Forward:
                 cache.replay = None  # graphs hold the collectives of a split model
         self.cache = None
 
-    def _whole(self, *args: Any, **kwargs: Any) -> Any:
+    def _from_prefix(self, given: dict[str, Any], cache: Cache) -> Any:
+        """Run the forward of a call, of a prompt only the tokens after its cached prefix; the prompt is then cached."""
+        if self._prefix is None or not may_reuse(given, cache, self._names):
+            return self._in_parts(given, cache)
+        ids = given["input_ids"]
+        with torch.inference_mode(False), torch.no_grad():  # rows outlive the caller's mode
+            taken = self._prefix.fill(cache.kv, ids[0])
+        rest = {name: given[name].narrow(dim, taken, ids.shape[1] - taken) for name, dim in columns_of(given).items()}
+        out = self._in_parts(given | rest, cache)
+        cache.wait()
+        with torch.inference_mode(False), torch.no_grad():
+            self._prefix.keep(cache.kv, ids[0])
+        return out
+
+    def _in_parts(self, given: dict[str, Any], cache: Cache) -> Any:
+        """Run the forward in chunks, or replay it. Candidates of assisted decoding do not count as prompt."""
+        tokens, candidates = new_tokens(given), drafted(given, cache)
+        with self._told.prompt(tokens - candidates):
+            if tokens > self._chunk or candidates:
+                return in_chunks(self._whole, given, cache, self._chunk, self._names)
+            cache.reserve(tokens)  # before a layer that is not kvthaw's appends them
+            out = None if self._replay is None else self._replay.step(given, cache)
+            out = self._whole(**given) if out is None else out
+            cache.check_finite()
+            return out
+
+    def _whole(self, **given: Any) -> Any:
         """Run the model's forward. If it raises, a kvthaw cache counts none of its tokens."""
-        cache = _behind(kwargs.get(CACHE))
-        with nullcontext() if cache is None else cache.kv.counted_forward():
-            return self._plain(*args, **kwargs)
+        cache = _behind(given[CACHE])
+        counted = nullcontext() if cache is None else cache.kv.counted_forward()
+        with fused(self.model), self._told.part(new_tokens(given)), counted:
+            return self._plain(**given)
 
     def _made(self, call: Mapping[str, Any]) -> Cache:
         """Return a new cache for the prompt of a call. The latest call's cache frees its memory first, unless somebody else

@@ -1,10 +1,9 @@
-"""Replay decode steps of one token where possible, and call the model otherwise."""
+"""Replay decode steps of one token where possible."""
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,60 +17,50 @@ _log = logging.getLogger(__name__)
 _PLAIN = {"input_ids", "position_ids", CACHE, "attention_mask", "use_cache", "logits_to_keep", "return_dict"}
 
 
-def replaying(
-    forward: Callable[..., Any],
-    cache_of: Callable[[Any], Cache | None],
-    *,
-    compiled: bool,
-    eager: Callable[..., Any],
-) -> Callable[..., Any]:
-    """Wrap a model's forward so that it replays steps of a single token where possible.
+class Replay:
+    """Replay an attached model's steps of one token where possible.
 
-    Everything else goes to `eager`: prompts, several tokens at once, requests for hidden states or attentions, given
-    embeddings. The log says once why steps are not replayed, as a warning if compiled steps were requested and they run
-    eagerly.
+    The log says once why steps are not replayed, as a warning if compiled steps were requested and they run eagerly.
 
-    cache_of: returns the kvthaw cache behind a past_key_values, or None.
+    forward: the model's.
     compiled: see compiled_step. Steps that cannot be captured are compiled if that is possible.
     """
-    single = compiled_step(forward) if compiled else forward
-    told: set[str] = set()
 
-    def tell(how: str, reason: str, level: int) -> None:
-        if reason not in told:
-            told.add(reason)
-            _log.log(level, "steps are %s: %s", how, reason)
+    def __init__(self, forward: Callable[..., Any], *, compiled: bool) -> None:
+        self._forward, self._compiled = compiled_step(forward) if compiled else forward, compiled
+        self._told: set[str] = set()
 
-    @functools.wraps(forward)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        cache = cache_of(kwargs.get(CACHE))
-        extra = set(kwargs) - _PLAIN
-        if (
-            cache is None
-            or ids is None
-            or ids.shape[1] != 1
-            or cache.kv.sequences.padded_length in (0, *cache.kv.sequences.left_pad)  # a row has no token yet
-            or any(kwargs[name] is not None for name in extra)
-        ):
-            return eager(*args, **kwargs)
+    def step(self, given: Mapping[str, Any], cache: Cache) -> CausalLMOutputWithPast | None:
+        """Return the output of a step of one token.
+
+        Returns None for a forward that must run eagerly: of a prompt or several tokens, or with a request for hidden states
+        or attentions, or given embeddings.
+
+        given: the arguments of forward, by name.
+        """
+        ids, sequences = given.get("input_ids"), cache.kv.sequences
+        starts = sequences.padded_length in (0, *sequences.left_pad)  # a row has no token yet
+        if ids is None or ids.shape[1] != 1 or starts or any(given[name] is not None for name in given.keys() - _PLAIN):
+            return None
         if cache.replay is None or cache.reordered:
             reason = "beams change places between steps" if cache.reordered else capturable(cache)
             if not ids.is_cuda:
                 reason = "the model is on a CPU"
             if reason is not None:
-                if not (compiled and ids.is_cuda and not cache.reordered and compilable(cache) is None):
-                    tell("taken eagerly", reason, logging.WARNING if compiled else logging.INFO)
-                    return eager(*args, **kwargs)
-                tell("compiled, not captured", reason, logging.INFO)
-            cache.replay = GraphRunner(single, cache, compiled=compiled, capture=reason is None)
-        if kwargs.get("attention_mask") is not None:
-            cache.check_mask(kwargs["attention_mask"])  # the captured step takes none
-        positions = kwargs.get("position_ids")
+                if not (self._compiled and ids.is_cuda and not cache.reordered and compilable(cache) is None):
+                    self._tell("taken eagerly", reason, logging.WARNING if self._compiled else logging.INFO)
+                    return None
+                self._tell("compiled, not captured", reason, logging.INFO)
+            cache.replay = GraphRunner(self._forward, cache, compiled=self._compiled, capture=reason is None)
+        if given.get("attention_mask") is not None:
+            cache.check_mask(given["attention_mask"])  # the captured step takes none
+        positions = given.get("position_ids")
         if positions is None:
-            sequences = cache.kv.sequences
             positions = torch.tensor([[sequences.length(seq)] for seq in range(sequences.count)], device=ids.device)
         logits = cache.replay(ids, positions).clone()  # the next replay writes over its own
-        return CausalLMOutputWithPast(logits=logits, **{CACHE: kwargs[CACHE]})
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: given[CACHE]})
 
-    return step
+    def _tell(self, how: str, reason: str, level: int) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            _log.log(level, "steps are %s: %s", how, reason)
