@@ -17,7 +17,7 @@ from kvthaw.cache import dense, sparse_attention
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import CacheError
-from kvthaw.index.formation import Units
+from kvthaw.index.batches import Units
 from zoo import build, prompt, ragged
 
 METHODS = [

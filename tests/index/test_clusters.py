@@ -17,7 +17,6 @@ from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError
 from kvthaw.index import batches as module
-from kvthaw.index import formation
 from kvthaw.index.batches import BatchedIndex
 from kvthaw.index.clusters import ClusterIndex, covering
 from kvthaw.index.nodes import NodeConfig, NodeIndex
@@ -103,10 +102,10 @@ def test_a_full_batch_is_clustered_among_itself_however_it_came() -> None:
         assert not torch.equal(batch, batch.sort(dim=1).values)  # clustered, no longer in text order
 
 
-@pytest.mark.parametrize("at_once", [formation.AT_ONCE, 1])
+@pytest.mark.parametrize("at_once", [module.AT_ONCE, 1])
 def test_layers_batches_are_clustered_at_once_time_after_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps are replayed nobody asks the indexes between one batch and the next. And layer by layer, in little memory."""
-    monkeypatch.setattr(formation, "AT_ONCE", at_once)
+    monkeypatch.setattr(module, "AT_ONCE", at_once)
     calls: list[int] = []
     real = module.form
     monkeypatch.setattr(module, "form", lambda every, count: (calls.append(len(every)), real(every, count))[1])

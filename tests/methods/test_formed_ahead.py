@@ -10,8 +10,7 @@ from one_layer import OneLayer
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.index.batches import BatchedIndex
-from kvthaw.index.formation import Formation
+from kvthaw.index.batches import BatchedIndex, Formation
 from zoo import build, prompt
 
 SMALL = {"clusterkv-plus": {"batch": 24, "clusters_per_batch": 3}, "icecache-digest-device": {"nodes_per_batch": 1}}

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, at_least, one_of
-from kvthaw.index.batches import BatchedIndex
+from kvthaw.index.batches import BatchedIndex, BatchGroup, Formed
 from kvthaw.index.draws import drawn
-from kvthaw.index.formation import BatchGroup, Formed
 from kvthaw.index.joined import joined
 from kvthaw.kernels.cover import cover, directions
 from kvthaw.kernels.kmeans import Distance, kmeans_in_pieces

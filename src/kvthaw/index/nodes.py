@@ -13,9 +13,8 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import at_least, one_of, proportion, within
-from kvthaw.index.batches import BatchedIndex
+from kvthaw.index.batches import BatchedIndex, BatchGroup, Formed
 from kvthaw.index.draws import drawn
-from kvthaw.index.formation import BatchGroup, Formed
 from kvthaw.index.target import Full
 from kvthaw.kernels import HAS_TRITON, node_scores
 from kvthaw.kernels.extend import Destination
