@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,9 +94,9 @@ class DenseLayer(DeviceLayer):
             return _causal(query, data[:, :, : step.start + step.tokens], attention), None
         if step.packs(query.shape[2]):
             return attention.packed(query, key, value, step, self.sequences), None
-        return self._attend_rows(step, query, attention), None
+        return self.attend_dense(step, query, key, value, attention), None
 
-    def _attend_rows(self, step: Step, query: Tensor, attention: AttentionParams) -> Tensor:
+    def attend_dense(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         def attend(row: Row, q: Tensor) -> Tensor:
             return _causal(q, self._data[row.seq : row.seq + 1, :, : row.length], attention)
 
@@ -104,13 +105,15 @@ class DenseLayer(DeviceLayer):
     def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
         """Attend to everything, with a kernel that reads only device counters."""
         self._make_room()
-        return self._attend_one(query, newest, attention)
-
-    def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        if step.dense:
-            return self._attend_rows(step, query, attention)
-        self.sequences.place_committed(self._data.device)
-        return self._attend_one(query[:, :, 0], (key[:, :, -1], value[:, :, -1]), attention)[:, :, None]
+        keys, values = self._data[: len(query)].unbind(3)
+        lengths = self.sequences.on_device.lengths[: len(query)]
+        how: dict[str, Any] = {
+            "newest": newest,
+            "scale": attention.scale,
+            "softcap": attention.softcap,
+            "sinks": attention.sinks,
+        }
+        return sparse_decode(DecodeStep(query, keys, values, lengths=lengths, **how), self._tickets)
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         self._write(step, query, key, value, self.scale)
@@ -127,20 +130,6 @@ class DenseLayer(DeviceLayer):
             if not self._allocated:
                 self._allocate(own[None, :, :, 0], len(rows), other.scale)
             self._data[i, :, : own.shape[1]] = own
-
-    def _attend_one(self, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
-        data = self._data[: len(query)]
-        step = DecodeStep(
-            query,
-            data[:, :, :, 0],
-            data[:, :, :, 1],
-            scale=attention.scale,
-            newest=newest,
-            lengths=self.sequences.on_device.lengths[: len(query)],
-            softcap=attention.softcap,
-            sinks=attention.sinks,
-        )
-        return sparse_decode(step, self._tickets)
 
     def _write(self, step: Step, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Write the step's tokens to their positions and return all data."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,26 +71,29 @@ class WindowLayer(DeviceLayer):
     def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> tuple[Tensor, None]:
         self._allocate(step, key, attention.scale)
         self._before = step, {row.seq: self.slab.data[row.seq].clone() for row in step.rows() if row.past}
-        out = self._attend(step, query, key, value, attention)
+        out = self.attend_dense(step, query, key, value, attention)
         self.append(step, query, key, value)
         return out, None
 
     def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
         """Attend to the span; see LayerKV. The kernel reads only device counters."""
-        return self._attend_one(query, newest, attention)
-
-    def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        if step.dense:
-            return self._attend(step, query, key, value, attention)
-        self.sequences.place_committed(self.slab.data.device)
-        return self._attend_one(query[:, :, 0], (key[:, :, -1], value[:, :, -1]), attention)[:, :, None]
+        lengths, slab, own = self.sequences.on_device.lengths, self.slab, slice(len(query))
+        if self.leader is None:
+            self._starts = self.span.firsts(lengths - 1)
+        places: dict[str, Any] = {
+            "lengths": lengths[own],
+            "starts": (self.leader or self)._starts[own],
+            "regions": slab.regions,
+        }
+        places |= {"newest": newest, "scale": attention.scale, "softcap": attention.softcap, "sinks": attention.sinks}
+        return sparse_decode(DecodeStep(query, slab.keys[own], slab.values[own], **places), slab.tickets)
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         for row in step.rows():
             new = torch.stack((key[row.row, :, row.places], value[row.row, :, row.places]), dim=2)[:, -self.slab.regions.ring :]
             self.slab.write(row.seq, row.length - new.shape[1], new)
 
-    def _attend(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+    def attend_dense(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         def attend(row: Row, q: Tensor) -> Tensor:
             new = torch.stack((key[row.row, :, row.places], value[row.row, :, row.places]), dim=2)
             first = self.span.first(row.past)
@@ -103,24 +107,6 @@ class WindowLayer(DeviceLayer):
             )
 
         return attend_rows(step, query, attend)
-
-    def _attend_one(self, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
-        lengths, seqs = self.sequences.on_device.lengths, len(query)
-        if self.leader is None:
-            self._starts = self.span.firsts(lengths - 1)
-        step = DecodeStep(
-            query,
-            self.slab.keys[:seqs],
-            self.slab.values[:seqs],
-            scale=attention.scale,
-            newest=newest,
-            lengths=lengths[:seqs],
-            starts=(self.leader or self)._starts[:seqs],
-            regions=self.slab.regions,
-            softcap=attention.softcap,
-            sinks=attention.sinks,
-        )
-        return sparse_decode(step, self.slab.tickets)
 
     def _allocate(self, step: Step, key: Tensor, scale: float) -> None:
         if not self._allocated:
