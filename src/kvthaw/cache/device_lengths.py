@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,14 +48,6 @@ class Download:
         return self._copied is None or self._copied.query()
 
 
-@dataclass(slots=True)
-class _Values:
-    lengths: tuple[int, ...]
-    starts: tuple[int, ...]
-    live: tuple[int, ...]
-    device: torch.device
-
-
 class DeviceLengths:
     """Per-sequence counters of a step on the device, [B] int32 each. The host knows their values and writes only changes.
 
@@ -67,7 +58,7 @@ class DeviceLengths:
     live: 1 for sequences that get a token in this step.
     """
 
-    _values: _Values
+    _known: tuple[Any, ...]  # lengths, starts, live, device
 
     def __init__(self) -> None:
         self.lengths = self.starts = self.live = torch.empty(0, dtype=torch.int32)
@@ -75,30 +66,29 @@ class DeviceLengths:
 
     def set(self, lengths: Sequence[int], starts: Sequence[int], live: Sequence[int], device: torch.device) -> None:
         """Set all values. If every live sequence only gained one token, this is a single addition on the device."""
-        want = _Values(tuple(lengths), tuple(starts), tuple(live), device)
-        if want == self._values:
+        want = tuple(lengths), tuple(starts), tuple(live), device
+        if want == self._known:
             return
-        before = _Values(tuple(n - new for n, new in zip(lengths, live, strict=True)), want.starts, want.live, device)
-        known = self._values
+        one_less, known = tuple(n - new for n, new in zip(lengths, live, strict=True)), self._known
         self.forget()  # a write that fails may have changed some values
-        if before == known:
+        if (one_less, *want[1:]) == known:
             self.lengths.add_(self.live)
         else:
             if self.lengths.shape != (len(lengths),) or self.lengths.device != device:
                 self.lengths = torch.empty(len(lengths), dtype=torch.int32, device=device)
                 self.starts, self.live = torch.empty_like(self.lengths), torch.empty_like(self.lengths)
-            for tensor, values in ((self.lengths, want.lengths), (self.starts, want.starts), (self.live, want.live)):
+            for tensor, values in zip(self.tensors(), want[:3], strict=True):
                 tensor.copy_(upload(values, torch.int32, device))
-        self._values = want
+        self._known = want
 
     def advance(self) -> None:
         """Record that a replayed step has added a token to every live sequence."""
-        values = self._values
-        values.lengths = tuple(n + new for n, new in zip(values.lengths, values.live, strict=True))
+        lengths, starts, live, device = self._known
+        self._known = tuple(n + new for n, new in zip(lengths, live, strict=True)), starts, live, device
 
     def forget(self) -> None:
         """Mark the values as unknown after a replayed step failed."""
-        self._values = _Values((), (), (), torch.device("meta"))
+        self._known = (), (), (), None
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a captured step reads and writes."""

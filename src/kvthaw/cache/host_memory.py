@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.cache.page_locked import HUGE, PageLocked, locked_bytes
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import HostMemoryError, first_line
+
+_Result = TypeVar("_Result")
 
 
 def check_host_memory(need: int, limit: int | None) -> None:
@@ -103,6 +106,12 @@ def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, strea
         ) from error
 
 
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host as bytes."""
+    data: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(data)
+
+
 class _Used:
     """Bytes in use. The tensors' finalizers refer only to this object: whatever they referred to would live as long as the
     tensors."""
@@ -131,9 +140,13 @@ class HostMemory:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Return an uninitialised tensor in host memory. Raises HostMemoryError beyond the limit, or if the system gives none."""
+        return self.retried(lambda: self.allocate_free(shape, dtype, pinned=pinned))
+
+    def retried(self, attempt: Callable[[], _Result]) -> _Result:
+        """Return attempt(). While it raises HostMemoryError, call reclaim() and repeat it."""
         while True:
             try:
-                return self.allocate_free(shape, dtype, pinned=pinned)
+                return attempt()
             except HostMemoryError:
                 if not self.reclaim():
                     raise
@@ -191,12 +204,7 @@ class HostMemory:
 
         need: returns the bytes needed; called again after each reclaim(), which may free device memory.
         """
-        while True:
-            try:
-                return check_host_memory(need(), self.free())
-            except HostMemoryError:
-                if not self.reclaim():
-                    raise
+        self.retried(lambda: check_host_memory(need(), self.free()))
 
     def free(self) -> int | None:
         """Return the bytes that are free in every process; None if the system does not tell.
@@ -321,15 +329,14 @@ class BlockAllocator:
 
     def new(self) -> Block:
         """Return a new block, on the device if there is room, else on the host. Raises HostMemoryError."""
-        while True:
-            data = None if self.device is None else self.device.take()
+
+        def made() -> Block:
+            data = None if self.device is None else self.device.take()  # where reclaim() may have made room
             if data is not None:
                 return Block(data, on_device=True)
-            try:
-                return Block(self.memory.allocate_free(self.shape, self.dtype, pinned=self.pinned))
-            except HostMemoryError:
-                if not self.memory.reclaim():  # what it drops may lie here or there
-                    raise
+            return Block(self.memory.allocate_free(self.shape, self.dtype, pinned=self.pinned))
+
+        return self.memory.retried(made)
 
     def on_host(self) -> Tensor:
         """Return an uninitialised block in host memory. Raises HostMemoryError."""

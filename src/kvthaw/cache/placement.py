@@ -18,6 +18,7 @@ from itertools import chain, zip_longest
 import torch
 from torch import Tensor
 
+from kvthaw.cache.device_lengths import Download
 from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block
@@ -40,7 +41,7 @@ class Placement:
         self.moved_bytes = 0
         self._moves: list[tuple[Block, Block, torch.cuda.Event | None]] = []
         self._leaving: deque[tuple[list[torch.cuda.Event], Tensor]] = deque()  # host blocks that kernels may still read
-        self._recalls: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._recalls: Download | None = None
         self._none: tuple[int, bool] | None = None  # version of the store at which no block could spill, or come back
         self._short = False  # of host memory
 
@@ -137,20 +138,13 @@ class Placement:
 
     def _sample_recalls(self, recalled: Tensor) -> None:
         """Count the selected rows by block, [B, blocks] int32; on a GPU after the steps under way."""
-        counts = count_by_block(recalled, self.store.block_size, self.store.table.on_cpu().shape[1])
-        if not counts.is_cuda:
-            self._recalls = counts, None
-            return
-        here, done = torch.empty_like(counts, device="cpu", pin_memory=True), torch.cuda.Event()
-        here.copy_(counts, non_blocking=True)
-        done.record()
-        self._recalls = here, done
+        self._recalls = Download(count_by_block(recalled, self.store.block_size, self.store.table.on_cpu().shape[1]))
 
     def _count_recalls(self) -> None:
         """Set each block's recalls to the mean of the old value and the new count."""
-        if self._recalls is None or (self._recalls[1] is not None and not self._recalls[1].query()):
+        if self._recalls is None or not self._recalls.ready():
             return
-        (counts, _), self._recalls = self._recalls, None
+        counts, self._recalls = self._recalls(), None
         sums: dict[Block, int] = {}
         for seq, own in zip(range(self.store.seqs), counts.tolist(), strict=False):
             known = max(0, self.store.length(seq) // self.store.block_size - 1)  # the last one's tokens may be in the ring

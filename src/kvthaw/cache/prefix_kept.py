@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.host_memory import Block, HostMemory
+from kvthaw.cache.host_memory import Block, HostMemory, as_bytes
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerShape
 from kvthaw.cache.prefix_tree import Node
@@ -268,18 +268,13 @@ class BlockFile:
             return list(threads.map(work, starts, tensors))
 
     def _write(self, at: int, tensor: Tensor) -> bytes:
-        data, done = _bytes(tensor), 0
+        data, done = as_bytes(tensor), 0
         while done < len(data):
             done += os.pwrite(self._file, data[done:], at + done)
         return hashlib.sha256(data).digest()
 
     def _read(self, at: int, tensor: Tensor) -> bytes:
-        data, done = _bytes(tensor), 0
+        data, done = as_bytes(tensor), 0
         while done < len(data) and (more := os.preadv(self._file, [data[done:]], at + done)):
             done += more
         return hashlib.sha256(data[:done]).digest()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    data: Any = tensor.view(-1).view(torch.uint8).numpy()
-    return memoryview(data)

@@ -9,11 +9,11 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvthaw.cache.host_memory import as_bytes
 from kvthaw.errors import CacheError
 
 _NAMES = {
@@ -46,7 +46,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE), "wb") as file:
-        for data in (memoryview(len(text).to_bytes(8, "little") + text), *map(_bytes, tensors.values())):
+        for data in (memoryview(len(text).to_bytes(8, "little") + text), *map(as_bytes, tensors.values())):
             for at in range(0, len(data), PIECE):
                 digest.update(data[at : at + PIECE])
                 file.write(data[at : at + PIECE])
@@ -65,8 +65,8 @@ class TensorFile:
         self.path, self.tensors = path, dict[str, Tensor]()
         try:
             self._data = torch.from_file(str(path), shared=False, size=regular_size(path), dtype=torch.uint8)
-            start = 8 + min(int.from_bytes(bytes(_bytes(self._data[:8])), "little"), _HEADER)
-            for name, entry in json.loads(bytes(_bytes(self._data[8:start]))).items():
+            start = 8 + min(int.from_bytes(bytes(as_bytes(self._data[:8])), "little"), _HEADER)
+            for name, entry in json.loads(bytes(as_bytes(self._data[8:start]))).items():
                 begin, end = entry["data_offsets"]
                 own = self._data.narrow(0, start + begin, end - begin).view(_TYPES[entry["dtype"]])
                 self.tensors[name] = own.view(entry["shape"])
@@ -79,7 +79,7 @@ class TensorFile:
 
     def check(self, sha256: str) -> None:
         """Raise CacheError unless the file's bytes have this SHA-256. Other threads run meanwhile."""
-        if hashlib.sha256(_bytes(self._data)).hexdigest() != sha256:
+        if hashlib.sha256(as_bytes(self._data)).hexdigest() != sha256:
             raise self._damaged()
 
     def _damaged(self) -> CacheError:
@@ -92,8 +92,3 @@ def regular_size(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return found.st_size
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(data)
