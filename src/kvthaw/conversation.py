@@ -19,7 +19,7 @@ from kvthaw.engine.hf.kv_dir import fill, keep
 from kvthaw.engine.hf.model import check_prompt, check_text, positions
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import GREEDY, Sampling
-from kvthaw.engine.text import common, tokens_after
+from kvthaw.engine.text import common, decode, encode, tokens_after
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.variant import Variant
@@ -88,7 +88,7 @@ class Conversation:
         self.document = document.rstrip()
         if kept is not None and kept.exists():
             with suppress(CacheError):  # which fill() tells
-                self._date(self._text(saving.check_header(self.model, kept)["token_ids"][0]))
+                self._date(decode(self.tokenizer, saving.check_header(self.model, kept)["token_ids"][0]))
         text = self._begin(self.document)
         ids = self._tokens(text)
         check_prompt(self.model, len(ids) + 1)
@@ -113,7 +113,7 @@ class Conversation:
         this chat template."""
         header = saving.check_header(self.model, path)
         ids = header["token_ids"][0]
-        text = self._text(ids)
+        text = decode(self.tokenizer, ids)
         self._date(text)
         said, head = header.get("about"), self._begin("")
         if not text.startswith(head):
@@ -212,13 +212,9 @@ class Conversation:
         if self.dates and not text.startswith(self._begin("")):
             self.dates = dates_said(text, partial(self.chat.render, self.tokenizer), self.dates) or self.dates
 
-    def _text(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
-
     def _tokens(self, text: str) -> list[int]:
         check_text(self.tokenizer, text, positions(self.model))
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return encode(self.tokenizer, text)
 
     def _encode(self, text: str) -> list[tuple[str, list[int]]]:
         """Split a prompt into parts with their tokens. Parts that it shares with the last prompt and answer keep their tokens."""

@@ -71,8 +71,8 @@ def one_of(allowed: Iterable[object], **values: object) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has no message."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """Return the first line of an error's message that is not blank, or its type if there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def unknown(field: str, value: str, known: Iterable[str]) -> ConfigError:

@@ -242,11 +242,11 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
             "kv_frozen_bytes": full if offloaded else 0,
         }
     stats, layers = cache.stats(), cache.kv.offloaded
-    here = [kv for kv in layers if kv.slab.data.is_cuda or not _on_host(kv)]
+    here = [kv for kv in layers if kv.slab.data.is_cuda or not kv.on_host]
     tensors = {t.data_ptr(): t.nbytes for kv in here for t in kv.tensors() if t.device == kv.slab.data.device}
     slabs = {t.data_ptr(): t.nbytes for kv in layers for t in (kv.slab.data, kv.slab.tickets)}
     blocks = {int(at): kv.store for kv in layers for seq in range(cache.kv.sequences.count) for at in kv.store.table.row(seq)}
-    host_index = [kv.retriever.index for kv in layers if kv.retriever is not None and kv.leader is None and _on_host(kv)]
+    host_index = [kv.own.index for kv in layers if kv.own is not None and kv.on_host]
     told = [index.nbytes() for index in host_index]
     return {
         **{name: getattr(stats, name) for name in ("attended_mean", "attended_max", "retrieved", "budget", "dense_layers")},
@@ -267,10 +267,6 @@ def _searched(cache: DynamicCache) -> float:
     """Return the bytes that the indexes of a cache read from the host in a step."""
     groups = [kv.retriever for kv in cache.kv.offloaded if kv.leader is None] if isinstance(cache, Cache) else []
     return float(sum(group.index.searched_bytes() for group in groups if group and isinstance(group.index, NodeIndex)))
-
-
-def _on_host(kv: Any) -> bool:
-    return kv.retriever is not None and kv.retriever.index.traits.on_host
 
 
 def free() -> None:

@@ -53,12 +53,6 @@ def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32,
     return index
 
 
-def knows_softcap(method: Method) -> bool:
-    """Return whether a method supports models that cap attention logits: its index computes no attention itself."""
-    index = try_index(method, 64)
-    return index is None or not index.traits.attends
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Sizes for one cache: the regions, and how many rows the index may select per KV head and step."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from kvthaw.engine.text import common
+from kvthaw.engine.text import common, decode, encode
 from kvthaw.errors import ConfigError
 
 _CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.+?)(?P=quote)\s*\)""")  # how templates ask for the date
@@ -50,7 +50,7 @@ def dates_in(text: str, head: str, dates: Mapping[str, str]) -> dict[str, str] |
 def opening(draw: Draw, dates: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return the text that all conversations begin with, up to the first user message."""
     one, other = draw("a", dates), draw("b", dates)
-    return one[: next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))]
+    return one[: common(one, other)]
 
 
 def dates_said(text: str, draw: Draw, today: Mapping[str, str]) -> dict[str, str] | None:
@@ -180,17 +180,13 @@ def dates_of_kept(tokenizer: Any, chat: Chat, kept: Sequence[Sequence[int]], pro
     kept: tokens of saved prompts.
     """
     today = dates_of(tokenizer, datetime.now())
-    draw = partial(chat.render, tokenizer)
-
-    def read(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
+    draw, read = partial(chat.render, tokenizer), partial(encode, tokenizer)
     if not today or not kept:
         return today
     ids, start = read(draw(prompt, today)), len(read(opening(draw, today)))
     best, most = today, max(common(one, ids) for one in kept)
     for one in kept:
-        text = tokenizer.decode(one[: start + _DATED], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = decode(tokenizer, one[: start + _DATED])
         if (dates := dates_said(text, draw, today)) is not None:
             at = len(read(opening(draw, dates)))
             if (held := at + common(one[at:], ids[start:])) > most:
@@ -225,5 +221,5 @@ def split_prompt(
     if prompt == before:
         return whole, []
     alone: list[int] = list(tokenizer(before, verbose=False, **special)["input_ids"]) if before else []
-    same = next((i for i, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b), min(len(whole), len(alone)))
+    same = common(whole, alone)
     return whole[:same], whole[same:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvthaw.engine.text import decode, encode
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import counted
 
@@ -18,22 +19,16 @@ def without_middle(tokenizer: Any, text: str, most: int) -> tuple[str, int]:
     """Return a text's beginning and end around a line about the gap, and the number of characters that are left out.
 
     A text of at most `most` tokens stays whole. Raises ConfigError where `most` leaves no room for both."""
-
-    def read(part: str) -> list[int]:
-        return list(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def length(ids: list[int]) -> int:
-        return len(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    if len(text) <= _LETTERS * most and len(read(text)) <= most:
+    if len(text) <= _LETTERS * most and len(encode(tokenizer, text)) <= most:
         return text, 0
     half = (most - _SPARE) // 2
     if half < 1:
         raise ConfigError(
             f"the text may have {counted(most, 'token')}, which is too few to cut it; it must be at least {_SPARE + 2}"
         )
-    start, end = read(text[: _LETTERS * half])[:half], read(text[-_LETTERS * half :])[-half:]
-    first, last = min(length(start), len(text)), max(0, len(text) - length(end))
+    start = encode(tokenizer, text[: _LETTERS * half])[:half]
+    end = encode(tokenizer, text[-_LETTERS * half :])[-half:]
+    first, last = min(len(decode(tokenizer, start)), len(text)), max(0, len(text) - len(decode(tokenizer, end)))
     if last <= first:
         return text, 0
     return text[:first] + _MARK.format(last - first) + text[last:], last - first

@@ -23,11 +23,6 @@ from kvthaw.names import ALLOWED, is_name
 _log = logging.getLogger(__name__)
 
 
-def as_it_is(about: Any) -> Any:
-    """Return `about` unchanged."""
-    return about
-
-
 @dataclass(frozen=True, slots=True)
 class Collected:
     """A consistent copy of an entry, to be written."""
@@ -65,7 +60,7 @@ class Library:
         self._stamps: dict[Key, _Stamp | None] = {}  # each entry's folder when it was last read or saved
         self._saved: dict[Key, Entry] = {}  # entries that are in the folder
 
-    def restore(self, read: Callable[[Any], Any] = as_it_is) -> None:
+    def restore(self, read: Callable[[Any], Any] = lambda about: about) -> None:
         """Load all entries of the folder, as refresh() does, and delete leftovers of a process that was killed during a save.
 
         Creates the folder, and warns if it cannot be written.
@@ -92,7 +87,7 @@ class Library:
         """Return whether another process has saved or deleted an entry since it was last read or saved here."""
         return self._stamp(key) != self._stamps.get(key)
 
-    def refresh(self, key: Key, read: Callable[[Any], Any] = as_it_is) -> None:
+    def refresh(self, key: Key, read: Callable[[Any], Any] = lambda about: about) -> None:
         """Load an entry that is new to this process, or forget one that has left the folder.
 
         An entry that cannot be loaded is skipped with a warning, and tried again the next time.

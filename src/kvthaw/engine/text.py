@@ -16,6 +16,20 @@ _MARK = 0xD800  # the first of the code points that occur in no text; some are p
 _NONE: Mapping[Any, str] = MappingProxyType({})
 
 
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text alone, without special tokens before or behind it."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def decode(tokenizer: Any, tokens: Sequence[int], *, special: bool = True) -> str:
+    """Return the text of tokens as it is.
+
+    special: False: leave special tokens out.
+    """
+    text: str = tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    return text
+
+
 def is_special(tokenizer: Any, token: int) -> bool:
     """Return whether a token is left out of an answer's text."""
     return not tokenizer.decode([token], skip_special_tokens=True) and bool(tokenizer.decode([token]))
@@ -23,23 +37,19 @@ def is_special(tokenizer: Any, token: int) -> bool:
 
 def special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[int, str]:
     """Return the special tokens that occur in texts, with their names."""
-    found = {token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]}
+    found = {token for text in texts for token in encode(tokenizer, text)}
     named = {token: tokenizer.convert_ids_to_tokens(token) for token in found if is_special(tokenizer, token)}
     return {token: name for token, name in sorted(named.items()) if any(name in text for text in texts)}
 
 
 def tokens_after(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text that continues another one, without the space that some tokenizers add in front."""
-
-    def read(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    if read("\na") != [*read("\n"), *read("a")]:
+    if encode(tokenizer, "\na") != [*encode(tokenizer, "\n"), *encode(tokenizer, "a")]:
         for before in ("a", "\n", "."):
-            alone, both = read(before), read(before + text)
+            alone, both = encode(tokenizer, before), encode(tokenizer, before + text)
             if tokenizer.unk_token_id not in alone and both[: len(alone)] == alone:
                 return both[len(alone) :]
-    return read(text)
+    return encode(tokenizer, text)
 
 
 class TextStream:
@@ -112,8 +122,7 @@ class TextStream:
         return self._decode(self._given + self._held)[len(self._decode(self._given)) :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
-        return text
+        return decode(self._tokenizer, tokens, special=not self._skip)
 
 
 class StopStrings:

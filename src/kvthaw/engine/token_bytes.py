@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from kvthaw.engine.text import TextStream, is_special
+from kvthaw.engine.text import TextStream, decode, encode, is_special
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token for a byte without its own token
 
@@ -61,16 +61,12 @@ class TokenBytes:
         if self._has_bytes and (byte := _BYTE.fullmatch(name)):
             return bytes.fromhex(byte[1])
         before = self._text_token()
-        return self._decode([*before, token])[len(self._decode(before)) :].encode()
+        return decode(self._tokenizer, [*before, token])[len(decode(self._tokenizer, before)) :].encode()
 
     def _text_token(self) -> list[int]:
         if self._before is None:
-            self._before = list(self._tokenizer("a", add_special_tokens=False)["input_ids"])[-1:]
+            self._before = encode(self._tokenizer, "a")[-1:]
         return self._before
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
 
 class Offsets:

@@ -12,8 +12,6 @@ from kvthaw.cache.index_api import Index, IndexContext, Method
 from kvthaw.methods import METHODS, resolve
 
 _DIM, _DTYPE = 128, torch.bfloat16
-ROW_BYTES = 2 * _DIM * _DTYPE.itemsize
-"""Of the row, K and V, of a key that `describe` measures an index with."""
 _PROMPTS = (2048, 4096)
 
 

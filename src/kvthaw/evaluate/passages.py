@@ -5,26 +5,22 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from kvthaw.engine.text import encode
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.files import read_asset
 
 
-def _bare(tokenizer: Any, text: str) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return found
-
-
 def tokens_of(tokenizer: Any, text: str | None) -> list[int]:
     """Return the tokens of a text, None the book that ships, without special ones. Raises ConfigError for a text without tokens."""
-    body = _bare(tokenizer, read_asset("book.txt") if text is None else text)
+    body = encode(tokenizer, read_asset("book.txt") if text is None else text)
     if not body:
         raise ConfigError("the text holds no tokens")
-    return list(body)
+    return body
 
 
 def opening(tokenizer: Any) -> list[int]:
     """Return the special tokens before a prompt."""
-    whole, bare = list(tokenizer("a")["input_ids"]), list(_bare(tokenizer, "a"))
+    whole, bare = list(tokenizer("a")["input_ids"]), encode(tokenizer, "a")
     at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     return whole[:at]
 

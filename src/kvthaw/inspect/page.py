@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvthaw.engine.text import TextStream
+from kvthaw.engine.text import TextStream, decode
 from kvthaw.errors import ConfigError
 from kvthaw.inspect.pack import pack, pack_sets, stacked
 from kvthaw.inspect.passages import passages
@@ -102,7 +102,7 @@ def replay_data(
 
 def words(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     """Return the text of each token alone."""
-    return [tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False) for token in tokens]
+    return [decode(tokenizer, [token]) for token in tokens]
 
 
 def standalone(inspection: Inspection, tokenizer: Any, title: str, *, most_bytes: int = MOST_BYTES) -> str:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvthaw.engine.logprobs import TokenLogprobs
+from kvthaw.engine.text import decode
 from kvthaw.engine.token_bytes import Offsets, TokenBytes
 from kvthaw.engine.tool_calls import CallPiece, CallReader
 from kvthaw.serve.errors import ApiError
@@ -283,7 +284,8 @@ class CompletionAnswer(Completion):
         text, scores, first = delta.text, list[TokenLogprobs | None](delta.logprobs), delta.index not in self._begun
         prompt = self._prompts[delta.index // self._outputs] if first and self._echo else []
         if prompt:
-            text, scores = self._said(prompt) + text, [*delta.prompt_logprobs, *scores]
+            text = decode(self._tokenizer, prompt, special=False) + text
+            scores = [*delta.prompt_logprobs, *scores]
         self._begun.add(delta.index)
         logprobs: Json | None = None
         if scores:
@@ -295,10 +297,6 @@ class CompletionAnswer(Completion):
                 "text_offset": self._places(delta.index, tokens, prompt),
             }
         return {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": delta.finished}
-
-    def _said(self, prompt: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
 
     def _places(self, index: int, tokens: Sequence[int], echoed: Sequence[int]) -> list[int]:
         """Return the text offsets of an output's next tokens. The first ones are echoed prompt tokens."""

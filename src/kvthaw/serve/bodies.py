@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from kvthaw.engine.graph_runner import uncollected
 from kvthaw.errors import hint
 from kvthaw.serve.clients import client_of
 from kvthaw.serve.errors import ApiError
@@ -136,22 +135,11 @@ def count_values(text: bytes) -> int:
 
 
 def _read(text: bytes) -> Any:
-    with _uncollected():  # else millions of small values are looked through again and again
+    with uncollected():  # else millions of small values are looked through again and again
         said = json.loads(text)
     if b"\\ud" in text or b"\\uD" in text:  # JSON can write half of a surrogate pair in this way alone
         _check_unicode(said)
     return said
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _check_unicode(said: Any) -> None:

@@ -24,6 +24,7 @@ from kvthaw.engine.lockstep import Compile, Lockstep
 from kvthaw.engine.request import hidden_salt
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.scheduler import Scheduler
+from kvthaw.engine.text import decode
 from kvthaw.engine.tool_calls import CallReader, ToolFormat
 from kvthaw.errors import ConfigError, hint
 from kvthaw.serve.coming import Coming
@@ -150,8 +151,7 @@ class Service:
 
     async def decode(self, tokens: Sequence[int], client: str) -> str:
         """Return the text of tokens."""
-        decode = partial(self.tokenizer.decode, tokens, clean_up_tokenization_spaces=False)
-        return str(await self._reader.run(decode, len(tokens), client))
+        return await self._reader.run(partial(decode, self.tokenizer, tokens), len(tokens), client)
 
     def kept(self, salt: str = "") -> dict[str, Entry]:
         """Return the named prompts of a salt. Raises ApiError if the server keeps no prompts."""

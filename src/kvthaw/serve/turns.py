@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from kvthaw.engine.chat_template import Draw, dates_of, dates_said, following, has_template, opening, render, template_of
+from kvthaw.engine.text import decode, encode
 from kvthaw.engine.tool_calls import ToolFormat, tool_format
 from kvthaw.serve.schema import Message
 
@@ -53,18 +54,17 @@ class Turns:
 
     def document(self, text: str) -> list[int]:
         """Return the tokens of a document that the first question follows."""
-        ids: list[int] = self._tokenizer(self.opened(text), add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return encode(self._tokenizer, self.opened(text))
 
     def opens(self, kept: Sequence[int]) -> bool:
         """Return whether kept tokens begin as conversations do, on any day."""
-        return self._dates(self._text(kept)) is not None
+        return self._dates(decode(self._tokenizer, kept)) is not None
 
     def after_messages(self, read: Read, kept: Sequence[int], before: Sequence[Message], new: Sequence[Message]) -> list[int]:
         """Return the tokens of kept messages and of new ones. Kept tokens stay unchanged, even if the date has changed."""
         both = [*before, *new]
         ids = read(self._render(both))
-        return ids if ids[: len(kept)] == list(kept) else self._after(read, kept, both, self._text(kept)) or ids
+        return ids if ids[: len(kept)] == list(kept) else self._after(read, kept, both, decode(self._tokenizer, kept)) or ids
 
     def after_document(self, read: Read, kept: Sequence[int], about: Any, new: Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation whose first question follows a kept text. Kept tokens that begin like a
@@ -72,7 +72,7 @@ class Turns:
 
         about: see `document_of`.
         """
-        text, known, first = self._text(kept), document_of(about), len(_leading(new))
+        text, known, first = decode(self._tokenizer, kept), document_of(about), len(_leading(new))
         found = [(each, dates) for each in (self, self.having(())) if (dates := each._dates(text)) is not None]
         if known is not None:
             document = known.rstrip()
@@ -80,7 +80,7 @@ class Turns:
             turns, dates = found[0]
             document = text[len(opening(turns._draw(), dates)) :]
         else:
-            document = self._tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            document = decode(self._tokenizer, kept, special=False)
         asked = new[first].plain()["content"] if first < len(new) else ""
         opened = Message(role="user", content=document + following(document, asked))
         whole = [*new[:first], opened, *new[first + 1 :]]
@@ -108,10 +108,6 @@ class Turns:
     ) -> str:
         turns = [message.plain() for message in messages]
         return render(self._tokenizer, turns, self._template, dates=dates, tools=self._tools, add_generation_prompt=answer)
-
-    def _text(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
 
 def _leading(messages: Sequence[Message]) -> Sequence[Message]:

@@ -29,7 +29,7 @@ from kvthaw.cache.host_memory import available_host_memory
 from kvthaw.cache.index_api import Index, Method, Rotary
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.passes import reserve
-from kvthaw.cache.plan import Needs, Settings, default_block_size, knows_softcap, no_effect, stays_on_host, try_index
+from kvthaw.cache.plan import Needs, Settings, default_block_size, no_effect, stays_on_host, try_index
 from kvthaw.cache.stats import Stats
 from kvthaw.cache.window import WindowLayer
 from kvthaw.config import CacheConfig, Crossing, KvDtype
@@ -141,7 +141,8 @@ class Cache(DynamicCache):
         self._sized_for = sized_for
         softcap = getattr(config, "attn_logit_softcapping", None)
         if softcap is not None and len(methods) > 1:
-            methods = [each for each in methods if knows_softcap(each)]
+            indexes = [(each, try_index(each, 64)) for each in methods]
+            methods = [each for each, index in indexes if index is None or not index.traits.attends]
         chosen, self._passed_over = methods[0], ""
         if len(methods) > 1:
             chosen, self._passed_over = _that_fits(model, methods, full, sized_for, given)

@@ -25,7 +25,8 @@ from transformers.utils import logging
 from kvthaw.engine.hf import gguf_file
 from kvthaw.engine.hub import SHIPPED, check_path, offline
 from kvthaw.engine.rope_scaling import LARGEST, RopeScaling
-from kvthaw.errors import ConfigError, UnsupportedModelError, one_of
+from kvthaw.engine.text import encode
+from kvthaw.errors import ConfigError, UnsupportedModelError, first_line, one_of
 from kvthaw.formatting import counted
 
 _SLICE, _CUT = 1 << 17, 64
@@ -123,7 +124,7 @@ def _found(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     except ConfigError:
         raise
     except (OSError, ValueError, SafetensorError, *broken) as error:
-        where_from = "the hub cannot be reached, and its local cache lacks a part" if cached else _first_line(error)
+        where_from = "the hub cannot be reached, and its local cache lacks a part" if cached else first_line(error)
         if isinstance(error, SafetensorError) or is_file:
             where_from += ". The file may be damaged, incomplete or of an unknown kind"
         raise ConfigError(f"model is {name!r}; it could not be loaded: {where_from}") from error
@@ -155,7 +156,7 @@ def more_tokens(tokenizer: Any, text: str, most: int) -> int | None:
         most += most // 50
     tokens = 0
     for start in range(0, len(text), _SLICE):
-        tokens += len(tokenizer(text[start : start + _SLICE], add_special_tokens=False, verbose=False)["input_ids"])
+        tokens += len(encode(tokenizer, text[start : start + _SLICE]))
         if len(text) > _SLICE:
             most += _CUT
         if tokens > most:
@@ -235,7 +236,7 @@ def find_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # the meta device holds no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = _first_line(error).rstrip(".")
+        why = first_line(error).rstrip(".")
         raise ConfigError(f"device is {name!r}, which torch cannot use ({why}); it must be cpu, cuda or cuda:1") from error
     return device
 
@@ -247,10 +248,6 @@ def _path(name: str) -> Path | None:
             raise ConfigError(f"model is {SHIPPED!r}, but this installation holds no model; name a folder or a hub id")
         return shipped_path()
     return check_path(name)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def of_layer(config: Any, layer: int) -> Any:
