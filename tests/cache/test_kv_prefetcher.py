@@ -93,16 +93,6 @@ def test_gpu_rows_are_read_from_anywhere(
         assert torch.equal(out.cpu(), store.read(0, 37, 2987))
 
 
-@pytest.mark.parametrize("span", [(0, 70), (3, 70), (8, 24), (9, 10), (5, 5), (7, 33)])
-def test_copy_to(span: tuple[int, int]) -> None:
-    store, rows = filled(70, 8)
-    block = torch.full((HEADS, span[1] - span[0], 2, DIM), torch.nan)
-    store.copy_to(block, 0, span[0])
-    assert torch.equal(block, rows[:, slice(*span)])
-    with pytest.raises(IndexError, match="holds 70"):
-        store.copy_to(torch.empty(HEADS, 2, 2, DIM), 0, 69)
-
-
 @pytest.mark.gpu
 def test_gpu_a_block_is_not_overwritten_while_it_is_read(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Slow work on every block, twice over: the copies that come meanwhile go elsewhere."""

@@ -57,7 +57,7 @@ def test_a_row_is_e4m3_with_a_scale_a_part(dim: int, dtype: torch.dtype, device:
 def test_other_formats_are_converted() -> None:
     rows, plain, eight = torch.randn(3, 5, 2, 20), row_format(None, 20, torch.float32), row_format("fp8", 20, torch.float32)
     stored = eight.encode(rows)
-    assert plain.encode(rows) is plain.decode(rows) is plain.convert(rows) is plain.like(rows) is rows
+    assert plain.encode(rows) is plain.decode(rows) is plain.convert(rows) is rows
     assert torch.equal(eight.convert(rows), stored)
     assert eight.convert(stored) is stored
     assert torch.equal(plain.convert(stored), eight.decode(stored))
@@ -100,9 +100,6 @@ def test_a_store_reads_what_it_was_given(dim: int, dtype: torch.dtype, device: t
     for seq, length in enumerate(LENGTHS):
         for start, stop in ((0, length), (3, 5), (length - 1, length), (2, 2)):
             assert torch.equal(eight.read(seq, start, stop), full.read(seq, start, stop))
-            found = torch.empty(HEADS, stop - start, 2, dim, dtype=dtype, device=device)
-            eight.copy_to(found, seq, start)
-            assert torch.equal(found.cpu(), full.read(seq, start, stop))
             assert torch.equal(eight.read_keys(seq, start, stop, device).cpu(), full.read(seq, start, stop)[:, :, 0])
 
 

@@ -223,25 +223,6 @@ class HostStore:
         """Gather rows [B, H, M] int32 of the first B sequences in stored form, as `kvthaw.native.gather_rows` does."""
         return gather_rows(self.table.on_cpu()[: len(rows)], self.block_size, rows, out)
 
-    def copy_to(self, out: Tensor, seq: int, start: int) -> None:
-        """Copy the rows from `start` on to out [H, n, 2, D] of any device.
-
-        One copy if all rows lie on out's device, else one per block. Copies from pinned memory to a GPU are only enqueued
-        on the current stream.
-        """
-        stop, stored = start + out.shape[1], self.format.like(out)
-        if stop > self._length[seq]:
-            raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
-        parts = self._parts(seq, start, stop)
-        if parts and all(part.device == out.device for part in parts):
-            torch.cat(parts, dim=1, out=stored)
-        elif parts:
-            for target, part in zip(stored.split([part.shape[1] for part in parts], dim=1), parts, strict=True):
-                for to, rows in ((target, part),) if part.is_contiguous() else zip(target, part, strict=True):
-                    to.copy_(rows, non_blocking=True)  # a part of a block is one contiguous piece a head
-        if stored is not out:
-            out.copy_(self.format.decode(stored))
-
     def truncate(self, seq: int, length: int) -> None:
         """Drop rows >= length. Blocks no longer needed are freed, but one is kept ahead if any row is left."""
         if length > self._length[seq]:

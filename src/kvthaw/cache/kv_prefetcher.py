@@ -104,8 +104,8 @@ class KVPrefetcher:
             return _gathered(gather, buffer_for(store, most, device), stop, most)
         sizes = runs(stop, most := RUN if queries >= BLOCK else BLOCK)
         spans = [(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        if device.type != "cuda" or not spans:
-            return (store.read(seq, *span) for span in spans)
+        if device.type != "cuda" or not HAS_TRITON or not spans:
+            return (store.read(seq, *span).to(device) for span in spans)
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         if after is not None:
             self._side(device).wait_event(after)
@@ -149,17 +149,12 @@ class KVPrefetcher:
         place, stream = self._next_place(store, most, device), self._side(device)
         stream.wait_event(place.read)
         with torch.cuda.stream(stream):
-            if in_blocks(store):
-                bring_blocks(store, seq, start, stop, place.data)
-            else:
-                store.copy_to(_rows_in(place.data, store, stop - start), seq, start)
+            bring_blocks(store, seq, start, stop, place.data)
             place.brought = stream.record_event()
         return place
 
     def _side_by_side(self, store: HostStore, seq: int, start: int, stop: int, place: _Place) -> Tensor:
         """Return the prefetched rows start .. stop as one contiguous tensor. Its kernel is enqueued on the current stream."""
-        if not in_blocks(store):
-            return _rows_in(place.data, store, stop - start)
         shape = store.kv_heads, stop - start, *store.format.tail
         rows = self._rows[: math.prod(shape) * store.format.stored.itemsize].view(store.format.stored).view(shape)
         table = brought_addresses(store, seq, start, stop, place.addresses)
@@ -168,8 +163,6 @@ class KVPrefetcher:
 
     def _next_place(self, store: HostStore, most: int, device: torch.device) -> _Place:
         run, size, blocks = most * store.kv_heads * store.row_bytes, store.allocator.size, -(-most // store.block_size) + 1
-        if not in_blocks(store):
-            size, blocks = most * store.kv_heads * 2 * store.head_dim * store.dtype.itemsize, 1
         places = self._places.get((device, size))
         if places is None or len(places[0].addresses) < blocks:
             count, stream = min(4, max(2, _STAGED // run)), self._side(device)
@@ -192,11 +185,6 @@ class KVPrefetcher:
 
     def __deepcopy__(self, memo: dict[int, object]) -> KVPrefetcher:
         return KVPrefetcher()
-
-
-def in_blocks(store: HostStore) -> bool:
-    """Return whether the store's blocks are copied whole: a kernel can join their rows, and a block is no larger than a run."""
-    return HAS_TRITON and store.block_size <= BLOCK
 
 
 def bring_blocks(store: HostStore, seq: int, start: int, stop: int, out: Tensor) -> None:
@@ -229,8 +217,3 @@ def brought_addresses(store: HostStore, seq: int, start: int, stop: int, brought
         return brought[: len(blocks)]
     there = store.table.on(brought.device)[seq, span]
     return torch.where(store.table.on_host[seq, span], brought[: len(blocks)], there)
-
-
-def _rows_in(data: Tensor, store: HostStore, rows: int) -> Tensor:
-    shape = store.kv_heads, rows, 2, store.head_dim
-    return data[: math.prod(shape) * store.dtype.itemsize].view(store.dtype).view(shape)

@@ -68,10 +68,6 @@ class RowFormat:
         """Return the keys [..., D] of stored rows."""
         return stored[..., 0, :]
 
-    def like(self, rows: Tensor) -> Tensor:
-        """Return a tensor for rows [..., 2, D] as they are stored: the same one if that is how they are."""
-        return rows
-
     def rounded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [..., D] as they are once they were stored."""
         return keys, values
@@ -115,9 +111,6 @@ class E4M3(RowFormat):
 
     def decode_keys(self, stored: Tensor) -> Tensor:
         return self._decoded(stored, 1)[..., 0, :]
-
-    def like(self, rows: Tensor) -> Tensor:
-        return torch.empty((*rows.shape[:-2], *self.tail), dtype=self.stored, device=rows.device)
 
     def rounded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.decode(self.encode(torch.stack((keys, values), dim=-2)))
