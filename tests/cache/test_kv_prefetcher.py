@@ -89,7 +89,7 @@ def test_gpu_rows_are_read_from_anywhere(
     mine.append(0, rows)
     for store in (mine, other, mine):
         out = torch.empty(HEADS, 2950, 2, DIM, device=device)
-        way.read(store, 0, 37, out, None)
+        way.read(store, 0, 37, out)
         assert torch.equal(out.cpu(), store.read(0, 37, 2987))
 
 

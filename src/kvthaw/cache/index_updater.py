@@ -382,5 +382,5 @@ class IndexUpdater:
         if not data.is_cuda:
             return self.store.read(seq, start, stop)
         rows = data.new_empty((data.shape[1], stop - start, *data.shape[3:]))
-        self.retriever.streams.prefetcher.read(self.store, seq, start, rows, self.store.arriving)
+        self.retriever.streams.prefetcher.read(self.store, seq, start, rows)
         return rows

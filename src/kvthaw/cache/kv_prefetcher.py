@@ -80,23 +80,12 @@ class KVPrefetcher:
         self._places: dict[tuple[torch.device, int], deque[_Place]] = {}  # by the size of blocks
         self._rows = torch.empty(0, dtype=torch.uint8)  # that attention reads
 
-    def blocks(
-        self,
-        store: HostStore,
-        seq: int,
-        stop: int,
-        device: torch.device,
-        after: torch.cuda.Event | None = None,
-        *,
-        queries: int = BLOCK,
-    ) -> Iterator[Tensor]:
+    def blocks(self, store: HostStore, seq: int, stop: int, device: torch.device, *, queries: int = BLOCK) -> Iterator[Tensor]:
         """Yield rows 0 .. stop of a sequence in order on the device, [H, n, 2, D] each.
 
         A piece has up to RUN rows. For fewer than BLOCK queries it has BLOCK rows, or up to LONG rows if the whole sequence
         lies on the device. A piece is valid until the next is requested. The first copy starts at once, and each later copy
         one piece ahead.
-
-        after: event that ends the copy of the rows to their blocks.
         """
         gather = store.gathers(seq, device)
         if gather is not None:
@@ -105,27 +94,22 @@ class KVPrefetcher:
         sizes = runs(stop, most := RUN if queries >= BLOCK else BLOCK)
         spans = [(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         if device.type != "cuda" or not HAS_TRITON or not spans:
+            store.wait()
             return (store.read(seq, *span).to(device) for span in spans)
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        if after is not None:
-            self._side(device).wait_event(after)
+        if store.arriving is not None:
+            self._side(device).wait_event(store.arriving)
         return self._streamed(
             store, seq, spans, most, device, [self._bring(store, seq, *span, most, device) for span in spans[:1]]
         )
 
-    def read(self, store: HostStore, seq: int, start: int, out: Tensor, after: torch.cuda.Event | None) -> None:
-        """Copy rows from `start` on of a sequence to out [H, n, 2, D] on a GPU.
-
-        after: as for blocks().
-        """
-        current = torch.cuda.current_stream(out.device)
+    def read(self, store: HostStore, seq: int, start: int, out: Tensor) -> None:
+        """Copy rows from `start` on of a sequence to out [H, n, 2, D] on a GPU."""
         if (gather := store.gathers(seq, out.device)) is not None:
-            if after is not None:
-                current.wait_event(after)
             gather(start, out)
             return
         at = 0
-        for rows in self.blocks(store, seq, start + out.shape[1], out.device, after, queries=1):
+        for rows in self.blocks(store, seq, start + out.shape[1], out.device, queries=1):
             end = at + rows.shape[1]
             if end > start:
                 out[:, max(0, at - start) : end - start].copy_(rows[:, max(0, start - at) :])

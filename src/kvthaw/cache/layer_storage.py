@@ -150,7 +150,7 @@ class LayerStorage:
         queries: number of queries that will attend to them.
         """
         stored, device = self.stored(seq, stop), self.slab.data.device
-        blocks = self.streams.prefetcher.blocks(self.store, seq, stored, device, self.store.arriving, queries=queries)
+        blocks = self.streams.prefetcher.blocks(self.store, seq, stored, device, queries=queries)
         ring = [self.slab.read(seq, stored, stop)] if stored < stop else []
         return ((rows[None, :, :, 0], rows[None, :, :, 1]) for rows in chain(blocks, ring))
 
