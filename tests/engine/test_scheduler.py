@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, PrefixCache, QueueFullError, Request, Sampling, Scheduler
+from kvthaw.engine.chunk_lengths import BUS, DEPTH, STREAMED, YIELDS, chunk_tokens, cpu_tokens, streamed_tokens
 from kvthaw.engine.hf.model import attention_depth
-from kvthaw.engine.scheduler import BUS, DEPTH, STREAMED, YIELDS, chunk_tokens, cpu_tokens, streamed_tokens
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.forest import TreeIndex
 from kvthaw.kernels.dense import worth_a_plan
@@ -518,7 +518,7 @@ def test_full_attention_counts_what_the_method_may_need_after_it(model: PreTrain
 
 
 def test_chunks_hide_the_bus_that_brings_earlier_ones_back(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvthaw.engine.scheduler.STREAMED", 64)
+    monkeypatch.setattr("kvthaw.engine.chunk_lengths.STREAMED", 64)
     for streams, chunk in ((True, 64), (False, 19)):
         monkeypatch.setattr(Batch, "streams_back", lambda *_, streams=streams: streams)
         scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=200, budget=48), step_tokens=20)
@@ -531,7 +531,7 @@ def test_chunks_hide_the_bus_that_brings_earlier_ones_back(model: PreTrainedMode
 
 def test_chunks_become_smaller_deeper_in_a_prompt(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk after as many tokens as its own other work is worth has half of the tokens."""
-    monkeypatch.setattr("kvthaw.engine.scheduler.DEPTH", 40)
+    monkeypatch.setattr("kvthaw.engine.chunk_lengths.DEPTH", 40)
     scheduler = Scheduler(Batch(model, "full", max_seqs=2, capacity=200), step_tokens=41)
     scheduler.submit([1, 2, 3], max_new_tokens=30, stop=())
     scheduler.step()
@@ -558,16 +558,16 @@ def test_the_end_of_a_prompt_that_comes_over_the_bus_is_one_chunk(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each chunk waits until all that is before it has come."""
-    monkeypatch.setattr("kvthaw.engine.scheduler.STREAMED", 64)
-    monkeypatch.setattr("kvthaw.engine.scheduler.DEPTH", 40)
-    monkeypatch.setattr("kvthaw.engine.scheduler._FEW", 16)
+    monkeypatch.setattr("kvthaw.engine.chunk_lengths.STREAMED", 64)
+    monkeypatch.setattr("kvthaw.engine.chunk_lengths.DEPTH", 40)
+    monkeypatch.setattr("kvthaw.engine.chunk_lengths._FEW", 16)
     monkeypatch.setattr(Batch, "streams_back", lambda *_: True)
     scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=200, budget=48), step_tokens=20)
     scheduler.submit([1, 2, 3], max_new_tokens=9, stop=())
     scheduler.step()
     long = scheduler.submit(prompt(1, 64 + 55)[0], max_new_tokens=1, stop=())
     scheduler.step()
-    monkeypatch.setattr("kvthaw.engine.scheduler.BUS", 64)
+    monkeypatch.setattr("kvthaw.engine.chunk_lengths.BUS", 64)
     scheduler.step()
     assert long.prefilled == 64 + 55
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvthaw.engine.batch import POLL, Batch
+from kvthaw.engine.chunk_lengths import YIELDS, ChunkLengths, work
 from kvthaw.engine.fair_share import FairShare
-from kvthaw.engine.hf.model import attention_depth
 from kvthaw.engine.request import Request, RequestOptions
 from kvthaw.errors import CacheError, HostMemoryError, QueueFullError, at_least
 from kvthaw.formatting import counted
@@ -21,43 +21,11 @@ from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
 MEMORY_ERRORS = (HostMemoryError, torch.OutOfMemoryError)
-STEP_TOKENS = 4096
-"""Tokens that one step processes on a GPU while other requests decode."""
 TOGETHER = 2
 """Whole prompts that share a forward on a GPU may have this many times the step's tokens. The host then launches half the kernels
 per token."""
 OUTPUT = 2.0
 """Prompt tokens whose service equals an output token's, as in Sheng et al. (2024)."""
-CPU_WORK = 1 << 38
-"""Multiplications that a CPU does in about a second. A server does more, a laptop fewer."""
-CPU_STEP, CPU_LEAST = 64, 32
-"""Tokens that one step processes on a CPU while other requests decode, and the smallest chunk.
-
-A token takes no longer in chunks of 32 than in chunks of 512.
-"""
-YIELDS = 4
-"""How many times smaller the chunks of a client are while another one with less service decodes, which waits for each of them.
-
-Less means by more than such a chunk. On a CPU it is also the number of steps from one chunk to the next, for each such client.
-"""
-DEPTH = 32768
-"""Earlier tokens whose attention takes about the time of a token's other work, for an 8B model on an H200: 0.89 ns each, and
-29 us."""
-STREAMED = 2048
-"""The smallest chunk if the KV before it comes over the bus."""
-BUS = 2800
-"""Chunk length at which attention to an earlier token hides the transfer of that token's KV, for an 8B model on an H200.
-
-Attention takes 0.79 ns per token of the chunk. 131 kB in all layers at 52.6 GB/s take as long as 3,150 tokens. A tenth less
-is used, because a step has other work too.
-"""
-_FEW = 512
-"""Longer chunks are multiples of this: powers of two or 3/2 of one, because attention has plans for few lengths, see
-kvthaw.kernels.dense.
-
-Other lengths would take as long as the next multiple. The tiles of this many queries of 32 heads, 128 queries each, fill a
-GPU of 132 multiprocessors once.
-"""
 
 
 class Scheduler:
@@ -120,11 +88,9 @@ class Scheduler:
                 f"the batch has {counted(len(batch.requests), 'request')} of its own; a scheduler takes one that has none"
             )
         self.batch, self.max_waiting = batch, max_waiting
-        self._alone = cpu_tokens(batch.model.num_parameters()) if batch.model.device.type == "cpu" else None
-        self.step_tokens = step_tokens or (STEP_TOKENS if self._alone is None else CPU_STEP)
+        self._lengths = ChunkLengths(batch, step_tokens)
+        self.step_tokens, self._alone = self._lengths.step, self._lengths.alone
         self.split = batch.cache.kv.settings.ranks.size > 1
-        own = self._alone is not None and step_tokens is None and not self.split  # ranks may hold different numbers of weights
-        self._depth = attention_depth(batch.model) if own else None  # this model's own depth, which sets its chunk lengths
         self.preemptions = self.resumed = self.recomputed = 0
         self._rank: dict[Request, tuple[int, int]] = {}  # of unfinished requests: priority, number of arrival
         self._waiting: list[Request] = []
@@ -237,7 +203,7 @@ class Scheduler:
                 told += self._prefill_together(group, decoded) if len(group) > 1 else self._prefill(request, decoded)
                 for one, earlier in zip(group, before, strict=True):
                     self._share.serve(one.client, max(0, one.prefilled - max(earlier, one.filled)))
-                left -= (sum(one.prefilled for one in group) - depth) * (1 + depth / DEPTH)
+                left -= (sum(one.prefilled for one in group) - depth) * work(depth)
                 request = self._fitting(left) if len(group) > 1 or request.prefilled == request.prompt else None
             told += [] if ahead else self.batch.read()
         except BaseException:
@@ -284,20 +250,7 @@ class Scheduler:
 
         decoded: number of tokens that the step decodes.
         """
-        if self._alone is not None and self._depth is not None:
-            tokens = self.step_tokens if decoded else self._alone
-            if self._behind(request):
-                tokens = self.step_tokens // YIELDS
-            return max(CPU_LEAST, int(tokens / (1 + request.prefilled / self._depth)))
-        if not decoded:
-            return None if self._alone is None else chunk_tokens(self._alone, request.prefilled)
-        tokens, left = chunk_tokens(self.step_tokens, request.prefilled, decoded), request.prompt - request.prefilled
-        if self._behind(request):
-            tokens = max(tokens // YIELDS, min(tokens, CPU_LEAST), request.prompt if self.batch.replays(request) else 0)
-        if self.batch.streams_back(request):
-            return max(tokens, streamed_tokens(request.prefilled))
-        deep = request.prefilled > DEPTH and _FEW < left < tokens  # attention without a plan takes 1.5 times as long
-        return 1 << (left.bit_length() - 1) if deep else tokens
+        return self._lengths.next(request, decoded, yields=bool(self._behind(request)))
 
     def _prefill(self, request: Request, decoded: int) -> list[Request]:
         """Prefill the next chunk of a prompt. Returns the request if it failed.
@@ -482,7 +435,7 @@ class Scheduler:
         """Return the first prompt whose rest takes no longer than `tokens` tokens at the start of a prompt."""
         for one in self.prefilling:
             waits = self._alone is not None and self._behind(one)
-            if 0 < (one.prompt - one.prefilled) * (1 + one.prefilled / DEPTH) <= tokens and not waits:
+            if 0 < (one.prompt - one.prefilled) * work(one.prefilled) <= tokens and not waits:
                 return one
         return None
 
@@ -522,30 +475,3 @@ class Scheduler:
         """Queue a request that lost its slot to a lack of memory, until another one has ended."""
         self._preempted(request)
         self._short = max(1, len(self.batch.requests))
-
-
-def cpu_tokens(weights: int) -> int:
-    """Return how many tokens a CPU processes in about a second, as a power of two from 128 to 512.
-
-    With fewer tokens, reading the weights would take longer than the products. More would save little.
-
-    weights: number of weights.
-    """
-    return min(512, max(128, 1 << (max(1, CPU_WORK // weights).bit_length() - 1)))
-
-
-def chunk_tokens(step_tokens: int, depth: int, decoded: int = 0) -> int:
-    """Return the chunk length, after `depth` earlier tokens, that takes at most the time of `step_tokens` at the start of a
-    prompt.
-
-    decoded: tokens that the step decodes, subtracted if step_tokens is small.
-    """
-    if step_tokens <= _FEW:
-        return max(1, round((step_tokens - decoded) / (1 + depth / DEPTH)))
-    left = max(_FEW, int(step_tokens / (1 + depth / DEPTH)))
-    return left - left % max(_FEW, 1 << (left.bit_length() - 2))
-
-
-def streamed_tokens(depth: int) -> int:
-    """Return the chunk length, after `depth` earlier tokens, whose attention takes as long as the transfer of their KV."""
-    return max(STREAMED, round(BUS * depth / (depth + DEPTH) / _FEW) * _FEW)

@@ -13,9 +13,9 @@ from kvthaw.cache.kv_prefetcher import buffer_for, longest_run
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.sequences import buckets
 from kvthaw.engine.batch import Batch
+from kvthaw.engine.chunk_lengths import STEP_TOKENS, YIELDS, chunk_tokens, streamed_tokens
 from kvthaw.engine.graph_runner import bucket
 from kvthaw.engine.hf.model import kv_heads, of_layer
-from kvthaw.engine.scheduler import STEP_TOKENS, YIELDS, chunk_tokens, streamed_tokens
 from kvthaw.kernels.dense import BLOCK, LONG, continued, plan, runs
 from kvthaw.kernels.merge import PARTS
 
