@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvthaw.cache.device_memory import BlockArena
+from kvthaw.cache.device_memory import BlockArena, DeviceMemory, allocating
 from kvthaw.cache.streams import Streams
 
 
@@ -39,6 +39,19 @@ def test_a_stream_waits_for_work_on_memory_that_blocks_come_to() -> None:
         block.fill_(2)
     torch.cuda.synchronize()
     assert block.eq(2).all()
+
+
+@pytest.mark.gpu
+def test_what_lasts_takes_no_part_of_freed_activations() -> None:
+    """A prompt on a card that was just large enough ended with no memory: of each layer's freed activations a part was taken."""
+    device, size, kept = torch.device("cuda"), 64 << 20, []
+    memory, before = DeviceMemory("auto", (0,)), torch.cuda.memory_reserved()
+    for _ in range(8):
+        activations = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(3)]
+        del activations
+        with allocating(memory.pool(device), device):
+            kept.append(torch.empty(40 << 20, dtype=torch.uint8, device=device))
+    assert torch.cuda.memory_reserved() - before <= 3 * size + 8 * (40 << 20)
 
 
 @pytest.mark.gpu

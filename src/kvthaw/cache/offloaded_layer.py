@@ -11,10 +11,13 @@ A decode step, start to finish:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from kvthaw.cache.device_memory import allocating
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.index_api import IndexContext, Rotary, Transfer
@@ -124,6 +127,11 @@ class OffloadedLayer(LayerKV):
 
     def allocate(self, step: Step, query: Tensor, key: Tensor, scale: float) -> None:
         """Create slab, store, index and attention, sized by the first tokens: query [., Hq, T, D], key [., H, T, D]."""
+        with self._lasting(key.device):
+            self._allocate(step, query, key, scale)
+        self.streams.device.fixed[self.number] = self.fixed_bytes()
+
+    def _allocate(self, step: Step, query: Tensor, key: Tensor, scale: float) -> None:
         plan, count = self.settings.plan(step.longest, self.sequences.limit), len(step.left_pad)
         plan = Plan(plan.regions, rows=0) if self.everything else plan
         method, (_, heads, _, dim), self.scale = self.settings.method, key.shape, scale
@@ -157,7 +165,6 @@ class OffloadedLayer(LayerKV):
         self.sparse = SparseAttention(self.storage, self.sequences, self.retriever, transfer, **how)
         self.plan = plan
         self.sparse.make_room(self.sequences.capacity)
-        self.streams.device.fixed[self.number] = self.fixed_bytes()
 
     def prefill(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams
@@ -312,9 +319,13 @@ class OffloadedLayer(LayerKV):
 
     def grow(self) -> None:
         """Make room for the capacity of the sequences, in a layer that has had a prompt."""
-        if self.plan is not None:
-            self.plan = self.sparse.grow(self.settings, self.plan)
-            self.sparse.make_room(self.sequences.capacity)
+        if self.plan is not None and self.sparse.room < self.sequences.capacity:
+            with self._lasting(self.slab.data.device):
+                self.plan = self.sparse.grow(self.settings, self.plan)
+                self.sparse.make_room(self.sequences.capacity)
+
+    def _lasting(self, device: torch.device) -> AbstractContextManager[None]:
+        return allocating(self.streams.device.pool(device), device)
 
     def reserved(self, seq: int) -> int:
         """Return how many tokens of a sequence its blocks can hold."""

@@ -28,6 +28,7 @@ class SparseAttention:
     retriever, transfer: None for a method that retrieves nothing.
     selects: this layer's queries select the rows; else the anchor's selection is used.
     everything: attend to all rows where they lie, without a retriever.
+    room: tokens per sequence that there is device memory for.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class SparseAttention:
         self.storage, self.sequences, self.retriever, self.transfer = storage, sequences, retriever, transfer
         self.everything = everything
         self.selects = selects and retriever is not None
-        self._room = 0
+        self.room = 0
         if self.selects and retriever is not None:
             fetches = retriever.index.traits.rebuilds or retriever.method.transfer is not None
             retriever.reads_blocks = storage.placement is not None and not fetches
@@ -145,7 +146,7 @@ class SparseAttention:
 
     def grow(self, settings: Settings, plan: Plan) -> Plan:
         """Make room for the rows of longer sequences if their capacity has grown. Returns the sizes in force."""
-        if self.sequences.capacity <= self._room:
+        if self.sequences.capacity <= self.room:
             return plan
         longer = settings.longer(plan, self.sequences.longest)
         if longer.rows > plan.rows:
@@ -156,12 +157,12 @@ class SparseAttention:
 
     def make_room(self, capacity: int) -> None:
         """Allocate for `capacity` tokens per sequence. Until capacity grows, no tensor that a step reads moves."""
-        if self._room < capacity:
+        if self.room < capacity:
             if self.selects and self.retriever is not None:
                 self.retriever.make_room(capacity)
             if self.reads_table:
                 self.storage.store.table.make_room(capacity, self.storage.slab.data.device)
-            self._room = capacity
+            self.room = capacity
             if self.storage.placement is not None:
                 self.storage.placement.make_room(capacity, self.fixed_bytes())
 
@@ -180,7 +181,7 @@ class SparseAttention:
 
     def reorder(self) -> None:
         """Forget the room of the block tables, which belong to other sequences now."""
-        self._room = 0
+        self.room = 0
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a captured step reads and writes, without the sequences' lengths."""
