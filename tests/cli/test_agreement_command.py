@@ -37,6 +37,19 @@ def test_windows_of_a_file_are_followed_by_the_text(model: str, book: Path, tmp_
     assert all(word in " ".join(table.out.split()) for word in words)
 
 
+def test_a_short_text_needs_no_length(model: str, book: Path) -> None:
+    book.write_text(book.read_text()[:1200])
+    arguments = ["eval", "agreement", "--model", model, "--file", str(book), "--method", "streaming", "--budget", "64"]
+    streaming, _ = Said(*arguments, "--tokens", "3", "--json").records
+    assert streaming["n"] == 4
+    (length,) = streaming["lengths"]
+    assert 100 < length < 1200
+    table = Said(*arguments, "--tokens", "3", "--method", "icecache-digest-device", columns=80).out
+    assert max(len(line) for line in table.splitlines() if "streaming" in line and "0." in line) <= 80
+    assert [line.split()[0] for line in table.splitlines() if "0." in line and "prompts" not in line].count("streaming") == 1
+    refused(Said(*arguments, "--length", "9000"), 1, "the text has", "9,000", "smaller length")
+
+
 def test_prompts_and_questions_are_answered_greedily(model: str, book: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": read_asset("book.txt")[:600]}) + "\n")

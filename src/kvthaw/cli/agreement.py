@@ -61,7 +61,8 @@ def agreement(
         list[str] | None,
         typer.Option(
             metavar="TOKENS",
-            help=f"Tokens of a window; {options.SEVERAL}. Default 2048. With --prompts one number, the most of a prompt: a longer "
+            help=f"Tokens of a window; {options.SEVERAL}. Default 2048, or half of a shorter text. "
+            "With --prompts one number, the most of a prompt: a longer "
             "one loses its middle. Default: as many as the model has positions for.",
         ),
     ] = None,
@@ -95,7 +96,16 @@ def agreement(
     limited = methods if methods.budget or methods.retrieved else replace(methods, budget=_BUDGETS)
     variants, asked = limited.variants(), template.asked()
     from kvthaw.engine.chat_template import Chat
-    from kvthaw.evaluate.agreement import Agreement, Comparison, longest, questions, summarize, whole_prompts, windows
+    from kvthaw.evaluate.agreement import (
+        Agreement,
+        Comparison,
+        longest,
+        questions,
+        summarize,
+        usual_length,
+        whole_prompts,
+        windows,
+    )
     from kvthaw.evaluate.report import agreements
     from kvthaw.evaluate.results import ResultsFile
 
@@ -109,7 +119,7 @@ def agreement(
             return whole_prompts(tokenizer, given, most, how)
         return [
             one
-            for size in sorted(lengths or [2048])
+            for size in sorted(lengths or [usual_length(tokenizer, text)])
             for one in (
                 windows(tokenizer, text, size, limit or _WINDOWS, tokens)
                 if question is None

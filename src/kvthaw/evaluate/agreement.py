@@ -32,6 +32,8 @@ from kvthaw.formatting import counted
 
 STEPS = 16
 """Tokens compared after a prompt, if nothing else is said."""
+LENGTH = 2048
+"""Most tokens of a window, if nothing else is said."""
 RESAMPLES = 2000
 """Bootstrap resamples of the prompts for an interval."""
 _MEASURES = ("held_budget", "attended_mean", "attended_max", *BYTES)
@@ -68,6 +70,11 @@ class Comparison:
         return "agreement"
 
 
+def usual_length(tokenizer: Any, text: str) -> int:
+    """Return the tokens of a window if the user names none: 2,048, or half of a text that has less than twice that."""
+    return max(1, min(LENGTH, len(tokens_of(tokenizer, text)) // 2))
+
+
 def windows(tokenizer: Any, text: str, length: int, count: int, steps: int) -> list[Prompt]:
     """Return `count` pieces of `length` tokens, spread evenly over a text, each with the text that follows.
 
@@ -75,7 +82,7 @@ def windows(tokenizer: Any, text: str, length: int, count: int, steps: int) -> l
     """
     first, body = opening(tokenizer), tokens_of(tokenizer, text)
     taken = max(1, length - len(first))
-    starts = _starts(len(body), taken + steps, count, f"length and tokens take {length + steps:,}")
+    starts = _starts(len(body), taken + steps, count, f"a window of {length:,} and the {steps:,} compared do not fit it")
     return [Prompt((*first, *body[a : a + taken]), tuple(body[a + taken : a + taken + steps])) for a in starts]
 
 
@@ -94,7 +101,7 @@ def questions(tokenizer: Any, text: str, question: str, length: int, count: int,
     if taken < 1:
         raise ConfigError(f"length is {length}; the question alone takes {length - taken}: take a greater length")
     found = []
-    for a in _starts(len(body), taken, count, f"length leaves {taken:,} beside the question"):
+    for a in _starts(len(body), taken, count, f"a window of {length:,} takes {taken:,} of it, with the question"):
         stretch = body[a : a + taken]
         while len(tokens := ask(stretch)) > length:
             stretch = stretch[: len(stretch) - (len(tokens) - length)]
@@ -271,7 +278,7 @@ class _Followed:
 
 def _starts(tokens: int, taken: int, count: int, what: str) -> list[int]:
     if tokens < taken:
-        raise ConfigError(f"the text has {counted(tokens, 'token')}; {what}: take fewer, or a longer text")
+        raise ConfigError(f"the text has {counted(tokens, 'token')}; {what}: give a smaller length, or a longer text")
     room = tokens - taken
     return list(dict.fromkeys(room * i // max(1, count - 1) for i in range(count)))
 

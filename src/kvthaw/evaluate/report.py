@@ -88,7 +88,8 @@ def named(summary: dict[str, Any]) -> Sequence[str]:
 
 
 KL = "KL to full"
-AGREEMENT = ("method", "budget", "dense layers", KL, "95 % interval", "99th percentile", "same top %", "tokens attended")
+DENSE = "dense layers"
+AGREEMENT = ("method", "budget", DENSE, KL, "95 % interval", "99th percentile", "same top %", "tokens attended")
 """Columns of `agreement_rows`."""
 _NAMED = 4
 """How many methods a sentence names that fall short; more are counted."""
@@ -98,7 +99,10 @@ def agreements(summaries: Sequence[Summary]) -> Table:
     """Return how near variants are to full attention for the terminal; see `agreement_rows` and `enough`."""
     title = f"KL(full || method) in nats a token: {compared(summaries[0])}, {on(summaries[0])}"
     others = [one for one in summaries if one["method"] != "full"]  # whose divergence from itself is 0
-    made = narrow(title, AGREEMENT[:-1], [row[:-1] for row in agreement_rows(others or summaries)])
+    rows, columns = agreement_rows(others or summaries), [*range(len(AGREEMENT) - 1)]
+    if len({tuple(row[:2]) for row in rows}) == len(rows):  # the method and the budget name a row
+        columns.remove(AGREEMENT.index(DENSE))
+    made = narrow(title, [AGREEMENT[at] for at in columns], [[row[at] for at in columns] for row in rows])
     made.caption = enough(summaries) or None
     return made
 
@@ -145,4 +149,4 @@ def compared(one: Summary) -> str:
 
 def narrow(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
     """Return a table whose column names wrap."""
-    return lay_out(title, [textwrap.fill(name, 10, break_long_words=False) for name in columns], rows)
+    return lay_out(title, [textwrap.fill(name, 8, break_long_words=False) for name in columns], rows)
