@@ -84,13 +84,22 @@ def test_settings_change_within_a_conversation(talk: Any) -> None:
         )
     )
     assert said.code == 0, said.err
-    assert "temperature 0.0, top-k None, top-p 1.0" in said.err
-    assert "temperature 1.5, top-k 7, top-p 1.0, min-p 0.0, repetition-penalty 1.0, max-new-tokens 5, seed 3" in said.err
+    assert "temperature 0, top-k off, top-p 1," in said.err
+    assert "temperature 1.5, top-k 7, top-p 1, min-p 0, repetition-penalty 1, max-new-tokens 5, seed 3" in said.err
     drawn = talk("--temperature", "1.5", "--top-k", "7", "--seed", "3", says=("Who?",))
     assert said.out.startswith(drawn.out)
     assert " 2 tokens" in said.err
     wrong = talk(
-        says=("/set temprature 1", "/set temperature warm", "/set top-p 2", "/set temperature", "/set seed 1.5", "/set")
+        says=(
+            "/set temprature 1",
+            "/set temperature warm",
+            "/set top-p 2",
+            "/set temperature",
+            "/set seed 1.5",
+            "/set",
+            "/set budget 512",
+            "/stat",
+        )
     )
     for words in (
         "'temperature'",
@@ -98,9 +107,15 @@ def test_settings_change_within_a_conversation(talk: Any) -> None:
         "/set top-p is 2.0",
         "'' is not a number",
         "'1.5' is not a whole number",
+        "start kvthaw chat with --budget 512",
+        "no command is named '/stat'; did you mean '/stats'?",
     ):
         assert words in wrong.err
-    assert "temperature 0.0, top-k None, top-p 1.0" in wrong.err
+    assert "temperature 0, top-k off, top-p 1," in wrong.err
+
+
+def test_several_methods_are_refused_with_the_command_that_takes_them(talk: Any) -> None:
+    refused(talk("--method", "full,oracle", says=("Who?",)), 1, "'full,oracle'", "kvthaw generate")
 
 
 def test_a_command_that_lacks_something_says_so(talk: Any) -> None:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import as_its_makers, complain, cut_to, prompt_text, warned, write_whole
+from kvthaw.cli.common import as_its_makers, complain, cut_to, prompt_text, reason, warned, write_whole
 from kvthaw.cli.groups import CacheOptions, ModelOptions, SamplingOptions, SystemOptions, flat
 from kvthaw.cli.options import DIGEST
 from kvthaw.cli.progress import Reading, say, waiting
 from kvthaw.cli.words import attended, details, took
-from kvthaw.errors import ConfigError, KvthawError, unknown
+from kvthaw.errors import ConfigError, KvthawError, hint
 from kvthaw.formatting import counted, human
 from kvthaw.names import check_kept_name
 
@@ -49,6 +49,8 @@ SETTINGS: dict[str, tuple[str, type]] = {
     "seed": ("seed", int),
 }
 """The settings of /set, by the names of options: fields of Sampling, and their descriptions."""
+_AT_START = frozenset({"model", "method", "budget", "retrieved", "dense-layers", "kv-dtype", "system"})
+"""Options that a conversation cannot change."""
 HELP = {
     "/recalled [N]": "the N passages that the last answer came from, 5 if not given",
     "/recalled PAGE.html": "a page that shows what it recalled, token by token",
@@ -90,6 +92,11 @@ def chat(
     Messages go through the tokenizer's chat template; a model without one continues what you write, line by line. /help lists the
     commands. Answers go to stdout, all else to stderr; without a terminal, every line of stdin is a turn.
     """
+    if "," in settings.method:
+        raise ConfigError(
+            f"--method is {settings.method!r}; a conversation has one. kvthaw generate --question takes several, and shows their "
+            "answers one below the other"
+        )
     config, model = settings.config(drawing.seed), loading.model
     document, place = (
         None if file is None else prompt_text(None, file),
@@ -128,7 +135,7 @@ def chat(
         say(f"{place}: {counted(len(talk.tokens), 'token')}, {counted(len(talk.messages), 'message')}")
     say("/help lists commands; Ctrl-C ends an answer, Ctrl-D the conversation")
     for line in _lines():
-        if line == "/quit":
+        if line in ("/quit", "/exit", "/bye"):
             break
         try:
             if line.split()[0] == "/set":
@@ -138,7 +145,7 @@ def chat(
             else:
                 _answer(talk, line, sampling, verbose)
         except (KvthawError, OSError) as error:
-            complain(str(error))
+            complain(reason(error))
 
 
 def _answer(talk: Conversation, question: str, sampling: Sampling, verbose: bool) -> None:
@@ -209,7 +216,8 @@ def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path)
         for name, what in HELP.items():
             say(f"{name:20} {what}")
     else:
-        raise unknown("command", command, dict.fromkeys(["/help", *(name.split()[0] for name in HELP)]))
+        names = list(dict.fromkeys(["/help", *(name.split()[0] for name in HELP)]))
+        raise ConfigError(f"no command is named {command!r}; {hint(command, names, 'there are')}: {', '.join(names)}")
 
 
 def _set(sampling: Sampling, argument: str) -> Sampling:
@@ -218,7 +226,11 @@ def _set(sampling: Sampling, argument: str) -> Sampling:
     name, value = name.lstrip("-").replace("_", "-"), value.strip()
     if name:
         if name not in SETTINGS:
-            raise unknown("/set", name, SETTINGS)
+            if name in _AT_START:
+                raise ConfigError(
+                    f"/set: {name!r} stays as it is in a conversation; start kvthaw chat with --{name} {value}".rstrip()
+                )
+            raise ConfigError(f"/set: no setting is named {name!r}; {hint(name, SETTINGS, 'there are')}: {', '.join(SETTINGS)}")
         field, kind = SETTINGS[name]
         try:
             number = None if name == "top-k" and value in ("0", "none") else kind(value)
@@ -229,8 +241,13 @@ def _set(sampling: Sampling, argument: str) -> Sampling:
             sampling = replace(sampling, **{field: number})  # type: ignore[arg-type]  # its own fields
         except ConfigError as error:
             raise ConfigError(f"/set {str(error).replace(field, name)}") from None
-    say(", ".join(f"{each} {getattr(sampling, field)}" for each, (field, _) in SETTINGS.items()))
+    values = {each: getattr(sampling, field) for each, (field, _) in SETTINGS.items()}
+    say(", ".join(f"{each} {_shown(value)}" for each, value in values.items()))
     return sampling
+
+
+def _shown(value: float | None) -> str:
+    return "off" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _recalled(talk: Conversation, argument: str) -> None:

@@ -62,9 +62,15 @@ class Commands(TyperGroup):
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise
-            where = f"{error.filename}: " if error.filename else ""
-            complain(f"{where}{error.strerror or error}")
+            complain(reason(error))
             raise typer.Exit(1) from None
+
+
+def reason(error: KvthawError | OSError) -> str:
+    """Return an error's message in one line; of an OSError the file and what failed, without its number."""
+    if not isinstance(error, OSError):
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
 
 
 APP: dict[str, Any] = {

@@ -87,7 +87,7 @@ def keep(
     try:
         save(cache.model, cache.kv, cache.layers, path, torch.tensor(ids), about)
     except OSError as error:
-        warn(f"{error}; the prompt is not kept")
+        warn(f"{path}: {error.strerror}; the prompt is not kept")
         return False
     return True
 

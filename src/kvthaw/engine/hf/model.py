@@ -126,7 +126,7 @@ def _found(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     except (OSError, ValueError, SafetensorError, *broken) as error:
         where_from = "the hub cannot be reached, and its local cache lacks a part" if cached else first_line(error)
         if isinstance(error, SafetensorError) or is_file:
-            where_from += ". The file may be damaged, incomplete or of an unknown kind"
+            where_from = f"the file may be damaged, incomplete or of an unknown kind ({where_from})"
         raise ConfigError(f"model is {name!r}; it could not be loaded: {where_from}") from error
 
 
