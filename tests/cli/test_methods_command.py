@@ -57,8 +57,15 @@ def test_a_method_tells_its_options_in_a_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_a_method_fits_a_narrow_terminal(name: str) -> None:
+    said = Said("methods", name, columns=80).out
+    assert max(map(len, said.splitlines())) <= 80
+    assert " ".join(said.split()).startswith(" ".join(f"{name}: {kvthaw.methods.options.text(METHODS[name])}".split()))
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_a_method_tells_its_paper_and_how_it_differs(name: str) -> None:
-    method, said = kvthaw.methods.resolve(name), Said("methods", name).out
+    method, said = kvthaw.methods.resolve(name), Said("methods", name, columns=2000).out
     paper = said.partition("Paper: ")[2].splitlines()
     assert paper[:1] == ([method.paper] if method.paper != "-" else [])
     assert ("Differs from the paper in: " in said) == (method.differs != "-")

@@ -60,6 +60,13 @@ def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "What would fit: " in words
 
 
+def test_a_column_is_shown_where_it_has_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("plan", "--shape", "llama-3.1-8b", "--length", "128k")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "ms/token" not in Said(*asked, "--gpu-memory", "24GB").out
+    assert "ms/token" in Said(*asked, "--gpu", "RTX-4090").out
+
+
 def test_what_rows_are_stored_in_matters_only_where_rows_are_stored() -> None:
     said = Said("plan", "--shape", "tiny", "--gpu", "none", "--method", "full,quest", "--kv-dtype", "fp8").out
     assert "--kv-dtype fp8 changes nothing here for full:" in said

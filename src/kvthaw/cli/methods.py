@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any
 
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import print_wide
+from kvthaw.cli.common import print_wide, stdout
 
 RECOMMENDED = ("full", "thaw", "pariskv-plus", "clusterkv-plus", "icecache-digest-device", "icecache-digest")
 EXAMPLES = "Examples:\n\n  kvthaw methods\n\n  kvthaw methods pariskv\n\n  kvthaw methods --json"
@@ -56,11 +57,12 @@ def methods(
         print(json.dumps(rows[0] | {"text": own.text(METHODS[name]), "options": own.options(METHODS[name])}))
     else:
         takes, (row,) = own.options(METHODS[name]), rows
-        print(f"{name}: {own.text(METHODS[name])}\n")
-        print(", ".join(f"{what.replace('_', ' ')}: {word(row[what])}" for what in _FACTS) + "\n")
+        for part in f"{name}: {own.text(METHODS[name])}".split("\n\n"):
+            stdout().print(_paragraph(part), end="\n\n")
+        stdout().print(", ".join(f"{what.replace('_', ' ')}: {word(row[what])}" for what in _FACTS) + "\n")
         for what in ("paper", "differs_from_the_paper_in", "choose_it_when"):
             if row[what] != "-":
-                print(f"{what.replace('_', ' ').capitalize()}: {row[what]}\n")
+                stdout().print(f"{what.replace('_', ' ').capitalize()}: {row[what]}\n")
         if takes:
             columns = ["option", "default", "takes"]
             lines = [[one, str(of["default"]), of["takes"]] for one, of in takes.items()]
@@ -69,6 +71,11 @@ def methods(
 
 _FACTS = ("unit", "kv", "decides", "graph_safe", "bytes_a_key")
 """Fields of a single method that take one line."""
+
+
+def _paragraph(text: str) -> str:
+    """Return a docstring's paragraph with lines that the terminal may break. Explanations of arguments keep lines of their own."""
+    return re.sub(r"\n(?: {4})*(?!\w+: )", " ", text)
 
 
 def _recommended_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -183,7 +183,9 @@ def _methods(found: list[Forecast], forecaster: Forecaster) -> Table:
         device = human(forecaster.weights + one.needs.device)
         rows.append((name, device, human(one.needs.host), fits, _time(one), _longest(one, forecaster.most)))
     columns = ("method", "device", "host", "fits", "ms/token", "longest")
-    return lay_out("Methods: bytes with the weights, and the longest prompt that fits", columns, rows)
+    used = [at for at in range(len(columns)) if any(row[at] for row in rows)]  # without a GPU's name no times
+    title = "Methods: bytes with the weights, and the longest prompt that fits"
+    return lay_out(title, [columns[at] for at in used], [[row[at] for at in used] for row in rows])
 
 
 def _longest(one: Forecast, most: int) -> str:
@@ -209,6 +211,8 @@ def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list
     if one.in_force not in ("full", one.method.partition(":")[0]):
         takes = f"{one.in_force}, {takes}"
     said = [f"{one.method}: {takes}" + (f"; {needs.reason}." if needs.reason else ".")]
+    if needs.blocks and one.method == "auto":
+        said[-1] += f" It keeps {human(needs.blocks)} of rows on the device, which has room for them."
     if one.fits is not None:
         short = "fits" if one.fits else "does not fit"
         every = ", all positions of the model" * (one.longest == forecaster.most)
@@ -227,7 +231,7 @@ def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list
         if "(" in _time(one):
             said[-1] += " In brackets: with none of the selected rows on the device already."
     elif not (forecaster.machine.gpu or forecaster.machine.cpu):
-        said.append("With --gpu it tells milliseconds a token, too.")
+        said.append("With --gpu it also says milliseconds a token.")
     trained = TRAINED.get(about["model"])
     if trained is not None and max(about["length"], one.longest or 0) + about["new_tokens"] > trained:
         said.append(f"{about['model']} was trained for {trained:,} positions; longer prompts need its RoPE scaled.")
