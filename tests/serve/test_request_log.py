@@ -65,6 +65,14 @@ def test_probes_are_for_debugging(served: Served, line: Line) -> None:
         assert line(f"GET {path} 200 ").startswith("DEBUG 127.0.0.1 ")
 
 
+def test_what_the_page_asks_for_again_and_again_is_for_debugging(served: Served, line: Line) -> None:
+    asked = served.post("/v1/completions", prompt=PROMPT, max_tokens=2, recall="selected").json()
+    served.http.get(f"/v1/recalls/{asked['id']}/passages")
+    assert line("/passages 200 ").startswith("DEBUG 127.0.0.1 ")
+    served.http.get("/v1/recalls/none/passages")
+    assert line("/none/passages 404 ").startswith("INFO 127.0.0.1 ")
+
+
 def test_a_client_that_leaves_is_told_of(served: Served, line: Line) -> None:
     body = {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True, "stream": True}
     with served.http.stream("POST", "/v1/completions", json=body) as stream:

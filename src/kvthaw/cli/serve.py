@@ -109,7 +109,10 @@ def serve(
         typer.Option(help="With --ray: [bold]2[/], or the least and the most, [bold]1:4[/]: more while requests wait."),
     ] = None,
     tp: Annotated[
-        int, typer.Option(min=1, help="Split the model by heads over so many GPUs, one a process; host memory is each one's.")
+        int,
+        typer.Option(
+            min=1, help="Split the model by heads over this number of GPUs, one per process; host memory is each one's."
+        ),
     ] = 1,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
@@ -233,7 +236,11 @@ def _told(service: Service, method: str) -> Iterator[str]:
     if not service.chats:
         yield "without a chat template: completions only; --chat-template gives one"
     each = ", ".join(f"{name} {value:g}" for name, value in service.defaults.items())
-    whose = f"{each}, by the model's generation config" if each else "temperature 1, OpenAI's default"
+    whose = (
+        f"{each}, by the model's generation config"
+        if each
+        else "temperature 1, OpenAI's default; small models need less, and 0 takes the likeliest token"
+    )
     yield f"sampling, where a request does not set it: {whose}"
 
 

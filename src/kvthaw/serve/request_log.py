@@ -12,7 +12,7 @@ from kvthaw.serve.jobs import Job
 
 _log = logging.getLogger(__name__)
 QUIET = frozenset({"/", "/page.css", "/page.js", "/chat.js", "/health", "/ready", "/metrics", "/version"})
-"""Paths that browsers and probes request; their lines are for debugging."""
+"""Paths that browsers and probes request; their lines are for debugging, and so are lines of recalls, which the page polls."""
 
 
 class RequestLog:
@@ -36,7 +36,8 @@ class RequestLog:
         try:
             await self._app(scope, receive, noting)
         finally:
-            quiet = scope["path"] in QUIET and status < 400
+            polled = scope["method"] == "GET" and scope["path"].startswith("/v1/recalls/")
+            quiet = (scope["path"] in QUIET or polled) and status < 400
             level = logging.WARNING if status >= 500 else logging.DEBUG if quiet else logging.INFO
             state, client = scope.get("state", {}), (scope.get("client") or "-")[0]
             said = [state["error"]] if "error" in state else [told(state["job"], state["outputs"])] if "job" in state else []

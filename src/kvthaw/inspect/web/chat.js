@@ -258,7 +258,8 @@
       button.addEventListener("click", () => point(from));
       return make("li", {}, button);
     });
-    return list.length ? [make("ol", { ariaLabel: "Passages that the answer came from" }, ...list)] : [];
+    const hint = make("small", {}, "It came from these passages, best first. Runs of the answer's words count most.");
+    return list.length ? [make("div", {}, hint), make("ol", { ariaLabel: "Passages that the answer came from" }, ...list)] : [];
   }
 
   /** Show the document of an answer that streams, and mark in it what the answer recalls, until it has ended. */
