@@ -65,7 +65,9 @@ def decode(
     new_tokens: bench.NewTokens = 64,
     tp: Annotated[
         int,
-        typer.Option(min=1, help="Split the model by heads over so many processes, which torchrun starts; bytes are of one."),
+        typer.Option(
+            min=1, help="Split the model by heads over this number of processes, which torchrun starts; bytes are of one."
+        ),
     ] = 1,
     host_memory: options.HostMemory = None,
     seed: options.Seed = 0,

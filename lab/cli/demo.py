@@ -51,7 +51,7 @@ def demo(
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(parser=options.tokens_of, metavar="TOKENS", help="Shorten that book to so many tokens."),
+        typer.Option(parser=options.tokens_of, metavar="TOKENS", help="Shorten that book to this number of tokens."),
     ] = None,
     seed: options.Seed = 0,
     as_json: options.Json = False,

@@ -48,7 +48,7 @@ def evaluate(
         str | None,
         typer.Option(help="A file, a folder, [bold]hub[/] to download it, or the id of a copy on the hub.", metavar="PATH"),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Run only so many questions, from the first on.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Run only this number of questions, from the first on.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Answers sampled for each question, for pass@k and avg@k.")] = 1,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy. Default: the benchmark's own.")] = None,
     top_p: Annotated[
@@ -63,7 +63,7 @@ def evaluate(
         typer.Option(
             parser=options.tokens_of,
             metavar="TOKENS",
-            help="Truncate longer prompts in the middle to so many tokens, as LongBench does.",
+            help="Truncate longer prompts in the middle to this number of tokens, as LongBench does.",
         ),
     ] = None,
     chat: Annotated[

@@ -47,7 +47,9 @@ def reproduce(
         str | None, typer.Option(help="Published data: a file, a folder, or [bold]hub[/] to download it.", metavar="PATH")
     ] = None,
     text: own.LongText = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Run only so many questions or samples, from the first on.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Run only this number of questions or samples, from the first on.")
+    ] = None,
     host_memory: options.HostMemory = None,
     as_json: options.Lines = False,
     out: options.Out = None,

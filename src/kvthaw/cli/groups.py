@@ -195,7 +195,7 @@ class SamplingOptions:
 
     panel: ClassVar = "Sampling"
     temperature: options.Temperature = None
-    top_k: int | None = option("Draw from so many of the likeliest tokens.", min=1)
+    top_k: int | None = option("Draw from this number of the likeliest tokens.", min=1)
     top_p: float | None = option("Draw from the likeliest tokens that have this probability together.")
     min_p: float | None = option("Draw from tokens of at least this share of the likeliest's probability.")
     repetition_penalty: float | None = option("Above 1: tokens of the prompt and the answer become less likely.")

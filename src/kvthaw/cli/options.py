@@ -242,7 +242,7 @@ RopeScaled = Annotated[
 Cut = Annotated[
     bool, typer.Option("--cut", help="Leave out the middle of a text that is longer than the model's positions, and say so.")
 ]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Stop after so many tokens.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Stop after this number of tokens.")]
 ChatTemplate = Annotated[
     Path | None,
     typer.Option("--chat-template", help="A chat template (Jinja) instead of the tokenizer's.", exists=True, dir_okay=False),
