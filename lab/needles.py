@@ -2,8 +2,9 @@
 
 usage: python3 -m lab.needles FOLDER --name MODEL --gpu NAME --commit COMMIT [--text NAME]
 
-Writes lab/results/ruler.jsonl, a line a method, budget, task and length, in place of earlier lines of the model with these seeds.
-Writes the table of docs/results.md: percent right and of full attention's, by budget. lab/gpu/ruler.sh makes the folder on a GPU.
+Writes lab/results/ruler.jsonl, a line a method, budget, task and length, in place of earlier lines of the model and method with
+these seeds. Writes the table of docs/results.md of the samples SHOWN: percent right and of full attention's, by budget.
+lab/gpu/ruler.sh makes the folder on a GPU.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import Any
 from kvthaw.evaluate.results import Record, ResultsFile
 from lab.evaluate.document import Table
 from lab.evaluate.metrics import wilson
-from lab.script import paragraph, put, run_as_script
+from lab.script import commits, paragraph, put, run_as_script
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "lab" / "results" / "ruler.jsonl"
 BEGIN = "<!-- written by lab/needles.py -->"
+SHOWN = [4200, 4207]
+"""First and last seed of the samples in the docs."""
 
 
 def lines(records: Iterable[Record], about: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -69,7 +72,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     group, *others = [name for name, all in groups.items() if all]
     full, n = right("full", None, group)
     about = paragraph(
-        f"**RULER.** {first['model']}, {first['dtype']}, {first['gpu']}, {first['commit']}: {len(groups[group])} tasks of "
+        f"**RULER.** {first['model']}, {first['dtype']}, {first['gpu']}, {commits(lines)}: {len(groups[group])} tasks of "
         f"{group} in {first['text']}, of {' and '.join(f'{length:,}' for length in lengths)} tokens, through the chat template; "
         f"{n} samples ([lines](../lab/results/ruler.jsonl)). Full attention answers {100 * full:.1f} %. A cell has the percent "
         "right, its 95 % interval as if samples were right or wrong, and the share of full attention's."
@@ -95,10 +98,10 @@ def main() -> None:
     about = {"model": given.name, "text": given.text, "gpu": given.gpu, "commit": given.commit}
     made = list(lines(ResultsFile(given.folder / "results.jsonl"), about))
     known = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
-    again = {(one["model"], *one["seeds"]) for one in made}
-    kept = [one for one in map(json.loads, known) if (one["model"], *one["seeds"]) not in again]
+    again = {(one["model"], one["text"], one["method"], *one["seeds"]) for one in made}
+    kept = [one for one in map(json.loads, known) if (one["model"], one["text"], one["method"], *one["seeds"]) not in again]
     RESULTS.write_text("".join(json.dumps(one) + "\n" for one in kept + made), encoding="utf-8")
-    put(ROOT / "docs" / "results.md", table(made), BEGIN)
+    put(ROOT / "docs" / "results.md", table([one for one in kept + made if one["seeds"] == SHOWN]), BEGIN)
 
 
 if __name__ == "__main__":

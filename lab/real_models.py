@@ -42,7 +42,7 @@ from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
 from kvthaw.methods import METHODS
 from lab.evaluate.document import Table
-from lab.script import paragraph, put, run_as_script
+from lab.script import commits, paragraph, put, run_as_script
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "lab" / "results" / "real_models.jsonl"
@@ -179,7 +179,7 @@ def _table(some: Sequence[dict[str, Any]]) -> str:
     counts = " and ".join(f"{one['n']} prompts followed by {KINDS[one['answer']]} ({one['tokens']:,} tokens)" for one in every)
     about = paragraph(
         f"**{first['model']}**, {first['text']}: {counts}; prompts of {min(lengths):,} to {max(lengths):,} tokens; "
-        f"{first['dtype']}, {first['gpu'] or first['cpu']}, {first['commit']}."
+        f"{first['dtype']}, {first['gpu'] or first['cpu']}, {commits(some)}."
     )
     head = ["method", "dense layers", *(f"{kind} {budget:,}" for kind, budget in asked)]
     body = [[f"`{row[0]}`", str(row[1]), *(cell(row, *one) for one in asked)] for row in sorted(rows, key=order)]
@@ -195,12 +195,26 @@ def _nats(value: float) -> str:
     return f"{value:.4f}" if value < 0.1 else f"{value:.2f}"
 
 
+def _variant(line: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(line[name] for name in ("model", "text", "answer", "method", "budget", "dense_layers"))
+
+
+def _prompts(line: dict[str, Any]) -> tuple[Any, ...]:
+    return line["n"], line["tokens"], line["lengths"]
+
+
 def publish(paths: Sequence[Path]) -> None:
-    """Write the results of files, in place of earlier ones of their models and texts, and the tables of the docs."""
+    """Write the results of files, in place of earlier ones of the same variants, and the tables of the docs.
+
+    Earlier ones of the same models and texts stay if they are of as many tokens of the same prompts."""
     made = list(lines(record for path in paths for record in ResultsFile(path)))
-    anew = {(one["model"], one["text"]) for one in made}
+    anew = {(one["model"], one["text"], one["answer"]): _prompts(one) for one in made}
+    known = {_variant(one) for one in made}
     kept = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
-    made += [one for one in kept if (one["model"], one["text"]) not in anew]
+    for one in kept:
+        group = one["model"], one["text"], one["answer"]
+        if _variant(one) not in known and anew.get(group, _prompts(one)) == _prompts(one):
+            made.append(one)
     made.sort(key=lambda one: (one["model"], one["text"], one["answer"], one["method"], one["budget"] or 0))
     RESULTS.write_text("".join(json.dumps(one) + "\n" for one in made), encoding="utf-8")
     put(ROOT / "docs" / "notes" / "real-models.md", tables(made), BEGIN)

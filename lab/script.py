@@ -7,7 +7,8 @@ import json
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,16 @@ def put(path: Path, text: str, mark: str) -> None:
     if not (begin and end):
         sys.exit(f"{path} has no {mark} followed by {END}")
     path.write_text(f"{before}{mark}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+
+
+def commits(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Name the commit that measured most lines, and each other with its methods."""
+    methods = defaultdict[str, dict[str, None]](dict)
+    for line in lines:
+        if line["method"] != "full":
+            methods[line["commit"]][line["method"]] = None
+    first, *others = sorted(methods, key=lambda commit: -len(methods[commit]))
+    return ", ".join([first, *(f"{commit} for {', '.join(f'`{name}`' for name in methods[commit])}" for commit in others)])
 
 
 def paragraph(text: str) -> str:

@@ -27,7 +27,7 @@ def spare(free: int, total: int) -> int:
 
 def allocating(pool: torch.cuda.MemPool | None, device: torch.device) -> AbstractContextManager[None]:
     """Context in which this thread allocates device memory from a pool; None: as outside of it."""
-    return nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, device)
+    return nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, device.index)
 
 
 class DeviceMemory:
