@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvthaw.cli.chat import repeats
 from kvthaw.engine.text import Detokenizer
@@ -141,6 +142,23 @@ def test_what_fails_ends_no_conversation(talk: Any) -> None:
     assert "/recalled" in said.err, "the list of commands"
     assert "Traceback" not in said.err
     assert said.out.strip()
+
+
+def test_a_gpu_without_memory_left_ends_no_conversation(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, tokens = importlib.import_module("kvthaw.conversation"), list[int]()
+    prefill = module.prefill
+
+    def fail_once(*arguments: Any, **options: Any) -> Any:
+        tokens.append(1)
+        if len(tokens) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB. GPU 0 has")
+        return prefill(*arguments, **options)
+
+    monkeypatch.setattr(module, "prefill", fail_once)
+    said = talk(says=("Who?", "Why?"))
+    assert said.code == 0
+    assert said.err.count("out of memory. Tried to allocate 1 GiB. Give") == 1
+    assert said.out.strip(), "the second question's answer"
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forked import forked
 from said import Said, refused
@@ -116,7 +117,6 @@ def test_a_results_file_with_a_bad_line_is_named(model: str, tmp_path: Path) -> 
 def test_nan_in_the_keys_is_one_line(model: str, tmp_path: Path) -> None:
     import shutil
 
-    import torch
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "nan"
@@ -127,6 +127,15 @@ def test_nan_in_the_keys_is_one_line(model: str, tmp_path: Path) -> None:
     llm.save_pretrained(folder)
     said = Said("generate", "Hello " * 40, "--model", str(folder), "--method", "oracle", "--no-stream")
     refused(said, 1, "not finite in layer 1")
+
+
+def test_a_gpu_without_memory_left_is_one_line(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 448.00 MiB. GPU 0 has a total capacity of 24 GiB.")
+
+    monkeypatch.setattr("kvthaw.answering.prefill", fail)
+    said = Said("generate", "Hello", "--model", model)
+    refused(said, 1, "CUDA out of memory. Tried to allocate 448.00 MiB. Give a shorter text", "kvthaw plan")
 
 
 def test_ctrl_c_is_exit_code_130(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import as_its_makers, complain, cut_to, prompt_text, reason, warned, write_whole
+from kvthaw.cli.common import as_its_makers, complain, cut_to, prompt_text, reason, short_of_memory, warned, write_whole
 from kvthaw.cli.groups import CacheOptions, ModelOptions, SamplingOptions, SystemOptions, flat
 from kvthaw.cli.options import DIGEST
 from kvthaw.cli.progress import Reading, say, waiting
@@ -146,6 +146,11 @@ def chat(
                 _answer(talk, line, sampling, verbose)
         except (KvthawError, OSError) as error:
             complain(reason(error))
+        except RuntimeError as error:
+            short = short_of_memory(error)
+            if short is None:
+                raise
+            complain(short)
 
 
 def _answer(talk: Conversation, question: str, sampling: Sampling, verbose: bool) -> None:

@@ -19,7 +19,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from kvthaw.cli.progress import say
-from kvthaw.errors import ConfigError, KvthawError
+from kvthaw.errors import ConfigError, KvthawError, first_line
 from kvthaw.formatting import counted
 
 if TYPE_CHECKING:
@@ -64,6 +64,21 @@ class Commands(TyperGroup):
                 raise
             complain(reason(error))
             raise typer.Exit(1) from None
+        except RuntimeError as error:
+            short = short_of_memory(error)
+            if short is None:
+                raise
+            complain(short)
+            raise typer.Exit(1) from None
+
+
+def short_of_memory(error: RuntimeError) -> str | None:
+    """Return what to tell the user if a GPU's memory was short; None for another error."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(error, torch.OutOfMemoryError):
+        return None
+    said = first_line(error).partition(" GPU ")[0]
+    return f"{said} Give a shorter text, --kv-dtype fp8 or a smaller --device-memory; `kvthaw plan` says what fits."
 
 
 def reason(error: KvthawError | OSError) -> str:
