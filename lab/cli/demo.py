@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import textwrap
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,7 +77,7 @@ def demo(
     from lab.demo import run
 
     text = texts.guide(tokenizer) if found else texts.planted(tokenizer, length=length, seed=seed)
-    with ExitStack() as shown:
+    with ExitStack() as shown, _one_thread() if found and llm.device.type == "cpu" else nullcontext():
         stage = _Stage(shown, quiet=as_json)
         outcome = run(
             llm,
@@ -96,6 +97,19 @@ def demo(
             print(
                 "A text this short saves memory, not time: on an H100 steps are faster than full attention's from 36k tokens on."
             )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Context in which torch uses one thread. Small steps gain little from more, which are late where other processes run."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _fetched() -> Path | None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from kvthaw.errors import ConfigError
 from lab import demo_texts
 from lab.evaluate.assets import read_own
 from lab.packaged import UnavailableError
@@ -48,6 +50,28 @@ def test_the_guide_says_what_is_asked() -> None:
 
 def test_length_is_of_the_book_alone() -> None:
     refused(Said("demo", "--length", "900"), 1, "--length is 900, but no --model is given")
+
+
+def test_a_small_model_takes_one_thread_of_a_cpu(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two cores with other processes two threads took six times as long."""
+    used = list[int]()
+
+    def run(*arguments: Any, show: Any, **options: Any) -> None:
+        show("index", "")
+        show("ready", "")
+        used.append(torch.get_num_threads())
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("lab.cli.demo._fetched", lambda: Path(model))
+    monkeypatch.setattr("lab.demo.run", run)
+    monkeypatch.setattr(demo_texts, "guide", lambda tokenizer: None)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert "enough" in Said("demo", "--device", "cpu").err
+        assert (used, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_without_the_package_index_the_model_that_ships_finds_facts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
