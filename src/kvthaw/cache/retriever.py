@@ -35,9 +35,8 @@ class Retriever:
     def __init__(self, method: Method, context: IndexContext, seqs: int, rows: int, streams: Streams) -> None:
         self.method, self.context, self.rows = method, context, rows
         self.index = method.make_index(context)
-        self.slots = method.slots(rows)
         where = torch.device("cpu") if self.index.traits.on_host else context.device
-        self.residency = Residency(seqs, context.kv_heads, self.slots, device=where)
+        self.residency = Residency(seqs, context.kv_heads, method.slots(rows), device=where)
         self.reads_blocks = False
         self._buffers: dict[int, HostSelectionBuffer] = {}
         self.choices: list[Choice] = []
@@ -54,7 +53,7 @@ class Retriever:
     def buffer(self, seqs: int) -> HostSelectionBuffer:
         """Return the buffer for choices of `seqs` sequences. It keeps its address."""
         if seqs not in self._buffers:
-            self._buffers[seqs] = HostSelectionBuffer(self.context, seqs, self.rows, self.slots)
+            self._buffers[seqs] = HostSelectionBuffer(self.context, seqs, self.rows, self.residency.slots)
         return self._buffers[seqs]
 
     def submit(
@@ -114,8 +113,8 @@ class Retriever:
         """Select `rows` rows from now on, which is more than before."""
         self.drop_search()
         self.wait()
-        self.rows, self.slots = rows, self.method.slots(rows)
-        self.residency.widen(self.slots)
+        self.rows = rows
+        self.residency.widen(self.method.slots(rows))
         self._buffers.clear()
 
     def make_room(self, tokens: int) -> None:

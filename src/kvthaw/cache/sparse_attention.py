@@ -43,11 +43,11 @@ class SparseAttention:
     ) -> None:
         self.storage, self.sequences, self.retriever, self.transfer = storage, sequences, retriever, transfer
         self.everything = everything
-        self.selects = selects and retriever is not None
+        self.own = retriever if selects else None
         self.room = 0
-        if self.selects and retriever is not None:
-            fetches = retriever.index.traits.rebuilds or retriever.method.transfer is not None
-            retriever.reads_blocks = storage.placement is not None and not fetches
+        if self.own is not None:
+            fetches = self.own.index.traits.rebuilds or self.own.method.transfer is not None
+            self.own.reads_blocks = storage.placement is not None and not fetches
 
     def attend(
         self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams
@@ -68,8 +68,8 @@ class SparseAttention:
                 transfer, device = self.transfer, (choice.slots, choice.fetch)
                 slots, fetch = choice.host if choice.host and not transfer.graph_safe else device
                 transfer.fetch(self.storage.store, slab, fetch, slots)
-                if self.selects and self.retriever.index.traits.rebuilds:
-                    self.retriever.index.rebuild(slab, choice.fetch, choice.slots)
+                if self.own is not None and self.own.index.traits.rebuilds:
+                    self.own.index.rebuild(slab, choice.fetch, choice.slots)
             selection, reads = choice.selection, self.retriever.reads_blocks
             selected, visible = self._selected(self.retriever, choice) if reads else None, None if reads else choice.live
             if selection.partial is not None:
@@ -101,7 +101,7 @@ class SparseAttention:
         return sparse_decode(decode_step, slab.tickets), choice
 
     def _choose(self, retriever: Retriever, step: Step | None, query: Tensor, t: int) -> Choice:
-        if not self.selects:
+        if self.own is None:
             return retriever.choices[t].followed
         longest = self.sequences.longest if step is None else step.start + t + 1 - min(step.left_pad)
         return retriever.choose(query, longest, t, retaken=step is not None and step.retaken)
@@ -110,7 +110,7 @@ class SparseAttention:
         """Return the rows of a choice and where they lie in this layer."""
         selection, store = choice.selection, self.storage.store
         counts = selection.counts, retriever.residency.counts
-        tally = counts if choice.slots is None and self.selects else None
+        tally = counts if choice.slots is None and self.own is not None else None
         rows = selection.rows.contiguous()
         self.storage.order()
         return Selected(rows, choice.slots, self._table()[: len(rows)], store.block_size, tally, store.format)
@@ -151,15 +151,15 @@ class SparseAttention:
         longer = settings.longer(plan, self.sequences.longest)
         if longer.rows > plan.rows:
             self.storage.slab.widen(settings.method.slots(longer.rows))
-            if self.selects and self.retriever is not None:
-                self.retriever.widen(longer.rows)
+            if self.own is not None:
+                self.own.widen(longer.rows)
         return longer
 
     def make_room(self, capacity: int) -> None:
         """Allocate for `capacity` tokens per sequence. Until capacity grows, no tensor that a step reads moves."""
         if self.room < capacity:
-            if self.selects and self.retriever is not None:
-                self.retriever.make_room(capacity)
+            if self.own is not None:
+                self.own.make_room(capacity)
             if self.reads_table:
                 self.storage.store.table.make_room(capacity, self.storage.slab.data.device)
             self.room = capacity
@@ -197,13 +197,13 @@ class SparseAttention:
         """Return the bytes on the device apart from blocks: the slab and, in a layer that selects, the index without rotary
         tables."""
         data = self.storage.slab.data
-        own = [data]
-        if self.selects and self.retriever is not None:
-            rotary = self.retriever.context.rotary
+        counted = [data]
+        if self.own is not None:
+            rotary = self.own.context.rotary
             shared = [] if rotary is None else [id(rotary.cos), id(rotary.sin)]
-            tensors = [*self.tensors(), *self.retriever.residency.tensors()]
-            own = [tensor for tensor in tensors if id(tensor) not in shared]
-        return sum({id(tensor): tensor.nbytes for tensor in own if tensor.device == data.device}.values())
+            tensors = [*self.tensors(), *self.own.residency.tensors()]
+            counted = [tensor for tensor in tensors if id(tensor) not in shared]
+        return sum({id(tensor): tensor.nbytes for tensor in counted if tensor.device == data.device}.values())
 
     @property
     def reads_table(self) -> bool:

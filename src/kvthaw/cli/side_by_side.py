@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvthaw.cli import options
 from kvthaw.cli.progress import Reading, say
-from kvthaw.cli.words import attended
+from kvthaw.cli.words import attended, details
 from kvthaw.errors import ConfigError
-from kvthaw.formatting import human, seconds
+from kvthaw.formatting import seconds
 from kvthaw.method_names import AUTO
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def answer_all(
                 print(f"{way.label}: ", end="")
                 _print(answer, live=live)
                 each = "" if not answer.tpot_s else f" {seconds(answer.tpot_s)} per token;"
-                say(f"{attended(cache)}{each} {_kv(cache)}")
+                say(f"{attended(cache)}{each} {details(cache)[0]}.")
 
 
 def _under(own: Cache, way: Variant, settings: Mapping[str, Any]) -> Cache:
@@ -101,13 +101,6 @@ def _print(answer: Iterable[str], *, live: bool) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
     print(flush=True)
-
-
-def _kv(cache: Cache) -> str:
-    """Return a sentence about where the KV lies."""
-    stats = cache.stats()
-    host = f", {human(stats.kv_host_bytes)} on the host" if stats.kv_host_bytes else ""
-    return f"KV: {human(stats.kv_device_bytes + stats.kv_dense_bytes)} on the device{host}."
 
 
 def _record(question: str, way: Variant, text: str, prompt: int, answer: Any, cache: Cache) -> dict[str, Any]:

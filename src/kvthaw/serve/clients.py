@@ -30,8 +30,7 @@ async def attended(service: Service, job: Job, receive: Receive) -> AsyncIterato
     """Cancel the job as soon as the client disconnects or the block ends. Its named prompt is saved in any case."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _gone(receive)
         service.worker.cancel(job)
 
     watcher = asyncio.create_task(watch())
@@ -51,13 +50,8 @@ def client_of(http: Request) -> str:
 
 async def while_connected(service: Service, work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
     """Return what work returns. Cancels it, and raises ApiError, as soon as the client disconnects or the server is to end."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
     worked = asyncio.create_task(work)
-    others = asyncio.create_task(watch()), asyncio.create_task(service.ending.wait())
+    others = asyncio.create_task(_gone(receive)), asyncio.create_task(service.ending.wait())
     try:
         await asyncio.wait({worked, *others}, return_when=asyncio.FIRST_COMPLETED)
         if worked.done():
@@ -66,3 +60,9 @@ async def while_connected(service: Service, work: Coroutine[Any, Any, Result], r
     finally:
         for task in (worked, *others):
             task.cancel()
+
+
+async def _gone(receive: Receive) -> None:
+    """Wait until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
