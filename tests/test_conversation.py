@@ -181,7 +181,7 @@ def test_the_date_of_a_conversation_stays(loaded: tuple[Any, Any], monkeypatch: 
         def now(cls, tz: Any = None) -> datetime:
             return datetime.now(tz) + timedelta(1)
 
-    monkeypatch.setattr("kvthaw.conversation.datetime", Tomorrow)
+    monkeypatch.setattr("kvthaw.engine.chat_template.datetime", Tomorrow)
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
     turn(talk, "Why?")
     assert talk.prefilled < 40

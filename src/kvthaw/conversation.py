@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from contextlib import suppress
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         self.tokens: list[int] = []
         self.document = ""
-        self.dates = dates_of(tokenizer, datetime.now())
+        self.dates = dates_of(tokenizer)
         self.prefilled = 0
         self.ttft_s = 0.0
         self.answer: Answer | None = None

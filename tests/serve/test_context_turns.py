@@ -146,7 +146,7 @@ def test_a_text_too_long_for_the_server_is_refused_behind_a_context(loaded: tupl
 
 
 def _it_is(day: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvthaw.serve.turns.datetime", day_of(day))
+    monkeypatch.setattr("kvthaw.engine.chat_template.datetime", day_of(day))
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", day_of(day))
 
 

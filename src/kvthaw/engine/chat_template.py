@@ -29,8 +29,9 @@ def has_template(tokenizer: Any) -> bool:
     return "default" in found if isinstance(found, dict) else bool(found)
 
 
-def dates_of(tokenizer: Any, now: datetime, template: str | None = None) -> dict[str, str]:
+def dates_of(tokenizer: Any, template: str | None = None) -> dict[str, str]:
     """Return the dates and times that a template, or else the tokenizer's, would print now, by format."""
+    now = datetime.now()
     return {call["format"]: now.strftime(call["format"]) for call in _CLOCK.finditer(template_of(tokenizer, template))}
 
 
@@ -179,7 +180,7 @@ def dates_of_kept(tokenizer: Any, chat: Chat, kept: Sequence[Sequence[int]], pro
 
     kept: tokens of saved prompts.
     """
-    today = dates_of(tokenizer, datetime.now())
+    today = dates_of(tokenizer)
     draw, read = partial(chat.render, tokenizer), partial(encode, tokenizer)
     if not today or not kept:
         return today

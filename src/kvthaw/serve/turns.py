@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -94,7 +93,7 @@ class Turns:
 
     def _dates(self, text: str, leading: Sequence[Message] = ()) -> dict[str, str] | None:
         """Return the dates in a text; None if it does not begin like a conversation."""
-        return dates_said(text, self._draw(leading), dates_of(self._tokenizer, datetime.now(), self._template))
+        return dates_said(text, self._draw(leading), dates_of(self._tokenizer, self._template))
 
     def _draw(self, leading: Sequence[Message] = ()) -> Draw:
         """Return a function that renders the first user message.
