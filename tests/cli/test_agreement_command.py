@@ -32,7 +32,7 @@ def test_windows_of_a_file_are_followed_by_the_text(model: str, book: Path, tmp_
         "full",
         "text that follows",
         "4 prompts",
-        "99 % of next tokens are full attention's:",
+        "99 % of full attention's next tokens",
     )
     assert all(word in " ".join(table.out.split()) for word in words)
 

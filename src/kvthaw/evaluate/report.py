@@ -119,7 +119,7 @@ def agreement_rows(summaries: Sequence[Summary]) -> list[list[str]]:
 
 
 def enough(summaries: Sequence[Summary], share: float = 0.99) -> str:
-    """Return in one sentence from which budget on this share of each method's likeliest next tokens is full attention's. A budget
+    """Return in words from which budget on this share of each method's likeliest next tokens is full attention's. A budget
     counts if all larger ones of the method do too. Returns "" where no method but full attention was measured."""
     methods: dict[tuple[str, str], list[tuple[str, bool]]] = {}
     for one in sorted(summaries, key=lambda one: one["attended_mean"] or 0):
@@ -134,10 +134,12 @@ def enough(summaries: Sequence[Summary], share: float = 0.99) -> str:
             found.setdefault(kept[-1][0], []).append(name)
         else:
             never.append(name)
-    parts = [f"{', '.join(some)} with a budget of {limit}" for limit, some in found.items()]
-    rest = ", ".join(never) if len(never) <= _NAMED else f"the other {len(never)}" if found else f"all {len(never)} methods"
-    parts += [f"{rest} with none of these budgets"] * bool(never)
-    return f"{100 * share:.0f} % of next tokens are full attention's: {'; '.join(parts)}." if parts else ""
+    if not found:
+        return f"No method keeps {100 * share:.0f} % of full attention's next tokens with these budgets." if never else ""
+    enough = "; ".join(f"{limit} for {', '.join(some)}" for limit, some in found.items())
+    rest = ", ".join(never) if len(never) <= _NAMED else f"the other {len(never)}"
+    said = f"Budgets from which on {100 * share:.0f} % of next tokens are full attention's: {enough}."
+    return said + f" None of these is enough for {rest}." * bool(never)
 
 
 def compared(one: Summary) -> str:
