@@ -117,7 +117,8 @@ def test_one_sentence_says_which_budget_keeps_99_percent_of_the_tokens() -> None
     luck = [one("luck", 64, 1.0), one("luck", 256, 0.9), one("luck", 1024, 0.995)]
     found = enough([full, *near, *luck, one("far", 1024, 0.9)])
     assert found == (
-        "Budgets from which on 99 % of next tokens are full attention's: 256 for near; 1024 for luck. None of these is enough for far."
+        "Budgets from which on 99 % of next tokens are full attention's: 256 for near; 1024 for luck. "
+        "None of these is enough for far."
     )
     assert ": 64 for near with 0 dense layers, near with 2 dense layers." in enough([one("near", 64, 1, 0), one("near", 64, 1)])
     assert enough([*near, *(one(f"far{i}", 64, 0.5) for i in range(5))]).endswith(
