@@ -103,6 +103,19 @@ def test_what_is_deleted_or_replaced_while_a_request_goes_on_stays_so(model: Pre
 
 
 @torch.no_grad()
+def test_what_is_replaced_has_its_name_meanwhile(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's event loop looks it up there."""
+    scheduler, prefix = scheduler_of(model)
+    ended(scheduler, begun(scheduler, new=1))
+    pin, seen = prefix._tree.pin, list[bool]()
+    monkeypatch.setattr(prefix._tree, "pin", lambda *how: (pin(*how), seen.append(("", "doc") in prefix.entries)))
+    ended(scheduler, scheduler.submit(IDS[:150], max_new_tokens=1, stop=(), name="doc"))
+    assert (prefix.entries["", "doc"].ids.equal(IDS[:150]), prefix.stats().names) == (True, ["doc"])
+    assert all(seen)
+    assert len(seen) >= 2
+
+
+@torch.no_grad()
 def test_a_prompt_that_cannot_have_its_name_says_so_at_the_end(model: PreTrainedModel) -> None:
     scheduler, prefix = scheduler_of(model, host_bytes=1)
     request = begun(scheduler, new=3)

@@ -213,9 +213,9 @@ class PrefixCache:
         if not leaves_room():
             self._tree.pin(path[-1], -1)
             raise NotKeptError(f"{name!r} cannot be kept: all entries would leave too little host memory to other requests")
-        if key in self._entries:
-            self.forget(name, key[0])
-        self._entries[key] = Entry(ids, path[-1], own, about)
+        before, self._entries[key] = self._entries.get(key), Entry(ids, path[-1], own, about)
+        if before is not None:
+            self._tree.pin(before.node, -1)
 
     @property
     def entries(self) -> dict[Key, Entry]:
