@@ -98,7 +98,7 @@ def test_a_chat_template_that_is_not_used_is_told(model: str, tmp_path: Path) ->
     asked = ("generate", "The grass is green. ", "--model", model, "--max-new-tokens", "2")
     template = ("--chat-template", str(tmp_path / "template.jinja"))
     refused(Said("generate", "x" * POSITIONS, *asked[2:], "--question", "Who?", *template), 1, "the prompt has")
-    assert "has a chat template: --chat asks through it" in Said(*asked, *template).err
+    assert "has a chat template, which --chat uses" in Said(*asked, *template).err
     assert all(
         "has a chat template" not in Said(*asked, *how).err for how in ((), (*template, "--no-chat"), (*template, "--chat"))
     )

@@ -100,8 +100,8 @@ def test_a_file_whose_name_no_request_can_give_is_refused_with_a_better_one(text
     ("given", "words"),
     [
         ("doc=", ("'doc='", "names no file after '='", "doc=FILE")),
-        ("doc=nowhere.txt", ("'doc=nowhere.txt'", "'nowhere.txt'", "there is no such file")),
-        ("nowhere", ("'nowhere'", "there is no such file", "FILE or NAME=FILE")),
+        ("doc=nowhere.txt", ("'doc=nowhere.txt'", "'nowhere.txt'", "there is no file")),
+        ("nowhere", ("'nowhere'", "there is no file", "FILE or NAME=FILE")),
         ("doc=a", ("'doc=a'", "'a'", "is a folder")),
         ("a", ("'a'", "is a folder")),
     ],

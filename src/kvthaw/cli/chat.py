@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "Examples:\n\n  kvthaw chat --model Qwen/Qwen3-8B --no-thinking\n\n"
     "  kvthaw chat --model Qwen/Qwen3-8B --file book.txt --context book   (its KV is kept as kv/book)\n\n"
-    "  kvthaw chat --model Qwen/Qwen3-8B --context book   (takes it up again, without prefill)\n\n"
+    "  kvthaw chat --model Qwen/Qwen3-8B --context book   (continues with it, without prefill)\n\n"
     '  echo "Who stole the tarts?" | kvthaw chat --model Qwen/Qwen3-8B --file book.txt --method icecache-digest --budget 256'
 )
 SHIPPED = (
@@ -55,7 +55,7 @@ HELP = {
     "/recalled [N]": "the N passages that the last answer came from, 5 if not given",
     "/recalled PAGE.html": "a page that shows what it recalled, token by token",
     "/stats": "what the cache holds and did",
-    "/save NAME": "keep the conversation and its KV; kvthaw chat --context NAME takes it up again",
+    "/save NAME": "keep the conversation and its KV; kvthaw chat --context NAME continues it",
     "/set [NAME VALUE]": "how answers are chosen, such as /set temperature 0.7; without a name, what is set",
     "/clear": "forget all but the document",
     "/quit": "end, as Ctrl-D does; Ctrl-C ends an answer only",
@@ -117,7 +117,7 @@ def chat(
     if not tokenizer.chat_template:
         tokenizer.chat_template = plain_template(tokenizer)
         warned(
-            f"{model} has no chat template: it goes on with the text where your line ends. --chat-template FILE gives it one."
+            f"{model} has no chat template: it continues your line. --chat-template FILE gives it one."
             + SHIPPED * (model == "shipped")
         )
     talk = Conversation(llm, tokenizer, Cache(llm, settings.method, **config.keywords()), asked, prefill_chunk=prefill_chunk)
@@ -213,7 +213,7 @@ def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path)
         place = _place(kv_dir, argument, "/save: NAME")
         with waiting(f"saving {place}"):
             talk.save(place)
-        say(f"kept in {place}; --context {argument} takes it up again")
+        say(f"kept in {place}; --context {argument} continues it")
     elif command == "/clear":
         talk.clear()
         say(f"forgotten, except the document's {counted(len(talk.tokens), 'token')}" if talk.tokens else "forgotten")

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 _KINDS = {
-    b"%PDF": "a PDF, no text; pdftotext makes text of it",
-    b"PK\x03\x04": "a zip archive, as .docx and .epub files are, no text; pandoc -t plain makes text of documents",
-    b"\x1f\x8b": "compressed by gzip, no text; gunzip unpacks it",
+    b"%PDF": "a PDF, not text; pdftotext converts it",
+    b"PK\x03\x04": "a zip archive, as .docx and .epub files are, not text; pandoc -t plain converts documents",
+    b"\x1f\x8b": "compressed by gzip, not text; gunzip unpacks it",
 }
 """File formats that are not text, by first bytes: the name, and a command that converts it to text."""
 
@@ -261,11 +261,9 @@ def tell_template(model: str, tokenizer: Any, *, taken: bool) -> None:
     taken: the command asks through it.
     """
     if taken:
-        say("asking through the model's chat template; --no-chat puts the question behind the bare text")
+        say("asking through the model's chat template; --no-chat puts the question after the text itself")
     elif getattr(tokenizer, "chat_template", None):
-        warned(
-            f"{model} has a chat template: --chat asks through it; --no-chat goes on with the text, as now, without this line"
-        )
+        warned(f"{model} has a chat template, which --chat uses. --no-chat continues the text, as now, and hides this line")
 
 
 def warned(text: str) -> None:

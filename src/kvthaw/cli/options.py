@@ -194,7 +194,7 @@ Retrieved = Annotated[
         "--retrieved",
         max=MOST,
         metavar="TOKENS",
-        help="Instead of --budget: tokens retrieved beside the paper's own sink and window.",
+        help="Instead of --budget: tokens retrieved in addition to the paper's own sink and window.",
     ),
 ]
 ManyRetrieved = Annotated[

@@ -273,8 +273,9 @@ def _contexts(given: Sequence[str]) -> dict[str, str]:
         if not file:
             raise typer.BadParameter(f"{each!r} names no file after '='; it must be {name}=FILE", param_hint="--context")
         if not path.exists() or path.is_dir():
-            wrong = "is a folder" if path.is_dir() else "there is no such file"
-            raise typer.BadParameter(f"{each!r}: {file!r}, {wrong}; it must be FILE or NAME=FILE", param_hint="--context")
+            wrong = f"{file!r} is a folder" if path.is_dir() else f"there is no file {file!r}"
+            within = "" if file == each else f"{each!r}: "
+            raise typer.BadParameter(f"{within}{wrong}; give FILE or NAME=FILE", param_hint="--context")
         if not is_name(name):
             better = f"{nearest(name) or 'NAME'}={file}"
             raise ConfigError(f"--context {each!r} has the name {name!r}; it must be {ALLOWED}: --context {better!r}")

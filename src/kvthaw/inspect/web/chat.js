@@ -259,7 +259,7 @@
       return make("li", {}, button);
     });
     const hint = make("small", {}, "It came from these passages, best first. Runs of the answer's words count most.");
-    return list.length ? [make("div", {}, hint), make("ol", { ariaLabel: "Passages that the answer came from" }, ...list)] : [];
+    return list.length ? [...(list.length > 1 ? [make("div", {}, hint)] : []), make("ol", { ariaLabel: "Passages that the answer came from" }, ...list)] : [];
   }
 
   /** Show the document of an answer that streams, and mark in it what the answer recalls, until it has ended. */
