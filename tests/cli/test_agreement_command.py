@@ -44,9 +44,12 @@ def test_a_short_text_needs_no_length(model: str, book: Path) -> None:
     assert streaming["n"] == 4
     (length,) = streaming["lengths"]
     assert 100 < length < 1200
-    table = Said(*arguments, "--tokens", "3", "--method", "icecache-digest-device", columns=80).out
+    said = Said(*arguments, "--tokens", "3", "--method", "icecache-digest-device", columns=80)
+    table = said.out
     assert max(len(line) for line in table.splitlines() if "streaming" in line and "0." in line) <= 80
     assert [line.split()[0] for line in table.splitlines() if "0." in line and "prompts" not in line].count("streaming") == 1
+    assert "covers all" not in said.err
+    assert "a budget of 5,000 covers all of these prompts" in Said(*arguments, "--budget", "5000,6000").err
     refused(Said(*arguments, "--length", "9000"), 1, "the text has", "9,000", "smaller length")
 
 

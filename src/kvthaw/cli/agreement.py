@@ -130,6 +130,9 @@ def agreement(
     work = Comparison(tuple(dict.fromkeys(made())), tokens)
     if shortened := sum(prompt.cut for prompt in work.prompts):
         warned(f"{shortened} of {counted(len(work.prompts), 'prompt')} lost the middle, being too long")
+    longest_prompt = max(len(prompt.tokens) for prompt in work.prompts)
+    if whole := [each.budget for each in variants if isinstance(each.budget, int) and each.budget >= longest_prompt + tokens]:
+        warned(f"a budget of {min(whole):,} covers all of these prompts, of at most {counted(longest_prompt, 'token')}")
     with bars() as progress:
         runner = Agreement(llm, tokenizer, results, name=loading.model)
         found = runner.run(work, variants, shown(progress, "agreement", len(work.prompts)))
