@@ -25,6 +25,9 @@ def test_stats_are_a_sentence(llama: PreTrainedModel) -> None:
         said = str(handle.stats())
         assert said.startswith("full: all 68 tokens attended per step; KV ")
         assert said.endswith(" on the device"), "nothing is said of what full attention has not"
+    with kvthaw.attach(llama) as handle:
+        llama.generate(IDS, max_new_tokens=9, do_sample=False)
+        assert "; full attention is faster up to" in str(handle.stats()), "why auto took it"
     with kvthaw.attach(llama, "oracle", budget=32) as handle, torch.no_grad():
         llama(IDS, past_key_values=kvthaw.Cache(llama, "oracle", budget=32))
         llama(IDS, past_key_values=handle.cache)

@@ -125,6 +125,7 @@ class Stats:
             self.shrunk,
             f"KV {human(self.kv_device_bytes + self.kv_dense_bytes)} on the device{host}",
             hits,
+            self.reason,
         )
         return "; ".join(filter(None, parts))
 

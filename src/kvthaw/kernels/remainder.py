@@ -97,7 +97,7 @@ if HAS_TRITON:
     from kvthaw.kernels.gpu import PRECISION
     from kvthaw.kernels.row_format import load_codes
 
-    LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+    LN2 = tl.constexpr(0.6931471805599453)
 
     @triton.jit
     def _of_pages(row, begin, first, PAGE: tl.constexpr, BLOCK_P: tl.constexpr):
