@@ -18,7 +18,7 @@ from lab.bench.settings import ShapeSetting, setting
 from lab.evaluate import plot
 
 FIGURES = {
-    "overview": "The README's: full attention, transformers' offloaded cache and pariskv-plus, 36k to 512k",
+    "overview": "The README's: full attention, transformers' offloaded cache, pariskv-plus and thaw, 36k to 1M",
     "length": "Time per output token against the length, 36k to 1M",
     "icecache": "IceCache's ways to search at 36k and 128k",
     "baseline": "After a prompt of 36k: transformers' caches, full attention, and methods, eager and captured",
@@ -41,10 +41,12 @@ _EVERY = {
     "prkv": 128,
     "prkv-plus": 128,
     "icecache-digest-device": 128,
+    "thaw": 192,
 }
-"""Steps after which a method's updates begin again: ParisKV's buffer, ClusterKV's batch, PRKV's interval."""
+"""Steps after which a method's updates begin again: ParisKV's buffer, ClusterKV's batch, PRKV's interval, twelve of thaw's."""
 _FEW = 48  # of the others, whose rings give 16 tokens at a time
 _PARISKV = ("pariskv:retrieved=100", "pariskv-plus:retrieved=100")
+_OURS = (_PARISKV[1], "thaw:retrieved=256")
 _UNITS = ("clusterkv-plus:budget=1024", "prkv:budget=1024")
 _OTHERS = ("clusterkv:budget=1024:hits=0.7", "prkv-plus:budget=1024:hits=0.7", "icecache-digest-device")
 _HOST = ("icecache", "icecache-reuse", "icecache-digest", "icecache-digest:reuse=3")
@@ -106,11 +108,11 @@ def _length(c: Common) -> list[ShapeSetting]:
 
 
 def _overview(c: Common) -> list[ShapeSetting]:
-    full, ours, offloaded = "full", _PARISKV[1], "hf-offloaded"
+    near = ("full", *_OURS, "hf-offloaded")
     return [
-        c.run(method, n * _K, new_tokens=8 if method == offloaded else None, shared=n == 512 and method == ours)
-        for n in (36, 128, 512)
-        for method in (offloaded, full, ours)
+        c.run(method, n * _K, new_tokens=8 if method == "hf-offloaded" else None, shared=n >= 512 and method in _OURS)
+        for n, methods in ((36, near), (128, near), (512, near), (1024, _OURS))
+        for method in methods
     ]
 
 
