@@ -94,8 +94,9 @@ def possible(setting: DecodeSetting, cuda: bool) -> bool:
     if setting.hf or not cuda:
         return False
     method = setting.resolved()
-    if setting.steps == "compiled" or method.prefetches or method.index is None:
-        return not method.prefetches
+    looked_into = method.prefetches == "attention"
+    if setting.steps == "compiled" or looked_into or method.index is None:
+        return not looked_into
     about = described(setting.method)
     return needs_host(method, safe=about["graph_safe"] or about["decides"] == "host") is None
 

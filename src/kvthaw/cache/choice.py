@@ -26,6 +26,7 @@ class Choice:
     fetch: [B, H, M] int32, the rows to fetch, else -1.
     live: [B, H, C] bool, slots that hold a selected row.
     host: slots and fetch on the CPU too, if the index works there and the query is on a GPU.
+    fetched: whether the rows to fetch are in their slots.
     """
 
     selection: Selection
@@ -33,6 +34,7 @@ class Choice:
     fetch: Tensor | None = None
     live: Tensor | None = None
     host: tuple[Tensor, Tensor] | None = None
+    fetched: bool = False
 
     @property
     def followed(self) -> Choice:
@@ -41,14 +43,36 @@ class Choice:
         return replace(self, selection=Selection(self.selection.rows, self.selection.counts))
 
 
+@dataclass(frozen=True, slots=True)
+class EarlyChoice:
+    """A choice by a predicted query, whose rows a side stream selects and fetches.
+
+    selection: with what Index.complete() needs.
+    done: the event after which the rows are in their slots; None off a GPU.
+    reads: tensors that the side stream reads until then.
+    """
+
+    choice: Choice
+    selection: Selection
+    done: torch.cuda.Event | None
+    reads: tuple[Tensor, ...]
+
+    def wait(self) -> None:
+        """Make the current stream wait for the rows."""
+        if self.done is not None:
+            torch.cuda.current_stream(self.selection.rows.device).wait_event(self.done)
+
+
 class PrefetchedSearch:
     """Predicted queries [B, Hq, T, D] for the coming T tokens, and the running searches for the first of them.
 
     The other tokens are searched when they come, because the index changes before.
+
+    early: the choice for a single token, made already.
     """
 
-    def __init__(self, queries: Tensor, searches: Sequence[Future[Selection]] = ()) -> None:
-        self.queries, self.searches = queries, searches
+    def __init__(self, queries: Tensor, searches: Sequence[Future[Selection]] = (), early: EarlyChoice | None = None) -> None:
+        self.queries, self.searches, self.early = queries, searches, early
 
     def search(self, token: int) -> Future[Selection] | None:
         """Return a token's search, if it has started."""
@@ -59,6 +83,8 @@ class PrefetchedSearch:
         for search in self.searches:
             search.cancel()
         wait(self.searches)
+        if self.early is not None:
+            self.early.wait()
 
     def __deepcopy__(self, memo: dict[int, object]) -> PrefetchedSearch:
         return PrefetchedSearch(self.queries)

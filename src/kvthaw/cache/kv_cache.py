@@ -41,6 +41,8 @@ class KVCache:
     windows: its layers that attend only to recent tokens, with their spans.
     origin: returns an identity of the model that the KV belongs to; None if these layers are not all of its KV. Caches of
         equal origins share prefixes.
+    predict: returns a layer's query, [B, Hq, 1, D], for its number, the residual stream before the MLP of the layer before, and
+        the rotary cos and sin; None: no layer chooses early in compiled steps.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class KVCache:
         self.preallocator, self.finite = BlockPreallocator(self.streams), FiniteCheck()
         self._checkpoints = Checkpoints(self.sequences)
         self.origin: Callable[[], str] | None = None
+        self.predict: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None
         layers = make_layers(settings, numbers, depth, windows, self.sequences, self.streams)
         self._capacity = -1  # for which the layers' fixed bytes are known
         self._in_forward = self._prefilled = False  # _prefilled: a prompt was counted that may yet prove to have failed
@@ -113,6 +116,18 @@ class KVCache:
         if place == len(self._places) - 1:
             self._commit(step)
         return out
+
+    def choose_early(self, number: int, tokens: int, predict: Callable[[], Tensor], *reads: Tensor) -> None:
+        """Let a layer choose rows by a predicted query while the layer before computes, if the step decodes.
+
+        number: of the layer.
+        predict, reads: as in OffloadedLayer.choose_early.
+        """
+        place, step = self._places.get(number), self.sequences.step
+        layer = None if place is None else self.chooser.layers[place]
+        if step is not None and not step.dense and isinstance(layer, OffloadedLayer) and layer.asks(tokens):
+            with torch.inference_mode(False), torch.no_grad():
+                layer.choose_early(step, predict, *reads)
 
     def append(self, prompts: Sequence[LayerPrompt]) -> None:
         """Store the whole prompt of one sequence as attend() does in all layers, after a forward that ran without the cache.

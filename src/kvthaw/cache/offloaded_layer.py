@@ -10,7 +10,7 @@ A decode step, start to finish:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -276,6 +276,18 @@ class OffloadedLayer(LayerKV):
         """
         assert self.retriever is not None
         self.retriever.prefetch(queries, self.undisturbed(queries.shape[2]) if self.on_host else 0)
+
+    def choose_early(self, step: Step, predict: Callable[[], Tensor], *reads: Tensor) -> None:
+        """Choose the rows of a step's tokens by a predicted query, [B, Hq, T, D]. A single token's are fetched at once, beside the
+        layer before.
+
+        predict: returns the query. It may run on a side stream.
+        reads: tensors that `predict` reads.
+        """
+        if step.tokens > 1:
+            self.prefetch(predict())
+        else:
+            self.sparse.choose_early(step, predict, *reads)
 
     def undisturbed(self, tokens: int) -> int:
         """Return how many of the next tokens come before tokens leave a ring and so change the index."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.choice import Choice, HostSelectionBuffer, PrefetchedSearch, check_selection
+from kvthaw.cache.choice import Choice, EarlyChoice, HostSelectionBuffer, PrefetchedSearch, check_selection
 from kvthaw.cache.device_lengths import to_host
 from kvthaw.cache.index_api import Index, IndexContext, Method, Selection
 from kvthaw.cache.pool import Residency
@@ -175,8 +175,10 @@ class Retriever:
         length: length of the longest sequence.
         retaken: a failed step is repeated, so an index that remembers queries is not queried again with the same query.
         """
-        search = None
+        search, own = None, query
         if self.prefetched is not None:
+            if self.prefetched.early is not None:
+                return self._complete(self.prefetched.early, query)
             query, search = self.prefetched.queries[:, :, t], self.prefetched.search(t)
         graph = self.streams.graph
         if graph is not None and self.index.traits.on_host:
@@ -190,7 +192,7 @@ class Retriever:
                 if retaken:
                     self.forget_step()
                 with self._naming_errors():
-                    selection = self._now(query) if search is None else search.result()
+                    selection = self._now(query, own) if search is None else search.result()
                 self._asked_at = -1 if self.context.sequences is None else self.context.sequences.commits
                 self._check(selection, query)
                 choice = self._admit(selection, query, length)
@@ -269,7 +271,52 @@ class Retriever:
             for seq in range(seqs):
                 self.residency.clear(seq)
 
-    def _now(self, query: Tensor) -> Selection:
+    def choose_early(
+        self, predict: Callable[[], Tensor], length: int, fetch: Callable[[Choice], None], *, retaken: bool, reads: Sequence[Tensor]
+    ) -> None:  # fmt: skip
+        """Choose rows for the next token, and fetch them, on a side stream with a predicted query.
+
+        predict: returns the query, [B, Hq, 1, D]. It runs on the side stream, as does `fetch`.
+        length, retaken: as in choose().
+        reads: tensors that `predict` reads.
+        """
+        self.drop_search()
+        self.wait()
+        if retaken:
+            self.forget_step()
+        queries, made = list[Tensor](), list[tuple[Choice, Selection]]()
+
+        def work() -> None:
+            queries.append(predict())
+            query = queries[0][:, :, 0]
+            with self._naming_errors():
+                selection = self.index.select_early(query, self.rows)
+            self._check(selection, query)
+            try:
+                choice = self._admit(selection, query, length)
+                fetch(choice)
+            except BaseException:  # slots may have no rows
+                self.forget_step()
+                raise
+            made.append((choice, selection))
+
+        done = self.streams.early.run(reads[0].device, work)
+        (choice, selection), sequences = made[0], self.context.sequences
+        self._asked, self._asked_at = None, -1 if sequences is None else sequences.commits
+        self.prefetched = PrefetchedSearch(queries[0], early=EarlyChoice(choice, selection, done, tuple(reads)))
+
+    def _complete(self, early: EarlyChoice, query: Tensor) -> Choice:
+        """Return an early choice, with weights and attention for the layer's own query."""
+        early.wait()
+        selection = replace(self.index.complete(early.selection, query), estimated=None)
+        choice = replace(early.choice, selection=selection, fetched=True)
+        self.choices.append(choice)
+        return choice
+
+    def _now(self, query: Tensor, own: Tensor) -> Selection:
+        """Select rows for a query that may be predicted, with weights and attention for the layer's own."""
+        if query is not own and not self.index.traits.on_host:
+            return self.index.complete(self.index.select_early(query, self.rows), own)
         if self.index.traits.on_host:
             query, sent = to_host(query)
             if sent is not None:

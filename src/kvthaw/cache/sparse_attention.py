@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,12 +66,7 @@ class SparseAttention:
             selected = self._all(seqs)
         if self.retriever is not None and self.transfer is not None:
             choice = self._choose(self.retriever, step, query, t)
-            if choice.slots is not None and choice.fetch is not None:
-                transfer, device = self.transfer, (choice.slots, choice.fetch)
-                slots, fetch = choice.host if choice.host and not transfer.graph_safe else device
-                transfer.fetch(self.storage.store, slab, fetch, slots)
-                if self.own is not None and self.own.index.traits.rebuilds:
-                    self.own.index.rebuild(slab, choice.fetch, choice.slots)
+            self._fetch(choice)
             selection, reads = choice.selection, self.retriever.reads_blocks
             selected, visible = self._selected(self.retriever, choice) if reads else None, None if reads else choice.live
             if selection.partial is not None:
@@ -99,6 +96,22 @@ class SparseAttention:
             partials=partials,
         )
         return sparse_decode(decode_step, slab.tickets), choice
+
+    def _fetch(self, choice: Choice) -> None:
+        """Fetch the rows of a choice that are not in their slots."""
+        if choice.fetched or choice.slots is None or choice.fetch is None or self.transfer is None:
+            return
+        slab, device = self.storage.slab, (choice.slots, choice.fetch)
+        slots, fetch = choice.host if choice.host and not self.transfer.graph_safe else device
+        self.transfer.fetch(self.storage.store, slab, fetch, slots)
+        if self.own is not None and self.own.index.traits.rebuilds:
+            self.own.index.rebuild(slab, choice.fetch, choice.slots)
+
+    def choose_early(self, step: Step, predict: Callable[[], Tensor], *reads: Tensor) -> None:
+        """Select and fetch rows for a step of one token beside the layer before; see Retriever.choose_early."""
+        if self.own is not None:
+            longest = step.start + 1 - min(step.left_pad)
+            self.own.choose_early(predict, longest, self._fetch, retaken=step.retaken, reads=reads)
 
     def _choose(self, retriever: Retriever, step: Step | None, query: Tensor, t: int) -> Choice:
         if self.own is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,9 +37,10 @@ def serves(cache: KVCache) -> bool:
 
 
 def register() -> None:
-    """Register torch.ops.kvthaw.attend and all_reduce, once per process and not before they are needed."""
+    """Register kvthaw's operators, once per process and not before they are needed."""
     if not hasattr(torch.ops.kvthaw, "attend"):
         torch.library.custom_op("kvthaw::attend", _attend, mutates_args=()).register_fake(_shape)
+        torch.library.custom_op("kvthaw::choose_early", _choose_early, mutates_args=()).register_fake(_as_hidden)
         torch.library.custom_op("kvthaw::all_reduce", _all_reduce, mutates_args=()).register_fake(_like)
 
 
@@ -62,6 +64,29 @@ def _shape(
     query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def _choose_early(hidden: Tensor, cos: Tensor, sin: Tensor, layer: int) -> Tensor:
+    """Let a layer of the served cache choose rows while the layer before computes its MLP.
+
+    hidden: the residual stream before that MLP, [B, 1, hidden].
+    cos, sin: the rotary embedding of the token.
+
+    Returns a copy of hidden, which the MLP reads, so that this comes first. The compiled graph may write over all that it gave,
+    so the side stream reads copies of its own.
+    """
+    cache = _SERVED.get()
+    if cache is None or cache.predict is None or cache.settings.method.prefetches != "mlp":
+        return hidden.clone()
+    given = hidden, hidden, cos, sin
+    copy, *mine = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
+    torch._foreach_copy_([copy, *mine], given)
+    cache.choose_early(layer, hidden.shape[1], partial(cache.predict, layer, *mine), *mine)
+    return copy
+
+
+def _as_hidden(hidden: Tensor, cos: Tensor, sin: Tensor, layer: int) -> Tensor:
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
 
 
 def _all_reduce(x: Tensor, buffer: Tensor, group: str) -> Tensor:

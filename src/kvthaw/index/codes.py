@@ -32,7 +32,7 @@ from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.planes import planes
 from kvthaw.kernels.query import Rotated
 from kvthaw.kernels.remainder import Estimated
-from kvthaw.kernels.rerank import TILE, rerank
+from kvthaw.kernels.rerank import TILE, rerank, rescore
 from kvthaw.kernels.signs import signs
 from kvthaw.kernels.srht import make_rotation
 from kvthaw.kernels.tiers import Combine, most_votes, tiers
@@ -212,8 +212,22 @@ class CodesIndex(Index, tested=True):
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index. Raises ConfigError where a fixed number of candidates is less than budget."""
+        return replace(self.select_early(query, budget), partial=self.attention(query))
+
+    def select_early(self, query: Tensor, budget: int) -> Selection:
         self.join()
-        return replace(self.best(query, budget), partial=self.attention(query))
+        return self.best(query, budget)
+
+    def complete(self, found: Selection, query: Tensor) -> Selection:
+        """Estimate the scores of the candidates again, with the layer's own query."""
+        if found.estimated is not None:
+            rotated, _ = self._planes(
+                query, torch.empty((*query.shape[:1], self.context.kv_heads, BINS), dtype=torch.int32, device=query.device)
+            )
+            known = found.estimated
+            scores = rescore(rotated, self.summaries, known.places, known.wanted, self.quantizer, known.scores)
+            found = replace(found, estimated=replace(known, scores=scores))
+        return replace(found, partial=self.attention(query))
 
     def best(self, query: Tensor, budget: int) -> Selection:
         """Select the rows [B, H, budget] of the best estimates, ascending, -1 padded."""
@@ -274,13 +288,17 @@ class CodesIndex(Index, tested=True):
         width = -(-max(budget, self.ratios.most(ids.shape[3], budget)) // TILE) * TILE
         totals = torch.empty((batch, self.context.kv_heads, BINS), dtype=torch.int32, device=query.device)
         if self.graded:
-            how: dict[str, Any] = {"mean": self.policy == "mean_query", "combine": self._combine}
-            rotated, bits = planes(query, self.rotation, self.context.kv_heads, totals, **how)
+            rotated, bits = self._planes(query, totals)
             scores = signs(bits, ids, lengths, totals)
         else:
             rotated, table = self.votes(query, totals)
             scores = collide(table, ids, lengths, totals, self._combine, self._shift)
         return rotated, bucket_topk(scores, lengths, wanted, width), wanted
+
+    def _planes(self, query: Tensor, totals: Tensor) -> tuple[Rotated, Tensor]:
+        """Return rotated queries and their bit planes; clear totals."""
+        how: dict[str, Any] = {"mean": self.policy == "mean_query", "combine": self._combine}
+        return planes(query, self.rotation, self.context.kv_heads, totals, **how)
 
     def votes(self, query: Tensor, totals: Tensor) -> tuple[Rotated, Tensor]:
         """Return rotated queries and the packed votes of each centroid, as `kvthaw.kernels.tiers` does; clear totals."""

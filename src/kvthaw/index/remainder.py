@@ -246,7 +246,16 @@ class RemainderIndex(AroundIndex, tested=True):
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index. Raises ConfigError where the query heads of a KV head choose rows of their own."""
-        found, batch, pages = self.inner.select(query, budget), query.shape[0], self.pages
+        return self._estimate(self.inner.select(query, budget), query)
+
+    def select_early(self, query: Tensor, budget: int) -> Selection:
+        return self.inner.select_early(query, budget)
+
+    def complete(self, found: Selection, query: Tensor) -> Selection:
+        return self._estimate(self.inner.complete(found, query), query)
+
+    def _estimate(self, found: Selection, query: Tensor) -> Selection:
+        batch, pages = query.shape[0], self.pages
         pages.join()
         if found.log_weight is not None:
             raise ConfigError(f"remainder is {pages.page}; it must be 0 where each query head has rows or weights of its own")

@@ -15,7 +15,7 @@ def with_remainder(method: Method, page: int) -> Method:
     """Return a method that estimates what it does not select from pages of `page` tokens; return `method` for 0.
 
     Raises ConfigError unless `page` is a multiple of 16. Also for a method that retrieves nothing, one whose layers follow
-    another layer's choice, and one that is asked with a predicted query: the estimate needs each layer's own."""
+    another layer's choice, and for one that selects with a predicted query alone: the estimate needs each layer's own."""
     at_least(0, remainder=page)
     if page % MARK:
         raise ConfigError(f"remainder is {page}; it must be a multiple of {MARK}")
@@ -23,7 +23,7 @@ def with_remainder(method: Method, page: int) -> Method:
         return method
     if method.index is None:
         raise ConfigError(f"remainder is {page}; {method.name} selects no rows, so nothing is left to estimate; it must be 0")
-    if method.anchors != 1 or method.prefetches:
+    if method.anchors != 1 or method.prefetches == "attention":
         raise ConfigError(
             f"remainder is {page}; it must be 0 for {method.name}, whose layers attend to rows that another query chose"
         )

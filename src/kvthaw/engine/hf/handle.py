@@ -27,7 +27,7 @@ from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.cache_argument import CACHE, pop_cache
 from kvthaw.engine.hf.chunks import CHUNK, columns_of, drafted, in_chunks, may_reuse, new_tokens
 from kvthaw.engine.hf.fused import fused, fusing
-from kvthaw.engine.hf.hooks import drop_prefetch
+from kvthaw.engine.hf.hooks import drop_hooks
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.engine.hf.prefill_progress import PrefillProgress, Tell
 from kvthaw.engine.hf.replay import Replay
@@ -142,7 +142,7 @@ class Forward:
                 del model.forward
             else:
                 model.forward = self.own
-        drop_prefetch(model)
+        drop_hooks(model)
         give_back_attention(model)
         with self._turn:
             for cache in self._caches:
@@ -311,7 +311,7 @@ def detach(model: PreTrainedModel) -> None:
     attachment = _attachment(model)
     if attachment is not None:
         (attachment.handle() or Handle(attachment)).detach()
-    drop_prefetch(model)
+    drop_hooks(model)
     give_back_attention(model)
 
 

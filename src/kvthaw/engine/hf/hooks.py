@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +18,9 @@ from transformers import PreTrainedModel
 from kvthaw.cache.index_api import Rotary
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.window import WindowLayer
-from kvthaw.engine.hf.layer import CacheLayer
+from kvthaw.engine.hf.cache_argument import CACHE
+from kvthaw.engine.hf.fused import fused
+from kvthaw.engine.hf.layer import HOOKED, CacheLayer, QueryAskedError
 from kvthaw.errors import UnsupportedModelError
 
 
@@ -51,12 +57,128 @@ def prefetch(module: torch.nn.Module) -> None:
         module.register_forward_pre_hook(_prefetch, with_kwargs=True)
 
 
-def drop_prefetch(model: PreTrainedModel) -> None:
+def drop_hooks(model: PreTrainedModel) -> None:
     """Remove the hooks of a model's modules."""
     for module in model.modules():
-        for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _prefetch]:
-            del module._forward_pre_hooks[number]
-            module._forward_pre_hooks_with_kwargs.pop(number, None)
+        vars(module).pop(HOOKED, None)
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if hook is _prefetch or isinstance(hook, (_BeforeAttention, _BeforeMLP)):
+                del module._forward_pre_hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+class _Seen:
+    """The arguments of the attention module that ran last, for the hook before the MLP of its layer."""
+
+    arguments: dict[str, Any] | None = None
+
+
+class _BeforeAttention:
+    """A hook that keeps an attention module's arguments."""
+
+    def __init__(self, seen: _Seen) -> None:
+        self.seen = seen
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.seen.arguments = kwargs
+
+
+class _BeforeMLP:
+    """A hook before the norm of a layer's MLP. Its input is the residual stream, from which it predicts the next layer's query.
+
+    norm, attention: the next layer's modules.
+    """
+
+    def __init__(self, seen: _Seen, norm: torch.nn.Module, attention: torch.nn.Module) -> None:
+        self.seen, self.norm, self.attention = seen, norm, attention
+        self.number = int(attention.layer_idx)
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        given, self.seen.arguments = self.seen.arguments, None
+        if given is None:
+            return None
+        hidden, *rest = args
+        if torch.compiler.is_compiling():
+            return torch.ops.kvthaw.choose_early(hidden, *given["position_embeddings"], self.number), *rest
+        layers = getattr(given.get(CACHE), "layers", ())
+        kv = next((layer.shared.kv for layer in layers if isinstance(layer, CacheLayer)), None)
+        if kv is not None and kv.settings.method.prefetches == "mlp":
+            predict = partial(self.predict, hidden, given)
+            kv.choose_early(self.number, hidden.shape[1], predict, hidden, *given["position_embeddings"])
+        return None
+
+    def predict(self, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
+        """Return the next layer's query, [B, Hq, T, D], for a residual stream [B, T, hidden].
+
+        given: arguments of this layer's attention.
+        """
+        return _query(self.attention, {**given, "hidden_states": self.norm(hidden)})
+
+
+def choose_early(model: PreTrainedModel) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    """Hook a model so that layers choose rows while the layer before computes its MLP.
+
+    The first two layers keep their own queries: the residual stream is little more than the token's embedding there.
+
+    Returns a function of the layer's number, the residual stream before it, cos and sin, which predicts the layer's query. Raises
+    UnsupportedModelError for a model whose residual stream cannot be read.
+    """
+    made = {hook.number: hook for module in model.modules() for hook in _before_mlp(module)}
+    if not made:
+        seen = _Seen()
+        for layer, norm, following in _pairs(model):
+            layer.self_attn.register_forward_pre_hook(_BeforeAttention(seen), with_kwargs=True)
+            setattr(layer.self_attn, HOOKED, True)
+            hook = _BeforeMLP(seen, following.input_layernorm, following.self_attn)
+            norm.register_forward_pre_hook(hook)
+            made[hook.number] = hook
+    if not made:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no layers that add attention and then a normed MLP to a residual stream; prefetch must be "
+            "False"
+        )
+    of, hooks = weakref.ref(model), {number: weakref.ref(hook) for number, hook in made.items()}
+
+    def predict(number: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        served, hook = of(), hooks[number]()
+        if served is None or hook is None:
+            raise UnsupportedModelError("the model that a compiled step was made for is gone, or its hooks are")
+        with fused(served):
+            return hook.predict(hidden, {"position_embeddings": (cos, sin)})
+
+    return predict
+
+
+def _before_mlp(module: torch.nn.Module) -> list[_BeforeMLP]:
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _BeforeMLP)]
+
+
+def _pairs(model: PreTrainedModel) -> Iterator[tuple[Any, torch.nn.Module, Any]]:
+    """Return layers from the second on, the norm of each one's MLP, and the layer that follows, where all is known of both."""
+    layers = list(getattr(model.get_decoder(), "layers", ()))
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    rotary_of = getattr(model.get_decoder(), "rotary_emb", None)
+    by_kind = rotary_of is not None and "layer_type" in inspect.signature(rotary_of.forward).parameters
+    for number, (layer, following) in enumerate(pairwise(layers)):
+        norm = getattr(layer, "pre_feedforward_layernorm", None) or getattr(layer, "post_attention_layernorm", None)
+        modules = norm, getattr(layer, "self_attn", None), getattr(following, "self_attn", None)
+        named = all(isinstance(module, torch.nn.Module) for module in (*modules, getattr(following, "input_layernorm", None)))
+        turned = named and all(
+            "position_embeddings" in inspect.signature(one.self_attn.forward).parameters for one in (layer, following)
+        )
+        same = not by_kind or kinds is None or kinds[number] == kinds[number + 1]
+        if number > 0 and turned and same and norm is not None:
+            yield layer, norm, following
+
+
+def _query(attention: torch.nn.Module, given: Mapping[str, Any]) -> Tensor:
+    """Return the query that an attention module computes, [B, Hq, T, D], for arguments as its forward takes them."""
+    try:
+        with torch.no_grad():
+            attention(**{"attention_mask": None, **given, CACHE: None, "kvthaw_asked": True})
+    except QueryAskedError as asked:
+        return asked.query
+    raise UnsupportedModelError(f"{type(attention).__name__} cannot be asked what its query would be")
 
 
 def _prefetch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -69,7 +191,7 @@ def _prefetch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     for name, given in kwargs.items():
         every = [layer for layer in getattr(given, "layers", []) if isinstance(layer, CacheLayer)]
         ours = [layer for layer in every if not isinstance(layer.kv, WindowLayer)]
-        if not ours or not ours[0].shared.kv.settings.method.prefetches:
+        if not ours or ours[0].shared.kv.settings.method.prefetches != "attention":
             continue
         at = next((i for i, layer in enumerate(ours) if layer.module is not None and layer.module() is module), len(ours))
         prefetches = at + 1 < len(ours) and ours[at] is not given.layers[0]
@@ -77,10 +199,6 @@ def _prefetch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         hidden = args[0] if args else kwargs["hidden_states"]
         if following is None or not isinstance(kv, OffloadedLayer) or not kv.asks(hidden.shape[1]):
             continue
-        attention, asked = following(), list[Tensor]()
+        attention = following()
         assert attention is not None
-        with torch.no_grad():
-            attention(*args, **{**kwargs, name: None, "kvthaw_asked": asked})
-        if not asked:
-            raise UnsupportedModelError(f"{type(attention).__name__} cannot be asked what its query would be")
-        kv.prefetch(asked[0])
+        kv.prefetch(_query(attention, {**kwargs, name: None, **({"hidden_states": hidden} if args else {})}))

@@ -30,6 +30,18 @@ TAG = "_kvthaw_layer"
 """The attribute of keys and values that names the layer they came from."""
 
 
+HOOKED = "_kvthaw_hooked"
+"""The attribute of attention modules whose layer has hooks that a compiled step contains."""
+
+
+class QueryAskedError(Exception):
+    """Ends an attention module's forward that was asked for its query alone, [B, Hq, T, D]."""
+
+    def __init__(self, query: Tensor) -> None:
+        super().__init__()
+        self.query = query
+
+
 class Layers(list[Any]):
     """The layers of a cache, in a list that its layers can reference weakly."""
 
@@ -410,14 +422,13 @@ def attention(
     query: [B, Hq, T, D].
     key, value: [B, H, n, D].
     """
-    asked: list[Tensor] | None = kwargs.get("kvthaw_asked")
-    if asked is not None:
-        asked.append(query)
-        return query.transpose(1, 2).contiguous(), None
+    if kwargs.get("kvthaw_asked"):
+        raise QueryAskedError(query)
     params = AttentionParams(
         query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), kwargs.get("s_aux")
     )
     if torch.compiler.is_compiling():
+        getattr(module, HOOKED, False)  # torch.compile does not guard hooks; it guards what it reads
         attended = torch.ops.kvthaw.attend(query, key, value, module.layer_idx, params.scale, params.softcap, params.sinks)
         return attended.transpose(1, 2).contiguous(), None
     layer: TaggingLayer | None = getattr(key, TAG, None)

@@ -1,0 +1,274 @@
+"""Rows that a layer chooses while the layer before computes its MLP, with a predicted query."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvthaw
+import zoo
+from kvthaw.cache.index_api import Index, Selection
+from kvthaw.cache.retriever import Retriever
+from kvthaw.cache.transfer import BulkCopy
+from kvthaw.engine.graph_runner import GraphRunner, compilable
+from kvthaw.errors import UnsupportedModelError
+from kvthaw.index.codes import CodesIndex
+from kvthaw.testing import check_method
+
+EARLY = "thaw:prefetch=True"
+FOUR: dict[str, Any] = {"num_hidden_layers": 4}
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    """Of four layers; the last two choose early."""
+    return zoo.build("llama", **FOUR)
+
+
+class Asked:
+    """What the indexes were asked with, by layer: by a predicted query, and afterwards by the layer's own."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.early: dict[int, list[Tensor]] = {}
+        self.own: dict[int, list[Tensor]] = {}
+        select, complete = CodesIndex.select_early, CodesIndex.complete
+
+        def spy(index: CodesIndex, query: Tensor, budget: int) -> Selection:
+            self.early.setdefault(index.context.layer, []).append(query.clone())
+            return select(index, query, budget)
+
+        def completed(index: CodesIndex, found: Selection, query: Tensor) -> Selection:
+            self.own.setdefault(index.context.layer, []).append(query.clone())
+            return complete(index, found, query)
+
+        patch.setattr(CodesIndex, "select_early", spy)
+        patch.setattr(CodesIndex, "complete", completed)
+
+
+def generate(model: PreTrainedModel, ids: Tensor, tokens: int = 8) -> Tensor:
+    found: Tensor = model.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return found[:, ids.shape[1] :]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt_oss"])
+def test_a_query_is_that_of_the_residual_stream_before_the_mlp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next layer's norm and attention turn it into the query; the first two layers have their own."""
+    model, asked, streams = zoo.build(name, **FOUR), Asked(monkeypatch), dict[int, list[Tensor]]()
+    turns, hooks = list[tuple[Tensor, Tensor]](), []
+    for i, layer in enumerate(model.model.layers):
+
+        def keep(module: Any, args: Any, i: int = i) -> None:
+            if args[0].shape[1] == 1:
+                streams.setdefault(i, []).append(args[0])
+
+        hooks.append(layer.post_attention_layernorm.register_forward_pre_hook(keep))
+
+    def turn(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["hidden_states"].shape[1] == 1:
+            turns.append(kwargs["position_embeddings"])
+
+    hooks.append(model.model.layers[0].self_attn.register_forward_pre_hook(turn, with_kwargs=True))
+    with kvthaw.attach(model, EARLY, budget=48, dense_layers=0):
+        generate(model, zoo.prompt(2, 150), 6)
+    for hook in hooks:
+        hook.remove()
+    served = sorted(asked.own)
+    assert served
+    assert served[0] >= 2
+    for i in served:
+        layer = model.model.layers[i]
+        for step, query in enumerate(asked.early[i]):
+            hidden = layer.input_layernorm(streams[i - 1][step])
+            with torch.no_grad():
+                expected = _query(layer.self_attn, hidden, turns[step])
+            torch.testing.assert_close(query, expected[:, :, 0])
+            assert not torch.equal(query, asked.own[i][step])
+
+
+def _query(attention: Any, hidden: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    dim = attention.head_dim
+    made = attention.qkv_proj(hidden)[..., : attention.config.num_attention_heads * dim] if hasattr(attention, "qkv_proj") else (
+        attention.q_proj(hidden)
+    )  # fmt: skip
+    made = made.unflatten(2, (-1, dim))
+    made = attention.q_norm(made) if hasattr(attention, "q_norm") else made
+    query = made.transpose(1, 2)
+    rotated: Tensor = sys.modules[type(attention).__module__].apply_rotary_pos_emb(query, query, *turn)[0]
+    return rotated
+
+
+def test_a_model_with_another_residual_stream_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"prefetch must be\s+False"):
+        kvthaw.attach(zoo.build("gpt_neox"), EARLY, budget=48)
+
+
+def test_layers_with_rotary_angles_of_their_own_keep_their_own_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3's full layers follow layers with windows, whose angles differ."""
+    asked, model = Asked(monkeypatch), zoo.build("gemma3", num_hidden_layers=4, layer_types=["full_attention"] * 4)
+    with kvthaw.attach(model, EARLY, budget=48, dense_layers=0):
+        generate(model, zoo.prompt(1, 150), 3)
+    assert sorted(asked.own) == [2, 3]
+    asked.own.clear()
+    kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+    mixed = zoo.build("gemma3", num_hidden_layers=4, layer_types=kinds)
+    with kvthaw.attach(mixed, EARLY, budget=48, dense_layers=0):
+        generate(mixed, zoo.prompt(1, 150), 3)
+    assert sorted(asked.own) == [3]
+
+
+def test_a_budget_that_covers_everything_is_full_attention(llama: PreTrainedModel) -> None:
+    ids = zoo.prompt(2, 150)
+    expected = generate(llama, ids, 10)
+    with kvthaw.attach(llama, EARLY, budget=400, dense_layers=0):
+        assert torch.equal(generate(llama, ids, 10), expected)
+
+
+def test_a_row_of_a_batch_is_the_row_alone(llama: PreTrainedModel) -> None:
+    ids, pads = zoo.prompt(3, 200), (0, 30, 7)
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(pads):
+        mask[row, :pad] = 0
+    with kvthaw.attach(llama, EARLY, budget=48, dense_layers=0):
+        together = llama.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)[:, 200:]
+        for row, pad in enumerate(pads):
+            assert torch.equal(generate(llama, ids[row : row + 1, pad:])[0], together[row])
+
+
+def test_several_tokens_at_once_choose_as_one_by_one(llama: PreTrainedModel) -> None:
+    ids = zoo.prompt(1, 150)
+    one, many = (kvthaw.Cache(llama, EARLY, budget=48, dense_layers=0) for _ in range(2))
+    with torch.no_grad():
+        for cache in (one, many):
+            llama(ids[:, :140], past_key_values=cache)
+        apart = torch.cat([llama(ids[:, i : i + 1], past_key_values=one).logits for i in range(140, 150)], dim=1)
+        together = llama(ids[:, 140:], past_key_values=many).logits
+    torch.testing.assert_close(together, apart, atol=2e-4, rtol=1e-4)
+
+
+STAGES = {
+    "search": (CodesIndex, "select_early"),
+    "admit": (Retriever, "_admit"),
+    "fetch": (BulkCopy, "fetch"),
+    "attention": (CodesIndex, "complete"),
+}
+"""Where a step fails: what it calls."""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_failed_step_is_repeated(llama: PreTrainedModel, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it fails, rows that have slots and were not fetched are fetched again."""
+    ids, (owner, name) = zoo.prompt(2, 160), STAGES[stage]
+    function, calls = getattr(owner, name), [-1]
+
+    def breaks(*args: Any, **kwargs: Any) -> Any:
+        calls[0] -= 1
+        if calls[0] == 0:
+            raise RuntimeError("on purpose")
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, breaks)
+    rows = []
+    for failing in ((), (2, 5)):
+        cache = kvthaw.Cache(llama, EARLY, budget=48, dense_layers=0)
+        with torch.no_grad():
+            token = llama(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            found = [token]
+            for step in range(8):
+                if step in failing:
+                    calls[0] = 2 if stage in ("search", "attention") else 4  # of the last layer, whose rows are chosen early
+                    with pytest.raises(RuntimeError, match="on purpose"):
+                        llama(token, past_key_values=cache)
+                token = llama(token, past_key_values=cache).logits.argmax(-1)
+                found.append(token)
+        rows.append(torch.cat(found, dim=1))
+    assert torch.equal(*rows)
+
+
+def test_compiled_steps_choose_early_too(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the same forward was compiled for a cache whose layers do not."""
+    ids, asked = zoo.prompt(2, 150), Asked(monkeypatch)
+
+    def logits(method: str, *, compiled: bool) -> Tensor:
+        cache, forward = kvthaw.Cache(llama, method, budget=48), llama.forward
+        assert compilable(cache) is None
+        if compiled:
+            forward = torch.compile(forward, fullgraph=True, dynamic=False, backend="aot_eager")
+        with torch.no_grad():
+            token = llama(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            step = GraphRunner(forward, cache, compiled=compiled, capture=False)
+            found = []
+            for at in range(150, 155):
+                found.append(step(token, torch.full((2, 1), at)).clone())
+                token = found[-1].reshape(2, 1, -1).argmax(-1)
+        return torch.stack(found)
+
+    for method in ("thaw", EARLY, "thaw"):
+        asked.own.clear()
+        assert torch.equal(logits(method, compiled=True), logits(method, compiled=False))
+        assert bool(asked.own) == (method == EARLY)
+
+
+def test_an_early_choice_keeps_its_rows_and_takes_the_own_query(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are those of select() with the predicted query; scores and attention those with the own."""
+    made: list[tuple[Index, Selection, Tensor, Selection]] = []
+    complete = CodesIndex.complete
+
+    def spy(index: CodesIndex, found: Selection, query: Tensor) -> Selection:
+        early = Selection(found.rows.clone(), found.counts.clone(), estimated=found.estimated)
+        made.append((index, early, query, complete(index, found, query)))
+        return made[-1][-1]
+
+    monkeypatch.setattr(CodesIndex, "complete", spy)
+    with kvthaw.attach(llama, EARLY, budget=48, dense_layers=0):
+        generate(llama, zoo.prompt(2, 150), 3)
+        index, early, query, late = made[-1]
+        assert torch.equal(early.rows, late.rows)
+        own = index.select(query, early.rows.shape[2])
+    assert late.estimated is not None
+    assert own.estimated is not None
+    same = (late.estimated.places == own.estimated.places) & (late.estimated.places >= 0)
+    both = same[:, :, None] & (late.estimated.scores > -torch.inf) & (own.estimated.scores > -torch.inf)
+    assert both.any()
+    torch.testing.assert_close(late.estimated.scores[both], own.estimated.scores[both])
+
+
+def test_it_keeps_the_contract() -> None:
+    check_method(EARLY)
+
+
+def test_nothing_stays_on_the_model(llama: PreTrainedModel) -> None:
+    with kvthaw.attach(llama, EARLY, budget=48):
+        generate(llama, zoo.prompt(1, 100), 3)
+        assert any(module._forward_pre_hooks for module in llama.model.modules())
+    assert not any(module._forward_pre_hooks for module in llama.modules())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_captured_steps_are_eager_ones(name: str) -> None:
+    model = zoo.build(name, **FOUR).to("cuda")
+    ids = zoo.prompt(2, 600).to("cuda")
+    tokens = []
+    for capture in (False, True):
+        with kvthaw.attach(model, EARLY, budget=64, dense_layers=0, capture=capture) as handle:
+            tokens.append(generate(model, ids, 60))
+            assert (handle.stats().captures > 0) == capture
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.gpu
+def test_compiled_steps_on_a_gpu_are_eager_ones() -> None:
+    model = zoo.build("llama", **FOUR).to("cuda")
+    ids = zoo.prompt(2, 600).to("cuda")
+    tokens = []
+    for how in ({"capture": False}, {"compile": True}):
+        with kvthaw.attach(model, EARLY, budget=64, dense_layers=0, **how):
+            tokens.append(generate(model, ids, 40))
+    assert torch.equal(*tokens)
