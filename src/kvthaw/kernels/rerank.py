@@ -150,6 +150,8 @@ if HAS_TRITON:
         splits = tl.num_programs(0)
         seq = tl.program_id(2)
         pair = (seq * heads + tl.program_id(1)).to(tl.int64)
+        if AGAIN:
+            follow(PDL)  # the previous kernel wrote the rotated queries
         count = tl.load(wanted + seq)
         p = tl.arange(0, PP)
         part = parts + ((pair * P + p) * splits + split) * 2
