@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # On a machine with a GPU and no network: run parts of this folder after each other, within a time, and pack what they write every 15 s.
-# usage: lab/gpu/run.sh OUT COMMIT SECONDS PART[@SECONDS][+PART[@SECONDS]...]...
-#   PART: PART.sh of this folder, called as PART.sh FOLDER COMMIT SECONDS in the repository's root and killed after its seconds. Parts joined
-#   by + run together: none that is timed may be among them. OUT/all.tgz has the folders, with what each printed in its log.
+# usage: lab/gpu/run.sh OUT COMMIT SECONDS PART[:MORE][@SECONDS][+PART[:MORE][@SECONDS]...]...
+#   PART: PART.sh of this folder, called as PART.sh FOLDER COMMIT SECONDS [MORE] in the repository's root and killed after its seconds. Joined
+#   by + they run together: none that is timed may be among them. figures:overview@250 makes one figure. OUT/all.tgz has the folders, with what each printed in its log.
 # .gpu/, if it is there, holds what git does not: packages.tar.xz (Python packages that the machine lacks) and a native module for its Python;
 # without one kvthaw is built and installed. What a part needs besides it says itself.
 set -u
@@ -24,12 +24,14 @@ pack() { tar -C "$work/results" -czf "$work/all.tgz" . 2> /dev/null; mv "$work/a
 packer=$!
 trap 'kill $packer; pack' EXIT
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$work/results/gpu.txt"
-one() { # PART[@SECONDS]
-  local name=${1%@*} most=$((total - SECONDS - 5)) begin=$SECONDS rc
+one() { # PART[:MORE][@SECONDS]
+  local part=${1%@*} most=$((total - SECONDS - 5)) begin=$SECONDS rc
+  local name=${part%%:*} more=()
+  [[ $part == *:* ]] && more=("${part#*:}")
   if [[ $1 == *@* ]] && ((${1##*@} < most)); then most=${1##*@}; fi
   if ((most < 10)); then echo "== $name: no time left"; return; fi
   mkdir -p "$work/results/$name"
-  timeout -k 5 "$most" bash "$here/$name.sh" "$work/results/$name" "$commit" "$most" > "$work/results/$name/log" 2>&1
+  timeout -k 5 "$most" bash "$here/$name.sh" "$work/results/$name" "$commit" "$most" "${more[@]}" > "$work/results/$name/log" 2>&1
   rc=$?
   echo "== $name: exit status $rc after $((SECONDS - begin)) of $most s"
   tail -n 4 "$work/results/$name/log" | cut -c1-300

@@ -53,18 +53,17 @@ def test_against_the_definition(head_dim: int, dtype: torch.dtype, device: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_programs_of_many_rows(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [op.rows_each(rows) for rows in (1, 16384, 16385, 110592, 374784)] == [1, 1, 2, 8, 16]
+def test_programs_of_many_rows(dtype: torch.dtype, device: torch.device) -> None:
+    assert [op.rows_each(rows, op.PROGRAMS) for rows in (1, 16384, 16385, 110592, 374784)] == [1, 1, 2, 8, 16]
     lengths, heads, slots = [37, 5], 3, 12
     host = store(64, dtype, 16, lengths)
     fetch, places = (rows.to(device) for rows in wishes(lengths, heads, 9, slots))
     fetch[0, 1:] = -1
     found = []
     for programs in (1 << 14, 20, 1):  # of one row, of four and of sixteen, 54 in all
-        monkeypatch.setattr(op, "PROGRAMS", programs)
         slab, counters = poisoned(2, heads, slots, 2, 64, dtype=dtype).to(device), torch.zeros(COUNTERS, dtype=torch.int64)
         there = torch.ones(host.table.on_cpu().shape, dtype=torch.bool, device=device), counters.to(device)
-        uva_gather(host.table.on_cpu().to(device), 16, slab, fetch, places, 0, there)
+        uva_gather(host.table.on_cpu().to(device), 16, slab, fetch, places, 0, there, programs=programs)
         assert there[1].sum() == (fetch >= 0).sum()
         found.append(slab)
     for other in found[1:]:

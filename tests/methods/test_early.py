@@ -216,7 +216,7 @@ def test_compiled_steps_choose_early_too(llama: PreTrainedModel, monkeypatch: py
 def test_an_early_choice_keeps_its_rows_and_takes_the_own_query(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are those of select() with the predicted query; scores and attention those with the own."""
+    """select() with the predicted query gives the rows. Scores and attention follow the own query."""
     made: list[tuple[Index, Selection, Tensor, Selection]] = []
     complete = CodesIndex.complete
 
@@ -254,7 +254,7 @@ def test_nothing_stays_on_the_model(llama: PreTrainedModel) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_captured_steps_are_eager_ones(name: str) -> None:
     model = zoo.build(name, **FOUR).to("cuda")
-    ids = zoo.prompt(2, 600).to("cuda")
+    ids = zoo.prompt(2, 400).to("cuda")
     tokens = []
     for capture in (False, True):
         with kvthaw.attach(model, EARLY, budget=64, dense_layers=0, capture=capture) as handle:
@@ -266,7 +266,7 @@ def test_captured_steps_are_eager_ones(name: str) -> None:
 @pytest.mark.gpu
 def test_compiled_steps_on_a_gpu_are_eager_ones() -> None:
     model = zoo.build("llama", **FOUR).to("cuda")
-    ids = zoo.prompt(2, 600).to("cuda")
+    ids = zoo.prompt(2, 400).to("cuda")
     tokens = []
     for how in ({"capture": False}, {"compile": True}):
         with kvthaw.attach(model, EARLY, budget=64, dense_layers=0, **how):

@@ -41,8 +41,8 @@ class KVCache:
     windows: its layers that attend only to recent tokens, with their spans.
     origin: returns an identity of the model that the KV belongs to; None if these layers are not all of its KV. Caches of
         equal origins share prefixes.
-    predict: returns a layer's query, [B, Hq, 1, D], for its number, the residual stream before the MLP of the layer before, and
-        the rotary cos and sin; None: no layer chooses early in compiled steps.
+    predict: returns a layer's query, [B, Hq, 1, D], for compiled steps. Arguments: the layer's number, the residual stream before
+        the MLP of the layer before, the rotary cos and sin. None: no layer chooses early there.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class KVCache:
         return out
 
     def choose_early(self, number: int, tokens: int, predict: Callable[[], Tensor], *reads: Tensor) -> None:
-        """Let a layer choose rows by a predicted query while the layer before computes, if the step decodes.
+        """Choose rows of a layer by a predicted query, on a side stream during the MLP of the layer before, if the step decodes.
 
         number: of the layer.
         predict, reads: as in OffloadedLayer.choose_early.

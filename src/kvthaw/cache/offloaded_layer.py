@@ -278,8 +278,8 @@ class OffloadedLayer(LayerKV):
         self.retriever.prefetch(queries, self.undisturbed(queries.shape[2]) if self.on_host else 0)
 
     def choose_early(self, step: Step, predict: Callable[[], Tensor], *reads: Tensor) -> None:
-        """Choose the rows of a step's tokens by a predicted query, [B, Hq, T, D]. A single token's are fetched at once, beside the
-        layer before.
+        """Choose the rows of a step's tokens by a predicted query, [B, Hq, T, D]. A single token's are fetched at once, during the
+        MLP of the layer before.
 
         predict: returns the query. It may run on a side stream.
         reads: tensors that `predict` reads.

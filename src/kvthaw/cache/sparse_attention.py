@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +17,15 @@ from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
-from kvthaw.cache.transfer import UvaGather
+from kvthaw.cache.transfer import UvaGather, fetch_choice
 from kvthaw.errors import ConfigError
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.in_place import Selected
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
+
+_EARLY_PROGRAMS = 128
+"""Programs that fetch rows during an MLP. On an H200 kernels of the MLP stood still until 2,048 programs had their rows."""
 
 
 class SparseAttention:
@@ -66,7 +70,7 @@ class SparseAttention:
             selected = self._all(seqs)
         if self.retriever is not None and self.transfer is not None:
             choice = self._choose(self.retriever, step, query, t)
-            self._fetch(choice)
+            fetch_choice(self.transfer, choice, self.storage.store, slab, None if self.own is None else self.own.index)
             selection, reads = choice.selection, self.retriever.reads_blocks
             selected, visible = self._selected(self.retriever, choice) if reads else None, None if reads else choice.live
             if selection.partial is not None:
@@ -97,21 +101,14 @@ class SparseAttention:
         )
         return sparse_decode(decode_step, slab.tickets), choice
 
-    def _fetch(self, choice: Choice) -> None:
-        """Fetch the rows of a choice that are not in their slots."""
-        if choice.fetched or choice.slots is None or choice.fetch is None or self.transfer is None:
-            return
-        slab, device = self.storage.slab, (choice.slots, choice.fetch)
-        slots, fetch = choice.host if choice.host and not self.transfer.graph_safe else device
-        self.transfer.fetch(self.storage.store, slab, fetch, slots)
-        if self.own is not None and self.own.index.traits.rebuilds:
-            self.own.index.rebuild(slab, choice.fetch, choice.slots)
-
     def choose_early(self, step: Step, predict: Callable[[], Tensor], *reads: Tensor) -> None:
-        """Select and fetch rows for a step of one token beside the layer before; see Retriever.choose_early."""
-        if self.own is not None:
-            longest = step.start + 1 - min(step.left_pad)
-            self.own.choose_early(predict, longest, self._fetch, retaken=step.retaken, reads=reads)
+        """Select and fetch rows for a step of one token during the MLP of the layer before; see Retriever.choose_early."""
+        if self.own is None or self.transfer is None:
+            return
+        storage, longest = self.storage, step.start + 1 - min(step.left_pad)
+        transfer = UvaGather(_EARLY_PROGRAMS) if isinstance(self.transfer, UvaGather) else self.transfer
+        fetch = partial(fetch_choice, transfer, store=storage.store, slab=storage.slab, index=self.own.index)
+        self.own.choose_early(predict, longest, fetch, retaken=step.retaken, reads=reads)
 
     def _choose(self, retriever: Retriever, step: Step | None, query: Tensor, t: int) -> Choice:
         if self.own is None:

@@ -56,7 +56,7 @@ class Streams:
         self.layers, self.memory, self.device = layers, memory or HostMemory(), device or DeviceMemory()
         self.memory.streams = self.device.streams
         self.prefetcher, self.aux = KVPrefetcher(self.device.streams), AuxStream(self.device.streams)
-        self.early = AuxStream(self.device.streams)
+        self.early = AuxStream(self.device.streams, urgent=True)
         self.deferred = DeferredBatch()
         self.graph: SegmentedGraph | None = None
         self.observers: list[Observer] = []

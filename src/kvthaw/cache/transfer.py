@@ -8,12 +8,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvthaw.cache.choice import Choice
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import host_tensor
+from kvthaw.cache.index_api import Index, Transfer
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import one_of
 from kvthaw.kernels.row_format import RowFormat
-from kvthaw.kernels.uva_gather import crossing, uva_gather
+from kvthaw.kernels.uva_gather import PROGRAMS, crossing, uva_gather
 
 Gather = Callable[[Tensor, Tensor], tuple[int, Tensor]]
 """Gathers rows into a buffer, as `kvthaw.native.gather_rows` does."""
@@ -29,6 +31,19 @@ def scatter(slab: Slab, rows: Tensor, which: Tensor, slots: Tensor) -> None:
     if slab.data.device.type == "cuda":
         place = place.pin_memory().to(slab.data.device, non_blocking=True)
     slab.data.view(seqs * heads * n, 2, -1).index_copy_(0, place, rows)
+
+
+def fetch_choice(transfer: Transfer, choice: Choice, store: HostStore, slab: Slab, index: Index | None) -> None:
+    """Fetch the rows of a choice that are not in their slots.
+
+    index: replaces fetched keys, if it rebuilds them; None: it is another layer's.
+    """
+    if choice.fetched or choice.slots is None or choice.fetch is None:
+        return
+    slots, fetch = choice.host if choice.host and not transfer.graph_safe else (choice.slots, choice.fetch)
+    transfer.fetch(store, slab, fetch, slots)
+    if index is not None and index.traits.rebuilds:
+        index.rebuild(slab, choice.fetch, choice.slots)
 
 
 class BulkCopy:
@@ -76,16 +91,22 @@ class BulkCopy:
 
 
 class UvaGather:
-    """A kernel on the device reads the rows from pinned host memory (ParisKV, section 4.3). No host sync."""
+    """A kernel on the device reads the rows from pinned host memory (ParisKV, section 4.3). No host sync.
+
+    programs: of the kernel, each with one row under way at a time; see uva_gather.
+    """
 
     graph_safe = True
+
+    def __init__(self, programs: int = PROGRAMS) -> None:
+        self.programs = programs
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
         """Fetch as BulkCopy.fetch does, with fetch and slots on the device."""
         host.order(slab.data.device)
         table = host.table.on(slab.data.device)
         count = None if host.allocator.device is None else (host.table.on_host, host.crossed)
-        uva_gather(table, host.block_size, slab.data, fetch, slots, slab.pool_start, count, host.format)
+        uva_gather(table, host.block_size, slab.data, fetch, slots, slab.pool_start, count, host.format, self.programs)
 
 
 Way = Literal["uva", "bulk"]

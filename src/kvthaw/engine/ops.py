@@ -67,7 +67,7 @@ def _shape(
 
 
 def _choose_early(hidden: Tensor, cos: Tensor, sin: Tensor, layer: int) -> Tensor:
-    """Let a layer of the served cache choose rows while the layer before computes its MLP.
+    """Choose rows of a layer of the served cache while the layer before computes its MLP.
 
     hidden: the residual stream before that MLP, [B, 1, hidden].
     cos, sin: the rotary embedding of the token.

@@ -248,13 +248,14 @@ class RemainderIndex(AroundIndex, tested=True):
         """See Index. Raises ConfigError where the query heads of a KV head choose rows of their own."""
         return self._estimate(self.inner.select(query, budget), query)
 
-    def select_early(self, query: Tensor, budget: int) -> Selection:
-        return self.inner.select_early(query, budget)
-
     def complete(self, found: Selection, query: Tensor) -> Selection:
-        return self._estimate(self.inner.complete(found, query), query)
+        return self._estimate(self.inner.complete(found, query), query, aside=False)
 
-    def _estimate(self, found: Selection, query: Tensor) -> Selection:
+    def _estimate(self, found: Selection, query: Tensor, *, aside: bool = True) -> Selection:
+        """Return a selection with the estimate of what it leaves out.
+
+        aside: compute it on the side stream, while the selected rows are fetched.
+        """
         batch, pages = query.shape[0], self.pages
         pages.join()
         if found.log_weight is not None:
@@ -267,6 +268,10 @@ class RemainderIndex(AroundIndex, tested=True):
             how: dict[str, Any] = {"first": pages.first, "page": pages.page, "scale": scale, "estimated": found.estimated}
             estimates.append(remainder(query, means, found.rows, known, pages.format, **how))
 
-        done = self._beside.run(query.device, estimate)  # while the selected rows are fetched
+        done = None
+        if aside:
+            done = self._beside.run(query.device, estimate)
+        else:
+            estimate()
         used = [] if done is None or found.estimated is None else [found.estimated.scores, found.estimated.marks]
         return Selection(found.rows, found.counts, partial=replace(estimates[0], done=done, reads=used))

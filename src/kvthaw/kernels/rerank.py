@@ -145,7 +145,7 @@ if HAS_TRITON:
                 TILE: tl.constexpr, ROOM: tl.constexpr, RUN: tl.constexpr, PLAIN: tl.constexpr, AGAIN: tl.constexpr,
                 PDL: tl.constexpr):  # fmt: skip
         # Program: every num_programs-th tile of candidates of one KV head, for all its query heads. AGAIN: write over earlier
-        # scores, of which -inf stays, and nothing else.
+        # scores unless they are -inf, and compute nothing else.
         split = tl.program_id(0)
         splits = tl.num_programs(0)
         seq = tl.program_id(2)

@@ -90,9 +90,12 @@ if HAS_TRITON:
                         copy_words(source, target, width, BLOCK)
 
 
-def rows_each(rows: int) -> int:
-    """Return how many of `rows` rows a program looks at: more than one where many programs would have none to copy."""
-    return min(16, max(1, 1 << (-(-rows // PROGRAMS) - 1).bit_length()))
+def rows_each(rows: int, programs: int) -> int:
+    """Return how many of `rows` rows each of about `programs` programs looks at, at most 16.
+
+    More than one where many programs would have none to copy, or where few rows may be under way at once.
+    """
+    return min(16, max(1, 1 << (-(-rows // programs) - 1).bit_length()))
 
 
 def uva_gather(
@@ -104,11 +107,14 @@ def uva_gather(
     offset: int,
     count: tuple[Tensor, Tensor] | None = None,
     format: RowFormat | None = None,
+    programs: int = PROGRAMS,
 ) -> None:
     """Launch the kernel: as `definition`, on the current stream, without a sync. Blocks lie in pinned or device memory.
 
     count: on_host of `crossing`, strided as table, and counters [COUNTERS] int64, to whose sum the rows that lie on the host are
     added.
+
+    programs: limit below which each program takes one row. A program has one row under way at a time.
 
     table [B, blocks] int64: addresses of the blocks, on the device. slab [B, H, N, 2, D] contiguous. fetch, slots [B, H, M]
     int32.
@@ -120,7 +126,7 @@ def uva_gather(
         assert count[0].shape == table.shape and count[0].is_contiguous() and count[0].dtype == torch.bool
         assert count[1].shape == (COUNTERS,) and count[1].dtype == torch.int64
     heads, rows, total = *fetch.shape[1:], fetch.numel()
-    each = rows_each(total)
+    each = rows_each(total, programs)
     _uva_gather[(triton.cdiv(total, each),)](
         table, fetch, slots, words, *(count or (None, None)), block_size, width, heads, rows, offset, table.stride(0),
         words.stride(0), words.stride(1), total, EACH=each, COUNTERS=COUNTERS, **how,

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Linear
 from transformers import PreTrainedModel
 
 from kvthaw.cache.index_api import Rotary
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.hf.cache_argument import CACHE
-from kvthaw.engine.hf.fused import fused
+from kvthaw.engine.hf.fused import fused, swapped
 from kvthaw.engine.hf.layer import HOOKED, CacheLayer, QueryAskedError
 from kvthaw.errors import UnsupportedModelError
 
@@ -89,9 +90,9 @@ class _BeforeMLP:
     norm, attention: the next layer's modules.
     """
 
-    def __init__(self, seen: _Seen, norm: torch.nn.Module, attention: torch.nn.Module) -> None:
+    def __init__(self, seen: _Seen, norm: torch.nn.Module, attention: Any) -> None:
         self.seen, self.norm, self.attention = seen, norm, attention
-        self.number = int(attention.layer_idx)
+        self.number: int = attention.layer_idx
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         given, self.seen.arguments = self.seen.arguments, None
@@ -171,10 +172,17 @@ def _pairs(model: PreTrainedModel) -> Iterator[tuple[Any, torch.nn.Module, Any]]
             yield layer, norm, following
 
 
+def _unread(module: Linear, x: Tensor) -> Tensor:
+    """Stand for a projection whose result is not read."""
+    return x.new_empty((*x.shape[:-1], module.weight.shape[0]))
+
+
 def _query(attention: torch.nn.Module, given: Mapping[str, Any]) -> Tensor:
     """Return the query that an attention module computes, [B, Hq, T, D], for arguments as its forward takes them."""
+    parts = (getattr(attention, name, None) for name in ("k_proj", "v_proj"))
+    unread: list[tuple[torch.nn.Module, Callable[..., Any]]] = [(part, _unread) for part in parts if isinstance(part, Linear)]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), swapped(unread):
             attention(**{"attention_mask": None, **given, CACHE: None, "kvthaw_asked": True})
     except QueryAskedError as asked:
         return asked.query
