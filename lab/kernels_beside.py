@@ -9,6 +9,7 @@ the larger of the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def products() -> list[Callable[[], object]]:
     def one(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         return (torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
 
-    return [lambda each=each: one(*each) for each in weights]
+    return [partial(one, *each) for each in weights]
 
 
 def fetches(rows: int, tokens: int, programs: int, calls: int) -> list[Callable[[], object]]:
@@ -53,7 +54,7 @@ def fetches(rows: int, tokens: int, programs: int, calls: int) -> list[Callable[
     def one(fetch: torch.Tensor) -> None:
         uva_gather(table, store.block_size, slab.data, fetch, slots, slab.pool_start, programs=programs)
 
-    return [lambda fetch=fetch: one(fetch) for fetch in wanted]
+    return [partial(one, fetch) for fetch in wanted]
 
 
 def together(first: Callable[[], object], second: Callable[[], object], side: torch.cuda.Stream) -> Callable[[], object]:

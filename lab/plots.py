@@ -117,39 +117,31 @@ def recall(length: int = 32768) -> Figure:
 
 
 def overview(*, dark: bool = False) -> Figure:
-    """Time per output token, and bytes of KV, index and dense layers on the device, by length."""
+    """Time per output token, and bytes of KV, index and dense layers on the device, by length, of one run."""
     ink = "white" if dark else "black"
     shown = {
-        "full": ("full attention", ink),
-        "pariskv-plus": ("pariskv-plus", "#56B4E9" if dark else "#0072B2"),
-        "clusterkv-plus": ("clusterkv-plus", "#CC79A7"),
+        "full": ("full attention", ink, -3),
+        "pariskv-plus": ("pariskv-plus, 100 rows", "#56B4E9" if dark else "#0072B2", -9),
+        "thaw": ("thaw, 256 rows", "#E69F00" if dark else "#B5660B", 3),
     }
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for method, (label, colour) in shown.items():
-        mine: dict[int, tuple[float, float]] = {}
-        for line in lines("decode"):
-            setting = line["setting"]
-            name, length = setting["method"].removesuffix(":iterations=4"), setting["length"]
-            asked = setting["shape"], setting["device"], name, setting["batch"], setting["steps"]
-            usual = setting["hits"] != 0.0 and setting["dense_layers"] != 0
-            if asked == ("llama-3.1-8b", "NVIDIA H200", method, 1, "compiled") and usual:
-                held = sum(line[part] for part in ("kv_device_bytes", "index_device_bytes", "kv_dense_bytes"))
-                mine[length] = 1e3 * line["tpot_s"], held / 1e9
-        at = sorted(mine)
-        for axes, column in ((left, 0), (right, 1)):
-            values = [mine[n][column] for n in at]
+    for method, (label, colour, up) in shown.items():
+        mine = sorted(
+            (line for line in lines("overview") if line["setting"]["method"] == method), key=lambda of: of["setting"]["length"]
+        )
+        at = [line["setting"]["length"] for line in mine]
+        parts = "kv_device_bytes", "index_device_bytes", "kv_dense_bytes"
+        held = [sum(line[part] for part in parts) / 1e9 for line in mine]
+        for axes, values, above in ((left, [1e3 * line["tpot_s"] for line in mine], up), (right, held, -up - 6)):
             axes.plot(at, values, "o-", markersize=4, color=colour)
-            how: dict[str, Any] = {"xytext": (7, -3)}
-            if method == "clusterkv-plus" and axes is left:
-                how = {"xytext": (7, 4)}  # where no line is
-            axes.annotate(label, (at[-1], values[-1]), textcoords="offset points", color=colour, fontsize=9, **how)
+            axes.annotate(label, (at[-1], values[-1]), xytext=(7, above), textcoords="offset points", color=colour, fontsize=9)
     left.set(title="milliseconds per token")
     right.set(title="GB of GPU memory: KV cache and index")
     for axes in (left, right):
-        axes.set(xlabel="context, tokens", xlim=(0, 1350 << 10))
+        axes.set(xlabel="context, tokens", xlim=(0, 720 << 10))
         axes.set_ylim(bottom=0)
-        axes.set_xticks([n << 10 for n in (36, 128, 512, 1024)], ["36k", "128k", "512k", "1M"])
+        axes.set_xticks([n << 10 for n in (36, 128, 256, 512)], ["36k", "128k", "256k", "512k"])
         axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(ink)

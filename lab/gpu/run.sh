@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # On a machine with a GPU and no network: run parts of this folder after each other, within a time, and pack what they write every 15 s.
 # usage: lab/gpu/run.sh OUT COMMIT SECONDS PART[:MORE][@SECONDS][+PART[:MORE][@SECONDS]...]...
-#   PART: PART.sh of this folder, called as PART.sh FOLDER COMMIT SECONDS [MORE] in the repository's root and killed after its seconds. Joined
-#   by + they run together: none that is timed may be among them. figures:overview@250 makes one figure. OUT/all.tgz has the folders, with what each printed in its log.
+#   PART: PART.sh of this folder, called as PART.sh FOLDER COMMIT SECONDS [MORE] in the repository's root and killed after its
+#   seconds. Parts joined by + run together: none that is timed may be among them. figures:overview@250 makes one figure.
+#   OUT/all.tgz has the folders, with what each printed in its log.
 # .gpu/, if it is there, holds what git does not: packages.tar.xz (Python packages that the machine lacks) and a native module for its Python;
 # without one kvthaw is built and installed. What a part needs besides it says itself.
 set -u
