@@ -4,8 +4,8 @@
 #   PART: PART.sh of this folder, called as PART.sh FOLDER COMMIT SECONDS [MORE] in the repository's root and killed after its
 #   seconds. Parts joined by + run together: none that is timed may be among them. figures:overview@250 makes one figure.
 #   OUT/all.tgz has the folders, with what each printed in its log.
-# .gpu/, if it is there, holds what git does not: packages.tar.xz (Python packages that the machine lacks) and a native module for its Python;
-# without one kvthaw is built and installed. What a part needs besides it says itself.
+# .gpu/, if it is there, holds what git does not; prepare.sh makes it: packages.tar.xz (Python packages that the machine lacks) and a
+# native module for its Python. Without one kvthaw is built and installed. What a part needs besides it says itself.
 set -u
 out=$1 commit=$2 total=$3
 shift 3
