@@ -104,7 +104,14 @@ def _query(attention: Any, hidden: Tensor, turn: tuple[Tensor, Tensor]) -> Tenso
 
 def test_a_model_with_another_residual_stream_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"prefetch must be\s+False"):
-        kvthaw.attach(zoo.build("gpt_neox"), EARLY, budget=48)
+        kvthaw.attach(zoo.build("gpt_neox", num_hidden_layers=3), EARLY, budget=48)
+
+
+def test_two_layers_have_nothing_to_choose_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = zoo.build("llama", num_hidden_layers=2), Asked(monkeypatch)
+    with kvthaw.attach(model, EARLY, budget=48):
+        generate(model, zoo.prompt(1, 100), 3)
+    assert not asked.own
 
 
 def test_layers_with_rotary_angles_of_their_own_keep_their_own_queries(monkeypatch: pytest.MonkeyPatch) -> None:

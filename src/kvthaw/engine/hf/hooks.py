@@ -133,7 +133,7 @@ def choose_early(model: PreTrainedModel) -> Callable[[int, Tensor, Tensor, Tenso
             hook = _BeforeMLP(seen, following.input_layernorm, following.self_attn)
             norm.register_forward_pre_hook(hook)
             made[hook.number] = hook
-    if not made:
+    if not made and model.config.get_text_config(decoder=True).num_hidden_layers > 2:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no layers that add attention and then a normed MLP to a residual stream; prefetch must be "
             "False"
