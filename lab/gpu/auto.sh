@@ -5,5 +5,5 @@
 # publish: lines of placement.jsonl to lab/results/placement.jsonl, the crossings printed at the end to kvthaw.methods.auto, where
 # an H200's are an H100's by its memory's bandwidth until then.
 out=$1 commit=$2 most=$3
-timeout -k 2 $((most - 2)) python3 -m lab.placement --sizes 1x4096,1x8192,1x32768,1x8192,1x32768,1x65536,1x131072 --steps 160 \
-  --method full,auto,pariskv-plus,clusterkv-plus --device-memory auto --commit "$commit" --out "$out/placement.jsonl"
+timeout -k 2 $((most - 2)) python3 -m lab.placement --sizes 1x8192,1x32768,1x8192,1x32768,1x49152,1x65536,1x131072 --steps 160 \
+  --method full,auto,thaw,pariskv-plus --device-memory auto --commit "$commit" --out "$out/placement.jsonl"
