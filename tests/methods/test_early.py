@@ -102,9 +102,34 @@ def _query(attention: Any, hidden: Tensor, turn: tuple[Tensor, Tensor]) -> Tenso
     return rotated
 
 
-def test_a_model_with_another_residual_stream_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("gpt_neox", {"num_hidden_layers": 3}), ("gpt2", {"num_hidden_layers": 3, "n_layer": 3}), ("llama4", {})],
+)
+def test_a_model_with_another_residual_stream_is_refused(name: str, sizes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"prefetch must be\s+False"):
-        kvthaw.attach(zoo.build("gpt_neox", num_hidden_layers=3), EARLY, budget=48)
+        kvthaw.attach(zoo.build(name, **sizes), EARLY, budget=48)
+
+
+def test_packed_projections_are_left_out_by_their_size(llama: PreTrainedModel) -> None:
+    """Of weights of 4 bits the first dimension is not that of the output."""
+    ids = zoo.prompt(1, 150)
+    with kvthaw.attach(llama, EARLY, budget=48, dense_layers=0):
+        expected = generate(llama, ids)
+        for layer in llama.model.layers:
+            layer.self_attn.k_proj = Packed(layer.self_attn.k_proj)
+        assert torch.equal(generate(llama, ids), expected)
+
+
+class Packed(torch.nn.Linear):
+    """A projection whose weight is stored as one column."""
+
+    def __init__(self, of: torch.nn.Linear) -> None:
+        super().__init__(of.in_features, of.out_features, bias=False)
+        self.weight = torch.nn.Parameter(of.weight.detach().reshape(-1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight.view(self.out_features, self.in_features))
 
 
 def test_two_layers_have_nothing_to_choose_early(monkeypatch: pytest.MonkeyPatch) -> None:

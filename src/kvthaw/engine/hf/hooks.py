@@ -99,13 +99,13 @@ class _BeforeMLP:
         if given is None:
             return None
         hidden, *rest = args
+        turn = given["position_embeddings"]
         if torch.compiler.is_compiling():
-            return torch.ops.kvthaw.choose_early(hidden, *given["position_embeddings"], self.number), *rest
+            return torch.ops.kvthaw.choose_early(hidden, *turn, self.number), *rest
         layers = getattr(given.get(CACHE), "layers", ())
         kv = next((layer.shared.kv for layer in layers if isinstance(layer, CacheLayer)), None)
         if kv is not None and kv.settings.method.prefetches == "mlp":
-            predict = partial(self.predict, hidden, given)
-            kv.choose_early(self.number, hidden.shape[1], predict, hidden, *given["position_embeddings"])
+            kv.choose_early(self.number, hidden.shape[1], partial(self.predict, hidden, given), hidden, *turn)
         return None
 
     def predict(self, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
@@ -174,7 +174,7 @@ def _pairs(model: PreTrainedModel) -> Iterator[tuple[Any, torch.nn.Module, Any]]
 
 def _unread(module: Linear, x: Tensor) -> Tensor:
     """Stand for a projection whose result is not read."""
-    return x.new_empty((*x.shape[:-1], module.weight.shape[0]))
+    return x.new_empty((*x.shape[:-1], module.out_features))
 
 
 def _query(attention: torch.nn.Module, given: Mapping[str, Any]) -> Tensor:
