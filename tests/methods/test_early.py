@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +17,12 @@ import kvthaw
 import zoo
 from kvthaw.cache.index_api import Index, Selection
 from kvthaw.cache.retriever import Retriever
+from kvthaw.cache.sparse_attention import SparseAttention
 from kvthaw.cache.transfer import BulkCopy
 from kvthaw.engine.graph_runner import GraphRunner, compilable
-from kvthaw.errors import UnsupportedModelError
+from kvthaw.errors import ConfigError, UnsupportedModelError
 from kvthaw.index.codes import CodesIndex
+from kvthaw.methods import resolve
 from kvthaw.testing import check_method
 
 EARLY = "thaw:prefetch=True"
@@ -273,6 +278,67 @@ def test_an_early_choice_keeps_its_rows_and_takes_the_own_query(
 
 def test_it_keeps_the_contract() -> None:
     check_method(EARLY)
+
+
+def test_an_attention_that_needs_more_than_angles_is_refused() -> None:
+    """Ministral 3 scales queries by their positions, which a compiled step does not hand on."""
+    with pytest.raises(UnsupportedModelError, match=r"prefetch must be\s+False"):
+        kvthaw.attach(zoo.build("ministral3", **FOUR), EARLY, budget=48)
+
+
+def test_a_failed_step_does_not_keep_its_cache(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, attend, calls = zoo.prompt(1, 100), SparseAttention.attend, [0]
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise torch.OutOfMemoryError("on purpose")
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(SparseAttention, "attend", fails)
+    cache = kvthaw.Cache(llama, EARLY, budget=48, dense_layers=0)
+    with torch.no_grad():
+        llama(ids, past_key_values=cache)
+        with pytest.raises(torch.OutOfMemoryError):
+            llama(ids[:, :1], past_key_values=cache)
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+
+
+def test_layers_that_follow_fetch_their_own_rows() -> None:
+    """Under a budget that covers everything they attend as under full attention."""
+    model, ids = zoo.build("llama", num_hidden_layers=6), zoo.prompt(1, 150)
+    method = replace(resolve("pariskv-plus"), prefetches="mlp", anchors=2)
+    expected = generate(model, ids, 10)
+    with kvthaw.attach(model, method, budget=400, dense_layers=0):
+        assert torch.equal(generate(model, ids, 10), expected)
+
+
+def test_an_index_on_the_host_searches_early(llama: PreTrainedModel) -> None:
+    ids = zoo.prompt(1, 150)
+    method = replace(resolve("icecache-digest"), prefetches="mlp")
+    expected = generate(llama, ids, 10)
+    with kvthaw.attach(llama, method, budget=400, dense_layers=0):
+        assert torch.equal(generate(llama, ids, 10), expected)
+
+
+def test_other_predictions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="prefetches is True"):
+        replace(resolve("thaw"), prefetches=True)  # type: ignore[arg-type]
+
+
+def test_a_cache_outlives_detaching(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, asked = zoo.prompt(1, 100), Asked(monkeypatch)
+    cache = kvthaw.Cache(llama, EARLY, budget=48)
+    with torch.no_grad():
+        llama(ids, past_key_values=cache)
+        kvthaw.detach(llama)
+        kvthaw.Cache(llama, EARLY, budget=48)
+        forward = torch.compile(llama.forward, fullgraph=True, dynamic=False, backend="eager")
+        GraphRunner(forward, cache, compiled=True, capture=False)(ids[:, :1], torch.full((1, 1), 100))
+    assert asked.own
 
 
 def test_nothing_stays_on_the_model(llama: PreTrainedModel) -> None:

@@ -40,7 +40,7 @@ class Choice:
     def followed(self) -> Choice:
         """The choice for a layer that follows an anchor: rows and slots. Weights and partials are dropped, as they depend on
         the anchor's keys."""
-        return replace(self, selection=Selection(self.selection.rows, self.selection.counts))
+        return replace(self, selection=Selection(self.selection.rows, self.selection.counts), fetched=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,6 @@ class EarlyChoice:
     selection: Selection
     done: torch.cuda.Event | None
     reads: tuple[Tensor, ...]
-
-    def wait(self) -> None:
-        """Make the current stream wait for the rows."""
-        if self.done is not None:
-            torch.cuda.current_stream(self.selection.rows.device).wait_event(self.done)
 
 
 class PrefetchedSearch:
@@ -83,8 +78,6 @@ class PrefetchedSearch:
         for search in self.searches:
             search.cancel()
         wait(self.searches)
-        if self.early is not None:
-            self.early.wait()
 
     def __deepcopy__(self, memo: dict[int, object]) -> PrefetchedSearch:
         return PrefetchedSearch(self.queries)

@@ -117,12 +117,21 @@ class AuxStream:
             return None
         stream = self._stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            job()
-            for tensor in used:
-                tensor.record_stream(stream)
-            done: torch.cuda.Event = stream.record_event()
+        try:
+            with torch.cuda.stream(stream):
+                job()
+                for tensor in used:
+                    tensor.record_stream(stream)
+                done: torch.cuda.Event = stream.record_event()
+        except BaseException:  # what the job began may still read what its caller frees
+            self.join(device)
+            raise
         return done
+
+    def join(self, device: torch.device) -> None:
+        """Make the current stream wait for all work on the side stream."""
+        if device in self._streams:
+            torch.cuda.current_stream(device).wait_stream(self._streams[device])
 
     def spread(self, device: torch.device, jobs: Iterable[Callable[[], None]], steps: int, *used: Tensor) -> SpreadWork:
         """Queue jobs after the work that the current stream has been given so far. advance() runs a few of them with each

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from kvthaw.cache.pool import Slab
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.cache.sequences import Sequences
 from kvthaw.config import KvDtype
-from kvthaw.errors import CacheError, ConfigError, at_least
+from kvthaw.errors import CacheError, ConfigError, at_least, one_of
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.remainder import Estimated
 from kvthaw.regions import Regions
@@ -360,6 +360,7 @@ class Method:
         if not isinstance(self.regions, Regions):
             raise ConfigError(f"regions is {self.regions!r}; a Method needs Regions(sink, window, buffer), of kvthaw.regions")
         at_least(0, keep=self.keep, dense_layers=self.dense_layers)
+        one_of((None, *get_args(Prefetches)), prefetches=self.prefetches)
         if isinstance(self.anchors, int):
             at_least(1, anchors=self.anchors)
 

@@ -279,12 +279,12 @@ class OffloadedLayer(LayerKV):
 
     def choose_early(self, step: Step, predict: Callable[[], Tensor], *reads: Tensor) -> None:
         """Choose the rows of a step's tokens by a predicted query, [B, Hq, T, D]. A single token's are fetched at once, during the
-        MLP of the layer before.
+        MLP of the layer before. An index on the host begins to search.
 
         predict: returns the query. It may run on a side stream.
         reads: tensors that `predict` reads.
         """
-        if step.tokens > 1:
+        if step.tokens > 1 or self.on_host:
             self.prefetch(predict())
         else:
             self.sparse.choose_early(step, predict, *reads)

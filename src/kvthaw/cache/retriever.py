@@ -147,6 +147,8 @@ class Retriever:
     def drop_search(self) -> None:
         """Drop the predicted queries and their searches, because the step does not come."""
         if self.prefetched is not None:
+            if self.prefetched.early is not None:  # its event may be of a capture that failed
+                self.streams.early.join(self.context.device)
             self.prefetched.drop()
             self.prefetched = None
 
@@ -177,8 +179,10 @@ class Retriever:
         """
         search, own = None, query
         if self.prefetched is not None:
-            if self.prefetched.early is not None:
-                return self._complete(self.prefetched.early, query)
+            early = self.prefetched.early
+            if early is not None:
+                self.prefetched = None
+                return self._complete(early, query)
             query, search = self.prefetched.queries[:, :, t], self.prefetched.search(t)
         graph = self.streams.graph
         if graph is not None and self.index.traits.on_host:
@@ -307,7 +311,8 @@ class Retriever:
 
     def _complete(self, early: EarlyChoice, query: Tensor) -> Choice:
         """Return an early choice, with weights and attention for the layer's own query."""
-        early.wait()
+        if early.done is not None:
+            torch.cuda.current_stream(query.device).wait_event(early.done)
         selection = replace(self.index.complete(early.selection, query), estimated=None)
         choice = replace(early.choice, selection=selection, fetched=True)
         self.choices.append(choice)

@@ -39,8 +39,8 @@ def serves(cache: KVCache) -> bool:
 def register() -> None:
     """Register kvthaw's operators, once per process and not before they are needed."""
     if not hasattr(torch.ops.kvthaw, "attend"):
-        torch.library.custom_op("kvthaw::attend", _attend, mutates_args=()).register_fake(_shape)
-        torch.library.custom_op("kvthaw::choose_early", _choose_early, mutates_args=()).register_fake(_as_hidden)
+        torch.library.custom_op("kvthaw::attend", _attend, mutates_args=()).register_fake(_like_first)
+        torch.library.custom_op("kvthaw::choose_early", _choose_early, mutates_args=()).register_fake(_like_first)
         torch.library.custom_op("kvthaw::all_reduce", _all_reduce, mutates_args=()).register_fake(_like)
 
 
@@ -60,10 +60,8 @@ def _attend(
     return cache.attend(cache.layers[layer], query, key, value, AttentionParams(scale, softcap, sinks)).contiguous()
 
 
-def _shape(
-    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
+def _like_first(first: Tensor, *rest: object) -> Tensor:
+    return torch.empty_like(first, memory_format=torch.contiguous_format)
 
 
 def _choose_early(hidden: Tensor, cos: Tensor, sin: Tensor, layer: int) -> Tensor:
@@ -83,10 +81,6 @@ def _choose_early(hidden: Tensor, cos: Tensor, sin: Tensor, layer: int) -> Tenso
     torch._foreach_copy_([copy, *mine], given)
     cache.choose_early(layer, hidden.shape[1], partial(cache.predict, layer, *mine), *mine)
     return copy
-
-
-def _as_hidden(hidden: Tensor, cos: Tensor, sin: Tensor, layer: int) -> Tensor:
-    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
 
 
 def _all_reduce(x: Tensor, buffer: Tensor, group: str) -> Tensor:

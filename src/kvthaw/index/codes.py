@@ -221,9 +221,7 @@ class CodesIndex(Index, tested=True):
     def complete(self, found: Selection, query: Tensor) -> Selection:
         """Estimate the scores of the candidates again, with the layer's own query."""
         if found.estimated is not None:
-            rotated, _ = self._planes(
-                query, torch.empty((*query.shape[:1], self.context.kv_heads, BINS), dtype=torch.int32, device=query.device)
-            )
+            rotated, _ = self._planes(query, self._totals(query))
             known = found.estimated
             scores = rescore(rotated, self.summaries, known.places, known.wanted, self.quantizer, known.scores)
             found = replace(found, estimated=replace(known, scores=scores))
@@ -286,7 +284,7 @@ class CodesIndex(Index, tested=True):
         n = max(1, self.context.looked_at(self.counts[:batch], now.capacity))
         ids = now.ids[:, :, :, : n if query.device.type == "cpu" else -(-n // CHUNK) * CHUNK]
         width = -(-max(budget, self.ratios.most(ids.shape[3], budget)) // TILE) * TILE
-        totals = torch.empty((batch, self.context.kv_heads, BINS), dtype=torch.int32, device=query.device)
+        totals = self._totals(query)
         if self.graded:
             rotated, bits = self._planes(query, totals)
             scores = signs(bits, ids, lengths, totals)
@@ -294,6 +292,10 @@ class CodesIndex(Index, tested=True):
             rotated, table = self.votes(query, totals)
             scores = collide(table, ids, lengths, totals, self._combine, self._shift)
         return rotated, bucket_topk(scores, lengths, wanted, width), wanted
+
+    def _totals(self, query: Tensor) -> Tensor:
+        """Return space for a histogram of the votes of each KV head, [B, H, bins]."""
+        return torch.empty((len(query), self.context.kv_heads, BINS), dtype=torch.int32, device=query.device)
 
     def _planes(self, query: Tensor, totals: Tensor) -> tuple[Rotated, Tensor]:
         """Return rotated queries and their bit planes; clear totals."""

@@ -69,19 +69,27 @@ def drop_hooks(model: PreTrainedModel) -> None:
 
 
 class _Seen:
-    """The arguments of the attention module that ran last, for the hook before the MLP of its layer."""
+    """What the attention module that ran last was given, for the hook before the MLP of its layer.
 
-    arguments: dict[str, Any] | None = None
+    turn: its rotary cos and sin.
+    cache: its cache, which a model must not keep.
+    """
+
+    turn: tuple[Tensor, Tensor] | None = None
+    cache: weakref.ref[Any] | None = None
 
 
 class _BeforeAttention:
-    """A hook that keeps an attention module's arguments."""
+    """A hook that keeps what an attention module is given."""
 
     def __init__(self, seen: _Seen) -> None:
         self.seen = seen
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.seen.arguments = kwargs
+        self.seen.turn = kwargs["position_embeddings"]
+        if not torch.compiler.is_compiling():
+            cache = kwargs.get(CACHE)
+            self.seen.cache = None if cache is None else weakref.ref(cache)
 
 
 class _BeforeMLP:
@@ -95,25 +103,23 @@ class _BeforeMLP:
         self.number: int = attention.layer_idx
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        given, self.seen.arguments = self.seen.arguments, None
-        if given is None:
+        turn, self.seen.turn = self.seen.turn, None
+        if turn is None:
             return None
         hidden, *rest = args
-        turn = given["position_embeddings"]
         if torch.compiler.is_compiling():
             return torch.ops.kvthaw.choose_early(hidden, *turn, self.number), *rest
-        layers = getattr(given.get(CACHE), "layers", ())
+        layers = getattr(self.seen.cache and self.seen.cache(), "layers", ())
         kv = next((layer.shared.kv for layer in layers if isinstance(layer, CacheLayer)), None)
         if kv is not None and kv.settings.method.prefetches == "mlp":
-            kv.choose_early(self.number, hidden.shape[1], partial(self.predict, hidden, given), hidden, *turn)
+            kv.choose_early(self.number, hidden.shape[1], partial(self.predict, hidden, *turn), hidden, *turn)
         return None
 
-    def predict(self, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
-        """Return the next layer's query, [B, Hq, T, D], for a residual stream [B, T, hidden].
-
-        given: arguments of this layer's attention.
-        """
-        return _query(self.attention, {**given, "hidden_states": self.norm(hidden)})
+    def predict(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the next layer's query, [B, Hq, T, D], for a residual stream [B, T, hidden]."""
+        return _query(
+            self.attention, {"hidden_states": self.norm(hidden), "position_embeddings": (cos, sin), "attention_mask": None}
+        )
 
 
 def choose_early(model: PreTrainedModel) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
@@ -124,34 +130,39 @@ def choose_early(model: PreTrainedModel) -> Callable[[int, Tensor, Tensor, Tenso
     Returns a function of the layer's number, the residual stream before it, cos and sin, which predicts the layer's query. Raises
     UnsupportedModelError for a model whose residual stream cannot be read.
     """
-    made = {hook.number: hook for module in model.modules() for hook in _before_mlp(module)}
-    if not made:
+    if not _hooks(model):
         seen = _Seen()
         for layer, norm, following in _pairs(model):
             layer.self_attn.register_forward_pre_hook(_BeforeAttention(seen), with_kwargs=True)
             setattr(layer.self_attn, HOOKED, True)
-            hook = _BeforeMLP(seen, following.input_layernorm, following.self_attn)
-            norm.register_forward_pre_hook(hook)
-            made[hook.number] = hook
-    if not made and model.config.get_text_config(decoder=True).num_hidden_layers > 2:
+            norm.register_forward_pre_hook(_BeforeMLP(seen, following.input_layernorm, following.self_attn))
+    if not _hooks(model) and model.config.get_text_config(decoder=True).num_hidden_layers > 2:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no layers that add attention and then a normed MLP to a residual stream; prefetch must be "
-            "False"
+            f"{type(model).__name__} has no two neighbouring layers whose attention takes one cos and sin and nothing more, and "
+            "whose normed MLP follows it on a residual stream; prefetch must be False"
         )
-    of, hooks = weakref.ref(model), {number: weakref.ref(hook) for number, hook in made.items()}
+    of = weakref.ref(model)
 
     def predict(number: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        served, hook = of(), hooks[number]()
-        if served is None or hook is None:
-            raise UnsupportedModelError("the model that a compiled step was made for is gone, or its hooks are")
+        served = of()
+        if served is None:
+            raise UnsupportedModelError("the model that a compiled step was made for is gone")
         with fused(served):
-            return hook.predict(hidden, {"position_embeddings": (cos, sin)})
+            return _hooks(served)[number].predict(hidden, cos, sin)
 
     return predict
 
 
-def _before_mlp(module: torch.nn.Module) -> list[_BeforeMLP]:
-    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _BeforeMLP)]
+def _hooks(model: PreTrainedModel) -> dict[int, _BeforeMLP]:
+    """Return a model's hooks by the number of the layer whose query they predict."""
+    norms = (_mlp_norm(layer) for layer in getattr(model.get_decoder(), "layers", ()))
+    hooks = (hook for norm in norms if norm is not None for hook in norm._forward_pre_hooks.values())
+    return {hook.number: hook for hook in hooks if isinstance(hook, _BeforeMLP)}
+
+
+def _mlp_norm(layer: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the norm of a layer's MLP; None if it has none of a known name."""
+    return getattr(layer, "pre_feedforward_layernorm", None) or getattr(layer, "post_attention_layernorm", None)
 
 
 def _pairs(model: PreTrainedModel) -> Iterator[tuple[Any, torch.nn.Module, Any]]:
@@ -161,15 +172,20 @@ def _pairs(model: PreTrainedModel) -> Iterator[tuple[Any, torch.nn.Module, Any]]
     rotary_of = getattr(model.get_decoder(), "rotary_emb", None)
     by_kind = rotary_of is not None and "layer_type" in inspect.signature(rotary_of.forward).parameters
     for number, (layer, following) in enumerate(pairwise(layers)):
-        norm = getattr(layer, "pre_feedforward_layernorm", None) or getattr(layer, "post_attention_layernorm", None)
-        modules = norm, getattr(layer, "self_attn", None), getattr(following, "self_attn", None)
-        named = all(isinstance(module, torch.nn.Module) for module in (*modules, getattr(following, "input_layernorm", None)))
-        turned = named and all(
-            "position_embeddings" in inspect.signature(one.self_attn.forward).parameters for one in (layer, following)
-        )
+        norm, read = _mlp_norm(layer), getattr(following, "input_layernorm", None)
+        asked = _turned(getattr(layer, "self_attn", None)) and _turned(getattr(following, "self_attn", None))
         same = not by_kind or kinds is None or kinds[number] == kinds[number + 1]
-        if number > 0 and turned and same and norm is not None:
+        if number > 0 and asked and same and norm is not None and isinstance(read, torch.nn.Module):
             yield layer, norm, following
+
+
+def _turned(attention: torch.nn.Module | None) -> bool:
+    """Return whether an attention module needs cos and sin besides its input, and nothing more."""
+    if attention is None:
+        return False
+    taken = inspect.signature(attention.forward).parameters
+    needed = {name for name, one in taken.items() if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD}
+    return "position_embeddings" in taken and needed <= {"hidden_states", "position_embeddings", "attention_mask"}
 
 
 def _unread(module: Linear, x: Tensor) -> Tensor:
@@ -183,7 +199,7 @@ def _query(attention: torch.nn.Module, given: Mapping[str, Any]) -> Tensor:
     unread: list[tuple[torch.nn.Module, Callable[..., Any]]] = [(part, _unread) for part in parts if isinstance(part, Linear)]
     try:
         with torch.no_grad(), swapped(unread):
-            attention(**{"attention_mask": None, **given, CACHE: None, "kvthaw_asked": True})
+            attention(**given, kvthaw_asked=True)
     except QueryAskedError as asked:
         return asked.query
     raise UnsupportedModelError(f"{type(attention).__name__} cannot be asked what its query would be")
