@@ -43,6 +43,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "clusterkv-plus": {"budget": 1024},
     "pariskv": {"retrieved": 100},
     "pariskv-plus": {"retrieved": 100},
+    "thaw": {"retrieved": 100},
     "icecache-digest-device": {"budget": 1024},
     "auto": {"retrieved": 100},
 }

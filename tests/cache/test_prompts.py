@@ -10,9 +10,11 @@ import torch
 
 import kvthaw
 from kvthaw.cache import passes
+from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.hf import PreTrainedModel
+from kvthaw.engine.prefill import prefill
 from kvthaw.kernels.encode import encode
 from kvthaw.kernels.freeze import definition
 from zoo import build, prompt
@@ -153,3 +155,18 @@ def test_between_layers_a_chunk_is_not_counted_however_long_it_is(rows: int, mon
             hook.remove()
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
     assert found[0][0].tolist() == [100] * rows
+
+
+@pytest.mark.parametrize("method", ["thaw", "clusterkv-plus"])
+def test_rows_that_take_too_much_memory_beside_attention_are_read_again(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """The index of a prompt in chunks is the same."""
+    model, given = build("llama", num_hidden_layers=4), prompt(1, 200)[0].tolist()
+    kept, logits = list[bool](), list[torch.Tensor]()
+    for keeps in (True, False):
+        monkeypatch.setattr(DeviceMemory, "keeps", lambda self, size, device, answer=keeps: kept.append(answer) or answer)
+        cache = kvthaw.Cache(model, method, budget=48, dense_layers=1)
+        with torch.no_grad():
+            prefill(model, cache, given, chunk=64)
+            logits.append(torch.cat([model(torch.tensor([[t]]), past_key_values=cache).logits for t in range(5, 25)]))
+    assert kept == [True] * 3 + [False] * 3
+    torch.testing.assert_close(*logits)

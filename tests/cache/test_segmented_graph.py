@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.cache import streams as streams_module
 from kvthaw.cache.index_api import Index, Selection
 from kvthaw.cache.streams import SegmentedGraph
 from kvthaw.errors import CacheError
@@ -149,6 +150,8 @@ def test_what_goes_wrong_with_a_capture_comes_up(
     for name in ("CUDAGraph", "Event", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, object)
     monkeypatch.setattr(torch.cuda, "graph", Capture)
+    mended = list[object]()
+    monkeypatch.setattr(streams_module, "end_failed_capture", mended.append)
     for name, value in {"began": 0, "ended": 0, "bad_begin": bad_begin, "bad_end": bad_end}.items():
         monkeypatch.setattr(Capture, name, value)
 
@@ -162,6 +165,7 @@ def test_what_goes_wrong_with_a_capture_comes_up(
     assert streams[-1] == "the model's"
     assert len(streams) == 3
     assert Capture.ended == ended
+    assert len(mended) == bool(bad_end)
 
 
 @pytest.mark.gpu
@@ -204,3 +208,20 @@ def test_what_the_host_raises_comes_up() -> None:
         with pytest.raises(ValueError, match="not finite"):
             graph.replay()
         assert float(x) == times
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_torch_as_it_was() -> None:
+    """Random numbers can be drawn, and memory that another stream read is used again."""
+    x, side, size = torch.ones(4, device="cuda"), torch.cuda.Stream(), 64 << 20
+    with pytest.raises(RuntimeError), SegmentedGraph():
+        x.sum().item()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.randn(4, device="cuda").isfinite().all()
+    before = torch.cuda.memory_reserved()
+    for _ in range(8):
+        given = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        given.record_stream(side)
+        del given
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() <= before + 2 * size

@@ -370,3 +370,22 @@ def test_compiled_steps_on_a_gpu_are_eager_ones() -> None:
         with kvthaw.attach(model, EARLY, budget=64, dense_layers=0, **how):
             tokens.append(generate(model, ids, 40))
     assert torch.equal(*tokens)
+
+
+@pytest.mark.gpu
+def test_an_mlp_that_needs_the_host_ends_the_capture_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capture fails while the next layer's rows are being fetched."""
+    model = zoo.build("llama", **FOUR).to("cuda")
+    ids = zoo.prompt(2, 400).to("cuda")
+    with kvthaw.attach(model, EARLY, budget=64, dense_layers=0, capture=False):
+        expected = generate(model, ids, 20)
+    mlp = model.model.layers[2].mlp
+    forward = mlp.forward
+
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        return forward(x) * (1.0 if x.isfinite().all().item() else 0.0)
+
+    monkeypatch.setattr(mlp, "forward", waits)
+    with kvthaw.attach(model, EARLY, budget=64, dense_layers=0) as handle:
+        assert torch.equal(generate(model, ids, 20), expected)
+        assert handle.stats().captures == 0

@@ -20,14 +20,25 @@ _log = logging.getLogger(__name__)
 _CHUNK = 16  # blocks that an arena allocates at once
 
 
+def margin(total: int) -> int:
+    """Return how many of a device's bytes are kept for activations: 2 GiB and 1/16 of all."""
+    return total // 16 + (2 << 30)
+
+
 def spare(free: int, total: int) -> int:
-    """Return how many of a device's free bytes a cache may fill: all but 2 GiB and 1/16 of the total, kept for activations."""
-    return max(0, free - total // 16 - (2 << 30))
+    """Return how many of a device's free bytes a cache may fill."""
+    return max(0, free - margin(total))
 
 
 def allocating(pool: torch.cuda.MemPool | None, device: torch.device) -> AbstractContextManager[None]:
     """Context in which this thread allocates device memory from a pool; None: as outside of it."""
     return nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, device.index)
+
+
+def _available(device: torch.device) -> tuple[int, int]:
+    """Return the free bytes of a GPU, and of all its bytes how many torch may take."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free, int(total * torch.cuda.get_per_process_memory_fraction(device))
 
 
 class DeviceMemory:
@@ -72,11 +83,17 @@ class DeviceMemory:
         `spare`. All processes use the smallest value of any.
         """
         if self.limit == "auto" and not self.bytes and device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            total = int(total * torch.cuda.get_per_process_memory_fraction(device))
+            free, total = _available(device)
             taken = torch.cuda.memory_allocated(device)
             free = min(free + torch.cuda.memory_reserved(device), total) - taken + sum(self.fixed.values())
             self.bytes = self.ranks.least(spare(free, total))
+
+    def keeps(self, size: int, device: torch.device) -> bool:
+        """Return whether a prefill may keep `size` bytes while it attends: a seventh of those for activations.
+
+        With 24 GiB that is 512 MiB, the KV of 128k tokens in a layer of 8 heads of 128 dimensions.
+        """
+        return device.type == "cpu" or 7 * size <= margin(_available(device)[1])
 
     def share(self, layer: int) -> int:
         """Return the bytes that blocks of a layer may take."""

@@ -10,6 +10,7 @@ A decode step, start to finish:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -183,7 +184,7 @@ class OffloadedLayer(LayerKV):
         """Attend causally and exactly to all earlier tokens and the new ones.
 
         passed: receives the rows [H, n, 2, D] of sequences whose index is built with this step, with space for the new
-            rows. See LayerStorage.indexes_whole.
+            rows. See LayerStorage.indexes_whole. Where they take too much memory, kvthaw reads them again after the step.
         """
         if step.start == 0 and (len(step.parts) == 1 or not (step.parts or any(step.left_pad))):
             return attention.causal(query, key, value)
@@ -195,8 +196,14 @@ class OffloadedLayer(LayerKV):
             if row.past == 0:
                 return attention.causal(q, k, v)
             past = self.storage.past(row.seq, row.past, q.shape[2])
-            if passed is not None and self.storage.indexes_whole(row.seq) and row.seq not in self.sequences.paused:
-                passed[row.seq] = k.new_empty((k.shape[1], row.past + k.shape[2], 2, k.shape[3]))
+            shape = k.shape[1], row.past + k.shape[2], 2, k.shape[3]
+            if (
+                passed is not None
+                and self.storage.indexes_whole(row.seq)
+                and row.seq not in self.sequences.paused
+                and self.streams.device.keeps(math.prod(shape) * k.itemsize, k.device)
+            ):
+                passed[row.seq] = k.new_empty(shape)
                 past = copied(past, passed[row.seq])
             return continued(q, k, v, past, scale=attention.scale, softcap=attention.softcap, sinks=attention.sinks)
 

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from types import TracebackType
 from typing import Any, TypeVar
@@ -196,6 +196,17 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
+def end_failed_capture(pool: Any) -> None:
+    """End what torch began with a capture that CUDA refused to end: the pool that memory comes from, and the generator's part.
+
+    Otherwise the process would never again use memory that a second stream had read, and could draw no random numbers on the GPU.
+    """
+    with suppress(RuntimeError):  # torch ended it
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):  # a graph that ends sets the generator
+        torch.zeros(1, device="cuda")
+
+
 class SegmentedGraph:
     """CUDA graphs of one step, split wherever the host has work to do.
 
@@ -225,13 +236,13 @@ class SegmentedGraph:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            self._under_way.__exit__(kind, error, trace)
+            self._end(kind, error, trace)
         finally:
             self._before.__exit__(kind, error, trace)
 
     def host(self, call: Callable[[], None]) -> None:
         """Split the graph here: every replay waits for the device and runs call() before the rest."""
-        self._under_way.close()
+        self._end(None, None, None)
         self._calls.append(call)
         self._begin()
 
@@ -243,6 +254,13 @@ class SegmentedGraph:
             self._reached.synchronize()
             call()
         self._graphs[-1].replay()
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._under_way.__exit__(kind, error, trace)
+        except BaseException:
+            end_failed_capture(self._pool)
+            raise
 
     def _begin(self) -> None:
         self._graphs.append(torch.cuda.CUDAGraph())

@@ -45,14 +45,14 @@ _8B = 4096
 _ON_GPU = ("thaw", "pariskv-plus", "clusterkv-plus", "icecache-digest")
 BEST = {
     "NVIDIA H100": Best(_ON_GPU, Crossing(((1, 35700), (24, 6100)), _8B, "measured on an H100")),
-    "NVIDIA H200": Best(_ON_GPU, Crossing(((1, 20000), (24, 7900)), _8B, "measured on an H200")),
-    "cuda": Best(_ON_GPU, Crossing(((1, 20000), (24, 7900)), _8B, "an H200's, not measured on this GPU")),
+    "NVIDIA H200": Best(_ON_GPU, Crossing(((1, 51600), (24, 7900)), _8B, "measured on an H200")),
+    "cuda": Best(_ON_GPU, Crossing(((1, 51600), (24, 7900)), _8B, "an H200's, not measured on this GPU")),
     "cpu": Best(
         ("icecache-digest:remainder=64", "icecache-digest"), Crossing(((1, 8192),), 0, "measured on two cores, at one length")
     ),
 }
-"""By the beginning of a GPU's name, then other GPUs and the CPU. The H200's number for 24 sequences is scaled from an H100 by
-memory bandwidth. `python -m lab.placement` prints such lines."""
+"""By the beginning of a GPU's name, then other GPUs and the CPU. The H200's number for one sequence is thaw's; the H100's, an earlier
+method's, is what the H200's would be at its memory bandwidth. The H200's for 24 sequences is scaled from an H100 likewise. `python -m lab.placement` prints such lines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,5 +22,5 @@ def full(*, queries: int | None = RECENT_QUERIES) -> Method:
         dense=True,
         prompt_queries=queries,
         differs="-",
-        choose="contexts stay below about 20k to 40k tokens and fit the device",
+        choose="contexts stay below about 30k to 50k tokens and fit the device",
     )
