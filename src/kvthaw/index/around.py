@@ -70,12 +70,6 @@ class AroundIndex(Index):
     def select(self, query: Tensor, budget: int) -> Selection:
         return self.inner.select(query, budget)
 
-    def select_early(self, query: Tensor, budget: int) -> Selection:
-        return self.inner.select_early(query, budget)
-
-    def complete(self, found: Selection, query: Tensor) -> Selection:
-        return self.inner.complete(found, query)
-
     def unask(self) -> None:
         self.inner.unask()
 

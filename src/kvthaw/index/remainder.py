@@ -248,6 +248,9 @@ class RemainderIndex(AroundIndex, tested=True):
         """See Index. Raises ConfigError where the query heads of a KV head choose rows of their own."""
         return self._estimate(self.inner.select(query, budget), query)
 
+    def select_early(self, query: Tensor, budget: int) -> Selection:
+        return self.inner.select_early(query, budget)
+
     def complete(self, found: Selection, query: Tensor) -> Selection:
         return self._estimate(self.inner.complete(found, query), query, aside=False)
 
