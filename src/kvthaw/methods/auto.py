@@ -51,8 +51,9 @@ BEST = {
         ("icecache-digest:remainder=64", "icecache-digest"), Crossing(((1, 8192),), 0, "measured on two cores, at one length")
     ),
 }
-"""By the beginning of a GPU's name, then other GPUs and the CPU. The H200's number for one sequence is thaw's; the H100's, an earlier
-method's, is what the H200's would be at its memory bandwidth. The H200's for 24 sequences is scaled from an H100 likewise. `python -m lab.placement` prints such lines."""
+"""By the beginning of a GPU's name, then other GPUs and the CPU. For one sequence the H200's number is thaw's; the H100's, an
+earlier method's, is what thaw's would be with its memory's bandwidth. For 24 sequences the H200's is scaled from an H100's.
+`python -m lab.placement` prints such lines."""
 
 
 @dataclass(frozen=True, slots=True)
