@@ -102,9 +102,7 @@ def test_estimated_scores_weigh_tokens(shape: Shape, page: int, centred: bool) -
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @over_shapes
-@pytest.mark.parametrize("page", [16, 48])
-@pytest.mark.parametrize("count", [3, 400])
-@pytest.mark.parametrize("kind", [RowFormat, E4M3])
+@pytest.mark.parametrize(("page", "count", "kind"), [(16, 3, RowFormat), (48, 400, E4M3), (16, 400, RowFormat)])
 def test_kernel_weighs_by_estimated_scores(
     shape: Shape, page: int, count: int, kind: type[RowFormat], device: torch.device
 ) -> None:
@@ -135,8 +133,7 @@ def test_definition_is_the_sum_over_tokens(shape: Shape, page: int) -> None:
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @over_shapes
-@pytest.mark.parametrize("page", [1, 24])
-@pytest.mark.parametrize("kind", [RowFormat, E4M3])
+@pytest.mark.parametrize(("page", "kind"), [(1, RowFormat), (24, E4M3)])
 def test_kernel_is_the_definition(shape: Shape, page: int, kind: type[RowFormat], device: torch.device) -> None:
     query, means, rows, known = (tensor.to(device) for tensor in case(shape, page, room=70))
     format = kind(shape.head_dim, shape.dtype)
