@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerFast
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import where
 from kvthaw.engine.warm import frozen, warm
-from kvthaw.serve.server import Server, listen
+from kvthaw.serve.protocol import listen
+from kvthaw.serve.server import Server
 from kvthaw.serve.service import Service
 from lab.arrivals import Arrival, Served, arrivals, random_prompt, told
 from lab.bench.shapes import build

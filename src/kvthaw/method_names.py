@@ -37,7 +37,10 @@ BASELINES = (
 def unknown_method(name: str, known: Iterable[str]) -> ConfigError:
     """Return the error for a name that is no method's. For a baseline it says how to install them."""
     if name in BASELINES:
-        return ConfigError(f"method is {name!r}, a baseline, which is not installed: pip install 'kvthaw[baselines]'")
+        return ConfigError(
+            f"method is {name!r}, a baseline, which is not installed: pip install 'kvthaw[baselines]', or "
+            "./packages/kvthaw-baselines in a clone of kvthaw's repository"
+        )
     return unknown("method", name, known)
 
 

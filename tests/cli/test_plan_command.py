@@ -43,7 +43,25 @@ def test_the_memory_of_a_card_is_what_it_is_sold_with() -> None:
 )
 def test_a_length_that_the_published_model_was_not_trained_for_is_told(shape: str, length: str, told: bool) -> None:
     said = Said("plan", "--shape", shape, "--length", length, "--method", "full", "--gpu", "none").out
-    assert ("qwen3-8b was trained for 40,960 positions; longer prompts need its RoPE scaled." in said) == told
+    assert (
+        "qwen3-8b was trained for 40,960 positions; for longer prompts generate, chat and serve take "
+        "--rope-scaling yarn:2." in said
+    ) == told
+
+
+def test_positions_are_scaled_as_the_other_commands_scale_them(tmp_path: Path) -> None:
+    config = build("llama", max_position_embeddings=2048).config
+    config.save_pretrained(tmp_path)
+    asked = ("plan", "--model", str(tmp_path), "--length", "6000", "--gpu", "none", "--method", "full")
+    refused(Said(*asked), 1, "6,000", "2,048", "--rope-scaling yarn:4")
+    assert "6,000 tokens" in Said(*asked, "--rope-scaling", "yarn:4").out
+    refused(Said(*SHAPE, "--rope-scaling", "yarn:4"), 1, "--rope-scaling", "--model")
+
+
+def test_weights_that_exceed_the_card_leave_the_margin_as_it_is() -> None:
+    said = Said("plan", "--shape", "llama-3.1-70b", "--length", "32k", "--gpu", "L4", "--method", "full").out
+    assert "3.4 GiB" in said.partition("kept for activations")[2]
+    assert "-" not in said.partition("kept for activations")[2].partition("there is")[0]
 
 
 def test_tables_name_the_place_of_the_bytes() -> None:

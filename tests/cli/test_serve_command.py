@@ -40,7 +40,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_address_that_is_taken() -> None:
-    from kvthaw.serve.server import listen
+    from kvthaw.serve.protocol import listen
 
     with listen("127.0.0.1", 0) as taken:
         refused(Said("serve", "--port", str(taken.getsockname()[1]), columns=300), 1, "in use", "--port 0")

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 import bytemodel
 from kvthaw import Batch, PrefixCache
 from kvthaw.engine.library import Library
-from kvthaw.serve.server import Server, listen
+from kvthaw.serve.protocol import listen
+from kvthaw.serve.server import Server
 from kvthaw.serve.service import Service
 
 SETTINGS: dict[str, Any] = {"method": "icecache", "budget": 64, "block_size": 64}

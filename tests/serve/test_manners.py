@@ -27,7 +27,8 @@ from forked import forked
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.token_bytes import TokenBytes
 from kvthaw.serve import app, worker
-from kvthaw.serve.server import listen, run
+from kvthaw.serve.protocol import listen
+from kvthaw.serve.server import run
 
 LONG: dict[str, Any] = {"prompt": "Hi there", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
 

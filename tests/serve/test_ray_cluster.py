@@ -22,8 +22,8 @@ from servers import until
 
 import bytemodel
 from kvthaw.serve.build import build
+from kvthaw.serve.protocol import listen
 from kvthaw.serve.ray import NAME, application
-from kvthaw.serve.server import listen
 
 ray = pytest.importorskip("ray", reason="needs pip install kvthaw[ray]")
 serve = pytest.importorskip("ray.serve")

@@ -16,6 +16,7 @@ from kvthaw.cache.plan import Needs
 from kvthaw.engine.hf import Cache, PreTrainedConfig
 from kvthaw.engine.hf.dry_run import weight_bytes
 from kvthaw.engine.hf.model import build, kv_heads, positions
+from kvthaw.engine.rope_scaling import RopeScaling
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.variant import OWN
 from kvthaw.method_names import AUTO
@@ -96,7 +97,9 @@ class Forecaster:
         limit = positions(self.model)
         if limit is not None and length + self.new_tokens > limit:
             given = f"length is {length:,} and new_tokens is {self.new_tokens:,}"
-            raise ConfigError(f"{given}; the model's positions end at {limit:,}: their sum must not exceed it")
+            scaled = RopeScaling.for_positions(limit, length + self.new_tokens)
+            remedy = "" if scaled is None else f", or scale the positions with --rope-scaling {scaled}"
+            raise ConfigError(f"{given}; the model's positions end at {limit:,}: give a shorter prompt{remedy}")
         needs, made = self._needs(method, length)
         in_force = "full" if needs.plan is None else made.name
         asked = take(method, OWN)[0]

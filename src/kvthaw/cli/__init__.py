@@ -37,7 +37,7 @@ app = typer.Typer(
     name="kvthaw",
     **APP | {"cls": Product},
     epilog="Examples:\n\n  kvthaw chat --model Qwen/Qwen3-8B --file book.txt\n\n"
-    "  kvthaw plan --model Qwen/Qwen3-8B --length 128k --gpu H100\n\n"
+    "  kvthaw plan --model Qwen/Qwen3-8B --length 32k --gpu RTX-4090\n\n"
     "Exit codes: 0 done, 1 it failed (one line on stderr says why), 2 wrong usage, 130 stopped by Ctrl-C.",
 )
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)

@@ -107,11 +107,11 @@ def chat(
     from kvthaw.methods.auto import check_settings
 
     check_settings(settings.method, config)  # what is wrong costs no loading
+    sampling, asked = drawing.sampling(max_new_tokens), template.asked()
     from kvthaw.conversation import Conversation, plain_template
     from kvthaw.engine.hf import Cache
     from kvthaw.engine.hf.model import positions
 
-    sampling, asked = drawing.sampling(max_new_tokens), template.asked()
     llm, tokenizer = loading.load([(settings.method, config)], asked, None if cut else document, template.template())
     sampling = as_its_makers(sampling, drawing.given, llm)
     if not tokenizer.chat_template:

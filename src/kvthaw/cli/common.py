@@ -31,6 +31,9 @@ _KINDS = {
     b"%PDF": "a PDF, not text; pdftotext converts it",
     b"PK\x03\x04": "a zip archive, as .docx and .epub files are, not text; pandoc -t plain converts documents",
     b"\x1f\x8b": "compressed by gzip, not text; gunzip unpacks it",
+    b"\x89PNG": "an image, not text",
+    b"\xff\xd8\xff": "an image, not text",
+    b"GIF8": "an image, not text",
 }
 """File formats that are not text, by first bytes: the name, and a command that converts it to text."""
 

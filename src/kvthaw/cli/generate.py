@@ -102,6 +102,7 @@ def generate(
     ways = side_by_side.variants(settings) if several else []
     if not several:
         check_settings(method, config)  # what is wrong costs no loading
+    sampling = drawing.sampling(max_new_tokens)
     from kvthaw.answering import Answer, Prompts, shared_tokens
     from kvthaw.engine.chat_template import Chat, dates_of_kept, following, has_template, split_prompt
     from kvthaw.engine.hf import Cache, attach
@@ -110,7 +111,6 @@ def generate(
     from kvthaw.engine.hf.model import check_prompt, positions
     from kvthaw.evaluate.machine import now, versions
 
-    sampling = drawing.sampling(max_new_tokens)
     caches = [way.cache for way in ways] or [(method, config)]
     llm, tokenizer = loading.load(caches, asked, None if cut else text, template.template())
     undecided = template.chat is None and asked is None

@@ -46,11 +46,14 @@ def inspect(
     if not os.access(out.parent, os.W_OK):
         raise ConfigError(f"--out is {str(out)!r}; its folder does not exist or cannot be written to")
     document, asked = prompt_text(None, file), template.asked()
+    from kvthaw.evaluate.variant import check_retrieves, complete
+
+    for each in variants:  # what is wrong costs no loading
+        check_retrieves(each.method)
     from kvthaw.engine.chat_template import Chat, has_template
     from kvthaw.engine.generation_config import stop_tokens
     from kvthaw.engine.sampling import Sampling
     from kvthaw.engine.text import Detokenizer
-    from kvthaw.evaluate.variant import complete
     from kvthaw.inspect.page import standalone
     from kvthaw.inspect.run import inspect as run
 

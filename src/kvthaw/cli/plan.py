@@ -65,6 +65,7 @@ def plan(
     ] = None,
     dtype: options.Dtype = "auto",
     weights: Annotated[str | None, typer.Option(help='Bytes of the weights, such as "5GB", where they are quantised.')] = None,
+    rope_scaling: options.RopeScaled = None,
     as_json: options.Json = False,
 ) -> None:  # fmt: skip
     """Estimate the memory and the time a token that a model, a method and a length take, before any weight is loaded.
@@ -79,6 +80,8 @@ def plan(
         raise typer.BadParameter("give one of --model and --shape", param_hint="--model")
     if shape is not None and shape not in SHAPES:
         raise unknown("shape", shape, SHAPES)
+    if shape is not None and rope_scaling is not None:
+        raise ConfigError(f"--rope-scaling is {rope_scaling}; it is for --model: a shape's positions have no end")
     whole = None if weights is None else read_bytes(weights, "--weights")
     machine = _machine(gpu, gpu_memory, given.host_memory)
     with waiting("planning"):
@@ -89,7 +92,7 @@ def plan(
         from kvthaw.bench.forecast import Forecaster
         from kvthaw.engine.hf.model import read_dtype
 
-        about_model = _config(model, shape)
+        about_model = _config(model, shape, rope_scaling)
         kind = read_dtype(dtype, cuda=not machine.cpu)
         forecaster = Forecaster(
             about_model, kind, machine, batch=batch, new_tokens=new_tokens, weights=whole, **config.keywords()
@@ -140,16 +143,23 @@ def _memory(given: str | None, option: str) -> int | None:
     return found
 
 
-def _config(model: str | None, shape: str | None) -> PreTrainedConfig:
+def _config(model: str | None, shape: str | None, rope_scaling: str | None) -> PreTrainedConfig:
     from kvthaw.bench.shapes import config
     from kvthaw.engine.hf.model import load_config, silence
+    from kvthaw.engine.rope_scaling import RopeScaling
 
     silence()
-    return config(shape) if model is None and shape is not None else load_config(str(model))
+    if model is None and shape is not None:
+        return config(shape)
+    found = load_config(str(model))
+    if rope_scaling is not None:
+        RopeScaling.read(rope_scaling).apply(found)
+    return found
 
 
 def _places(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> Table:
     """Return the bytes of the first method by place."""
+    from kvthaw.cache.device_memory import margin
     from kvthaw.evaluate.report import lay_out
 
     needs, many = one.needs, "" if about["batch"] == 1 else f" x {about['batch']}"
@@ -164,8 +174,8 @@ def _places(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> Tab
     ]
     shown = [(what, *(human(size) if size else "" for size in sizes)) for what, *sizes in places if any(sizes)]
     rows = [*shown, (), ("sum", human(forecaster.weights + needs.device), human(needs.host))]
-    if about["gpu_memory"] is not None and forecaster.room is not None:
-        rows.append(("kept for activations", human(about["gpu_memory"] - forecaster.weights - forecaster.room), ""))
+    if about["gpu_memory"] is not None:
+        rows.append(("kept for activations", human(margin(about["gpu_memory"])), ""))
     if about["gpu_memory"] or about["host_memory"]:
         rows.append(("there is", *(human(about[name]) if about[name] else "" for name in ("gpu_memory", "host_memory"))))
     title = f"{about['model']}, {about['dtype']}, {counted(about['length'], 'token')}{many}, {one.method}, on {where}"
@@ -206,6 +216,8 @@ def _time(one: Forecast) -> str:
 
 def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list[str]:
     """Return the first forecast in sentences."""
+    from kvthaw.engine.rope_scaling import RopeScaling
+
     needs = one.needs
     takes = "full attention" if needs.plan is None else f"at most {needs.plan.budget:,} tokens attended a step"
     if one.in_force not in ("full", one.method.partition(":")[0]):
@@ -231,10 +243,18 @@ def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list
         if "(" in _time(one):
             said[-1] += " In brackets: with none of the selected rows on the device already."
     elif not (forecaster.machine.gpu or forecaster.machine.cpu):
-        said.append("With --gpu it also says milliseconds a token.")
+        said.append(
+            "With --gpu it also says milliseconds a token."
+            if about["gpu_memory"]
+            else "There is no GPU here: --gpu NAME says what fits one and milliseconds a token, --gpu none plans for a CPU."
+        )
     trained = TRAINED.get(about["model"])
     if trained is not None and max(about["length"], one.longest or 0) + about["new_tokens"] > trained:
-        said.append(f"{about['model']} was trained for {trained:,} positions; longer prompts need its RoPE scaled.")
+        scaled = RopeScaling.for_positions(trained, max(about["length"], one.longest or 0) + about["new_tokens"])
+        said.append(
+            f"{about['model']} was trained for {trained:,} positions; for longer prompts generate, chat and serve take "
+            f"--rope-scaling {scaled}."
+        )
     quantised = getattr(forecaster.model.config, "quantization_config", None)
     if quantised is not None:
         said.append(f"The model is quantised; its weights are counted in {about['dtype']} unless --weights says otherwise.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import signal
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -143,16 +144,6 @@ def serve(
     from kvthaw.methods.auto import check_settings
 
     check_settings(method, config)  # what is wrong costs no loading
-    try:
-        from kvthaw.serve import ray
-        from kvthaw.serve.build import build, follow
-        from kvthaw.serve.server import listen, run
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "kvthaw":
-            raise
-        raise ConfigError(f"the server's packages are not installed ({error}): pip install kvthaw[serve]") from None
-    from kvthaw.engine.processes import spawned
-
     local = Path(model).expanduser()
     name = served_model_name or (local.resolve().name.removesuffix(".gguf") if local.exists() else model)
     if local.is_dir():
@@ -179,6 +170,9 @@ def serve(
         say(f"serving {name} {where}")
 
     if on_ray:
+        from kvthaw.serve import ray
+        from kvthaw.serve.build import build
+
         ray.run(
             partial(build, model, method, **how),
             host=host,
@@ -192,20 +186,37 @@ def serve(
             ready=partial(serving, "with Ray"),  # which says where: other applications may have started its proxies
         )
         return
+    with _ends_on_sigterm(), _listen(host, port) as listener:  # a taken address costs no loading either
+        from kvthaw.engine.processes import spawned
+        from kvthaw.serve.build import build, follow
+        from kvthaw.serve.server import run
+
+        with spawned(tp, follow, model, method, how):
+            service = build(model, method, progress=waiting, **how)
+            serving(f"at http://{host}:{listener.getsockname()[1]}")
+            for line in _told(service, method):
+                say(line)
+            _log_to_stderr(log_level)
+            run(service, listener, grace=grace, api_keys=keys, hosts=(host, *(allowed_host or ())))
+            service.batch.cache.replay = None  # captured steps hold the group's collectives
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return the server's listening socket. Raises ConfigError if the address is taken or the server's packages are missing."""
     try:
-        listener = listen(host, port)  # a taken address costs no loading either
+        import fastapi  # noqa: F401
+
+        from kvthaw.serve.protocol import listen
+
+        return listen(host, port)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "kvthaw":
+            raise
+        raise ConfigError(f"the server's packages are not installed ({error}): pip install kvthaw[serve]") from None
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
         raise ConfigError(f"--port is {port}, which is in use at {host}; --port 0 takes one that is free") from None
-    with _ends_on_sigterm(), listener as socket, spawned(tp, follow, model, method, how):
-        service = build(model, method, progress=waiting, **how)
-        serving(f"at http://{host}:{socket.getsockname()[1]}")
-        for line in _told(service, method):
-            say(line)
-        _log_to_stderr(log_level)
-        run(service, socket, grace=grace, api_keys=keys, hosts=(host, *(allowed_host or ())))
-        service.batch.cache.replay = None  # captured steps hold the group's collectives
 
 
 @contextmanager

@@ -32,6 +32,12 @@ class RopeScaling:
             raise ConfigError(f'rope_scaling is {text!r}; it must be yarn and a factor above 1, at most {LARGEST}, as "yarn:4"')
         return found
 
+    @classmethod
+    def for_positions(cls, own: int, wanted: int) -> RopeScaling | None:
+        """Return the least whole factor that gives a model of `own` positions as many as are wanted; None above the largest."""
+        factor = -(-wanted // own)
+        return cls(max(2, factor)) if factor <= LARGEST else None
+
     def apply(self, config: Any) -> None:
         """Scale the positions of a transformers config, in place; of several kinds of layers, the ones with full attention.
 

@@ -139,3 +139,9 @@ def fork(base: Cache, variant: Variant, method: Method | None = None) -> Cache:
     cache = base.fork(chosen, **limits)
     cache.wait()
     return cache
+
+
+def check_retrieves(method: str) -> None:
+    """Raise ConfigError for a method that retrieves nothing that could be shown."""
+    if resolve(method).index is None:
+        raise ConfigError(f"method is {method!r}, which retrieves nothing that could be shown")

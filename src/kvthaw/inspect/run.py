@@ -18,10 +18,9 @@ from kvthaw.engine.hf.model import check_prompt, check_text, positions
 from kvthaw.engine.prefill import chunks, prefill
 from kvthaw.engine.sampling import GREEDY, Sampler, Sampling
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.evaluate.variant import Variant, fork, whole
+from kvthaw.evaluate.variant import Variant, check_retrieves, fork, whole
 from kvthaw.formatting import counted
 from kvthaw.inspect.recorder import ExactTopK, Recorder, Recording
-from kvthaw.methods import resolve
 
 
 @dataclass(eq=False)
@@ -73,7 +72,7 @@ def inspect(
     """
     at_least(1, max_new_tokens=limit)
     for variant in variants:
-        check_retrieves(variant)
+        check_retrieves(variant.method)
     if chat is not None:
         chat.check(tokenizer)
     check_text(tokenizer, document, positions(model))
@@ -116,7 +115,7 @@ def replay(
     Yields the run after each chunk and each token, so that a caller may do other work between. The last one completes the
     run. Raises ConfigError for a method that retrieves nothing.
     """
-    check_retrieves(variant)
+    check_retrieves(variant.method)
     cache, run = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved), Run(variant)
     logits = torch.empty(0)
     for after in chunks(model, cache, prompt, chunk=chunk):
@@ -125,12 +124,6 @@ def replay(
     cache.wait()
     for _ in _record(model, cache, (), logits, run, list(answer), exact, frozenset(), len(answer)):
         yield run
-
-
-def check_retrieves(variant: Variant) -> None:
-    """Raise ConfigError for a method that retrieves nothing that could be shown."""
-    if resolve(variant.method).index is None:
-        raise ConfigError(f"method is {variant.method!r}, which retrieves nothing that could be shown")
 
 
 def _record(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,13 @@ HEAD_SECONDS, IDLE_SECONDS, WHOLE_SECONDS = 10.0, 15.0, 120.0
 CONNECTIONS, OTHER_FILES = 1024, 40
 """Most open connections, and file descriptors reserved for other uses. Beyond that, the server closes the connection that has
 waited longest for its complete request."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens and whose connections send without delay. Raises OSError if the address is taken."""
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it only for sockets that it made itself
+    return listener
 
 
 def most_connections() -> int:

@@ -61,13 +61,6 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens, whose connections send without delay; raises OSError where the address is taken."""
-    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it only for sockets that it made itself
-    return listener
-
-
 def run(
     service: Service,
     listener: socket.socket,
