@@ -21,7 +21,7 @@ from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.engine.warm import _serve, warm
 from kvthaw.errors import ConfigError, HostMemoryError
-from kvthaw.methods import auto
+from kvthaw.methods import auto, resolve
 from lab.bench.shapes import build
 from stand_in import StandIn, captured_by
 from zoo import build_exact, prompt
@@ -599,3 +599,12 @@ def test_gpu_the_change_with_a_prompt_whose_blocks_lie_on_the_host(device: torch
         full.step()
     assert batch.stats().method == "oracle" or not batch.cache.kv.chooser.full
     assert [own.tokens for own, _ in requests] == [its.tokens for _, its in requests]
+
+
+def test_a_batch_says_what_it_was_asked_for() -> None:
+    """Which method is in force changes with the lengths."""
+    model = build_exact("llama")
+    named = [
+        kvthaw.Batch(model, name, max_seqs=1, capacity=200).method for name in ("auto", "thaw:remainder=32", resolve("prkv"))
+    ]
+    assert named == ["auto", "thaw", "prkv"]

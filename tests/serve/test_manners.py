@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -199,12 +200,14 @@ class failing:  # noqa: N801
             raise RuntimeError("broken")
 
 
-def test_a_server_that_ends_lets_requests_finish(loaded: tuple[Any, Any]) -> None:
+def test_a_server_that_ends_lets_requests_finish(loaded: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvthaw.serve.server")
     with serving(*loaded, grace=20) as served:
         stream = iter(long_stream(served))
         next(stream)
         served.server.handle_exit(signal.SIGTERM, None)
         until(lambda: served.http.get("/ready").status_code == 503)
+        until(lambda: "waiting up to 20 s" in caplog.text)
         assert served.http.get("/health").status_code == 200
         assert served.post("/v1/completions", prompt="Hi").status_code == 503
         served.server.handle_exit(signal.SIGTERM, None)  # again: at once

@@ -177,3 +177,27 @@ def test_full_attention_tells_where_methods_that_recall_are(loaded: tuple[Any, A
         assert "“Answer beside it”, has methods that recall." in told
         page.wait("document.querySelector('.pane')?.textContent.includes('all tokens read')")
         assert page.errors == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [1280, 360])
+def test_the_page_follows_the_newest_answer(served: Served, tmp_path: Path, width: int) -> None:
+    """In a wide window the form covers its end."""
+    assert CHROMIUM is not None
+    bottom = "document.querySelector('.answers:last-child').getBoundingClientRect().bottom"
+    with browser(CHROMIUM, tmp_path / "profile") as page:
+        page.show(served.url, width)
+        page.wait("document.querySelector('#contexts input')")
+        page.run("document.querySelector('#contexts [value=\"\"]').click()")
+        page.run(f"document.querySelector('#document').value = {json.dumps(TEXT)}; document.querySelector('#limit').value = 40")
+        for n in range(1, 5):
+            if n == 4:
+                page.run("window.scrollTo(0, 0)")
+            page.run("document.querySelector('#question').value = 'Who?\\n'.repeat(16) + 'Who?'")
+            page.run("document.querySelector('#ask').requestSubmit()")
+            page.wait(f"document.querySelectorAll('.told').length === {n} && !document.querySelector('#send').disabled")
+            assert page.run(
+                f"{bottom} <= Math.min(innerHeight, document.querySelector('#ask').getBoundingClientRect().top) + 1"
+            )
+        assert page.run("scrollY") > 0
+        assert page.errors == []

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from servers import Served, until
+
+from kvthaw.serve.jobs import Delta, Job
+from kvthaw.serve.request_log import told
 
 PROMPT = "Once upon a time a king had three sons. " * 4
 Line = Callable[[str], str]
@@ -78,6 +83,15 @@ def test_a_client_that_leaves_is_told_of(served: Served, line: Line) -> None:
     with served.http.stream("POST", "/v1/completions", json=body) as stream:
         next(stream.iter_lines())
     assert line("; left").endswith("left")
+
+
+def test_a_request_that_the_server_ends_has_not_left() -> None:
+    async def run() -> str:
+        job = Job([SimpleNamespace(prompt=3, cached_tokens=0, tokens=[1], finished=None)], [0])  # type: ignore[list-item]
+        job.push(Delta(0, finished="abort"))
+        return told(job, 1)
+
+    assert asyncio.run(run()).endswith("; abort")
 
 
 @pytest.mark.parametrize("size", [99, 1 << 20])

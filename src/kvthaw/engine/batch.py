@@ -142,6 +142,7 @@ class Batch:
                     sequence_bytes, model, self.cache.settings.method if method == AUTO else method, capacity, **settings
                 )
             )
+        self.method = method.partition(":")[0] if isinstance(method, str) else method.name  # as asked, "auto" among them
         self.launched: Callable[[], object] = lambda: None  # called when a step is on the device, before its tokens are read
 
     @property

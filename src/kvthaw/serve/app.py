@@ -253,7 +253,7 @@ def _card(service: Service) -> Json:
     card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "kvthaw"}
     batch = service.batch
     more = {
-        "method": batch.cache.settings.method.name,
+        "method": batch.method,
         "methods": [*METHODS],
         "kv_bytes_per_token": kv_bytes(
             batch.model, (one.number for one in batch.cache.kv.layers if not isinstance(one, WindowLayer))

@@ -37,13 +37,14 @@ class Job:
 
     numbers: numbers of its requests among all requests.
     arrived, first: times of the request and of its first token, by time.perf_counter(); 0 before.
-    cut_short: whether the server ended it before its first token: its prompt is not whole.
+    aborted: whether the server ended an output.
+    cut_short: whether it did so before the first token: the prompt is not whole.
     """
 
     def __init__(self, requests: Sequence[Request], numbers: Sequence[int]) -> None:
         self.requests, self.numbers, self.arrived = requests, numbers, time.perf_counter()
         self.first = 0.0
-        self.cut_short = False
+        self.aborted = self.cut_short = False
         self.open = set(range(len(requests)))
         self._deltas: list[Delta] = []  # unread
         self._changed = asyncio.Event()
@@ -57,7 +58,8 @@ class Job:
                 self.first = time.perf_counter()
             if delta.finished is not None:
                 self.open.remove(delta.index)
-                self.cut_short |= delta.finished == "abort" and not self.first
+                self.aborted |= delta.finished == "abort"
+                self.cut_short |= self.aborted and not self.first
             if self._streamed or not self.open or delta.error is not None:
                 self._changed.set()
 

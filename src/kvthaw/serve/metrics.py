@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, MutableMapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -14,7 +15,10 @@ _STEPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 
 _REQUESTS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 _SHARES = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 1.0)
 _CACHE = {
-    "attended_tokens": ("Tokens attended per KV head and step, on average.", "attended_mean"),
+    "attended_tokens": (
+        "Tokens attended per KV head and step, on average; NaN while full attention reads all.",
+        "attended_mean",
+    ),
     "hit_rate": ("Share of the selected rows that were in the pool already.", "hit_rate"),
     "device_rate": ("Share of them that were copied from blocks on the device.", "device_rate"),
     "fetched_bytes": ("Bytes of KV brought from the host.", "fetched_bytes"),
@@ -77,7 +81,8 @@ class Metrics:
             self._bytes.labels(**self._labels, place="prefix").set(prefix.kept_bytes)
             self._bytes.labels(**self._labels, place="prefix_disk").set(prefix.disk_bytes)
         for field, gauge in self._cache.items():
-            gauge.set(getattr(stats, field) or 0)
+            value = getattr(stats, field)
+            gauge.set(math.nan if value is None else value)
         self._bytes.labels(**self._labels, place="device").set(stats.kv_device_bytes + stats.kv_dense_bytes)
         self._bytes.labels(**self._labels, place="host").set(stats.kv_host_bytes)
 

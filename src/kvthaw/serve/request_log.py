@@ -52,7 +52,7 @@ def told(job: Job, outputs: int) -> str:
     prompt, cached = sum(one.prompt for one in prompts), sum(one.cached_tokens for one in prompts)
     new = sum(len(one.tokens) for one in job.requests)
     first = f", first after {seconds(job.first - job.arrived)}" if job.first else ""
-    ends = ", ".join(sorted({one.finished or "left" for one in job.requests}))
+    ends = ", ".join(sorted({one.finished or ("abort" if job.aborted else "left") for one in job.requests}))
     return f"{counted(prompt, 'prompt token')}, {cached:,} cached; {new:,} new{first}; {ends}"
 
 

@@ -51,8 +51,10 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Exit if the worker failed. While draining, exit once all prompts are saved, or after the grace period."""
-        if self._worker.draining:
+        if self._worker.draining and not self._service.ending.is_set():
             self._service.ending.set()
+            if self._service.busy and self._grace:
+                _log.info("waiting up to %g s for requests that run; a second signal ends them", self._grace)
         if self._worker.failure is not None or (
             self._worker.draining and (not self._service.busy or time.monotonic() > self.ends)
         ):

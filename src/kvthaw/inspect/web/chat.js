@@ -111,7 +111,7 @@
     fetched.push(Number(text.match(/^kvthaw:fetched_bytes\{.*\} (.*)$/m)?.[1] ?? 0));
     const moved = fetched.map((sum, i) => Math.max(0, sum - (fetched[i - 1] ?? sum))).slice(-60);
     const places = `On the device ${bytes(place("device"))}, on the host ${bytes(place("host"))}, kept prompts ${bytes(place("prefix"))}.`;
-    const heading = make("h2", {}, "Bytes of KV");
+    const heading = make("h2", {}, "Bytes of KV on the server now");
     $("bytes").replaceChildren(heading, make("p", {}, `${places} Fetched so far: ${bytes(fetched.at(-1))}.`), bars(moved, moved.length - 1));
   }
 
@@ -147,6 +147,23 @@
     for (let part = await reader.read(); !part.done; part = await reader.read()) yield part.value;
   }
 
+  /** How far an element's end is below what is seen of the conversation, in pixels. In wide windows the form covers the end. */
+  function below(element) {
+    return element.getBoundingClientRect().bottom - Math.min(innerHeight, $("ask").getBoundingClientRect().top) + 8;
+  }
+
+  /** Change an element. If its end was in view, keep it there. */
+  function grow(element, change) {
+    const followed = below(element) < 48;
+    change();
+    if (followed) reveal(element);
+  }
+
+  function reveal(element) {
+    const hidden = below(element);
+    if (hidden > 0) scrollBy({ top: hidden, behavior: "instant" });
+  }
+
   /** A place for an answer that streams: its text, and a line below that tells how fast it comes. */
   class Answering {
     constructor(heading) {
@@ -163,7 +180,7 @@
     add(piece) {
       if (!piece) return;
       this.times.push(performance.now() - this.begun);
-      this.text.append(piece);
+      grow(this.box, () => this.text.append(piece));
       if (Number.isFinite(this.each)) this.line.textContent = `${(1000 / this.each).toFixed(1)} tokens per second`;
     }
 
@@ -177,8 +194,11 @@
         ? `${name}: each head chose ${number(Math.round(rows))} of ${number(all)} rows per token. ` +
           `${bytes((rows / all) * whole)} of ${bytes(whole)} of KV per token; ${bytes(left)} were left unread.`
         : `${name}: each head read all ${number(all)} rows per token, ${bytes(whole)} of KV${why && `: ${why}. Options, “Answer beside it”, has methods that recall`}.`;
-      this.line.remove();
-      this.box.append(make("div", { className: "told" }, make("small", {}, `First token after ${seconds(this.times[0] ?? 0)}${speed}. ${read}`), ...passages));
+      const words = make("small", {}, `First token after ${seconds(this.times[0] ?? 0)}${speed}. ${read}`);
+      grow(this.box, () => {
+        this.line.remove();
+        this.box.append(make("div", { className: "told" }, words, ...passages));
+      });
     }
 
     fail(error) {
@@ -197,6 +217,7 @@
     const first = new Answering(second && titled(model.method));
     const answers = make("div", { className: "answers" }, first.box);
     $("turns").append(make("div", { className: "turn asked" }, question), answers);
+    reveal(answers);
     const before = turns.length;
     [$("send").disabled, $("stop").hidden, $("question").value] = [true, false, ""];
     abort = new AbortController();
@@ -223,7 +244,7 @@
       await look();
       if (second) {
         now = new Answering(titled(second));
-        answers.append(now.box);
+        grow(answers, () => answers.append(now.box));
         await beside(now, id, second);
       }
     } catch (error) {
@@ -258,8 +279,8 @@
       button.addEventListener("click", () => point(from));
       return make("li", {}, button);
     });
-    const hint = make("small", {}, "It came from these passages, best first. Runs of the answer's words count most.");
-    return list.length ? [...(list.length > 1 ? [make("div", {}, hint)] : []), make("ol", { ariaLabel: "Passages that the answer came from" }, ...list)] : [];
+    const hint = make("small", {}, "What it recalled: first the passages with runs of the answer's words, then those that most heads chose.");
+    return list.length ? [...(list.length > 1 ? [make("div", {}, hint)] : []), make("ol", { ariaLabel: "Passages that the answer recalled" }, ...list)] : [];
   }
 
   /** Show the document of an answer that streams, and mark in it what the answer recalls, until it has ended. */
