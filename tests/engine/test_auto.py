@@ -608,3 +608,8 @@ def test_a_batch_says_what_it_was_asked_for() -> None:
         kvthaw.Batch(model, name, max_seqs=1, capacity=200).method for name in ("auto", "thaw:remainder=32", resolve("prkv"))
     ]
     assert named == ["auto", "thaw", "prkv"]
+
+
+def test_an_unknown_name_is_told_of_auto_too() -> None:
+    with pytest.raises(ConfigError, match=r"'thow'; did you mean 'thaw'\? There are: auto, full"):
+        kvthaw.attach(build_exact("llama"), "thow")

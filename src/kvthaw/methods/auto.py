@@ -12,8 +12,8 @@ from kvthaw.cache.index_api import Method
 from kvthaw.cache.plan import Settings
 from kvthaw.config import CacheConfig, Crossing
 from kvthaw.formatting import human
-from kvthaw.method_names import AUTO
-from kvthaw.methods import resolve
+from kvthaw.method_names import AUTO, unknown_method
+from kvthaw.methods import METHODS, resolve
 from kvthaw.methods.options import check, written
 
 if TYPE_CHECKING:
@@ -103,7 +103,10 @@ def find(method: str | Method, device: torch.device, **options: Any) -> tuple[Me
 
 def candidates(method: str | Method, device: torch.device, **options: Any) -> tuple[list[Method], Crossing | None]:
     """Return as find(), for "auto" all methods that it may choose, the fastest first."""
-    if not isinstance(method, str) or method.partition(":")[0] != AUTO:
+    name = method.partition(":")[0] if isinstance(method, str) else None
+    if name is not None and name not in (AUTO, *METHODS):
+        raise unknown_method(name, (AUTO, *METHODS))
+    if not isinstance(method, str) or name != AUTO:
         return [resolve(method, **options)], None
     check(AUTO, dict(map(written, method.split(":")[1:])) | options)
     best = best_on(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
