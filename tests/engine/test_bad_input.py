@@ -44,7 +44,7 @@ def still_works(model: PreTrainedModel, cache: kvthaw.Cache, ids: Tensor = IDS) 
 
 
 def test_unknown_method_names_the_nearest(llama: PreTrainedModel) -> None:
-    with pytest.raises(ConfigError, match=r"'orakle'; did you mean 'oracle'.*There are: full"):
+    with pytest.raises(ConfigError, match=r"'orakle'; did you mean 'oracle'.*There are: auto, full"):
         kvthaw.attach(llama, "orakle")
     assert llama.config._attn_implementation == "sdpa", "a refused attach leaves the model alone"
     with pytest.raises(ConfigError, match=r"method is 'zzz'; there are"):
