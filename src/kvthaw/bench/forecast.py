@@ -190,17 +190,27 @@ class Forecaster:
         return all(known) if known else None
 
     def _longest(self, method: str) -> int:
-        """Return the longest prompt that fits, by halving."""
-        if self._fits(self._needs(method, self.most)[0]):
+        """Return the longest prompt that fits, where the line through two known needs reaches the limit; every third time by
+        halving."""
+        if (at_high := self._over(method, self.most)) <= 1:
             return self.most
-        low, high = 0, self.most // _UNIT
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._fits(self._needs(method, middle * _UNIT)[0]):
-                low = middle
+        low, high = 1, self.most // _UNIT + 1
+        if high == low or (at_low := self._over(method, low * _UNIT)) > 1:
+            return 0
+        turn = 0
+        while high - low > 1:
+            turn += 1
+            share = (1 - at_low) / (at_high - at_low) if turn % 3 else 0.5
+            middle = min(max(low + 1, low + int(share * (high - low))), high - 1)
+            if (over := self._over(method, middle * _UNIT)) <= 1:
+                low, at_low = middle, over
             else:
-                high = middle - 1
+                high, at_high = middle, over
         return low * _UNIT
+
+    def _over(self, method: str, length: int) -> float:
+        """Return the largest share that a method needs of any limit."""
+        return max((need / max(1, limit) for need, limit in self._limits(self._needs(method, length)[0]).values()), default=0.0)
 
     def _step(self, method: str, needs: Needs, length: int, hits: float) -> tuple[float, Basis] | None:
         gpu, config = self.machine.gpu, self.model.config.get_text_config(decoder=True)
