@@ -21,7 +21,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.evaluate.variant import OWN
 from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve
-from kvthaw.methods.auto import Limits, best_on, fastest
+from kvthaw.methods.auto import Limits, best_on, fastest, largest_share
 from kvthaw.methods.options import take
 from kvthaw.typecheck import check_type
 
@@ -210,7 +210,7 @@ class Forecaster:
 
     def _over(self, method: str, length: int) -> float:
         """Return the largest share that a method needs of any limit."""
-        return max((need / max(1, limit) for need, limit in self._limits(self._needs(method, length)[0]).values()), default=0.0)
+        return largest_share(self._limits(self._needs(method, length)[0]))
 
     def _step(self, method: str, needs: Needs, length: int, hits: float) -> tuple[float, Basis] | None:
         gpu, config = self.machine.gpu, self.model.config.get_text_config(decoder=True)

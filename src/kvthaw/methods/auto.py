@@ -80,12 +80,17 @@ def fastest(methods: Sequence[Method], needs: Callable[[Method], Needs], limits:
     over: list[float] = []
     for method in methods:
         found.append(needs(method))
-        over.append(max((need / max(1, limit) for need, limit in limits(found[-1]).values()), default=0.0))
+        over.append(largest_share(limits(found[-1])))
         if over[-1] <= 1:
             break
     best = over.index(min(over))
     lacks = [_lacks(methods[i].name, limits(one)) for i, one in enumerate(found)]
     return Chosen(methods[best], found[best], lacks[0] if best else "", lacks[best])
+
+
+def largest_share(limits: Limits) -> float:
+    """Return the largest share of any place's memory that a cache needs; above 1 it does not fit."""
+    return max((need / max(1, limit) for need, limit in limits.values()), default=0.0)
 
 
 def _lacks(name: str, limits: Limits) -> str:
