@@ -60,7 +60,7 @@ def part(one: Experiment, number: int, of: int) -> Experiment:
 
 
 def measure(wanted: Sequence[Experiment], lab: Lab, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of experiments, each with what is known of them all."""
+    """Yield the lines of experiments, with the model, the machine and the commit in each."""
     for one in wanted:
         begin = time.monotonic()
         asked, left_out = within(one, lab)
@@ -101,7 +101,7 @@ def _page(lines: Sequence[dict[str, Any]]) -> str:
     rows = [[f"`{line['row']}`", *(cell(line, column) for column in columns)] for line in lines if line["ours"]]
     head = f"**{first['name']}**: {first['title']}. {first['source']}; {first['unit']}. "
     commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
-    head += f"The paper's on {first['paper_on']}; here {first['model']}, {first['dtype']}, {first['gpu']}, {commits}"
+    head += f"The paper's on {first['paper_on']}; here {first['model']}, {first['dtype']}, {first['gpu'] or first['cpu']}, {commits}"
     head += f", at most {first['limit']} questions a set" * bool(first["limit"])
     said = Table(("paper / here" if both else "here", *columns), rows).markdown()
     return paragraph(f"{head}.") + "\n\n" + said
