@@ -101,7 +101,8 @@ def _page(lines: Sequence[dict[str, Any]]) -> str:
     rows = [[f"`{line['row']}`", *(cell(line, column) for column in columns)] for line in lines if line["ours"]]
     head = f"**{first['name']}**: {first['title']}. {first['source']}; {first['unit']}. "
     commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
-    head += f"The paper's on {first['paper_on']}; here {first['model']}, {first['dtype']}, {first['gpu'] or first['cpu']}, {commits}"
+    machine = first["gpu"] or first["cpu"]
+    head += f"The paper's on {first['paper_on']}; here {first['model']}, {first['dtype']}, {machine}, {commits}"
     head += f", at most {first['limit']} questions a set" * bool(first["limit"])
     said = Table(("paper / here" if both else "here", *columns), rows).markdown()
     return paragraph(f"{head}.") + "\n\n" + said
