@@ -18,6 +18,7 @@ from torch import Tensor
 from kvthaw.kernels import in_place
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition, flash_decode
+from kvthaw.kernels.places import InSlab
 from kvthaw.kernels.row_format import E4M3, RowFormat
 from kvthaw.regions import Regions
 from lab import kernels_pages, kernels_pariskv
@@ -72,24 +73,21 @@ def attention(method: str, tokens: int, batch: int, *, eight: bool) -> dict[str,
     blocks, table = made(format, batch, tokens, size)
     slab, new = drawn(batch, HEADS, regions.held, 2, DIM), drawn(2, batch, HEADS, DIM)
     lengths = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
-    step = DecodeStep(
-        drawn(batch, HEADS * GROUP, DIM), slab[:, :, :, 0], slab[:, :, :, 1], scale=DIM**-0.5, newest=(new[0], new[1]),
-        lengths=lengths, starts=lengths - regions.window - 3, regions=regions,
-    )  # fmt: skip
+    starts = lengths - regions.window - 3
+    step = DecodeStep(drawn(batch, HEADS * GROUP, DIM), slab[:, :, :, 0], slab[:, :, :, 1], scale=DIM**-0.5)
     chosen = []
     for _ in range(_SETS):
         rows = torch.randint(regions.sink, tokens - regions.ring - 1, (batch, HEADS, count), device="cuda").sort(dim=2).values
         chosen.append(in_place.Selected(rows.int().contiguous(), None, table, size, None, format))
-    steps, tickets = (
-        [replace(step, selected=one) for one in chosen],
-        torch.zeros(batch * HEADS + 1, dtype=torch.int32, device="cuda"),
-    )
-    own, mine = of_first(step), rows.int()[:1].contiguous()
+    every = [in_place.InPlace(regions, lengths, starts, (new[0], new[1]), one) for one in chosen]
+    tickets = torch.zeros(batch * HEADS + 1, dtype=torch.int32, device="cuda")
+    mine = rows.int()[:1].contiguous()
     first = replace(chosen[-1], rows=mine, table=table[:1])
-    keys, values = in_place.definition(first, [list(blocks[: table.shape[1]])], own.keys, own.values, regions.held)
-    want = definition(replace(own, keys=keys, values=values, visible=mine >= 0)).out
-    error = agree(flash_decode(steps[-1], tickets)[:1], want, "flash_decode over rows in blocks")
-    seconds = replay_time([partial(flash_decode, one, tickets) for one in steps])
+    keys, values = in_place.definition(first, [list(blocks[: table.shape[1]])], step.keys[:1], step.values[:1], regions.held)
+    copied = InSlab(regions, lengths[:1], starts[:1], (new[0, :1], new[1, :1]), mine >= 0)
+    want = definition(replace(step, query=step.query[:1], keys=keys, values=values), copied).out
+    error = agree(flash_decode(step, every[-1], tickets)[:1], want, "flash_decode over rows in blocks")
+    seconds = replay_time([partial(flash_decode, step, one, tickets) for one in every])
     moved = batch * HEADS * (count * format.row_bytes + regions.held * 2 * DIM * _DTYPE.itemsize)
     line = {
         "op": "attention in blocks",
@@ -100,16 +98,6 @@ def attention(method: str, tokens: int, batch: int, *, eight: bool) -> dict[str,
         "held": regions.held,
     }
     return line | {"kv_dtype": "fp8" if eight else None, **rates(seconds, moved), "error": round(error, 5)}
-
-
-def of_first(step: DecodeStep) -> DecodeStep:
-    """The same of the first sequence alone."""
-    assert step.newest is not None
-    assert step.lengths is not None
-    assert step.starts is not None
-    newest, lengths, starts = (step.newest[0][:1], step.newest[1][:1]), step.lengths[:1], step.starts[:1]
-    own = replace(step, query=step.query[:1], keys=step.keys[:1], values=step.values[:1])
-    return replace(own, newest=newest, lengths=lengths, starts=starts)
 
 
 def made(format: RowFormat, batch: int, tokens: int, size: int) -> tuple[Tensor, Tensor]:

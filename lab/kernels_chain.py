@@ -10,7 +10,7 @@ what the slab holds, before and after it is timed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,8 @@ from kvthaw.kernels import flash_decode as flash
 from kvthaw.kernels import in_place, unit_select
 from kvthaw.kernels.admit import admit
 from kvthaw.kernels.decode_step import DecodeStep
-from kvthaw.kernels.in_place import Selected
+from kvthaw.kernels.in_place import InPlace, Selected
+from kvthaw.kernels.places import InSlab, TokenOrder
 from kvthaw.kernels.row_format import E4M3
 from kvthaw.kernels.split import Split, split_for
 from kvthaw.kernels.unit_scores import RecentQueries
@@ -86,15 +87,13 @@ class Layer:
         self.lengths, self.starts = (torch.full((1,), n, dtype=torch.int32, device=device) for n in lengths)
         self.new = torch.randn(2, 1, HEADS, DIM, device=device).bfloat16()
 
-    def attend(self, query: Tensor) -> tuple[DecodeStep, Tensor]:
-        """All launches for one query. Returns the step that attention took, and its output."""
+    def attend(self, query: Tensor) -> tuple[DecodeStep, InSlab, Tensor]:
+        """All launches for one query. Returns the step that attention took, its places, and its output."""
         slots, fetch, live = admit(self.select(query), self.row_slot, self.slot_row, self.used, self.counts)
         uva_gather(self.host.table, BLOCK, self.slab, fetch, slots, REGIONS.held, None, self.host.format)
-        step = DecodeStep(
-            query, self.slab[:, :, :, 0], self.slab[:, :, :, 1], scale=DIM**-0.5, newest=(self.new[0], self.new[1]), visible=live,
-            lengths=self.lengths, starts=self.starts, regions=REGIONS,
-        )  # fmt: skip
-        return step, flash.flash_decode(step, self.tickets)
+        step = DecodeStep(query, self.slab[:, :, :, 0], self.slab[:, :, :, 1], scale=DIM**-0.5)
+        places = InSlab(REGIONS, self.lengths, self.starts, (self.new[0], self.new[1]), live)
+        return step, places, flash.flash_decode(step, places, self.tickets)
 
 
 def chain(method: str, tokens: int, *, fp8: bool = False, device: str = "cuda") -> dict[str, Any]:
@@ -108,8 +107,8 @@ def chain(method: str, tokens: int, *, fp8: bool = False, device: str = "cuda") 
     pairs = [(layers[i // 2], query) for i, query in enumerate(asked)]
     for _ in range(2):
         for layer, query in pairs:
-            step, out = layer.attend(query)
-            agree(out, flash.definition(step).out, f"{method}: attention behind a fetch", 2e-2)
+            step, places, out = layer.attend(query)
+            agree(out, flash.definition(step, places).out, f"{method}: attention behind a fetch", 2e-2)
     before = [layer.counts.clone() for layer in layers]
     line: dict[str, Any] = {"op": "chain", "method": method, "tokens": tokens, "fp8": fp8}
     if device == "cuda":
@@ -117,8 +116,8 @@ def chain(method: str, tokens: int, *, fp8: bool = False, device: str = "cuda") 
         alone = [partial(layer.select, query) for layer, query in pairs]
         line["select_us"] = micros(replay_time(alone, 30))
         for layer, query in pairs:  # what a graph's replays left
-            step, out = layer.attend(query)
-            agree(out, flash.definition(step).out, f"{method}: attention after the replays", 2e-2)
+            step, places, out = layer.attend(query)
+            agree(out, flash.definition(step, places).out, f"{method}: attention after the replays", 2e-2)
     moved = sum((layer.counts - was for layer, was in zip(layers, before, strict=True)), torch.zeros_like(before[0])).tolist()
     return line | ({"hits": round(1 - moved[1] / moved[0], 3)} if moved[0] else {})
 
@@ -168,11 +167,9 @@ def eight_bits(tokens: int) -> Iterator[dict[str, Any]]:
     query = torch.randn(1, HEADS * GROUP, DIM, device="cuda").bfloat16()
     lengths = torch.full((1,), tokens, dtype=torch.int32, device="cuda")
     new = torch.randn(2, 1, HEADS, DIM, device="cuda").bfloat16()
-    steps = [
-        DecodeStep(query, s[:, :, :, 0], s[:, :, :, 1], scale=DIM**-0.5, newest=(new[0], new[1]), lengths=lengths)
-        for s in slabs
-    ]
-    want, usual = [flash.definition(step).out for step in steps], split_for
+    places = TokenOrder(lengths, (new[0], new[1]))
+    steps = [DecodeStep(query, s[:, :, :, 0], s[:, :, :, 1], scale=DIM**-0.5) for s in slabs]
+    want, usual = [flash.definition(step, places).out for step in steps], split_for
     for block, warps, stages, per in (
         (128, 4, 3, 2),
         (128, 4, 4, 2),
@@ -186,8 +183,8 @@ def eight_bits(tokens: int) -> Iterator[dict[str, Any]]:
         line = {"op": "eight_bits", "tokens": tokens, "block": block, "warps": warps, "stages": stages, "programs": per}
         try:
             for step, each in zip(steps, want, strict=True):
-                agree(flash.flash_decode(step), each, "attention over 8 bits", 2e-2)
-            line["us"] = micros(replay_time([partial(flash.flash_decode, step) for step in steps * 4]))
+                agree(flash.flash_decode(step, places), each, "attention over 8 bits", 2e-2)
+            line["us"] = micros(replay_time([partial(flash.flash_decode, step, places) for step in steps * 4]))
         except Exception as error:  # of shared memory
             line["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         yield line
@@ -210,20 +207,15 @@ def stored_rows(tokens: int, device: str = "cuda") -> dict[str, Any]:
     lengths, starts = (
         torch.full((1,), 1 << 20, dtype=torch.int32, device=device) - n for n in (0, REGIONS.held - REGIONS.sink)
     )
-    how: dict[str, Any] = {
-        "scale": DIM**-0.5,
-        "newest": (new[0], new[1]),
-        "lengths": lengths,
-        "starts": starts,
-        "regions": REGIONS,
-    }
+    held = REGIONS, lengths, starts, (new[0], new[1])
     selected = Selected(every, None, table, BLOCK, None, format)
-    step = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], selected=selected, **how)
-    found = flash.flash_decode(step)
+    step, places = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], scale=DIM**-0.5), InPlace(*held, selected)
+    found = flash.flash_decode(step, places)
     keys, values = in_place.definition(selected, [list(blocks)], step.keys, step.values, REGIONS.held)
     seen = torch.ones(1, HEADS, tokens, dtype=torch.bool, device=device)
-    agree(found, flash.definition(DecodeStep(query, keys, values, visible=seen, **how)).out, "attention over stored rows", 2e-2)
-    us = {"us": micros(replay_time([partial(flash.flash_decode, step)] * 4))} if device == "cuda" else {}
+    copied = replace(step, keys=keys, values=values)
+    agree(found, flash.definition(copied, InSlab(*held, seen)).out, "attention over stored rows", 2e-2)
+    us = {"us": micros(replay_time([partial(flash.flash_decode, step, places)] * 4))} if device == "cuda" else {}
     return {"op": "stored_rows", "tokens": tokens, **us}
 
 

@@ -14,6 +14,7 @@ from kvthaw.kernels import flash_decode as flash
 from kvthaw.kernels.admit import admit
 from kvthaw.kernels.admit import definition as admit_definition
 from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.places import AnyOrder, TokenOrder
 from kvthaw.kernels.uva_gather import uva_gather
 from lab.kernels import BUS_GBPS, COLD, DIM, GROUP, HEADS, agree, copies, demand, micros, rates, replay_time, rotated
 from lab.script import run_kernels
@@ -56,11 +57,10 @@ def decode(batch: int, n: int, *, masked: bool) -> dict[str, Any]:
     """flash_decode over n keys, under a mask or with lengths, beside SDPA on gathered KV: the faster of its two ways, a group's
     queries as rows of one head or as heads of their own. Without a mask torch splits the keys only for the latter."""
     sets = Sets(batch, n)
-    scale = DIM**-0.5
-    how: dict[str, Any] = {"scale": scale, **({"visible": sets.visible} if masked else {"lengths": sets.lengths})}
+    scale, places = DIM**-0.5, AnyOrder(sets.visible) if masked else TokenOrder(sets.lengths)
 
     def ours(slab: Tensor) -> Tensor:
-        return flash.flash_decode(DecodeStep(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], **how))
+        return flash.flash_decode(DecodeStep(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], scale=scale), places)
 
     mask = sets.visible[:, :, None] if masked else None
     masks = None if mask is None else mask.repeat_interleave(GROUP, dim=1)
@@ -74,7 +74,7 @@ def decode(batch: int, n: int, *, masked: bool) -> dict[str, Any]:
         return scaled_dot_product_attention(query, kv[:, :, 0], kv[:, :, 1], attn_mask=masks, scale=scale, enable_gqa=True)
 
     slab = sets.slabs[0]
-    want = flash.definition(DecodeStep(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], **how)).out
+    want = flash.definition(DecodeStep(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], scale=scale), places).out
     error = agree(ours(slab), want, "flash_decode")
     theirs = {}
     for name, sdpa in (("rows", rows), ("heads", heads)):

@@ -16,6 +16,7 @@ from kvthaw.kernels import dense
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition as attend
 from kvthaw.kernels.merge import merge
+from kvthaw.kernels.places import AnyOrder
 from kvthaw_baselines.index.wave import WaveIndex
 from shapes import close
 
@@ -131,7 +132,7 @@ def test_the_estimate_brings_attention_nearer_to_full() -> None:
     scale = wave.context.scale
     visible = torch.zeros(1, 1, 400, dtype=torch.bool)
     visible[0, 0, chosen.rows[0, 0].long() - FIRST] = True
-    read = attend(DecodeStep(query, keys[None], values[None], visible=visible, scale=scale))
+    read = attend(DecodeStep(query, keys[None], values[None], scale=scale), AnyOrder(visible))
     full = dense.definition(query[:, :, None], keys[None], values[None], scale=scale, causal=False)[0][:, :, 0]
     both = merge([read.out, chosen.partial.out], [read.lse, chosen.partial.lse])[0]
     assert (both - full).norm() < 0.3 * (read.out - full).norm()

@@ -21,6 +21,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from kvthaw.kernels.decode_step import DecodeStep
     from kvthaw.kernels.encode import Quantizer, Summaries
+    from kvthaw.kernels.in_place import InPlace
+    from kvthaw.kernels.places import Places
 
 HEADS, GROUP = 2, 4
 SHARED = {"cuda:89": 99 << 10}
@@ -181,6 +183,7 @@ def elsewhere(dtype: torch.dtype, dim: int) -> None:
     """What other GPUs have no instructions or launch options for: ParisKV's products and its chain, k-means, float32 products."""
     from kvthaw.kernels import flash_decode, kmeans, planes, rerank, signs
     from kvthaw.kernels.decode_step import DecodeStep
+    from kvthaw.kernels.places import TokenOrder
     from kvthaw.kernels.srht import make_rotation
 
     rotation, totals = make_rotation(dim, 0, device="meta"), empty(3, HEADS, 128)
@@ -193,8 +196,7 @@ def elsewhere(dtype: torch.dtype, dim: int) -> None:
         rerank.launch(rotated, summaries, empty(3, HEADS, 640), empty(3), quantizer, 0.1, 64)
     kmeans.launch(empty(HEADS, 700, dim, dtype=dtype), empty(HEADS, 30, dtype=torch.int64), distance="l2", iterations=1)
     slab = empty(3, HEADS, 500, 2, dim, dtype=dtype)
-    step = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], scale=0.1, lengths=empty(3))
-    flash_decode.flash_decode(step)
+    flash_decode.flash_decode(DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], scale=0.1), TokenOrder(empty(3)))
 
 
 def batches(dtype: torch.dtype, dim: int) -> None:
@@ -211,26 +213,25 @@ def batches(dtype: torch.dtype, dim: int) -> None:
             encode.launch_count(into, seqs, starts, stops)
 
 
-def attention_steps(dtype: torch.dtype, dim: int) -> Iterator[DecodeStep]:
+def attention_steps(dtype: torch.dtype, dim: int) -> Iterator[tuple[DecodeStep, Places | InPlace]]:
     """Over a slab and over all keys, few and many."""
     from kvthaw.kernels.decode_step import DecodeStep
-    from kvthaw.kernels.in_place import Selected
+    from kvthaw.kernels.in_place import Every, InPlace, Selected
+    from kvthaw.kernels.places import InSlab, TokenOrder
     from kvthaw.kernels.row_format import E4M3
     from kvthaw.regions import Regions
 
     query, new = empty(2, HEADS * GROUP, dim, dtype=dtype), empty(2, HEADS, dim, dtype=dtype)
-    how: dict[str, Any] = {
-        "scale": 0.1,
-        "newest": (new, new),
-        "lengths": empty(2),
-        "starts": empty(2),
-    }
-    for places, mask, regions in ((500, empty(2, HEADS, 100, dtype=torch.bool), Regions(100, 200, 100)), (70_000, None, None)):
-        slab = empty(2, HEADS, places, 2, dim, dtype=dtype)
-        yield DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], visible=mask, regions=regions, **how)
-    held = empty(2, HEADS, 70_000, 2, dim, dtype=torch.float8_e4m3fn)
-    yield DecodeStep(query, held[:, :, :, 0], held[:, :, :, 1], **how)
-    slab, regions, eight = empty(2, HEADS, 500, 2, dim, dtype=dtype), Regions(100, 200, 100), E4M3(dim, dtype)
+    lengths, starts, newest, regions = empty(2), empty(2), (new, new), Regions(100, 200, 100)
+
+    def step(keys: int, kind: torch.dtype = dtype) -> DecodeStep:
+        slab = empty(2, HEADS, keys, 2, dim, dtype=kind)
+        return DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], scale=0.1)
+
+    yield step(500), InSlab(regions, lengths, starts, newest, empty(2, HEADS, 100, dtype=torch.bool))
+    for kind in (dtype, torch.float8_e4m3fn):
+        yield step(70_000, kind), TokenOrder(lengths, newest, starts)
+    eight = E4M3(dim, dtype)
     for places, slots, format in (
         (500, None, None),
         (4000, empty(2, HEADS, 4000), eight),
@@ -238,17 +239,17 @@ def attention_steps(dtype: torch.dtype, dim: int) -> Iterator[DecodeStep]:
     ):
         tally = None if slots is not None else (empty(2, HEADS), empty(4, dtype=torch.int64))
         selected = Selected(empty(2, HEADS, places), slots, empty(2, 8, dtype=torch.int64), 1024, tally, format)
-        every = Selected(None, None, selected.table, 1024, None, format, places)
+        every = Every(places, selected.table, 1024, format)
         for each in (selected,) if slots is not None else (selected, every):
-            yield DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], regions=regions, selected=each, **how)
+            yield step(500), InPlace(regions, lengths, starts, newest, each)
 
 
 def attention(dtype: torch.dtype, dim: int) -> None:
     """Launch attention, and the kernels that run before and after it."""
     from kvthaw.kernels import admit, flash_decode, merge
 
-    for step in attention_steps(dtype, dim):
-        flash_decode.flash_decode(step)
+    for step, places in attention_steps(dtype, dim):
+        flash_decode.flash_decode(step, places)
     tables = empty(2, HEADS, 9000, dtype=torch.int16), empty(2, HEADS, 101), empty(2, HEADS, 101), empty(4, dtype=torch.int64)
     admit.admit(empty(2, HEADS, 100), *tables)
     placed = admit.Placed(empty(2, 8, dtype=torch.bool), 1024, empty(2, HEADS, 100))
@@ -262,12 +263,14 @@ def attention(dtype: torch.dtype, dim: int) -> None:
 def large(dtype: torch.dtype, dim: int) -> None:
     """Attention over rows of the slab, alone and together with rows of 8 bits."""
     from kvthaw.kernels import flash_decode
+    from kvthaw.kernels.in_place import Every, InPlace, Selected
 
-    for step in attention_steps(dtype, dim):
-        rows = step.selected
-        small = rows is not None and rows.format is not None and rows.format.fp8 and (rows.slots is None) == (rows.rows is None)
+    for step, places in attention_steps(dtype, dim):
+        rows = places.selected if isinstance(places, InPlace) else None
+        pooled = isinstance(rows, Selected) and rows.slots is not None
+        small = rows is not None and rows.format is not None and rows.format.fp8 and (pooled or isinstance(rows, Every))
         if small or (rows is None and step.keys.dtype == dtype):
-            flash_decode.flash_decode(step)
+            flash_decode.flash_decode(step, places)
 
 
 def chunks(dtype: torch.dtype, dim: int) -> None:

@@ -16,6 +16,7 @@ from kvthaw.kernels import flash_decode as module
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition, flash_decode
 from kvthaw.kernels.merge import Partial
+from kvthaw.kernels.places import AnyOrder, InSlab, Places, TokenOrder
 from kvthaw.kernels.split import Split, split_for, stages_for
 from kvthaw.regions import Regions
 
@@ -23,6 +24,7 @@ pytest.importorskip("triton")
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 EIGHT_BITS = torch.float8_e4m3fn
+EVERY = AnyOrder()
 
 
 @contextmanager
@@ -49,15 +51,15 @@ def same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def compare(query: Tensor, keys: Tensor, values: Tensor, **how: Any) -> Partial:
+def compare(query: Tensor, keys: Tensor, values: Tensor, places: Places = EVERY, **how: Any) -> Partial:
     """flash_decode gives what its definition gives, and leaves keys, values and tickets as the definition leaves them. Returns the
     definition's."""
     how.setdefault("scale", query.shape[-1] ** -0.5)
     tickets = torch.zeros(query.shape[0] * keys.shape[1] + 1, dtype=torch.int32, device=query.device)
     ours = torch.stack((keys, values), dim=3)
-    want = definition(DecodeStep(query, keys, values, **how))
+    want = definition(DecodeStep(query, keys, values, **how), places)
     with poisoned():
-        out = flash_decode(DecodeStep(query, ours[:, :, :, 0], ours[:, :, :, 1], **how), tickets)
+        out = flash_decode(DecodeStep(query, ours[:, :, :, 0], ours[:, :, :, 1], **how), places, tickets)
         same(ours, torch.stack((keys, values), dim=3))
         assert not tickets.any()
     assert out.dtype == query.dtype
@@ -98,7 +100,7 @@ def test_keys_of_eight_bits(blocks: int, device: torch.device, monkeypatch: pyte
     keys, values = slab(2, 2, 70, 64, EIGHT_BITS, device)
     query, newest = torch.randn(2, 8, 64, device=device).bfloat16(), torch.randn(2, 2, 2, 64).to(EIGHT_BITS).bfloat16()
     lengths = torch.tensor([70, 23], dtype=torch.int32, device=device)
-    compare(query, keys, values, newest=tuple(newest.to(device)), lengths=lengths)
+    compare(query, keys, values, TokenOrder(lengths, (newest[0].to(device), newest[1].to(device))))
 
 
 def test_everything_at_once(device: torch.device) -> None:
@@ -118,12 +120,12 @@ def test_everything_at_once(device: torch.device) -> None:
     ]
     others[0].lse[0, 0] = -torch.inf
     others[0].out[0, 0] = torch.nan
-    how: dict[str, Any] = {"scale": 0.2, "visible": visible, "lengths": lengths, "starts": starts}
-    empty = compare(query, keys, values, **how)
+    places = TokenOrder(lengths, starts=starts, visible=visible)
+    empty = compare(query, keys, values, places, scale=0.2)
     assert (empty.lse[2] == -torch.inf).all()
-    compare(query, keys, values, **how, softcap=5.0, partials=others[:1])
+    compare(query, keys, values, places, scale=0.2, softcap=5.0, partials=others[:1])
     sinks = torch.randn(heads * group, device=device).bfloat16()
-    compare(query, keys, values, **how, softcap=5.0, log_weight=log_weight, sinks=sinks, partials=others)
+    compare(query, keys, values, places, scale=0.2, softcap=5.0, log_weight=log_weight, sinks=sinks, partials=others)
 
 
 def test_expanded_and_spliced_masks(device: torch.device) -> None:
@@ -131,7 +133,7 @@ def test_expanded_and_spliced_masks(device: torch.device) -> None:
     keys, values = slab(2, 2, 48, 64, torch.float32, device)
     visible = (torch.rand(2, 48, device=device) < 0.5)[:, None].expand(-1, 2, -1)
     hide(visible, keys, values)
-    compare(torch.randn(2, 4, 64, device=device), keys, values, visible=visible)
+    compare(torch.randn(2, 4, 64, device=device), keys, values, AnyOrder(visible))
 
 
 def test_large_logits(device: torch.device) -> None:
@@ -144,7 +146,7 @@ def test_lengths_that_do_not_fit(device: torch.device) -> None:
     keys, values = slab(3, 1, 40, 64, torch.float32, device)
     starts = torch.tensor([-5, 30, 0], dtype=torch.int32, device=device)
     lengths = torch.tensor([99, 10, 0], dtype=torch.int32, device=device)
-    got = compare(torch.randn(3, 2, 64, device=device), keys, values, starts=starts, lengths=lengths)
+    got = compare(torch.randn(3, 2, 64, device=device), keys, values, TokenOrder(lengths, starts=starts))
     assert (got.lse[1:] == -torch.inf).all()
 
 
@@ -161,8 +163,8 @@ class Seqs:
     dim: int = 64
     dtype: torch.dtype = torch.float32
 
-    def make(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Query, keys, values and the rest of the arguments."""
+    def make(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, InSlab]:
+        """Query, keys and values, and which of these a step attends to."""
         of, batch = self.regions, len(self.lengths)
         starts = [of.indexed(of.sink, n) for n in self.lengths]
         data = torch.full((batch, self.heads, of.held + self.slots, 2, self.dim), torch.nan)
@@ -174,15 +176,10 @@ class Seqs:
         data[:, :, of.held :][live] = torch.randn(int(live.sum()), 2, self.dim)
         data = data.to(device, self.dtype)
         new = torch.randn(2, batch, self.heads, self.dim, device=device).to(self.dtype)
-        how = {
-            "newest": (new[0], new[1]),
-            "visible": live.to(device) if self.slots else None,
-            "lengths": torch.tensor(self.lengths, dtype=torch.int32, device=device),
-            "starts": torch.tensor(starts, dtype=torch.int32, device=device),
-            "regions": of,
-        }
+        lengths, first = (torch.tensor(each, dtype=torch.int32, device=device) for each in (self.lengths, starts))
+        places = InSlab(of, lengths, first, (new[0], new[1]), live.to(device) if self.slots else None)
         query = torch.randn(batch, self.heads * self.group, self.dim, device=device).to(self.dtype)
-        return query, data[:, :, :, 0], data[:, :, :, 1], how
+        return query, data[:, :, :, 0], data[:, :, :, 1], places
 
 
 @pytest.mark.parametrize(
@@ -194,8 +191,8 @@ def test_slab(regions: Regions, slots: int, device: torch.device) -> None:
     """Every state of sink and ring, from an empty sequence to a ring that has gone round; the kernel sees what sequences hold, not
     NaN."""
     for some in ([0, 1, 2, 4, 5], [9, 17, 18, 130]):
-        query, keys, values, how = Seqs(regions, some, slots, heads=2 if slots == 40 else 1).make(device)
-        got = compare(query, keys, values, **how)
+        query, keys, values, places = Seqs(regions, some, slots, heads=2 if slots == 40 else 1).make(device)
+        got = compare(query, keys, values, places)
         for b, length in enumerate(some):
             assert length == 0 or torch.isfinite(got.lse[b]).all()
 
@@ -205,27 +202,27 @@ def test_slab(regions: Regions, slots: int, device: torch.device) -> None:
     [(1, 1, 64, torch.float16), (3, 1, 80, torch.bfloat16), (2, 8, 128, torch.bfloat16), (1, 20, 96, torch.float32)],
 )
 def test_slab_shapes(heads: int, group: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    query, keys, values, how = Seqs(Regions(3, 20, 9), [50, 2], 17, heads, group, dim, dtype).make(device)
-    compare(query, keys, values, **how)
+    query, keys, values, places = Seqs(Regions(3, 20, 9), [50, 2], 17, heads, group, dim, dtype).make(device)
+    compare(query, keys, values, places)
 
 
 def test_slab_with_everything(device: torch.device) -> None:
     seqs = Seqs(Regions(3, 20, 9), [50, 2, 0], 17, dtype=torch.bfloat16)
-    query, keys, values, how = seqs.make(device)
+    query, keys, values, places = seqs.make(device)
     log_weight = torch.randn(3, 8, keys.shape[2], device=device)
     log_weight[:, 1] = -torch.inf
     more = Partial(torch.randn(3, 8, 64, device=device), torch.randn(3, 8, device=device))
-    got = compare(query, keys, values, **how, softcap=5.0, log_weight=log_weight)
+    got = compare(query, keys, values, places, softcap=5.0, log_weight=log_weight)
     assert (got.lse[:, 1] == -torch.inf).all(), "a head that draws nothing, the newest token included"
-    compare(query, keys, values, **how, sinks=torch.randn(8, device=device), partials=[more], log_weight=log_weight)
+    compare(query, keys, values, places, sinks=torch.randn(8, device=device), partials=[more], log_weight=log_weight)
 
 
 def test_newest_that_is_there_already(device: torch.device) -> None:
     """A layer that asks again with the same token gets the same answer and leaves the slab as it is."""
-    query, keys, values, how = Seqs(Regions(2, 6, 3), [5, 30], 8).make(device)
-    first = flash_decode(DecodeStep(query, keys, values, **how, scale=0.1))
+    query, keys, values, places = Seqs(Regions(2, 6, 3), [5, 30], 8).make(device)
+    first = flash_decode(DecodeStep(query, keys, values, scale=0.1), places)
     before = keys.clone(), values.clone()
-    assert torch.equal(flash_decode(DecodeStep(query, keys, values, **how, scale=0.1)), first)
+    assert torch.equal(flash_decode(DecodeStep(query, keys, values, scale=0.1), places), first)
     same(keys, before[0])
     same(values, before[1])
 
@@ -239,7 +236,7 @@ def test_newest_in_token_order(n: int, device: torch.device) -> None:
     place = torch.arange(n, device=device)
     hide(((place < lengths[:, None] - 1) & (place >= starts[:, None]))[:, None].expand(-1, 2, -1), keys, values)
     newest = (torch.randn(4, 2, 64, device=device), torch.randn(4, 4, 64, device=device)[:, ::2])
-    got = compare(torch.randn(4, 8, 64, device=device), keys, values, newest=newest, lengths=lengths, starts=starts)
+    got = compare(torch.randn(4, 8, 64, device=device), keys, values, TokenOrder(lengths, newest, starts))
     assert (got.lse[3] == -torch.inf).all()
     alone = newest[1][2].repeat_interleave(4, dim=0)
     torch.testing.assert_close(got.out[2], alone)
@@ -249,12 +246,8 @@ def test_newest_is_seen_whatever_the_mask_says(device: torch.device) -> None:
     lengths = torch.tensor([40, 17], dtype=torch.int32, device=device)
     keys, values = slab(2, 2, 40, 64, torch.float32, device)
     newest = (torch.randn(2, 2, 64, device=device), torch.randn(2, 2, 64, device=device))
-    how: dict[str, Any] = {
-        "newest": newest,
-        "lengths": lengths,
-        "visible": torch.zeros(2, 2, 40, dtype=torch.bool, device=device),
-    }
-    got = compare(torch.randn(2, 8, 64, device=device), keys, values, **how)
+    places = TokenOrder(lengths, newest, visible=torch.zeros(2, 2, 40, dtype=torch.bool, device=device))
+    got = compare(torch.randn(2, 8, 64, device=device), keys, values, places)
     torch.testing.assert_close(got.out, newest[1].repeat_interleave(4, dim=1))
 
 
@@ -263,7 +256,7 @@ def test_any_split_is_the_same(splits: int, device: torch.device, monkeypatch: p
     keys, values = slab(2, 1, 100, 64, torch.float32, device)
     lengths = torch.tensor([100, 21], dtype=torch.int32, device=device)
     monkeypatch.setattr(module, "split_for", lambda *_: Split(16, splits, 4, 2))
-    compare(torch.randn(2, 4, 64, device=device), keys, values, lengths=lengths)
+    compare(torch.randn(2, 4, 64, device=device), keys, values, TokenOrder(lengths))
 
 
 @pytest.mark.parametrize("n", [256, 1024, 2048, 32768, 1 << 20])
@@ -298,24 +291,20 @@ def test_blocks_ahead_fit_in_shared_memory(tile: int, shared: int, stages: int) 
 @pytest.mark.parametrize("broken", ["stride", "dtype", "lengths", "visible", "newest", "regions"])
 def test_refuses_what_it_cannot_read(broken: str, device: torch.device) -> None:
     keys, values = slab(1, 1, 20, 64, torch.float32, device)
-    query, how = torch.randn(1, 2, 64, device=device), {}
+    query, new = (torch.randn(1, heads, 64, device=device) for heads in (2, 1))
+    ones = torch.ones(1, dtype=torch.int32, device=device)
     if broken == "stride":
         keys = keys.transpose(2, 3).contiguous().transpose(2, 3)
     elif broken == "dtype":
         values = values.half()
-    elif broken == "lengths":
-        how["lengths"] = torch.tensor([3], device=device)
-    elif broken == "newest":
-        how["newest"] = (query[:, :1], query[:, :1])
-    elif broken == "regions":
-        how |= {
-            "regions": Regions(2, 4, 4),
-            **dict.fromkeys(("lengths", "starts"), torch.ones(1, dtype=torch.int32, device=device)),
-        }
-    else:
-        how["visible"] = torch.ones(1, 1, 20, device=device)
+    others: dict[str, Places] = {
+        "lengths": TokenOrder(torch.tensor([3], device=device)),
+        "newest": TokenOrder(ones, (query[:, :, :32], query[:, :, :32])),
+        "regions": InSlab(Regions(2, 4, 4), ones, ones, (new, new)),
+        "visible": AnyOrder(torch.ones(1, 1, 20, device=device)),
+    }
     with pytest.raises(AssertionError):
-        flash_decode(DecodeStep(query, keys, values, scale=1.0, **how))
+        flash_decode(DecodeStep(query, keys, values, scale=1.0), others.get(broken, EVERY))
 
 
 @pytest.mark.gpu
@@ -328,10 +317,10 @@ def test_gpu_sparse(batch: int, heads: int, group: int, n: int, dim: int, dtype:
     visible = torch.rand(batch, heads, n, device=device) < 0.8
     visible[-1, -1] = False
     hide(visible, keys, values)
-    compare(query, keys, values, visible=visible)
+    compare(query, keys, values, AnyOrder(visible))
     log_weight = torch.randn(batch, heads * group, n, device=device)
     sinks = torch.randn(heads * group, device=device)
-    compare(query, keys, values, visible=visible, softcap=20.0, log_weight=log_weight, sinks=sinks)
+    compare(query, keys, values, AnyOrder(visible), softcap=20.0, log_weight=log_weight, sinks=sinks)
 
 
 @pytest.mark.gpu
@@ -344,7 +333,7 @@ def test_gpu_dense(n: int, device: torch.device) -> None:
     starts = torch.tensor([7, 0], dtype=torch.int32, device=device)
     keys[1, :, n // 3 :] = torch.nan
     values[1, :, n // 3 :] = torch.nan
-    compare(query, keys, values, lengths=lengths, starts=starts)
+    compare(query, keys, values, TokenOrder(lengths, starts=starts))
 
 
 @pytest.mark.gpu
@@ -353,8 +342,8 @@ def test_gpu_dense(n: int, device: torch.device) -> None:
 @pytest.mark.parametrize("heads", [1, 8])
 def test_gpu_slab(heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
     for regions, slots in ((Regions(128, 256, 512), 100), (Regions(16, 16, 16), 976), (Regions(0, 64, 32), 0)):
-        query, keys, values, how = Seqs(regions, [5000, 700, 100, 17, 1, 0], slots, heads, 4, dim, dtype).make(device)
-        compare(query, keys, values, **how)
+        query, keys, values, places = Seqs(regions, [5000, 700, 100, 17, 1, 0], slots, heads, 4, dim, dtype).make(device)
+        compare(query, keys, values, places)
 
 
 @pytest.mark.parametrize(
@@ -363,23 +352,23 @@ def test_gpu_slab(heads: int, dim: int, dtype: torch.dtype, device: torch.device
 def test_a_newest_that_is_not_finite_is_noted(
     device: torch.device, dtype: torch.dtype, slots: int, which: int, bad: float
 ) -> None:
-    query, keys, values, how = Seqs(Regions(4, 10, 8), [9, 60], slots, 2, 4, 64, dtype).make(device)
+    query, keys, values, places = Seqs(Regions(4, 10, 8), [9, 60], slots, 2, 4, 64, dtype).make(device)
     tickets = torch.zeros(5, dtype=torch.int32, device=device)
-    step = DecodeStep(query, keys, values, **how, scale=0.1)
-    flash_decode(step, tickets)
+    step = DecodeStep(query, keys, values, scale=0.1)
+    flash_decode(step, places, tickets)
     assert not tickets.any()
-    how["newest"][which][1, 1, 63] = bad
-    flash_decode(step, tickets)
+    places.newest[which][1, 1, 63] = bad
+    flash_decode(step, places, tickets)
     assert tickets.tolist() == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.gpu
 def test_gpu_last_program_merges(device: torch.device) -> None:
     """The same answer a thousand times, whichever program comes last."""
-    query, keys, values, how = Seqs(Regions(16, 16, 16), [5000, 300, 40], 976, 8, 4, 128, torch.bfloat16).make(device)
+    query, keys, values, places = Seqs(Regions(16, 16, 16), [5000, 300, 40], 976, 8, 4, 128, torch.bfloat16).make(device)
     tickets = torch.zeros(25, dtype=torch.int32, device=device)
-    first = flash_decode(DecodeStep(query, keys, values, **how, scale=0.1), tickets)
-    found = [flash_decode(DecodeStep(query, keys, values, **how, scale=0.1), tickets) for _ in range(1000)]
+    first = flash_decode(DecodeStep(query, keys, values, scale=0.1), places, tickets)
+    found = [flash_decode(DecodeStep(query, keys, values, scale=0.1), places, tickets) for _ in range(1000)]
     assert all(torch.equal(one, first) for one in found)
     assert not tickets.any()
 
@@ -388,21 +377,21 @@ def test_gpu_last_program_merges(device: torch.device) -> None:
 def test_gpu_captured_steps(device: torch.device) -> None:
     """A captured step takes in a token after the other where the lengths on the device say."""
     regions = Regions(4, 40, 30)
-    query, keys, values, how = Seqs(regions, [30, 60], 50, 8, 4, 128, torch.bfloat16).make(device)
+    query, keys, values, places = Seqs(regions, [30, 60], 50, 8, 4, 128, torch.bfloat16).make(device)
     theirs = torch.stack((keys, values), dim=3)
     tickets = torch.zeros(17, dtype=torch.int32, device=device)
-    flash_decode(DecodeStep(query, keys, values, **how, scale=0.1), tickets)
+    flash_decode(DecodeStep(query, keys, values, scale=0.1), places, tickets)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        how["lengths"].add_(1)
-        got = flash_decode(DecodeStep(query, keys, values, **how, scale=0.1), tickets)
-    definition(DecodeStep(query, theirs[:, :, :, 0], theirs[:, :, :, 1], **how, scale=0.1))
+        places.lengths.add_(1)
+        got = flash_decode(DecodeStep(query, keys, values, scale=0.1), places, tickets)
+    definition(DecodeStep(query, theirs[:, :, :, 0], theirs[:, :, :, 1], scale=0.1), places)
     for _ in range(12):
-        for tensor in (query, *how["newest"]):
+        for tensor in (query, *places.newest):
             tensor.normal_()
         graph.replay()
-        want = definition(DecodeStep(query, theirs[:, :, :, 0], theirs[:, :, :, 1], **how, scale=0.1)).out
+        want = definition(DecodeStep(query, theirs[:, :, :, 0], theirs[:, :, :, 1], scale=0.1), places).out
         assert (got.float() - want).norm() <= 1.6e-2 * want.norm()
         same(torch.stack((keys, values), dim=3), theirs)
 
@@ -419,17 +408,17 @@ def test_gpu_captured(device: torch.device) -> None:
     keys, values = slab(2, 8, 4096, 128, torch.bfloat16, device)
     query, visible = torch.randn(2, 32, 128, device=device).bfloat16(), torch.rand(2, 8, 4096, device=device) < 0.5
     lengths = torch.tensor([4096, 100], dtype=torch.int32, device=device)
-    how = {"scale": 0.1, "visible": visible, "lengths": lengths}
-    flash_decode(DecodeStep(query, keys, values, **how))
+    step, places = DecodeStep(query, keys, values, scale=0.1), TokenOrder(lengths, visible=visible)
+    flash_decode(step, places)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = flash_decode(DecodeStep(query, keys, values, **how))
+        got = flash_decode(step, places)
     for length in (17, 4096, 0, 2049):
         lengths[0] = length
         query.normal_()
         keys.normal_()
         visible.bernoulli_(0.3)
         graph.replay()
-        want = definition(DecodeStep(query, keys, values, **how)).out
+        want = definition(step, places).out
         assert (got.float() - want).norm() <= 1.6e-2 * want.norm()

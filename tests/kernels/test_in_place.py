@@ -14,7 +14,8 @@ from kvthaw.kernels import flash_decode as module
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition as attention
 from kvthaw.kernels.flash_decode import flash_decode
-from kvthaw.kernels.in_place import Selected, definition
+from kvthaw.kernels.in_place import Every, InPlace, Selected, definition
+from kvthaw.kernels.places import InSlab
 from kvthaw.kernels.row_format import row_format
 from kvthaw.kernels.sparse_decode import sparse_decode
 from kvthaw.kernels.split import Split
@@ -43,8 +44,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     kv_dtype: KvDtype | None = None
 
-    def make(self, device: torch.device, *, pooled: bool) -> tuple[DecodeStep, list[list[Tensor]]]:
-        """A step, and the blocks whose addresses its table has. pooled: some rows have slots."""
+    def make(self, device: torch.device, *, pooled: bool) -> tuple[DecodeStep, InPlace, Selected, list[list[Tensor]]]:
+        """A step, its places and their rows, and the blocks whose addresses the table has. Of pooled rows some have slots."""
         batch, size, of = len(self.lengths), self.block_size, self.regions
         format = row_format(self.kv_dtype, self.dim, self.dtype)
         starts = [of.indexed(of.sink, n) for n in self.lengths]
@@ -78,20 +79,21 @@ class Case:
             for n, h in ((1, self.heads * self.group), (2, self.heads))
         )
         lengths, first = (torch.tensor(n, dtype=torch.int32, device=device) for n in (self.lengths, starts))
-        how: dict[str, Any] = {"scale": self.dim**-0.5, "newest": (new[0], new[1]), "lengths": lengths, "starts": first}
-        return DecodeStep(query[0], keys, values, regions=of, selected=selected, **how), blocks
+        places = InPlace(of, lengths, first, (new[0], new[1]), selected)
+        return DecodeStep(query[0], keys, values, scale=self.dim**-0.5), places, selected, blocks
 
 
-def expected(step: DecodeStep, blocks: list[list[Tensor]]) -> Tensor:
+def expected(step: DecodeStep, of: InPlace, selected: Selected, blocks: list[list[Tensor]]) -> Tensor:
     """The same attention over copies of the rows."""
-    assert step.selected is not None
-    assert step.regions is not None
-    keys, values = definition(step.selected, blocks, step.keys, step.values, step.regions.held)
-    return attention(replace(step, keys=keys, values=values, selected=None, visible=step.selected.rows >= 0)).out
+    keys, values = definition(selected, blocks, step.keys, step.values, of.regions.held)
+    copied = InSlab(of.regions, of.lengths, of.starts, of.newest, selected.rows >= 0)
+    return attention(replace(step, keys=keys, values=values), copied).out
 
 
-def compare(step: DecodeStep, blocks: list[list[Tensor]], attend: Any = flash_decode) -> None:
-    want, found = expected(step, blocks), attend(step)
+def compare(
+    step: DecodeStep, places: InPlace, selected: Selected, blocks: list[list[Tensor]], attend: Any = flash_decode
+) -> None:
+    want, found = expected(step, places, selected, blocks), attend(step, places)
     assert torch.isfinite(found).all()
     torch.testing.assert_close(found.float(), want, **TOLERANCE[step.keys.dtype])
 
@@ -133,66 +135,59 @@ def test_all_rows_between_sink_and_ring(
     """As if they were listed, however many more a step has places for; of blocks of which the others' rows are NaN."""
     if splits:
         monkeypatch.setattr(module, "split_for", lambda *_: Split(16, splits, 4, 2))
-    step, blocks = Case(rows=70, kv_dtype=kv_dtype).make(device, pooled=False)
-    assert step.selected is not None
-    assert step.starts is not None
-    table, size, format = step.selected.table, step.selected.block_size, step.selected.format
-    for b, start in enumerate(step.starts.tolist()):
-        for position in range(step.regions.sink if step.regions else 0, start):
+    step, places, selected, blocks = Case(rows=70, kv_dtype=kv_dtype).make(device, pooled=False)
+    size, format = selected.block_size, selected.format
+    for b, start in enumerate(places.starts.tolist()):
+        for position in range(places.regions.sink, start):
             for block in blocks[b][position // size : position // size + 1]:
                 new = torch.randn(block.shape[0], 2, step.query.shape[2]).to(device, step.keys.dtype)
                 block[:, position % size] = format.encode(new) if format else new
-    every = Selected(None, None, table, size, None, format, 100)
-    assert step.regions is not None
-    listed = every.listed(step.keys.shape[1], step.regions.sink, step.starts)
-    want, found = expected(replace(step, selected=listed), blocks), flash_decode(replace(step, selected=every))
-    assert torch.isfinite(found).all()
-    torch.testing.assert_close(found.float(), want, **TOLERANCE[step.keys.dtype])
+    every = Every(100, selected.table, size, format)
+    listed = every.listed(step.keys.shape[1], places.regions.sink, places.starts)
+    compare(step, replace(places, selected=every), listed, blocks)
 
 
 def test_softcap_weights_and_sinks(device: torch.device) -> None:
     case = Case()
-    step, blocks = case.make(device, pooled=True)
+    step, *of = case.make(device, pooled=True)
     weight = torch.randn(4, 4, case.regions.held + case.rows, device=device)
     weight[:, 1, case.regions.held :: 3] = -torch.inf
-    compare(replace(step, softcap=5.0, log_weight=weight, sinks=torch.randn(4, device=device)), blocks)
+    compare(replace(step, softcap=5.0, log_weight=weight, sinks=torch.randn(4, device=device)), *of)
 
 
 def test_rows_are_counted_where_nothing_else_counts_them(device: torch.device) -> None:
-    step, blocks = Case().make(device, pooled=False)
-    assert step.selected is not None
-    assert step.selected.tally is not None
-    counts, totals = step.selected.tally
-    compare(step, blocks)
-    compare(step, blocks)
+    step, places, selected, blocks = Case().make(device, pooled=False)
+    assert selected.tally is not None
+    counts, totals = selected.tally
+    for _ in range(2):
+        compare(step, places, selected, blocks)
     total = int(counts.sum())
     assert totals.tolist() == [2 * total, 0, int(counts.max()), 2 * total]
 
 
 @pytest.mark.parametrize("pooled", [False, True])
 def test_on_a_cpu_without_a_kernel(pooled: bool) -> None:
-    step, blocks = Case().make(torch.device("cpu"), pooled=pooled)
+    step, places, selected, blocks = Case().make(torch.device("cpu"), pooled=pooled)
     free = replace(step, keys=step.keys.nan_to_num(), values=step.values.nan_to_num())  # torch reads what it does not see
-    compare(free, blocks, sparse_decode)
-    if step.selected is not None and step.selected.tally is not None:
-        counts, totals = step.selected.tally
+    compare(free, places, selected, blocks, sparse_decode)
+    if selected.tally is not None:
+        counts, totals = selected.tally
         assert totals.tolist() == [int(counts.sum()), 0, int(counts.max()), int(counts.sum())]
 
 
-@pytest.mark.parametrize("broken", ["rows", "slots", "table", "regions"])
+@pytest.mark.parametrize("broken", ["rows", "slots", "table", "values"])
 def test_layout_is_checked(broken: str, device: torch.device) -> None:
-    step, _ = Case().make(device, pooled=True)
-    selected = step.selected
-    assert selected is not None
+    step, places, selected, _ = Case().make(device, pooled=True)
     assert selected.slots is not None
     wrong = {
-        "rows": replace(step, selected=replace(selected, rows=selected.rows.long())),
-        "slots": replace(step, selected=replace(selected, slots=selected.slots[:, :, ::2])),
-        "table": replace(step, selected=replace(selected, table=selected.table.int())),
-        "regions": replace(step, regions=None, starts=None),
+        "rows": replace(selected, rows=selected.rows.long()),
+        "slots": replace(selected, slots=selected.slots[:, :, ::2]),
+        "table": replace(selected, table=selected.table.int()),
+        "values": selected,
     }
+    apart = replace(step, values=step.values.clone()) if broken == "values" else step
     with pytest.raises(AssertionError):
-        flash_decode(wrong[broken])
+        flash_decode(apart, replace(places, selected=wrong[broken]))
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from kvthaw.kernels import dense
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition
 from kvthaw.kernels.merge import Partial, merge
+from kvthaw.kernels.places import AnyOrder, TokenOrder
 from kvthaw.kernels.sparse_decode import sparse_decode
 from shapes import Shape, close, over_shapes
 
@@ -31,10 +34,10 @@ def test_definition_is_dense_attention_over_the_visible(shape: Shape, softcap: f
             q,
             k.masked_fill(~visible[..., None], torch.nan),
             v.masked_fill(~visible[..., None], torch.nan),
-            visible=visible,
             scale=SCALE,
             softcap=softcap,
-        )
+        ),
+        AnyOrder(visible),
     )
     for b in range(shape.batch):
         for h in range(shape.heads):
@@ -67,12 +70,9 @@ def test_sparse_decode(shape: Shape, extras: str) -> None:
         Partial(torch.randn(shape.batch, shape.q_heads, shape.head_dim), torch.randn(shape.batch, shape.q_heads))
         for _ in range(parts)
     ]
-    found = sparse_decode(
-        DecodeStep(
-            q, k, v, visible=visible, scale=SCALE, softcap=softcap, sinks=logits, log_weight=log_weight, partials=partials
-        )
-    )
-    whole = definition(DecodeStep(q, k, v, visible=visible, scale=SCALE, softcap=softcap, log_weight=log_weight))
+    step = DecodeStep(q, k, v, scale=SCALE, softcap=softcap, sinks=logits, log_weight=log_weight, partials=partials)
+    found = sparse_decode(step, AnyOrder(visible))
+    whole = definition(replace(step, sinks=None, partials=()), AnyOrder(visible))
     out, lse = merge([whole.out, *(p.out for p in partials)], [whole.lse, *(p.lse for p in partials)])
     expected = dense.with_sinks(out[:, :, None], lse[:, :, None], logits)[:, :, 0]
     assert found.dtype == shape.dtype
@@ -83,7 +83,7 @@ def test_log_weight_is_a_weight_in_the_softmax() -> None:
     shape = Shape(batch=1, heads=1, group=2, tokens=5)
     q, k, v = shape.query(), shape.keys(), shape.keys()
     weight = torch.rand(1, 2, 5)
-    found = definition(DecodeStep(q, k, v, scale=SCALE, log_weight=weight.log()))
+    found = definition(DecodeStep(q, k, v, scale=SCALE, log_weight=weight.log()), AnyOrder())
     mass = torch.exp(q[0] @ k[0, 0].T * SCALE) * weight[0]
     close(found.out[0], mass @ v[0, 0] / mass.sum(1, keepdim=True))
     close(found.lse[0], mass.sum(1).log())
@@ -95,10 +95,11 @@ def test_a_head_that_sees_nothing_gives_nothing(softcap: float | None) -> None:
     q, k, v = shape.query(), shape.keys(), shape.keys()
     visible = torch.zeros(2, 2, 65, dtype=torch.bool)
     visible[1] = True
-    whole = definition(DecodeStep(q, k, v, visible=visible, scale=SCALE, softcap=softcap))
+    step = DecodeStep(q, k, v, scale=SCALE, softcap=softcap)
+    whole = definition(step, AnyOrder(visible))
     assert (whole.out[0] == 0).all()
     assert (whole.lse[0] == -torch.inf).all()
-    assert (sparse_decode(DecodeStep(q, k, v, visible=visible, scale=SCALE, softcap=softcap))[0] == 0).all()
+    assert (sparse_decode(step, AnyOrder(visible))[0] == 0).all()
 
 
 def test_disjoint_places_merge_to_the_whole() -> None:
@@ -106,11 +107,9 @@ def test_disjoint_places_merge_to_the_whole() -> None:
     q, k, v = shape.query(), shape.keys(), shape.keys()
     every = torch.ones(2, 2, 65, dtype=torch.bool)
     part = torch.rand(2, 2, 65) < 0.3
-    rest = definition(DecodeStep(q, k, v, visible=~part, scale=SCALE))
-    close(
-        sparse_decode(DecodeStep(q, k, v, visible=part, scale=SCALE, partials=[rest])),
-        definition(DecodeStep(q, k, v, visible=every, scale=SCALE)).out,
-    )
+    step = DecodeStep(q, k, v, scale=SCALE)
+    rest = definition(step, AnyOrder(~part))
+    close(sparse_decode(replace(step, partials=[rest]), AnyOrder(part)), definition(step, AnyOrder(every)).out)
 
 
 @pytest.mark.parametrize("extras", ["", "softcap"])
@@ -123,19 +122,18 @@ def test_newest_in_token_order(shape: Shape, extras: str, device: torch.device) 
         x.to(device) for x in (shape.query(), shape.keys(), shape.keys(), shape.keys(1)[:, :, 0], shape.keys(1)[:, :, 0])
     )
     ours, theirs = (k.clone(), v.clone()), (k, v)
-    how = {
-        "newest": (new_k, new_v), "lengths": lengths, "starts": starts, "scale": SCALE, "softcap": 3.0 if extras else None
-    }  # fmt: skip
-    close(sparse_decode(DecodeStep(q, *ours, **how)), definition(DecodeStep(q, *theirs, **how)).out)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine, other)
+    places, softcap = TokenOrder(lengths, (new_k, new_v), starts), 3.0 if extras else None
+    mine, its = (DecodeStep(q, *kv, scale=SCALE, softcap=softcap) for kv in (ours, theirs))
+    close(sparse_decode(mine, places), definition(its, places).out)
+    for written, other in zip(ours, theirs, strict=True):
+        assert torch.equal(written, other)
 
 
 def test_full_sequences_without_padding_are_dense_attention() -> None:
     shape = Shape(tokens=20)
     q, k, v, newest = shape.query(), shape.keys(), shape.keys(), (shape.keys(1)[:, :, 0], shape.keys(1)[:, :, 0])
     lengths = torch.full((2,), 13, dtype=torch.int32)
-    found = sparse_decode(DecodeStep(q, k, v, newest=newest, lengths=lengths, starts=torch.zeros_like(lengths), scale=SCALE))
+    found = sparse_decode(DecodeStep(q, k, v, scale=SCALE), TokenOrder(lengths, newest, torch.zeros_like(lengths)))
     assert torch.equal(k[:, :, 12], newest[0])
     out, _ = dense.definition(q[:, :, None], k[:, :, :13], v[:, :, :13], scale=SCALE, causal=False)
     close(found, out[:, :, 0])
@@ -148,7 +146,6 @@ def test_sequences_without_tokens_give_nothing(softcap: float | None, device: to
     none = torch.zeros(2, dtype=torch.int32, device=device)
     before = k.clone()
     newest = (shape.keys(1)[:, :, 0].to(device), shape.keys(1)[:, :, 0].to(device))
-    assert (
-        sparse_decode(DecodeStep(q, k, v, newest=newest, lengths=none, starts=none, scale=SCALE, softcap=softcap)) == 0
-    ).all()
+    step = DecodeStep(q, k, v, scale=SCALE, softcap=softcap)
+    assert (sparse_decode(step, TokenOrder(none, newest, none)) == 0).all()
     assert torch.equal(k, before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.state import LayerState, to_blocks
 from kvthaw.cache.step import Row, Step
 from kvthaw.kernels.decode_step import DecodeStep
-from kvthaw.kernels.places import Newest
+from kvthaw.kernels.places import Newest, TokenOrder
 from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.sparse_decode import sparse_decode
 
@@ -107,13 +106,8 @@ class DenseLayer(DeviceLayer):
         self._make_room()
         keys, values = self._data[: len(query)].unbind(3)
         lengths = self.sequences.on_device.lengths[: len(query)]
-        how: dict[str, Any] = {
-            "newest": newest,
-            "scale": attention.scale,
-            "softcap": attention.softcap,
-            "sinks": attention.sinks,
-        }
-        return sparse_decode(DecodeStep(query, keys, values, lengths=lengths, **how), self._tickets)
+        how = DecodeStep(query, keys, values, scale=attention.scale, softcap=attention.softcap, sinks=attention.sinks)
+        return sparse_decode(how, TokenOrder(lengths, newest), self._tickets)
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         self._write(step, query, key, value, self.scale)

@@ -20,8 +20,8 @@ from kvthaw.cache.step import Step
 from kvthaw.cache.transfer import UvaGather, fetch_choice
 from kvthaw.errors import ConfigError
 from kvthaw.kernels.decode_step import DecodeStep
-from kvthaw.kernels.in_place import Selected
-from kvthaw.kernels.places import Newest
+from kvthaw.kernels.in_place import Every, InPlace, Selected
+from kvthaw.kernels.places import InSlab, Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
 
 _EARLY_PROGRAMS = 128
@@ -64,10 +64,9 @@ class SparseAttention:
         query: [B, Hq, D].
         newest: key and value [B, H, D] of the token, which the kernel writes to the ring.
         """
-        slab, choice, visible, selected, log_weight, partials = self.storage.slab, None, None, None, None, []
+        slab, choice, visible, log_weight, partials = self.storage.slab, None, None, None, []
         seqs, on_device = len(query), self.sequences.on_device
-        if self.everything:
-            selected = self._all(seqs)
+        selected: Selected | Every | None = self._all(seqs) if self.everything else None
         if self.retriever is not None and self.transfer is not None:
             choice = self._choose(self.retriever, step, query, t)
             fetch_choice(self.transfer, choice, self.storage.store, slab, None if self.own is None else self.own.index)
@@ -88,18 +87,14 @@ class SparseAttention:
             slab.data[:seqs, :, :, 0],
             slab.data[:seqs, :, :, 1],
             scale=attention.scale,
-            newest=newest,
-            visible=visible,
-            lengths=on_device.lengths[:seqs],
-            starts=on_device.starts[:seqs],
-            regions=slab.regions,
-            selected=selected,
             softcap=attention.softcap,
             sinks=attention.sinks,
             log_weight=log_weight,
             partials=partials,
         )
-        return sparse_decode(decode_step, slab.tickets), choice
+        held = slab.regions, on_device.lengths[:seqs], on_device.starts[:seqs], newest
+        places = InSlab(*held, visible) if selected is None else InPlace(*held, selected)
+        return sparse_decode(decode_step, places, slab.tickets), choice
 
     def choose_early(self, step: Step, predict: Callable[[], Tensor], *reads: Tensor) -> None:
         """Select and fetch rows for a step of one token during the MLP of the layer before; see Retriever.choose_early."""
@@ -125,13 +120,13 @@ class SparseAttention:
         self.storage.order()
         return Selected(rows, choice.slots, self._table()[: len(rows)], store.block_size, tally, store.format)
 
-    def _all(self, seqs: int) -> Selected:
+    def _all(self, seqs: int) -> Every:
         """Return all rows of the first `seqs` sequences. Their upper bound is equal in all steps of a bucket
         (Sequences.bucket)."""
         self.storage.order()
         table, store = self._table(), self.storage.store
         most = self.sequences.bucket(seqs) if table.is_cuda else self.sequences.longest
-        return Selected(None, None, table[:seqs], store.block_size, None, store.format, most)
+        return Every(most, table[:seqs], store.block_size, store.format)
 
     def _table(self) -> Tensor:
         """Return the current block table on the device."""

@@ -17,7 +17,7 @@ from kvthaw.cache.step import Row, Step
 from kvthaw.errors import CacheError
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.local import Span, local_attention
-from kvthaw.kernels.places import Newest
+from kvthaw.kernels.places import InSlab, Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
 from kvthaw.regions import Regions
 
@@ -80,13 +80,9 @@ class WindowLayer(DeviceLayer):
         lengths, slab, own = self.sequences.on_device.lengths, self.slab, slice(len(query))
         if self.leader is None:
             self._starts = self.span.firsts(lengths - 1)
-        places: dict[str, Any] = {
-            "lengths": lengths[own],
-            "starts": (self.leader or self)._starts[own],
-            "regions": slab.regions,
-        }
-        places |= {"newest": newest, "scale": attention.scale, "softcap": attention.softcap, "sinks": attention.sinks}
-        return sparse_decode(DecodeStep(query, slab.keys[own], slab.values[own], **places), slab.tickets)
+        places = InSlab(slab.regions, lengths[own], (self.leader or self)._starts[own], newest)
+        how: dict[str, Any] = {"scale": attention.scale, "softcap": attention.softcap, "sinks": attention.sinks}
+        return sparse_decode(DecodeStep(query, slab.keys[own], slab.values[own], **how), places, slab.tickets)
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         for row in step.rows():

@@ -29,6 +29,7 @@ from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make
 from kvthaw.kernels.flash_decode import definition as attend
 from kvthaw.kernels.held_mass import held_mass
 from kvthaw.kernels.merge import Partial
+from kvthaw.kernels.places import AnyOrder
 from kvthaw.kernels.planes import planes
 from kvthaw.kernels.query import Rotated
 from kvthaw.kernels.remainder import Estimated
@@ -322,7 +323,7 @@ class CodesIndex(Index, tested=True):
         lengths = self.tables["lengths"][: query.shape[0], None]
         visible = ((place < lengths) & (lengths < self.dense_below))[:, None].expand(-1, self.context.kv_heads, -1)
         keys, values = (self.tables[name][: query.shape[0]] for name in ("keys", "values"))
-        return attend(DecodeStep(query, keys, values, scale=self.context.scale, visible=visible))
+        return attend(DecodeStep(query, keys, values, scale=self.context.scale), AnyOrder(visible))
 
     # State
 

@@ -15,16 +15,17 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.gpu import nvidia
+from kvthaw.kernels.in_place import InPlace, Selected
 from kvthaw.kernels.merge import Partial, merge
+from kvthaw.kernels.places import AnyOrder, InSlab, Places
 from kvthaw.kernels.split import multiprocessors, shared_memory, split_for, stages_for, triton_block
 
 
-def definition(step: DecodeStep) -> Partial:
+def definition(step: DecodeStep, places: Places) -> Partial:
     """Compute softmax attention over the visible keys in float32. lse includes sinks and partials. A head without visible keys
-    returns 0 with lse -inf."""
-    assert step.selected is None, "in_place.definition says what keys and values a step with selected rows has"
-    step.write_newest()
-    query, seen, keys, values = step.query, step.seen(), step.keys.float(), step.values.float()
+    returns 0 with lse -inf. Rows that are read in place must be copied first, as in_place.definition does."""
+    places.write(step.keys, step.values)
+    query, seen, keys, values = step.query, places.seen(step.keys), step.keys.float(), step.values.float()
     scores = torch.einsum("bhgd,bhnd->bhgn", query.float().unflatten(1, (keys.shape[1], -1)), keys) * step.scale
     if step.softcap is not None:
         scores = step.softcap * torch.tanh(scores / step.softcap)
@@ -300,7 +301,7 @@ elif HAS_TRITON:
             )  # fmt: skip
 
 
-def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
+def flash_decode(step: DecodeStep, places: Places | InPlace, tickets: Tensor | None = None) -> Tensor:
     """Launch the kernel: as `definition`, but return only the output, [B, Hq, D] in the dtype of query.
 
     Does not read keys outside [starts, lengths). Keys and values may be float8_e4m3fn; they are multiplied in float16, or
@@ -308,8 +309,12 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     tickets: at least B * H + 1 int32 zeros. The kernel resets them to zero, so one tensor serves many steps, also of fewer
         sequences. Exception: tickets[0] becomes and stays 1 once a newest key or value is not finite.
     """
-    query, keys, values, visible, selected = step.query, step.keys, step.values, step.visible, step.selected
-    lengths, starts, regions, log_weight, sinks = step.lengths, step.starts, step.regions, step.log_weight, step.sinks
+    query, keys, values, log_weight, sinks = step.query, step.keys, step.values, step.log_weight, step.sinks
+    lengths, starts, newest = (
+        (None, None, None) if isinstance(places, AnyOrder) else (places.lengths, places.starts, places.newest)
+    )
+    regions = places.regions if isinstance(places, (InSlab, InPlace)) else None
+    selected, visible = (places.selected, None) if isinstance(places, InPlace) else (None, places.visible)
     batch, q_heads, dim = query.shape
     heads, n = keys.shape[1:3]
     assert keys.shape == values.shape == (batch, heads, n, dim)
@@ -319,24 +324,19 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     for bound in (lengths, starts):
         assert bound is None or (bound.dtype == torch.int32 and bound.shape == (batch,))
         assert bound is None or bound.is_contiguous()
-    assert step.newest is None or lengths is not None, "the slot of the newest token depends on lengths"
-    new_key, new_value = step.newest or (None, None)
+    new_key, new_value = newest or (None, None)
     for new in (new_key, new_value):
         assert new is None or (new.shape == (batch, heads, dim) and new.stride(2) == 1)
-    behind = 0
-    if regions is not None:
-        assert lengths is not None, "regions require lengths"
-        assert starts is not None, "regions require starts"
-        behind = regions.held
-        assert selected is not None or visible is not None or n == behind, (
-            f"visible is None, but only {behind} of {n} slots are sink and ring"
-        )
+    behind = 0 if regions is None else regions.held
+    assert not isinstance(places, InSlab) or visible is not None or n == behind, (
+        f"visible is None, but only {behind} of {n} slots are sink and ring"
+    )
     rows = slots = table = counts = totals = None
     row_bytes, stored_bytes, fp8 = 0, 0, False
     if selected is not None:
-        assert regions is not None and visible is None, "selected rows are of a slab"
-        rows, slots, table = selected.rows, selected.slots, selected.table
-        counts, totals = selected.tally or (None, None)
+        table = selected.table
+        if isinstance(selected, Selected):
+            rows, slots, (counts, totals) = selected.rows, selected.slots, selected.tally or (None, None)
         row_bytes, n = 2 * dim * keys.element_size(), behind + selected.width
         stored_bytes, fp8 = (row_bytes, False) if selected.format is None else (selected.format.row_bytes, selected.format.fp8)
         assert values.storage_offset() - keys.storage_offset() == dim and keys.stride(2) == values.stride(2) == 2 * dim
@@ -361,7 +361,7 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         more = Partial(*merge([p.out for p in step.partials], [p.lse for p in step.partials]))
     more_out, more_lse = (None, None) if more is None else (more.out.float().contiguous(), more.lse.float().contiguous())
 
-    whole = selected is not None and selected.rows is None and not fp8
+    whole = selected is not None and rows is None and not fp8
     split = split_for(batch * heads, n, dim, keys.itemsize, multiprocessors(query.device), selected is not None, whole)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     acc = torch.empty((batch, q_heads, split.splits, dim), dtype=torch.float32, device=query.device)

@@ -10,21 +10,23 @@ more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.places import InSlab, Newest
 from kvthaw.kernels.row_format import RowFormat
 from kvthaw.native import gather_rows
+from kvthaw.regions import Regions
 
 
 @dataclass(frozen=True, slots=True)
 class Selected:
     """Rows that a step attends to, and where they lie.
 
-    rows: [B, H, M] int32, -1 for none; None: all rows between sink and ring, at most `most`.
+    rows: [B, H, M] int32, -1 for none.
     slots: [B, H, M] int32, the row's slot in the slab, counted behind sink and ring. -1: the row is read from its block.
     None: all are.
     table: [B, blocks] int64, addresses of blocks [H, block_size, *tail].
@@ -33,35 +35,21 @@ class Selected:
     them to totals [4] int64 as `admit` does where rows have no slots.
     """
 
-    rows: Tensor | None
+    rows: Tensor
     slots: Tensor | None
     table: Tensor
     block_size: int
     tally: tuple[Tensor, Tensor] | None = None
     format: RowFormat | None = None
-    most: int = 0
 
     @property
     def width(self) -> int:
         """Places for rows, M."""
-        return self.most if self.rows is None else self.rows.shape[2]
-
-    def listed(self, heads: int, first: int, starts: Tensor) -> Selected:
-        """Return the same selection with its rows listed.
-
-        first: the first row behind the sink.
-        starts: [B] int32, where rings begin.
-        """
-        if self.rows is not None:
-            return self
-        row = torch.arange(first, first + self.most, dtype=torch.int32, device=starts.device)
-        own = torch.where(row < starts[:, None], row, -1)
-        return replace(self, rows=own[:, None].expand(-1, heads, -1).contiguous())
+        return self.rows.shape[2]
 
     def gather(self, keys: Tensor, values: Tensor, held: int) -> tuple[Tensor, Tensor]:
         """Return `definition` for blocks in the memory of the CPU, and count the rows."""
         batch, heads, _, dim = keys.shape
-        assert self.rows is not None
         rows = self.rows if self.slots is None else torch.where(self.slots < 0, self.rows, -1)
         format, found = self.format or RowFormat(dim, keys.dtype), torch.zeros((rows.numel(), 2, dim), dtype=keys.dtype)
         stored = torch.empty((len(found), *format.tail), dtype=format.stored)
@@ -76,6 +64,56 @@ class Selected:
         return _pooled(there, self, keys, values, held)
 
 
+@dataclass(frozen=True, slots=True)
+class Every:
+    """All rows between sink and ring, which lie in their blocks.
+
+    width: places for rows, at least as many as any sequence has.
+    table, block_size, format: see Selected.
+    """
+
+    width: int
+    table: Tensor
+    block_size: int
+    format: RowFormat | None = None
+
+    def listed(self, heads: int, first: int, starts: Tensor) -> Selected:
+        """Return the same rows, listed.
+
+        first: the first row behind the sink.
+        starts: [B] int32, where rings begin.
+        """
+        row = torch.arange(first, first + self.width, dtype=torch.int32, device=starts.device)
+        own = torch.where(row < starts[:, None], row, -1)[:, None].expand(-1, heads, -1).contiguous()
+        return Selected(own, None, self.table, self.block_size, format=self.format)
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """Sink and ring of a slab, as InSlab has them, and M rows that follow them and are read where they lie.
+
+    The N of a step's log_weight is held + M.
+    """
+
+    regions: Regions
+    lengths: Tensor
+    starts: Tensor
+    newest: Newest
+    selected: Selected | Every
+
+    def copied(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, InSlab]:
+        """Write the newest tokens to keys and values [B, H, N, D] of a slab on the CPU, and copy the selected rows.
+
+        Returns keys and values [B, H, held + M, D], and the same places of these.
+        """
+        selected = self.selected
+        if isinstance(selected, Every):
+            selected = selected.listed(keys.shape[1], self.regions.sink, self.starts)
+        slab = InSlab(self.regions, self.lengths, self.starts, self.newest, selected.rows >= 0)
+        slab.write(keys, values)
+        return *selected.gather(keys, values, self.regions.held), slab
+
+
 def definition(
     selected: Selected, blocks: Sequence[Sequence[Tensor]], keys: Tensor, values: Tensor, held: int
 ) -> tuple[Tensor, Tensor]:
@@ -84,7 +122,6 @@ def definition(
     keys, values [B, H, N, D]: a slab whose first `held` slots are sink and ring. blocks[b][e]: block e of sequence b, whose
     address the table has.
     """
-    assert selected.rows is not None
     rows, format = selected.rows, selected.format or RowFormat(keys.shape[3], keys.dtype)
     there = keys.new_zeros((*rows.shape, 2, keys.shape[3]))
     lies = rows >= 0 if selected.slots is None else (rows >= 0) & (selected.slots < 0)

@@ -11,42 +11,34 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition, flash_decode
+from kvthaw.kernels.in_place import InPlace
+from kvthaw.kernels.places import AnyOrder, Places, TokenOrder
 
 
-def sparse_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
+def sparse_decode(step: DecodeStep, places: Places | InPlace, tickets: Tensor | None = None) -> Tensor:
     """Attend with one query per head, [B, Hq, D] in the dtype of query: `flash_decode` on a GPU, torch elsewhere.
 
     Writes the newest token to its slot first.
     tickets: see `flash_decode`. On the CPU, slots that are not attended must be finite.
     """
     if step.query.device.type == "cuda" and HAS_TRITON:
-        return flash_decode(step, tickets)
-    if tickets is not None and step.newest is not None:
-        assert step.lengths is not None
-        finite = torch.isfinite(step.newest[0]) & torch.isfinite(step.newest[1])
-        tickets[0] |= ~(finite.all(dim=(1, 2)) | (step.lengths <= 0)).all()
-    if step.selected is not None:
-        assert step.regions is not None
-        assert step.starts is not None
-        step.write_newest()
-        selected = step.selected.listed(step.keys.shape[1], step.regions.sink, step.starts)
-        assert selected.rows is not None
-        keys, values = selected.gather(step.keys, step.values, step.regions.held)
-        step = replace(step, keys=keys, values=values, selected=None, visible=selected.rows >= 0)
+        return flash_decode(step, places, tickets)
+    if tickets is not None and not isinstance(places, AnyOrder) and places.newest is not None:
+        finite = torch.isfinite(places.newest[0]) & torch.isfinite(places.newest[1])
+        tickets[0] |= ~(finite.all(dim=(1, 2)) | (places.lengths <= 0)).all()
     every = False
-    if step.regions is None and step.lengths is not None:  # up to the longest sequence
-        ends, begins = step.lengths.tolist(), [0] if step.starts is None else step.starts.tolist()
-        every = step.visible is None and min(ends) == max(ends) and max(begins) <= 0
-        step = replace(
-            step,
-            keys=step.keys[:, :, : max(ends)],
-            values=step.values[:, :, : max(ends)],
-            visible=None if step.visible is None else step.visible[:, :, : max(ends)],
-            log_weight=None if step.log_weight is None else step.log_weight[:, :, : max(ends)],
-        )
+    if isinstance(places, InPlace):
+        keys, values, places = places.copied(step.keys, step.values)
+        step = replace(step, keys=keys, values=values)
+    elif isinstance(places, TokenOrder):  # up to the longest sequence
+        ends, begins = places.lengths.tolist(), [0] if places.starts is None else places.starts.tolist()
+        every = places.visible is None and min(ends) == max(ends) and max(begins) <= 0
+        weight = None if step.log_weight is None else step.log_weight[:, :, : max(ends)]
+        step = replace(step, keys=step.keys[:, :, : max(ends)], values=step.values[:, :, : max(ends)], log_weight=weight)
+        places = replace(places, visible=None if places.visible is None else places.visible[:, :, : max(ends)])
     if step.softcap is not None or step.sinks is not None or step.log_weight is not None or step.partials:
-        return definition(step).out.to(step.query.dtype)
-    step.write_newest()
-    mask = None if every else step.seen()[:, :, None]
+        return definition(step, places).out.to(step.query.dtype)
+    places.write(step.keys, step.values)
+    mask = None if every else places.seen(step.keys)[:, :, None]
     folded = step.query.unflatten(1, (step.keys.shape[1], -1))
     return F.scaled_dot_product_attention(folded, step.keys, step.values, attn_mask=mask, scale=step.scale).flatten(1, 2)

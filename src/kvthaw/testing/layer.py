@@ -23,6 +23,7 @@ from kvthaw.kernels import dense
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition
 from kvthaw.kernels.merge import merge
+from kvthaw.kernels.places import AnyOrder
 from kvthaw.testing.shapes import Shape, close, near
 
 
@@ -202,7 +203,8 @@ class Layer:
                 made = pool.gather(2, step.choice.slots.clamp(min=0).long()[..., None].expand(wide))
                 keys.scatter_(2, rows[..., None].expand(wide), made)
         query, keys, values, visible = self.text.query[:, :, n - 1], keys[:, :, :n], values[:, :, :n], visible[:, :, :n]
-        whole = definition(DecodeStep(query, keys, values, visible=visible, scale=self.how.scale, log_weight=weight))
+        attended = DecodeStep(query, keys, values, scale=self.how.scale, log_weight=weight)
+        whole = definition(attended, AnyOrder(visible))
         return whole.out if partial is None else merge([whole.out, partial.out], [whole.lse, partial.lse])[0]
 
 

@@ -12,6 +12,7 @@ from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.index.tokens import TokenIndex
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition as attend
+from kvthaw.kernels.places import AnyOrder
 
 
 class FilterIndex(TokenIndex, tested=True):
@@ -41,5 +42,5 @@ class FilterIndex(TokenIndex, tested=True):
         rest = torch.nn.functional.pad(self.held(batch, tokens).expand(-1, heads, -1), (0, 1))
         rest.scatter_(2, torch.where(rows >= 0, rows - self.first, tokens).long(), False)
         values = self.tables["values"][:batch, :, :tokens]
-        step = DecodeStep(query, keys, values, scale=self.scale, visible=rest[:, :, :tokens])
-        return Selection(rows, counts, partial=attend(step))
+        step = DecodeStep(query, keys, values, scale=self.scale)
+        return Selection(rows, counts, partial=attend(step, AnyOrder(rest[:, :, :tokens])))
