@@ -27,9 +27,9 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.engine.hf.model import load, silence
 from kvthaw.index.codes import CodesIndex
-from kvthaw.kernels.collide import BINS
+from kvthaw.kernels.collide import BINS, Scores
 from kvthaw.kernels.planes import planes
-from kvthaw.kernels.rerank import rerank
+from kvthaw.kernels.rerank import Estimates, rerank
 from kvthaw.kernels.signs import signs
 from kvthaw.regions import Regions
 from lab.script import Report, options, run_as_script
@@ -67,6 +67,10 @@ class Pieces:
         self._found[layer] = key[0, :, SINK:-RING].clone(), query[0, :, -QUERIES:].transpose(0, 1).clone()
 
 
+def _scores(found: Scores | Estimates | Tensor) -> Tensor:
+    return found if isinstance(found, Tensor) else found.scores
+
+
 def measure(
     keys: Tensor, queries: Tensor, scale: float, rows: int
 ) -> Iterator[tuple[list[int], float, dict[int, list[float]]]]:
@@ -86,8 +90,8 @@ def measure(
     for query in queries[:, None]:
         totals = torch.empty((1, heads, BINS), dtype=torch.int32, device=keys.device)
         rotated, bits = planes(query.contiguous(), index.rotation, heads, totals, mean=False, combine="max")
-        votes = signs(bits, now.ids, data["lengths"], totals).scores[0, :, :n]
-        codes = rerank(rotated, now, every, torch.full_like(data["lengths"], n), index.quantizer, scale).scores[0, ..., :n]
+        votes = _scores(signs(bits, now.ids, data["lengths"], totals))[0, :, :n]
+        codes = _scores(rerank(rotated, now, every, torch.full_like(data["lengths"], n), index.quantizer, scale))[0, ..., :n]
         logits = torch.einsum("hgd,hnd->hgn", query[0].unflatten(0, (heads, group)).float(), keys.float())
         exact, estimated = (torch.softmax(x * scale, dim=2) for x in (logits, codes))
         for head in range(heads):

@@ -14,7 +14,7 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.kernels import node_scores
-from kvthaw.kernels.rerank import TILE, Estimates
+from kvthaw.kernels.rerank import TILE
 from kvthaw.kernels.stored_scores import definition, launch
 from kvthaw.kernels.topk import run_length, topk
 from kvthaw.kernels.unit_select import choose, launch_choice
@@ -69,7 +69,7 @@ def check(index: NodeIndex, query: Tensor, scores: Tensor, field: Tensor, true: 
     demand((other := differing(field, wider)) <= 64, f"the field of view: {other} rows of a head differ from the definition's")
     here = definition(query, store.table.on(query.device), store.block_size, field)
     agree(true[here > -torch.inf], here[here > -torch.inf], "true scores", 1e-3)
-    best, counts = topk(Estimates(here), field, index.wanted, ROWS, 0, SCALE, "max")
+    best, counts = topk(here, field, index.wanted, ROWS, 0, SCALE, "max")
     found = index.select(query, ROWS)
     demand(torch.equal(found.counts, counts), "select brings another number of rows")
     demand((other := differing(found.rows, best)) <= 2, f"select: {other} rows of a head differ from the definition's")

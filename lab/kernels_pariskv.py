@@ -225,7 +225,7 @@ class Chain:
         """Bytes that a step must read and write."""
         keys, picked = self.batch * HEADS * self.tokens, self.batch * HEADS * int(self.wanted[0])
         summary = 64 if self.now.weights is None else 96
-        runs = self.batch * HEADS * GROUP * (self.made.peaks.shape[3] if self.made.peaks is not None else 0)
+        runs = self.batch * HEADS * GROUP * self.made.peaks.shape[3]
         return {
             "tiers": self.query.nbytes + self.now.sizes.nbytes + self.rotated.values.nbytes + self.table.nbytes,
             "collide": keys * 17,

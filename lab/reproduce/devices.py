@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from kvthaw.bench.card import where
@@ -114,7 +115,8 @@ def _pairs(device: torch.device, size: int, heads: int = 8, dim: int = 128, k: i
     scores = collide.collide(table, ids, lengths, totals, "max", 0)
     width = -(-int(wanted) // rerank.TILE) * rerank.TILE
     candidates, _ = bucket_topk(scores, lengths, wanted, width)
-    exact = torch.topk(scores.scores.int(), int(wanted), dim=2).indices.int()
+    plain = scores if isinstance(scores, Tensor) else scores.scores
+    exact = torch.topk(plain.int(), int(wanted), dim=2).indices.int()
     pairs: dict[str, tuple[Call, Call]] = {
         "collision": (
             lambda: collide.collide(table, ids, lengths, totals.zero_(), "max", 0),
@@ -122,7 +124,7 @@ def _pairs(device: torch.device, size: int, heads: int = 8, dim: int = 128, k: i
         ),
         "bucket_topk": (
             partial(bucket_topk, scores, lengths, wanted, width),
-            lambda: torch.topk(scores.scores.int(), int(wanted), dim=2),
+            lambda: torch.topk(plain.int(), int(wanted), dim=2),
         ),
         "rerank": (
             partial(rerank.rerank, rotated, now_, candidates, wanted, quantizer, dim**-0.5),

@@ -225,7 +225,8 @@ def estimate(index: CodesIndex, query: Tensor) -> Tensor:
     lengths = index.tables["lengths"][:batch]
     rotated = in_bytes(rotate_queries(query, heads, index.rotation, mean=False))
     every = torch.arange(max(index.counts), dtype=torch.int32).expand(batch, heads, -1).contiguous()
-    scores = rerank.rerank(rotated, index.summaries, every, lengths, index.quantizer, index.context.scale).scores
+    scores = rerank.rerank(rotated, index.summaries, every, lengths, index.quantizer, index.context.scale)
+    assert isinstance(scores, Tensor), "of the CPU"
     if "centre" in index.tables:
         centre = index.tables["centre"][:batch]
         scores = scores + torch.einsum("bhgd,bhd->bhg", query.unflatten(1, (heads, -1)), centre)[..., None]

@@ -103,7 +103,6 @@ def test_kernels(
     want_scores = op.definition(table, found.ids, combine, cut)
     with poisoned():
         scores = op.launch(table, found.ids, case.lengths, totals.zero_(), combine, cut)
-    assert scores.counts is not None
     for seq, n in enumerate(lengths):
         assert torch.equal(scores.scores[seq, :, :n].int(), want_scores[seq, :, :n])
         one_hot = torch.nn.functional.one_hot(want_scores[seq, :, :n].long(), op.BINS).sum(dim=1)

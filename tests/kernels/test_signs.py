@@ -109,7 +109,6 @@ def test_kernel(
     want = op.definition(packed, case.summaries.ids)
     with poisoned():
         found = op.launch(packed, case.summaries.ids, case.lengths, totals)
-    assert found.counts is not None
     for seq, n in enumerate(lengths):
         assert torch.equal(found.scores[seq, :, :n].int(), want[seq, :, :n])
         one_hot = torch.nn.functional.one_hot(want[seq, :, :n].long(), BINS).sum(dim=1)

@@ -76,8 +76,6 @@ def test_the_kernel_is_the_definition(
     query = torch.randn(len(lengths), heads * group, dim).to(dtype).to(device)
     expected = stored_scores.definition(query, store.table.on_cpu(), 16, rows)
     made = stored_scores.launch(query, store.table.on_cpu().to(device), 16, rows, wanted, scale=0.3, run=run)
-    assert made.parts is not None
-    assert made.peaks is not None
     for b, n in enumerate(wanted.tolist()):
         torch.testing.assert_close(made.scores[b, :, :, :n], expected[b, :, :, :n], rtol=1e-4, atol=1e-4)
         peaks = expected[b].view(heads, group, -1, run).amax(dim=3)[:, :, : -(-n // run)]

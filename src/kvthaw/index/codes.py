@@ -33,7 +33,7 @@ from kvthaw.kernels.places import AnyOrder
 from kvthaw.kernels.planes import planes
 from kvthaw.kernels.query import Rotated
 from kvthaw.kernels.remainder import Estimated
-from kvthaw.kernels.rerank import TILE, rerank, rescore
+from kvthaw.kernels.rerank import TILE, Estimates, rerank, rescore
 from kvthaw.kernels.signs import signs
 from kvthaw.kernels.srht import make_rotation
 from kvthaw.kernels.tiers import Combine, most_votes, tiers
@@ -238,10 +238,11 @@ class CodesIndex(Index, tested=True):
         run = run_length(candidates.shape[2], budget) or TILE
         found = rerank(rotated, self.summaries, candidates, wanted, self.quantizer, scale, run)
         selected = topk(found, candidates, wanted, budget, self._first, scale, self._merge, floor)
-        if found.scores.shape[2] < self.context.group:  # estimates of the group's mean query
+        scores = found.scores if isinstance(found, Estimates) else found
+        if scores.shape[2] < self.context.group:  # estimates of the group's mean query
             return Selection(*selected)
         centre = self.tables["centre"][: len(query)] if self.centred else None
-        return Selection(*selected, estimated=Estimated(candidates, wanted, found.scores, marks, centre))
+        return Selection(*selected, estimated=Estimated(candidates, wanted, scores, marks, centre))
 
     def _held(self, query: Tensor) -> Tensor:
         """Return the log of the sum of exponentials over sink and ring, [B, H, G], as the codes' scores are shifted. -inf where

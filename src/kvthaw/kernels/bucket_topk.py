@@ -154,10 +154,9 @@ if HAS_TRITON:
 
 def launch(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Launch the kernel on any device. Leaves entries from wanted[l] on unwritten, and marks of a chunk without keys."""
-    assert found.counts is not None and found.totals is not None and found.scores.dtype == torch.uint8
     batch, heads, capacity = found.scores.shape
     bins, chunks = found.counts.shape[2:]
-    assert bins == BINS, "comparing four scores at once needs a spare bit in each byte"
+    assert bins == BINS and found.scores.dtype == torch.uint8, "comparing four scores at once needs a spare bit in each byte"
     assert found.scores.is_contiguous() and found.counts.is_contiguous() and found.totals.is_contiguous()
     assert lengths.dtype == wanted.dtype == torch.int32 and capacity == chunks * CHUNK
     out, marks = (
@@ -171,13 +170,13 @@ def launch(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> tuple[
     return out, marks
 
 
-def bucket_topk(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def bucket_topk(found: Scores | Tensor, lengths: Tensor, wanted: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Find the wanted[l] <= min(width, lengths[l]) best scores of each sequence.
 
     Returns candidates [L, H, width] int32, ascending, and marks [L, H, ceil(n / MARK)] int32: how many candidates are below
     position m MARK. Scores are less than BINS. Candidates from wanted[l] on are undefined on a GPU, else -1. A GPU leaves marks
     of chunks without keys undefined.
     """
-    if found.scores.is_cuda and found.counts is not None:
+    if isinstance(found, Scores):
         return launch(found, lengths, wanted, width)
-    return definition(found.scores, lengths, wanted, width)
+    return definition(found, lengths, wanted, width)

@@ -30,15 +30,16 @@ BINS = 128
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Coarse scores and their histograms.
+    """Coarse scores and their histograms, as a launcher leaves them.
 
-    scores [L, H, n] uint8, undefined beyond a sequence's length. counts [L, H, BINS, chunks] int32: keys of a chunk that
-    score at least the bin. totals [L, H, BINS] int32: the same for all keys. Only the launcher fills counts and totals.
+    scores: [L, H, n] uint8, undefined beyond a sequence's length.
+    counts: [L, H, BINS, chunks] int32, keys of a chunk that score at least the bin.
+    totals: [L, H, BINS] int32, the same for all keys.
     """
 
     scores: Tensor
-    counts: Tensor | None = None
-    totals: Tensor | None = None
+    counts: Tensor
+    totals: Tensor
 
 
 def shift(most: int) -> int:
@@ -127,12 +128,13 @@ def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine:
     return Scores(scores, counts, totals)
 
 
-def collide(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine, shift: int) -> Scores:
-    """Compute coarse scores of all keys: votes without their lowest `shift` bits, less than BINS.
+def collide(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine, shift: int) -> Scores | Tensor:
+    """Compute coarse scores of all keys: votes without their lowest `shift` bits, less than BINS. Their histograms come with
+    them on a GPU.
 
     table: packed votes (tiers.pack); ids [L', H, B, n] uint8, L' >= L, the first n places of a table; lengths [L'] int32, at most
     n; totals [L, H, BINS] int32 zeros, filled on a GPU.
     """
     if ids.is_cuda and HAS_TRITON:
         return launch(table, ids, lengths, totals, combine, shift)
-    return Scores(definition(table, ids[: table.shape[0]], combine, shift).to(torch.uint8))
+    return definition(table, ids[: table.shape[0]], combine, shift).to(torch.uint8)

@@ -40,18 +40,18 @@ TILE = 64
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Estimated scores of candidates, with what top-k needs to skip and to weigh them.
+    """Estimated scores of candidates, with what top-k needs to skip and to weigh them, as a launcher leaves them.
 
-    scores [L, H, P, width] float32: estimates of q.k, -inf (from the launcher: undefined) without a candidate. Only the
-    launcher fills the rest. parts [L, H, P, programs, 2] float32: each program's maximum and sum of exponentials of scale x
-    score. peaks [L, H, P, ceil(width / TILE) TILE / run] float32: the maximum over each `run` consecutive candidates,
-    undefined past the last candidate.
+    scores: [L, H, P, width] float32, estimates of q.k, undefined without a candidate.
+    parts: [L, H, P, programs, 2] float32, each program's maximum and sum of exponentials of scale x score.
+    peaks: [L, H, P, ceil(width / TILE) TILE / run] float32, the maximum over each `run` consecutive candidates, undefined
+        past the last candidate.
     """
 
     scores: Tensor
-    parts: Tensor | None = None
-    peaks: Tensor | None = None
-    run: int = TILE
+    parts: Tensor
+    peaks: Tensor
+    run: int
 
     @classmethod
     def empty(cls, queries: tuple[int, int, int], width: int, programs: int, run: int, device: torch.device) -> Estimates:
@@ -248,15 +248,15 @@ def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: T
 
 
 def rerank(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,
-           run: int = TILE) -> Estimates:  # fmt: skip
-    """Estimate the scores of candidates [L, H, width], the first wanted[l] of each row.
+           run: int = TILE) -> Estimates | Tensor:  # fmt: skip
+    """Estimate the scores of candidates [L, H, width], the first wanted[l] of each row. Off a GPU, as `definition`.
 
     scale: of the softmax, for the parts.
     run: see Estimates.
     """
     if candidates.is_cuda and HAS_TRITON:
         return launch(rotated, summaries, candidates, wanted, quantizer, scale, run)
-    return Estimates(definition(rotated, summaries, candidates, quantizer))
+    return definition(rotated, summaries, candidates, quantizer)
 
 
 def rescore(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer,

@@ -181,9 +181,9 @@ def launch(planes: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor) -> Scor
     return Scores(scores, counts, totals)
 
 
-def signs(planes: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor) -> Scores:
-    """Compute coarse scores of all keys. planes [L, H, S, 2, 8, R] uint8; ids [L', H, B, n] uint8, L' >= L, the first n places of a
+def signs(planes: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor) -> Scores | Tensor:
+    """As `collide.collide`. planes [L, H, S, 2, 8, R] uint8; ids [L', H, B, n] uint8, L' >= L, the first n places of a
     table; lengths [L'] int32, at most n; totals [L, H, BINS] int32 zeros, filled on a GPU."""
     if ids.is_cuda and HAS_TRITON:
         return launch(planes, ids, lengths, totals)
-    return Scores(definition(planes, ids[: planes.shape[0]]).to(torch.uint8))
+    return definition(planes, ids[: planes.shape[0]]).to(torch.uint8)

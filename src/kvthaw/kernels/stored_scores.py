@@ -132,8 +132,8 @@ def launch(
 def stored_scores(
     query: Tensor, table: Tensor, block_size: int, candidates: Tensor, wanted: Tensor, *, scale: float, run: int = TILE,
     format: RowFormat | None = None,
-) -> Estimates:  # fmt: skip
-    """Run `launch` on a GPU, `definition` elsewhere, which returns no parts and no peaks."""
+) -> Estimates | Tensor:  # fmt: skip
+    """Run `launch` on a GPU, `definition` elsewhere."""
     if HAS_TRITON and query.is_cuda:
         return launch(query, table, block_size, candidates, wanted, scale=scale, run=run, format=format)
-    return Estimates(definition(query, table, block_size, candidates, format))
+    return definition(query, table, block_size, candidates, format)

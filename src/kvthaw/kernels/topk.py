@@ -285,9 +285,8 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
            floor: Floor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the kernels on any device.
 
-    found: with the parts and peaks of rerank. `topk` explains the others.
+    found: of the kernel of rerank. `topk` explains the others.
     """
-    assert found.parts is not None and found.peaks is not None
     scores, peaks, run = found.scores, found.peaks, found.run
     batch, heads, scored, width = scores.shape
     runs, padded, follows = peaks.shape[3], triton.next_power_of_2(k), dependent(candidates.device)
@@ -319,11 +318,12 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
     return rows, counts
 
 
-def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float, policy: Merge,
+def topk(found: Estimates | Tensor, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float, policy: Merge,
          floor: Floor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Select the k heaviest of the first wanted[l] candidates: rows [L, H, k] int32, ascending, -1 padded, and counts [L, H]
     int32. Their scores become -inf, so that `found` keeps only what the others score.
 
+    found: from a kernel, or scores [L, H, P, width] float32 alone.
     first: added to every position.
     floor: what is lighter is not selected.
 
@@ -332,12 +332,13 @@ def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: in
     width = candidates.shape[2]
     if k > width:
         raise ConfigError(f"{k} rows are to be selected from {width} candidates; take more candidates (beta) or fewer rows")
-    if found.parts is not None and run_length(width, k) == found.run:
+    if isinstance(found, Estimates) and run_length(width, k) == found.run:
         return launch(found, candidates, wanted, k, first, scale, policy, floor)
+    estimates = found.scores if isinstance(found, Estimates) else found
     known = torch.arange(width, device=candidates.device) < wanted[: candidates.shape[0], None, None]
-    scores = found.scores.masked_fill(~known[:, :, None], -torch.inf)
+    scores = estimates.masked_fill(~known[:, :, None], -torch.inf)
     merged = merge(scores, scale, policy, None if floor is None else floor.held)
     candidates = candidates.masked_fill(~known, -1)
     keep = heaviest(merged, candidates, k, floor)
-    found.scores.masked_fill_(keep[:, :, None], -torch.inf)
+    estimates.masked_fill_(keep[:, :, None], -torch.inf)
     return positions(keep, candidates, k, first)
