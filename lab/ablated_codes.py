@@ -86,7 +86,7 @@ class EachHeadCodesIndex(CodesIndex, tested=True):
         self.join()
         heads = query.unflatten(1, (self.context.kv_heads, group, -1)).unbind(dim=2)
         own = [self.best(head.flatten(1, 2).contiguous(), budget // group).rows for head in heads]
-        return replace(joined(torch.stack(own, dim=2), budget), partial=self.attention(query))
+        return Selection(*joined(torch.stack(own, dim=2), budget), partial=self.attention(query))
 
     def candidates(self, query: Tensor, budget: int) -> Tensor:
         """Return the candidates of all heads, without repeats, in descending order."""

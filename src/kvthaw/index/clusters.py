@@ -155,13 +155,11 @@ class QueryHeadClusterIndex(ClusterIndex, tested=True):
         grouped = query.unflatten(1, (heads, -1))
         share = max(1, budget // grouped.shape[2])
         rows = [super(QueryHeadClusterIndex, self).select(one, share).rows for one in grouped.unbind(2)]
-        chosen = joined(torch.stack(rows, dim=2), budget)
-        assert chosen.log_weight is not None
+        chosen, _, weight = joined(torch.stack(rows, dim=2), budget)
         tokens = self.stops[:batch].gather(2, self.counts[:batch, None, None].long().expand(-1, heads, 1))
         every = F.pad(self.order[:batch, :, :budget], (0, max(0, budget - self.order.shape[2])))
         every = every.masked_fill(torch.arange(budget, device=query.device) >= tokens, -1)
         fits = tokens <= budget
-        found = torch.where(fits, every, chosen.rows)
+        found = torch.where(fits, every, chosen)
         seen = fits.expand(-1, heads, grouped.shape[2]).flatten(1)[:, :, None]
-        log_weight = chosen.log_weight.masked_fill(seen, 0.0)
-        return Selection(found, (found >= 0).sum(dim=2, dtype=torch.int32), log_weight)
+        return Selection(found, (found >= 0).sum(dim=2, dtype=torch.int32), weight.masked_fill(seen, 0.0))

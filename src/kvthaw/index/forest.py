@@ -225,9 +225,9 @@ class EachHeadTreeIndex(TreeIndex, tested=True):
             own.copy_(query.unflatten(1, (heads, group)).movedim(2, 0))
             for search in searches:
                 search()
-            union = joined(found.movedim(0, 2).contiguous(), budget)
-            rows.copy_(union.rows)
-            counts.copy_(union.counts)
+            union, size_of, _ = joined(found.movedim(0, 2).contiguous(), budget)
+            rows.copy_(union)
+            counts.copy_(size_of)
             for seq in range(batch):
                 if (size := self.forest.size(seq)) <= budget:
                     rows[seq] = -1

@@ -6,16 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.index_api import Selection
-
 _NONE = torch.iinfo(torch.int32).max
 
 
-def joined(rows: Tensor, budget: int) -> Selection:
-    """Join the rows [B, H, G, m] that the query heads of each KV head chose, -1 padded, into one selection of `budget` rows.
+def joined(rows: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Join the rows [B, H, G, m] that the query heads of each KV head chose, -1 padded, into `budget` rows.
 
     A row that several heads chose occurs once. log_weight hides it from heads that did not choose it. Above `budget` rows,
-    the first in text order stay. Static shapes, no host sync.
+    the first in text order stay. Static shapes, no host sync. Returns rows, counts and log_weight of a Selection.
     """
     own = torch.where(rows >= 0, rows, _NONE).sort(dim=3).values
     every = own.flatten(2).sort(dim=2).values
@@ -28,4 +26,4 @@ def joined(rows: Tensor, budget: int) -> Selection:
     hidden = (own.gather(3, place) != wanted) & (wanted != _NONE)
     log_weight = torch.zeros(wanted.shape, device=rows.device).masked_fill(hidden, -torch.inf)
     found = every != _NONE
-    return Selection(torch.where(found, every, -1), found.sum(dim=2, dtype=torch.int32), log_weight.flatten(1, 2))
+    return torch.where(found, every, -1), found.sum(dim=2, dtype=torch.int32), log_weight.flatten(1, 2)
