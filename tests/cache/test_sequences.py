@@ -24,14 +24,12 @@ def prompted(lengths: list[int], of: Regions | None = None) -> Sequences:
     found = Sequences()
     if of is not None:
         found.divide(of, 4)
-    found.begin(max(lengths), [max(lengths) - n for n in lengths])
-    found.commit()
+    found.commit(found.begin(max(lengths), [max(lengths) - n for n in lengths]))
     return found
 
 
 def decode(of: Sequences, tokens: int = 1) -> None:
-    of.begin(tokens, dense=False)
-    of.commit()
+    of.commit(of.begin(tokens, dense=False))
 
 
 def lengths(of: Sequences) -> list[int]:
@@ -42,7 +40,7 @@ def test_a_step_counts_when_it_is_committed() -> None:
     of = prompted([5, 9])
     step = of.begin(1, dense=False)
     assert (lengths(of), step.lengths(1)) == ([5, 9], [6, 10])
-    of.commit()
+    of.commit(step)
     assert (lengths(of), of.padded_length, of.step) == ([6, 10], 10, None)
 
 
@@ -53,8 +51,7 @@ def test_a_step_that_was_not_committed_is_taken_again() -> None:
     assert of.begin(1, dense=False).retaken
     assert not of.begin(2, dense=False).retaken
     assert not of.begin(2, dense=True).retaken
-    of.begin(1, dense=False)
-    of.commit()
+    of.commit(of.begin(1, dense=False))
     assert (lengths(of), of.version) == ([6, 10], version)
 
 
@@ -63,7 +60,7 @@ def test_a_step_of_a_forward_that_failed_later_is_not_counted(dense: bool) -> No
     of = prompted([5, 9], Regions(1, 2, 2))
     before = lengths(of), [of.indexed(seq) for seq in range(2)], of.decoded, replace(of.held)
     step = of.begin(3, dense=dense)
-    of.commit()
+    of.commit(step)
     assert lengths(of) == [8, 12]
     of.uncommit()
     assert (lengths(of), [of.indexed(seq) for seq in range(2)], of.decoded, of.held) == before
@@ -112,16 +109,16 @@ def test_device_counters_follow(of: Regions, prompts: list[int], steps: int) -> 
         now = [tensor.data_ptr() for tensor in found.on_device.tensors()]
         assert addresses in (None, now), "a captured step reads them where they were"
         addresses = now
-        found.commit()
+        found.commit(step)
 
 
 def test_a_replay_advances_the_device_counters() -> None:
     of = prompted([9, 4], Regions(1, 2, 2))
     of.place_before_step(CPU)
     assert of.on_device.lengths.tolist() == [9, 4]
-    of.begin(1, dense=False)
+    step = of.begin(1, dense=False)
     of.on_device.lengths.add_(of.on_device.live)  # what a replay does on the device
-    of.commit()
+    of.commit(step)
     of.count_replay()
     of.place_before_step(CPU)
     assert of.on_device.lengths.tolist() == [10, 5]
@@ -167,8 +164,9 @@ def test_a_prompt_goes_to_one_sequence() -> None:
     for seq, tokens in ((1, 20), (2, 7)):
         with of.prompts({seq: tokens}):
             for part in (5, tokens - 5):
-                assert of.begin(part).parts == ((seq, part),)
-                of.commit()
+                step = of.begin(part)
+                assert step.parts == ((seq, part),)
+                of.commit(step)
     assert (lengths(of), of.idle) == ([0, 20, 7], frozenset({0}))
     assert [of.indexed(seq) for seq in (1, 2)] == [16, 3]
     decode(of)
@@ -206,7 +204,7 @@ def test_prompts_come_one_after_the_other_in_one_step() -> None:
             (2, 0, 20, 0, 20),
             (0, 20, 27, 0, 7),
         ]
-        of.commit()
+        of.commit(step)
     assert (lengths(of), of.idle, of.filling) == ([7, 0, 20, 0], frozenset({1, 3}), {})
     assert [of.indexed(seq) for seq in (0, 2)] == [3, 16]
 
@@ -214,8 +212,7 @@ def test_prompts_come_one_after_the_other_in_one_step() -> None:
 def prefill(of: Sequences, tokens: dict[int, int]) -> None:
     """Take prompts of some sequences in one step."""
     with of.prompts(tokens):
-        of.begin(sum(tokens.values()))
-        of.commit()
+        of.commit(of.begin(sum(tokens.values())))
 
 
 CHANGES: dict[str, Callable[[Sequences], object]] = {
@@ -232,7 +229,7 @@ CHANGES: dict[str, Callable[[Sequences], object]] = {
     "forget_prompt": lambda of: of.forget_prompt(),
     "uncommit": lambda of: of.uncommit(),
     "open": lambda of: of.open(3, 100),
-    "a prompt": lambda of: (of.begin(3), of.commit()),
+    "a prompt": lambda of: of.commit(of.begin(3)),
     "prompts": lambda of: prefill(of, {1: 3}),
     "reset": lambda of: of.reset(),
 }

@@ -231,7 +231,7 @@ class KVCache:
         passes.note_lost(self.offloaded, self.streams.deferred.lost)
 
     def _commit(self, step: Step) -> None:
-        self.sequences.commit()
+        self.sequences.commit(step)
         self._prefilled = step.dense
         if step.dense:
             passes.follow_blocks(self.offloaded)  # while the device is busy; else the next step would wait for it

@@ -93,14 +93,14 @@ class Sequences:
         self.ends: dict[int, int] = {}
         """The most tokens that a sequence will have, by sequence, where that is known."""
         self._end: int | None = None  # of a prompt of all sequences
-        self._committed: tuple[Step, dict[str, Any]] | None = None  # the latest step, and the counts before it
+        self._committed: tuple[Step | None, dict[str, Any]] = None, {}  # the latest step, and the counts before it
 
     def reset(self) -> None:
         """Drop all sequences."""
         self.regions, self.padded_length, self.left_pad, self.idle, self.paused = WHOLE, 0, [], frozenset(), frozenset()
         self.ring_start, self.capacity, self.decoded, self.dense_tokens, self.cached_tokens, self.undropped = [], 0, 0, 0, 0, 0
         self.prompted = self.prompt_only = False
-        self.step, self.held, self._committed = None, Held(), None
+        self.step, self.held, self._committed = None, Held(), (None, {})
         self._end, self.filling, self.ends = None, {}, {}
         self.changed()
 
@@ -281,10 +281,9 @@ class Sequences:
         self.step = step
         return step
 
-    def commit(self) -> None:
-        """Count the tokens of the step."""
-        step, self.step = self.step, None
-        assert step is not None
+    def commit(self, step: Step) -> None:
+        """Count the tokens of the step, which `begin` returned last."""
+        self.step = None
         self._committed = step, {name: copy(getattr(self, name)) for name in _COUNTED}
         self.commits += 1
         if step.parts:
@@ -301,13 +300,11 @@ class Sequences:
     @property
     def latest(self) -> Step | None:
         """The step under way, or else the last committed one."""
-        return self.step if self.step is not None or self._committed is None else self._committed[0]
+        return self._committed[0] if self.step is None else self.step
 
     def uncommit(self) -> None:
         """Undo the latest commit, because the forward of its step failed."""
-        assert self._committed is not None
-        self.step, before = self._committed
-        self._committed = None
+        (self.step, before), self._committed = self._committed, (None, {})
         for name, value in before.items():
             setattr(self, name, value)
         self.commits -= 1

@@ -202,9 +202,9 @@ class GraphRunner:
                 if self._graph is None:
                     self._capture().replay()  # the capture runs the step's Python once, which counts it
                 else:
-                    sequences.begin(1, dense=False)
+                    step = sequences.begin(1, dense=False)
                     self._graph.replay()  # returns when the last graph is launched; the rest overlaps the device
-                    sequences.commit()
+                    sequences.commit(step)
                     sequences.count_replay()
         except BaseException as error:
             sequences.forget_device()  # the device may have advanced, or may not have run the capture
