@@ -36,7 +36,7 @@ def test_static_tokens_come_first_and_leave_their_pages(span: tuple[int, int, Pi
         assert starts == [0, 8, 13, 20, 20, 28, 36]
     for count in sorted({0, tokens // 3, tokens}):
         (order, stops), static = tables(2), some(tokens, count, 2)
-        static_first.definition(static, order, stops, [span], size=SIZE, first=FIRST)
+        static_first.definition(static, order, stops, [span], torch.empty(0), size=SIZE, first=FIRST)
         for h in range(2):
             chosen, found, ends = static[0, h].tolist(), order[0, h].tolist(), stops[0, h].tolist()
             assert found[:count] == chosen
@@ -59,8 +59,7 @@ def test_the_kernel_is_the_definition(share: float, device: torch.device) -> Non
             order = torch.full((len(few), 3, 2400), -7, dtype=torch.int32, device=device)
             stops = torch.full((len(few), 3, 300), -7, dtype=torch.int32, device=device)
             where = torch.tensor(static_first.numbers(few), dtype=torch.int32, device=device)
-            more = () if run is static_first.definition else (where,)
-            run(static, order, stops, few, *more, size=SIZE, first=FIRST)  # type: ignore[operator]
+            run(static, order, stops, few, where, size=SIZE, first=FIRST)
             made.append((order, stops))
         assert torch.equal(made[0][0], made[1][0])
         assert torch.equal(made[0][1], made[1][1])

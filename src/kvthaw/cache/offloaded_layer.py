@@ -281,8 +281,8 @@ class OffloadedLayer(LayerKV):
 
         An index on the host starts at once, concurrently with the layer before, for the tokens before the index changes.
         """
-        assert self.retriever is not None
-        self.retriever.prefetch(queries, self.undisturbed(queries.shape[2]) if self.on_host else 0)
+        if self.own is not None:
+            self.own.prefetch(queries, self.undisturbed(queries.shape[2]) if self.on_host else 0)
 
     def choose_early(self, step: Step, predict: Callable[[], Tensor], *reads: Tensor) -> None:
         """Choose the rows of a step's tokens by a predicted query, [B, Hq, T, D]. A single token's are fetched at once, during the

@@ -121,9 +121,8 @@ def _run(rank: int, size: int, port: int, cores: Sequence[int], work: Callable[.
 
 
 def _outlive() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+    if parent := multiprocessing.parent_process():
+        parent.join()
     os._exit(1)
 
 

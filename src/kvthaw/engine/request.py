@@ -105,12 +105,12 @@ class Request:
     swapped: SequenceState | None = field(default=None, init=False, repr=False)  # its state while it is swapped out
     begun: bool = field(default=False, init=False, repr=False)  # whether it has had a slot
     named: bool = field(default=False, init=False, repr=False)  # whether naming its complete prompt was tried
-    _placed: Tensor | None = field(default=None, init=False, repr=False)  # ids on the device
+    _placed: Tensor = field(init=False, repr=False)  # ids, on the device once it has a slot
     _read: int = field(default=0, init=False, repr=False)  # number of decoded tokens
     _piece: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        grammar = self.sampling.grammar
+        grammar, self._placed = self.sampling.grammar, self.ids
         self.matcher = None if grammar is None else grammar.matcher(self.stop)
 
     @property
@@ -146,7 +146,6 @@ class Request:
         """Return the model's inputs for tokens start .. stop of the prompt of a request in a slot, [1, stop - start]."""
         if self.embeddings is not None:
             return {"inputs_embeds": self.embeddings[None, start:stop]}
-        assert self._placed is not None
         return {"input_ids": self._placed[None, start:stop]}
 
     @property

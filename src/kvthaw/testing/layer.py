@@ -194,13 +194,12 @@ class Layer:
             if chosen.log_weight is not None:
                 weight = torch.zeros(len(rows), shape.q_heads, n + 1)
                 weight = weight.scatter_(2, rows.repeat_interleave(shape.group, 1), chosen.log_weight)[:, :, :n]
-            if self.retriever.index.traits.rebuilds:
-                assert step.choice.slots is not None
+            if self.retriever.index.traits.rebuilds and (slots := step.choice.slots) is not None:
                 pool, wide = (
                     self.offloaded.slab.keys[:, :, self.offloaded.slab.pool_start :].cpu(),
                     (-1, -1, -1, shape.head_dim),
                 )
-                made = pool.gather(2, step.choice.slots.clamp(min=0).long()[..., None].expand(wide))
+                made = pool.gather(2, slots.clamp(min=0).long()[..., None].expand(wide))
                 keys.scatter_(2, rows[..., None].expand(wide), made)
         query, keys, values, visible = self.text.query[:, :, n - 1], keys[:, :, :n], values[:, :, :n], visible[:, :, :n]
         attended = DecodeStep(query, keys, values, scale=self.how.scale, log_weight=weight)

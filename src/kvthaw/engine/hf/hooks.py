@@ -221,8 +221,7 @@ def _prefetch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         prefetches = at + 1 < len(ours) and ours[at] is not given.layers[0]
         kv, following = (ours[at + 1].kv, ours[at + 1].module) if prefetches else (None, None)
         hidden = args[0] if args else kwargs["hidden_states"]
-        if following is None or not isinstance(kv, OffloadedLayer) or not kv.asks(hidden.shape[1]):
+        attention = None if following is None else following()
+        if attention is None or not isinstance(kv, OffloadedLayer) or not kv.asks(hidden.shape[1]):
             continue
-        attention = following()
-        assert attention is not None
         kv.prefetch(_query(attention, {**kwargs, name: None, **({"hidden_states": hidden} if args else {})}))

@@ -140,8 +140,7 @@ def dense_attention(
     continued = 1 < query.shape[2] < key.shape[2] and (getattr(module, "is_causal", True) if causal is None else causal)
     if mask is None and (continued or not plain):
         mask = causal_mask(query.new_ones((1, 1, 1, key.shape[2]), dtype=torch.bool), query.shape[2])
-    if not plain:
-        assert mask is not None
+    if mask is not None and not plain:
         return attention_by_mask(query, key, value, mask, params).transpose(1, 2).contiguous()
     out: Tensor = sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=params.scale, is_causal=causal

@@ -31,7 +31,7 @@ def definition(
     order: Tensor,
     stops: Tensor,
     spans: Sequence[tuple[int, int, Pieces]],
-    where: Tensor | None = None,
+    where: Tensor,
     *,
     size: int,
     first: int,
@@ -105,13 +105,12 @@ def launch(
     order: Tensor,
     stops: Tensor,
     spans: Sequence[tuple[int, int, Pieces]],
-    where: Tensor | None = None,
+    where: Tensor,
     *,
     size: int,
     first: int,
 ) -> None:
     """Launch the Triton kernel; arguments as in `definition`. All tensors are contiguous."""
-    assert where is not None
     (seqs, heads, count), longest = static.shape, max(max(tokens, pages + 1) for tokens, pages, _ in spans)
     assert all(t.is_contiguous() and t.dtype == torch.int32 for t in (static, order, stops, where))
     assert len(order) == len(stops) == len(where) == len(spans) == seqs
