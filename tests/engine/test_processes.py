@@ -107,7 +107,8 @@ def test_changes_come_as_they_were_sent() -> None:
     assert isinstance(came, Submit)
     assert (came.number, came.decodes, came.grammar, came.priority) == (submit.number, True, submit.grammar, 3)
     assert came.request.ids.equal(request.ids)
-    rest = [field.name for field in fields(Request) if field.name != "ids"]
+    assert came.request.inputs(0, 3)["input_ids"].equal(request.ids[None])
+    rest = [field.name for field in fields(Request) if field.name not in ("ids", "_placed")]
     assert [getattr(came.request, name) for name in rest] == [getattr(request, name) for name in rest]
     assert read(write(None)) is None
     with pytest.raises(ConfigError, match="embeddings are given"):
