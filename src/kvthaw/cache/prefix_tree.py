@@ -11,6 +11,7 @@ from torch import Tensor
 class Node:
     """Up to a block of tokens that follow the tokens of its parent. Only a leaf may have fewer than a block.
 
+    parent: a root's is the root itself.
     pins: named entries that contain it.
     salt: salt of its prompts, if it is a root.
     order: sorted keys of its children. The longest common prefix with a key is at one of the two neighbours of the key.
@@ -19,7 +20,7 @@ class Node:
     __slots__ = ("children", "order", "parent", "pins", "salt", "tokens")
 
     def __init__(self, parent: Node | None, tokens: Tensor, salt: str = "") -> None:
-        self.parent, self.tokens, self.pins, self.salt = parent, tokens, 0, salt
+        self.parent, self.tokens, self.pins, self.salt = parent or self, tokens, 0, salt
         self.children: dict[bytes, Node] = {}
         self.order: list[bytes] = []
 
@@ -103,7 +104,7 @@ class PrefixTree:
                 new = found is None
                 found = found or Node(node, block.clone())
                 yield found, new
-                if node.parent is None:
+                if node.parent is node:
                     self._roots[salt] = node  # the root was removed if its last child was dropped meanwhile
                 node.add(found)
                 self._pin(found, 1)  # so that nothing on the path is dropped meanwhile
@@ -114,19 +115,18 @@ class PrefixTree:
 
     def covered(self, node: Node) -> list[Node]:
         """Return the node's siblings that hold a proper prefix of its tokens and have no pins."""
-        beside = () if node.parent is None else node.parent.beginnings(node.tokens)
-        return [other for other in beside if not other.pins]
+        return [other for other in node.parent.beginnings(node.tokens) if not other.pins]
 
-    def touch(self, node: Node | None) -> None:
+    def touch(self, node: Node) -> None:
         """Mark a node and its ancestors as the most recently used."""
-        while node is not None and node.parent is not None:
+        while node.parent is not node:
             self.nodes.pop(node, None)
             self.nodes[node] = None
             node = node.parent
 
-    def pin(self, node: Node | None, pins: int) -> None:
+    def pin(self, node: Node, pins: int) -> None:
         """Add `pins` pins to a node and its ancestors; a negative number removes pins."""
-        while node is not None and node.parent is not None:
+        while node.parent is not node:
             self._pin(node, pins)
             node = node.parent
 
@@ -137,10 +137,10 @@ class PrefixTree:
     def remove(self, node: Node) -> None:
         """Remove a leaf."""
         del self.nodes[node]
-        assert node.parent is not None
-        node.parent.drop(node)
-        if node.parent.parent is None and not node.parent.children:
-            del self._roots[node.parent.salt]
+        parent = node.parent
+        parent.drop(node)
+        if parent.parent is parent and not parent.children:
+            del self._roots[parent.salt]
 
     def _pin(self, node: Node, pins: int) -> None:
         before, node.pins = node.pins, node.pins + pins
