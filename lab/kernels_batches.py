@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import in_place
-from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.decode_step import DecodeStep, InSlab
 from kvthaw.kernels.flash_decode import definition, flash_decode
-from kvthaw.kernels.places import InSlab
 from kvthaw.kernels.row_format import E4M3, RowFormat
 from kvthaw.regions import Regions
 from lab import kernels_pages, kernels_pariskv

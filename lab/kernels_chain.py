@@ -20,9 +20,8 @@ from torch import Tensor
 from kvthaw.kernels import flash_decode as flash
 from kvthaw.kernels import in_place, unit_select
 from kvthaw.kernels.admit import admit
-from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.decode_step import DecodeStep, InSlab, TokenOrder
 from kvthaw.kernels.in_place import InPlace, Selected
-from kvthaw.kernels.places import InSlab, TokenOrder
 from kvthaw.kernels.row_format import E4M3
 from kvthaw.kernels.split import Split, split_for
 from kvthaw.kernels.unit_scores import RecentQueries

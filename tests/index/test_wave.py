@@ -13,10 +13,9 @@ from torch import Tensor
 
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import dense
-from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.decode_step import AnyOrder, DecodeStep
 from kvthaw.kernels.flash_decode import definition as attend
 from kvthaw.kernels.merge import merge
-from kvthaw.kernels.places import AnyOrder
 from kvthaw_baselines.index.wave import WaveIndex
 from shapes import close
 

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kvthaw.kernels.decode_step import DecodeStep
+    from kvthaw.kernels.decode_step import DecodeStep, Places
     from kvthaw.kernels.encode import Quantizer, Summaries
     from kvthaw.kernels.in_place import InPlace
-    from kvthaw.kernels.places import Places
 
 HEADS, GROUP = 2, 4
 SHARED = {"cuda:89": 99 << 10}
@@ -182,8 +181,7 @@ def codes(dtype: torch.dtype, dim: int) -> None:
 def elsewhere(dtype: torch.dtype, dim: int) -> None:
     """What other GPUs have no instructions or launch options for: ParisKV's products and its chain, k-means, float32 products."""
     from kvthaw.kernels import flash_decode, kmeans, planes, rerank, signs
-    from kvthaw.kernels.decode_step import DecodeStep
-    from kvthaw.kernels.places import TokenOrder
+    from kvthaw.kernels.decode_step import DecodeStep, TokenOrder
     from kvthaw.kernels.srht import make_rotation
 
     rotation, totals = make_rotation(dim, 0, device="meta"), empty(3, HEADS, 128)
@@ -215,9 +213,8 @@ def batches(dtype: torch.dtype, dim: int) -> None:
 
 def attention_steps(dtype: torch.dtype, dim: int) -> Iterator[tuple[DecodeStep, Places | InPlace]]:
     """Over a slab and over all keys, few and many."""
-    from kvthaw.kernels.decode_step import DecodeStep
+    from kvthaw.kernels.decode_step import DecodeStep, InSlab, TokenOrder
     from kvthaw.kernels.in_place import Every, InPlace, Selected
-    from kvthaw.kernels.places import InSlab, TokenOrder
     from kvthaw.kernels.row_format import E4M3
     from kvthaw.regions import Regions
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import flash_decode as module
-from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.decode_step import AnyOrder, DecodeStep, InSlab, Places, TokenOrder
 from kvthaw.kernels.flash_decode import definition, flash_decode
 from kvthaw.kernels.merge import Partial
-from kvthaw.kernels.places import AnyOrder, InSlab, Places, TokenOrder
 from kvthaw.kernels.split import Split, split_for, stages_for
 from kvthaw.regions import Regions
 

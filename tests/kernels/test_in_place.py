@@ -11,11 +11,10 @@ from torch import Tensor
 
 from kvthaw.config import KvDtype
 from kvthaw.kernels import flash_decode as module
-from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.decode_step import DecodeStep, InSlab
 from kvthaw.kernels.flash_decode import definition as attention
 from kvthaw.kernels.flash_decode import flash_decode
 from kvthaw.kernels.in_place import Every, InPlace, Selected, definition
-from kvthaw.kernels.places import InSlab
 from kvthaw.kernels.row_format import row_format
 from kvthaw.kernels.sparse_decode import sparse_decode
 from kvthaw.kernels.split import Split
@@ -142,9 +141,8 @@ def test_all_rows_between_sink_and_ring(
             for block in blocks[b][position // size : position // size + 1]:
                 new = torch.randn(block.shape[0], 2, step.query.shape[2]).to(device, step.keys.dtype)
                 block[:, position % size] = format.encode(new) if format else new
-    every = Every(100, selected.table, size, format)
-    listed = every.listed(step.keys.shape[1], places.regions.sink, places.starts)
-    compare(step, replace(places, selected=every), listed, blocks)
+    every = replace(places, selected=Every(100, selected.table, size, format))
+    compare(step, every, every.listed(step.keys.shape[1]), blocks)
 
 
 def test_softcap_weights_and_sinks(device: torch.device) -> None:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from kvthaw.kernels import dense
-from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.decode_step import AnyOrder, DecodeStep, TokenOrder
 from kvthaw.kernels.flash_decode import definition
 from kvthaw.kernels.merge import Partial, merge
-from kvthaw.kernels.places import AnyOrder, TokenOrder
 from kvthaw.kernels.sparse_decode import sparse_decode
 from shapes import Shape, close, over_shapes
 

@@ -15,8 +15,8 @@ from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, LayerShape, at
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.state import LayerState, to_blocks
 from kvthaw.cache.step import Row, Step
-from kvthaw.kernels.decode_step import DecodeStep
-from kvthaw.kernels.places import Newest, TokenOrder
+from kvthaw.kernels.decode_step import DecodeStep, TokenOrder
+from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.sparse_decode import sparse_decode
 

@@ -23,15 +23,7 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.index_api import IndexContext, Rotary, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
-from kvthaw.cache.layer_base import (
-    AttentionParams,
-    LayerKV,
-    LayerShape,
-    PrefillKV,
-    attend_rows,
-    reordered,
-    take_queries,
-)
+from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, PrefillKV, attend_rows, reordered, take_queries
 from kvthaw.cache.layer_storage import LayerStorage, copied
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab

@@ -19,9 +19,9 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
 from kvthaw.cache.transfer import UvaGather, fetch_choice
 from kvthaw.errors import ConfigError
-from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.decode_step import DecodeStep, InSlab
 from kvthaw.kernels.in_place import Every, InPlace, Selected
-from kvthaw.kernels.places import InSlab, Newest
+from kvthaw.kernels.places import Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
 
 _EARLY_PROGRAMS = 128
@@ -83,15 +83,9 @@ class SparseAttention:
             if selection.log_weight is not None:
                 log_weight = self._by_place(selection.log_weight, None if reads else choice.slots)
         decode_step = DecodeStep(
-            query,
-            slab.data[:seqs, :, :, 0],
-            slab.data[:seqs, :, :, 1],
-            scale=attention.scale,
-            softcap=attention.softcap,
-            sinks=attention.sinks,
-            log_weight=log_weight,
-            partials=partials,
-        )
+            query, slab.data[:seqs, :, :, 0], slab.data[:seqs, :, :, 1], scale=attention.scale, softcap=attention.softcap,
+            sinks=attention.sinks, log_weight=log_weight, partials=partials,
+        )  # fmt: skip
         held = slab.regions, on_device.lengths[:seqs], on_device.starts[:seqs], newest
         places = InSlab(*held, visible) if selected is None else InPlace(*held, selected)
         return sparse_decode(decode_step, places, slab.tickets), choice

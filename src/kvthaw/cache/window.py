@@ -15,9 +15,9 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.errors import CacheError
-from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.decode_step import DecodeStep, InSlab
 from kvthaw.kernels.local import Span, local_attention
-from kvthaw.kernels.places import InSlab, Newest
+from kvthaw.kernels.places import Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
 from kvthaw.regions import Regions
 

@@ -20,11 +20,8 @@ from kvthaw.kernels.unit_select import Policy
 
 Start = Literal["covering", "random"]
 """The initial centres of k-means: half of them drawn at random and half the keys covered worst, or all drawn, as in the paper."""
-_ROUNDS, _MOST, _AMONG = (
-    4,
-    256,
-    4,
-)  # least number of rounds; most keys that a round adds, and how many times more it chooses among
+_ROUNDS, _MOST = 4, 256  # least number of rounds; most keys that a round adds
+_AMONG = 4  # how many times more keys it chooses among
 
 
 def covering(keys: Tensor, drawn: Tensor, count: int) -> Generator[None, None, Tensor]:

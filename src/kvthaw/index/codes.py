@@ -24,12 +24,11 @@ from kvthaw.index.tables import grown, row_from_host, row_to_host
 from kvthaw.index.tokens import Policy
 from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.collide import BINS, CHUNK, collide, shift
-from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.decode_step import AnyOrder, DecodeStep
 from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make_quantizer
 from kvthaw.kernels.flash_decode import definition as attend
 from kvthaw.kernels.held_mass import held_mass
 from kvthaw.kernels.merge import Partial
-from kvthaw.kernels.places import AnyOrder
 from kvthaw.kernels.planes import planes
 from kvthaw.kernels.query import Rotated
 from kvthaw.kernels.remainder import Estimated

@@ -163,7 +163,7 @@ def launch(
         stops, order, digests = tables.stops.shape[2], 0, 0
         if tables.digests is not None:
             digests, units = tables.digests.stride(1), tables.digests.shape[2]
-            assert tables.digests.dtype == keys.dtype and tables.digests.shape[3] == (1 + (spread is not None)) * dim, (
+            assert (tables.digests.dtype, tables.digests.shape[3]) == (keys.dtype, dim if spread is None else 2 * dim), (
                 "other digests"
             )
             assert most <= units, "no room for the units"

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.decode_step import AnyOrder, DecodeStep, InSlab, Places
 from kvthaw.kernels.gpu import nvidia
-from kvthaw.kernels.in_place import InPlace, Selected
+from kvthaw.kernels.in_place import Every, InPlace, Selected
 from kvthaw.kernels.merge import Partial, merge
-from kvthaw.kernels.places import AnyOrder, InSlab, Places
 from kvthaw.kernels.split import multiprocessors, shared_memory, split_for, stages_for, triton_block
 
 
@@ -322,8 +321,7 @@ def flash_decode(step: DecodeStep, places: Places | InPlace, tickets: Tensor | N
     assert query.stride(2) == keys.stride(3) == values.stride(3) == 1, "the last dimension is contiguous"
     assert keys.dtype == values.dtype, f"{keys.dtype} and {values.dtype}"
     for bound in (lengths, starts):
-        assert bound is None or (bound.dtype == torch.int32 and bound.shape == (batch,))
-        assert bound is None or bound.is_contiguous()
+        assert bound is None or (bound.dtype == torch.int32 and bound.shape == (batch,) and bound.is_contiguous())
     new_key, new_value = newest or (None, None)
     for new in (new_key, new_value):
         assert new is None or (new.shape == (batch, heads, dim) and new.stride(2) == 1)
@@ -334,10 +332,10 @@ def flash_decode(step: DecodeStep, places: Places | InPlace, tickets: Tensor | N
     rows = slots = table = counts = totals = None
     row_bytes, stored_bytes, fp8 = 0, 0, False
     if selected is not None:
-        table = selected.table
         if isinstance(selected, Selected):
             rows, slots, (counts, totals) = selected.rows, selected.slots, selected.tally or (None, None)
-        row_bytes, n = 2 * dim * keys.element_size(), behind + selected.width
+        n = behind + (selected.width if isinstance(selected, Every) else selected.rows.shape[2])
+        table, row_bytes = selected.table, 2 * dim * keys.element_size()
         stored_bytes, fp8 = (row_bytes, False) if selected.format is None else (selected.format.row_bytes, selected.format.fp8)
         assert values.storage_offset() - keys.storage_offset() == dim and keys.stride(2) == values.stride(2) == 2 * dim
         for each in (one for one in (rows, slots) if one is not None):
@@ -346,16 +344,10 @@ def flash_decode(step: DecodeStep, places: Places | InPlace, tickets: Tensor | N
         if counts is not None and totals is not None:
             assert counts.dtype == torch.int32 and counts.is_contiguous() and counts.shape == (batch, heads)
             assert totals.dtype == torch.int64 and totals.shape == (4,)
-    if visible is not None:
-        assert visible.dtype == torch.bool
-        assert visible.shape == (batch, heads, n - behind)
+    assert visible is None or (visible.dtype == torch.bool and visible.shape == (batch, heads, n - behind))
     if log_weight is not None:
-        assert log_weight.dtype == torch.float32
-        assert log_weight.shape == (batch, q_heads, n)
-        assert log_weight.stride(2) == 1
-    if sinks is not None:
-        assert sinks.shape == (q_heads,)
-        assert sinks.is_contiguous()
+        assert log_weight.dtype == torch.float32 and log_weight.shape == (batch, q_heads, n) and log_weight.stride(2) == 1
+    assert sinks is None or (sinks.shape == (q_heads,) and sinks.is_contiguous())
     more = step.partials[0] if len(step.partials) == 1 else None
     if len(step.partials) > 1:
         more = Partial(*merge([p.out for p in step.partials], [p.lse for p in step.partials]))
@@ -368,8 +360,7 @@ def flash_decode(step: DecodeStep, places: Places | InPlace, tickets: Tensor | N
     parts = torch.empty((batch, q_heads, split.splits), dtype=torch.float32, device=query.device)
     if tickets is None:
         tickets = torch.zeros(batch * heads + 1, dtype=torch.int32, device=query.device)
-    assert tickets.dtype == torch.int32
-    assert tickets.numel() > batch * heads
+    assert tickets.dtype == torch.int32 and tickets.numel() > batch * heads
     group, interpreted = q_heads // heads, query.device.type == "cpu"
     if interpreted and sinks is not None:  # the interpreter supports no bfloat16 scalars or products
         sinks = sinks.float()

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.places import InSlab, Newest
+from kvthaw.kernels.decode_step import InSlab
+from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import RowFormat
 from kvthaw.native import gather_rows
 from kvthaw.regions import Regions
@@ -42,11 +43,6 @@ class Selected:
     tally: tuple[Tensor, Tensor] | None = None
     format: RowFormat | None = None
 
-    @property
-    def width(self) -> int:
-        """Places for rows, M."""
-        return self.rows.shape[2]
-
     def gather(self, keys: Tensor, values: Tensor, held: int) -> tuple[Tensor, Tensor]:
         """Return `definition` for blocks in the memory of the CPU, and count the rows."""
         batch, heads, _, dim = keys.shape
@@ -68,7 +64,7 @@ class Selected:
 class Every:
     """All rows between sink and ring, which lie in their blocks.
 
-    width: places for rows, at least as many as any sequence has.
+    width: places for rows, M, at least as many as any sequence has.
     table, block_size, format: see Selected.
     """
 
@@ -76,16 +72,6 @@ class Every:
     table: Tensor
     block_size: int
     format: RowFormat | None = None
-
-    def listed(self, heads: int, first: int, starts: Tensor) -> Selected:
-        """Return the same rows, listed.
-
-        first: the first row behind the sink.
-        starts: [B] int32, where rings begin.
-        """
-        row = torch.arange(first, first + self.width, dtype=torch.int32, device=starts.device)
-        own = torch.where(row < starts[:, None], row, -1)[:, None].expand(-1, heads, -1).contiguous()
-        return Selected(own, None, self.table, self.block_size, format=self.format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +87,20 @@ class InPlace:
     newest: Newest
     selected: Selected | Every
 
+    def listed(self, heads: int) -> Selected:
+        """Return the rows that each of `heads` KV heads selects, listed."""
+        if isinstance(every := self.selected, Selected):
+            return every
+        row = self.regions.sink + torch.arange(every.width, dtype=torch.int32, device=self.starts.device)
+        rows = torch.where(row < self.starts[:, None], row, -1)[:, None].expand(-1, heads, -1).contiguous()
+        return Selected(rows, None, every.table, every.block_size, format=every.format)
+
     def copied(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, InSlab]:
         """Write the newest tokens to keys and values [B, H, N, D] of a slab on the CPU, and copy the selected rows.
 
         Returns keys and values [B, H, held + M, D], and the same places of these.
         """
-        selected = self.selected
-        if isinstance(selected, Every):
-            selected = selected.listed(keys.shape[1], self.regions.sink, self.starts)
+        selected = self.listed(keys.shape[1])
         slab = InSlab(self.regions, self.lengths, self.starts, self.newest, selected.rows >= 0)
         slab.write(keys, values)
         return *selected.gather(keys, values, self.regions.held), slab

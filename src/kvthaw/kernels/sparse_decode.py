@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.decode_step import AnyOrder, DecodeStep, Places, TokenOrder
 from kvthaw.kernels.flash_decode import definition, flash_decode
 from kvthaw.kernels.in_place import InPlace
-from kvthaw.kernels.places import AnyOrder, Places, TokenOrder
 
 
 def sparse_decode(step: DecodeStep, places: Places | InPlace, tickets: Tensor | None = None) -> Tensor:

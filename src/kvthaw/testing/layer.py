@@ -20,10 +20,9 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.retriever import Retriever
 from kvthaw.kernels import dense
-from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.decode_step import AnyOrder, DecodeStep
 from kvthaw.kernels.flash_decode import definition
 from kvthaw.kernels.merge import merge
-from kvthaw.kernels.places import AnyOrder
 from kvthaw.testing.shapes import Shape, close, near
 
 

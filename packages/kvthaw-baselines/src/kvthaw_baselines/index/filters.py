@@ -10,9 +10,8 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.index.tokens import TokenIndex
-from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.decode_step import AnyOrder, DecodeStep
 from kvthaw.kernels.flash_decode import definition as attend
-from kvthaw.kernels.places import AnyOrder
 
 
 class FilterIndex(TokenIndex, tested=True):
