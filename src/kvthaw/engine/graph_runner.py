@@ -25,7 +25,7 @@ from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.streams import Observer, SegmentedGraph
 from kvthaw.engine.ops import serving
-from kvthaw.errors import KvthawError, first_line
+from kvthaw.errors import CacheError, KvthawError, first_line
 
 _log = logging.getLogger(__name__)
 _Captured = tuple[Tensor, Tensor, Tensor, SegmentedGraph | None, int]
@@ -126,7 +126,7 @@ class GraphRunner:
     """
 
     def __init__(self, forward: Callable[..., Any], cache: ModelCache, *, compiled: bool = False, capture: bool = True) -> None:
-        self._cache, self.compiled, self.capture = weakref.ref(cache), compiled, capture
+        self._owner, self.compiled, self.capture = weakref.ref(cache), compiled, capture
         self.captures, self.capture_seconds, self.capture_bytes = 0, 0.0, 0
         self._forward, self._kv, self._captures = forward, cache.kv, capture
         self._graph: SegmentedGraph | None = None
@@ -155,6 +155,13 @@ class GraphRunner:
                 kv.sequences.place_before_step(ids.device)  # while the device is at work
             kv.finite.ask(kv.layers)
             return logits
+
+    @property
+    def _cache(self) -> ModelCache:
+        """The cache, which may own this runner. Raises CacheError if it is gone."""
+        if (cache := self._owner()) is None:
+            raise CacheError("the cache that these steps were made for is gone")
+        return cache
 
     def run_ahead(self) -> None:
         """Run all host work of the next step while the device runs this one. Requires that another step or a clear follows."""
@@ -230,9 +237,7 @@ class GraphRunner:
 
     def _prepare(self) -> None:
         self._kv.before_step()
-        cache = self._cache()
-        assert cache is not None
-        read = cache.adapters(), *(tensor.data_ptr() for tensor in self._kv.tensors())
+        read = self._cache.adapters(), *(tensor.data_ptr() for tensor in self._kv.tensors())
         if read != self._read:
             if self._graph is not None:
                 _log.info("what the captured step reads has changed; decoding eagerly until it is steady")
@@ -241,18 +246,11 @@ class GraphRunner:
             self._captures = self.capture and search_needs_host(self._kv) is None
 
     def _run(self) -> Tensor:
-        cache = self._cache()
-        assert cache is not None
         # A four-dimensional mask is used unchanged, so a compiled forward needs no length. The layers know their padding.
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self._ids.device) if self.compiled else None
+        cache, given = self._cache, {"input_ids": self._ids, "position_ids": self._positions, "attention_mask": mask}
         with serving(cache.kv), self._kv.counted_forward():
-            out = self._forward(
-                input_ids=self._ids,
-                position_ids=self._positions,
-                use_cache=True,
-                attention_mask=mask,
-                **{cache.argument: cache},
-            )
+            out = self._forward(**given, use_cache=True, **{cache.argument: cache})
         logits: Tensor = out.logits
         return logits
 
