@@ -106,8 +106,8 @@ class DenseLayer(DeviceLayer):
         self._make_room()
         keys, values = self._data[: len(query)].unbind(3)
         lengths = self.sequences.on_device.lengths[: len(query)]
-        how = DecodeStep(query, keys, values, scale=attention.scale, softcap=attention.softcap, sinks=attention.sinks)
-        return sparse_decode(how, TokenOrder(lengths, newest), self._tickets)
+        decode_step = DecodeStep(query, keys, values, scale=attention.scale, softcap=attention.softcap, sinks=attention.sinks)
+        return sparse_decode(decode_step, TokenOrder(lengths, newest), self._tickets)
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         self._write(step, query, key, value, self.scale)

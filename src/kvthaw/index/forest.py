@@ -225,9 +225,8 @@ class EachHeadTreeIndex(TreeIndex, tested=True):
             own.copy_(query.unflatten(1, (heads, group)).movedim(2, 0))
             for search in searches:
                 search()
-            union, size_of, _ = joined(found.movedim(0, 2).contiguous(), budget)
-            rows.copy_(union)
-            counts.copy_(size_of)
+            for into, one in zip((rows, counts), joined(found.movedim(0, 2).contiguous(), budget)[:2], strict=True):
+                into.copy_(one)
             for seq in range(batch):
                 if (size := self.forest.size(seq)) <= budget:
                     rows[seq] = -1

@@ -326,9 +326,8 @@ def flash_decode(step: DecodeStep, places: Places | InPlace, tickets: Tensor | N
     for new in (new_key, new_value):
         assert new is None or (new.shape == (batch, heads, dim) and new.stride(2) == 1)
     behind = 0 if regions is None else regions.held
-    assert not isinstance(places, InSlab) or visible is not None or n == behind, (
-        f"visible is None, but only {behind} of {n} slots are sink and ring"
-    )
+    if isinstance(places, InSlab) and visible is None:
+        assert n == behind, f"visible is None, but only {behind} of {n} slots are sink and ring"
     rows = slots = table = counts = totals = None
     row_bytes, stored_bytes, fp8 = 0, 0, False
     if selected is not None:
