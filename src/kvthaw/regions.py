@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvthaw.errors import ConfigError, at_least
 
@@ -12,7 +13,7 @@ LEAST_BUDGET = 16
 """The smallest budget of a method that retrieves: sink, window and buffer shrink to it and leave rows to retrieve."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Regions:
     """Sizes, in tokens, of the regions that attention always reads.
 
@@ -30,12 +31,12 @@ class Regions:
         at_least(0, sink=self.sink)
         at_least(1, window=self.window, buffer=self.buffer)
 
-    @property
+    @cached_property
     def ring(self) -> int:
         """Slots of the ring: window + buffer."""
         return self.window + self.buffer
 
-    @property
+    @cached_property
     def held(self) -> int:
         """Tokens that attention reads besides the selected ones, with a full buffer: sink + ring."""
         return self.sink + self.ring
