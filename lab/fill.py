@@ -39,7 +39,7 @@ class Tokens(DenseLayer):
         sequences = Sequences()
         sequences.adopt([rows.shape[2]])
         super().__init__(number, sequences, RECENT_QUERIES)
-        self.recent_queries, self.scale = {0: queries[0]}, scale
+        self.recent_queries[0], self.scale = queries[0], scale
         self._data = rows
 
     @property

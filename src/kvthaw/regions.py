@@ -56,6 +56,10 @@ class Regions:
         """Return the position at which the ring begins after a prefill of `length` tokens. [sink, this) is indexed."""
         return max(self.sink, length - self.window)
 
+    def held_of(self, past: int, length: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return which of the positions past .. length sink and ring hold after a prefill, as (begin, end) each; some are empty."""
+        return (past, max(past, min(self.sink, length))), (max(past, self.first_indexed(length)), length)
+
     def full(self, start: int, length: int) -> bool:
         """Return whether the ring is full at `length` tokens. It began at position `start` when decoding began."""
         over = length - start - self.ring

@@ -12,8 +12,11 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Traits
 from kvthaw.cache.index_updater import IndexUpdater
+from kvthaw.cache.layer_base import RecentQueries
 from kvthaw.cache.pool import Slab
+from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.side_index import State
+from kvthaw.cache.step import Row
 from kvthaw.regions import Regions
 
 SINK, HEADS, DIM = 2, 2, 4
@@ -56,7 +59,14 @@ def an_updater(*, grows: bool, on_host: bool = False) -> tuple[IndexUpdater, Rec
         store.append(seq, rows)
         slab.write(seq, 0, rows[:, :SINK])
         slab.write(seq, 12, rows[:, 12:20])
-    return IndexUpdater(index, store, slab), index, rows  # type: ignore[arg-type]
+    return IndexUpdater(index, store, slab, Sequences(), RecentQueries(3)), index, rows  # type: ignore[arg-type]
+
+
+def prompt(updater: IndexUpdater, seq: int, rows: Tensor, start: int, stop: int, remaining: int = 0) -> Tensor:
+    """A chunk of a prompt, positions start .. stop. Returns its queries."""
+    queries = torch.randn(HEADS, 3, DIM)
+    updater.prompt(Row(seq, seq, 0, stop - start, start), rows[:, start:stop, 0], rows[:, start:stop, 1], queries, remaining)
+    return queries
 
 
 def upto(updater: IndexUpdater, *ends: int) -> None:
@@ -67,7 +77,7 @@ def upto(updater: IndexUpdater, *ends: int) -> None:
 
 def flush(updater: IndexUpdater, rows: Tensor, *leaving: tuple[int, int, int]) -> None:
     """Tokens (sequence, start, stop) leave their rings; their rows come with them."""
-    updater.flush([(*each, each[2]) for each in leaving], torch.stack([rows[:, at:end] for _, at, end in leaving]), {})
+    updater.flush([(*each, each[2]) for each in leaving], torch.stack([rows[:, at:end] for _, at, end in leaving]))
 
 
 @pytest.mark.parametrize("old", [SINK, 12])
@@ -75,7 +85,7 @@ def test_positions_come_from_the_ring_and_the_pass(old: int) -> None:
     updater, index, rows = an_updater(grows=True)
     start = 20 if old > SINK else 0
     updater._of[0].upto = old
-    updater.prompt(0, 26, rows[:, start:, 0], rows[:, start:, 1], start, torch.randn(HEADS, 3, DIM), 0)
+    prompt(updater, 0, rows, start, 30)
     (call, _, keys, width), *rest = index.calls
     assert (call, width, rest) == ("build" if old == SINK else "append", 3, [])
     assert torch.equal(keys.reshape(HEADS, -1, DIM), rows[:, old:26, 0])
@@ -83,11 +93,10 @@ def test_positions_come_from_the_ring_and_the_pass(old: int) -> None:
 
 def test_a_sequence_that_chunks_make_much_longer_is_indexed_once_and_whole() -> None:
     updater, index, rows = an_updater(grows=False)
-    queries = torch.randn(HEADS, 3, DIM)
-    updater.prompt(1, 12, rows[:, :16, 0], rows[:, :16, 1], 0, queries, 14)
-    updater.prompt(1, 26, rows[:, 20:, 0], rows[:, 20:, 1], 20, queries, 0)
+    prompt(updater, 1, rows, 0, 16, 14)
+    updater.recent_queries[1] = prompt(updater, 1, rows, 20, 30)
     assert (index.calls, updater.stale) == ([], {1})
-    updater.renew({1: 26}, {1: queries})
+    updater.renew({1: 26})
     (call, seq, keys, width), *rest = index.calls
     assert (call, seq, width, rest, updater.stale) == ("build", 1, 3, [], set())
     assert torch.equal(keys, rows[:, SINK:26, 0])
@@ -113,7 +122,7 @@ def test_what_leaves_rings_goes_in_one_append_but_for_sequences_that_had_none() 
 
 def test_an_index_on_the_host_is_given_numbers_only() -> None:
     updater, index, rows = an_updater(grows=False, on_host=True)
-    updater.prompt(0, 26, rows[:, :, 0], rows[:, :, 1], 0, torch.randn(HEADS, 3, DIM), 0)
+    prompt(updater, 0, rows, 0, 30)
     flush(updater, rows, (0, 26, 30))
     assert [call[2].shape for call in index.calls] == [(HEADS, 24, 0), (1, HEADS, 4, 0)]
 
@@ -152,7 +161,7 @@ def test_an_append_that_waits_for_its_step_goes_with_its_sequence(how: str) -> N
     """An index on the host is given a prompt's tokens once the step is counted; the sequence may leave or move before."""
     updater, index, rows = an_updater(grows=True, on_host=True)
     upto(updater, 12, 12)
-    updater.prompt(0, 14, rows[:, 16:20, 0], rows[:, 16:20, 1], 16, torch.randn(HEADS, 3, DIM), 0)
+    prompt(updater, 0, rows, 16, 18)
     match how:
         case "clear":
             updater.clear(0)
@@ -179,10 +188,10 @@ def test_a_step_that_fails_returns_each_sequence_to_its_state(stale: bool, then:
         updater.begin_again(1)
     else:
         upto(updater, SINK, 12)
-    updater.prompt(1, 26, rows[:, 20:, 0], rows[:, 20:, 1], 20, torch.randn(HEADS, 3, DIM), 0)
+    prompt(updater, 1, rows, 20, 30)
     assert updater.stale == {1}
     if stale:
-        updater.begin({1: 26}, {}, {1: rows})
+        updater.begin({1: 26}, {1: rows})
         assert updater.stale == set()
     getattr(updater, then)()
     assert updater.stale == ({1} if stale == (then == "drop") else set())

@@ -68,7 +68,7 @@ def test_what_was_offloaded_ahead_is_known_after_a_reorder_and_a_rewind() -> Non
     assert [layer.ahead(seq, 12) for seq in range(2)] == [True, False]
     layer.reorder([1, 0])
     assert [layer.ahead(seq, 12) for seq in range(2)] == [False, True]
-    layer.rollback(1, 12, 20, None)
+    layer.rollback(1, 12, 20, failed=False)
     assert [layer.store.length(seq) for seq in range(2)] == [14, 14]
 
 
@@ -93,10 +93,10 @@ def test_where_one_layer_finds_no_memory_none_is_said_to_hold_more(monkeypatch: 
 
 def test_a_sequence_that_is_cleared_gives_back_the_blocks_of_a_prompt_that_failed() -> None:
     (layer,) = layers(1)
-    layer.clear(1)
+    layer.truncate(1, 0)
     with pytest.raises(RuntimeError):
         layer.store.append(1, torch.randn(2, 20, 2, 5))  # as long as blocks, in which it does not fit
-    layer.clear(1)
+    layer.truncate(1, 0)
     assert layer.store.nbytes() == layer.store.nbytes(0)
 
 

@@ -200,7 +200,7 @@ def test_beams_take_back_what_went_ahead(method: str) -> None:
 
 
 def reversible(method: str) -> bool:
-    updater = OneLayer(method, 60, 1).layer.storage.updater
+    updater = OneLayer(method, 60, 1).layer.updater
     return updater is None or updater.retriever.index.reversible
 
 

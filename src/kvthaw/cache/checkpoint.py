@@ -31,14 +31,14 @@ class Checkpoint:
         self._queries = None if prefetched is None else prefetched.queries
         storage = layer.storage
         self._held, self._offloaded = storage.slab.held().clone(), storage.marks()
-        self._indexed = None if storage.updater is None else storage.updater.branch()
+        self._indexed = None if layer.updater is None else layer.updater.branch()
 
     def restore(self) -> None:
         """Restore the layer to its state before the step."""
         storage = self.layer.storage
         storage.store.wait()
-        if storage.updater is not None and self._indexed is not None:
-            storage.updater.rejoin(self._indexed)
+        if self.layer.updater is not None and self._indexed is not None:
+            self.layer.updater.rejoin(self._indexed)
         storage.rewind(self._offloaded)
         storage.slab.held().copy_(self._held)
         storage.slab.tickets.zero_()

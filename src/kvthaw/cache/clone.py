@@ -97,8 +97,8 @@ def _reuse(layer: OffloadedLayer, step: Step, other: OffloadedLayer) -> None:
     layer.prepare(step, LayerShape.of(other, 0, None))
     layer.store.share(other.store)
     layer.slab.held().copy_(other.slab.held())
-    layer.recent_queries = dict(other.recent_queries)
-    mine, its = layer.storage.updater, other.storage.updater
+    layer.recent_queries.replace(other.recent_queries)
+    mine, its = layer.updater, other.updater
     if mine is not None and its is not None:
         mine.clone_from(its)
         mine.retriever.make_room(layer.sequences.capacity)

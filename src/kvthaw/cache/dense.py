@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
-from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, LayerShape, attend_rows, reordered, take_queries
+from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, LayerShape, RecentQueries, attend_rows
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.state import LayerState, to_blocks
 from kvthaw.cache.step import Row, Step
@@ -34,9 +34,8 @@ class DenseLayer(DeviceLayer):
         self.reset()
 
     def reset(self) -> None:
-        self.recent_queries: dict[int, Tensor] = {}
+        self.recent_queries = RecentQueries(self.prompt_queries)
         self.scale = 0.0
-        self._before: tuple[Step | None, dict[int, Tensor]] = None, {}  # a prefill, and what was watched before it
         self._data = torch.empty((0, 0, 0, 2, 0))
         self._offloaded: HostStore | None = None
         self._tickets = torch.empty(0, dtype=torch.int32)
@@ -116,10 +115,9 @@ class DenseLayer(DeviceLayer):
         """Copy the tokens of other layers, their sequences in order. `sequences` counts them already."""
         self._offloaded = None
         rows = [(other, seq) for other in others for seq in range(other.sequences.count)]
-        self.recent_queries = {
-            i: other.recent_queries[seq] for i, (other, seq) in enumerate(rows) if seq in other.recent_queries
-        }
         for i, (other, seq) in enumerate(rows):
+            if seq in other.recent_queries:
+                self.recent_queries[i] = other.recent_queries[seq]
             own = other.read(seq, 0, other.length(seq))
             if not self._allocated:
                 self._allocate(own[None, :, :, 0], len(rows), other.scale)
@@ -130,9 +128,8 @@ class DenseLayer(DeviceLayer):
         if not self._allocated:
             self._allocate(key, len(step.left_pad), scale)
         self._make_room()
-        self._before = step, dict(self.recent_queries)
+        self.recent_queries.take(step, query)
         data = self._data
-        take_queries(step, query, self.recent_queries, self.prompt_queries)
         if not (step.parts or any(step.left_pad)):
             place = data[:, :, step.start : step.start + step.tokens]
             place[:, :, :, 0], place[:, :, :, 1] = key, value
@@ -164,8 +161,8 @@ class DenseLayer(DeviceLayer):
             self._make_room()
 
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
-        if failed is not None and not repeated and self._before[0] is failed:
-            self.recent_queries, self._before = self._before[1], (None, {})
+        if failed is not None and not repeated:
+            self.recent_queries.rollback(failed)
 
     def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
         self._offloaded = None
@@ -192,14 +189,14 @@ class DenseLayer(DeviceLayer):
         if not self._allocated:
             self._allocate(shape.keys, len(step.left_pad), shape.scale)
         self._make_room()
-        self._before = step, dict(self.recent_queries)
+        self.recent_queries.begin(step)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         self._offloaded = None
         if self._allocated:
             self._data = self._data[torch.tensor(sequences, device=self._data.device)]
             self._tickets = self._tickets.new_zeros(self._data.shape[0] * self._data.shape[1] + 1)
-            self.recent_queries = reordered(self.recent_queries, sequences)
+            self.recent_queries.reorder(sequences)
 
 
 def _causal(query: Tensor, data: Tensor, attention: AttentionParams) -> Tensor:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index
+from kvthaw.cache.layer_base import RecentQueries
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
+from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.side_index import IndexedSequence, SideIndex, State, can_build_beside
 from kvthaw.cache.state import IndexState
+from kvthaw.cache.step import Row
 from kvthaw.errors import CacheError
 from kvthaw.kernels.freeze import Span
 
@@ -37,10 +39,15 @@ class IndexUpdater:
 
     Positions below a sequence's watermark are not added twice. An index on the host reads keys from the store once they
     have arrived there. It is given only the number of tokens.
+
+    recent_queries: of the anchor.
     """
 
-    def __init__(self, retriever: Retriever, store: HostStore, slab: Slab) -> None:
+    def __init__(
+        self, retriever: Retriever, store: HostStore, slab: Slab, sequences: Sequences, recent_queries: RecentQueries
+    ) -> None:
         self.retriever, self.store, self.slab = retriever, store, slab
+        self.sequences, self.recent_queries = sequences, recent_queries
         self.first = slab.regions.sink
         self._of = [IndexedSequence(self.first) for _ in range(store.seqs)]
 
@@ -57,24 +64,12 @@ class IndexUpdater:
         """Sequences that must be indexed again before the next step."""
         return {seq for seq in range(len(self._of)) if self.is_stale(seq)}
 
-    def prompt(
-        self,
-        seq: int,
-        new: int,
-        keys: Tensor,
-        values: Tensor,
-        past: int,
-        queries: Tensor,
-        remaining: int,
-        *,
-        paused: bool = False,
-    ) -> None:
-        """Index a prompt up to position `new`, starting from the watermark. The ring may hold some of the missing positions.
+    def prompt(self, row: Row, keys: Tensor, values: Tensor, queries: Tensor, remaining: int) -> None:
+        """Index a prompt up to its ring, starting from the watermark. The ring may hold some of the missing positions.
 
-        keys, values: [H, n, D], positions `past` and on.
+        keys, values: [H, n, D], of the new tokens, which are stored.
         queries: [Hq, W, D], the last ones.
         remaining: tokens of the same prompt that are still to come.
-        paused: steps of other sequences run before this sequence takes one.
 
         A paused sequence is indexed with its last chunk, because no step may select from a part of it. An index on the host
         is then built concurrently with steps of other sequences; see begin() and take_built().
@@ -85,10 +80,12 @@ class IndexUpdater:
         is then indexed again, once. This happens with the last chunk if the prompt was announced, else before the next step
         that selects.
         """
-        index, own = self.retriever.index, self._of[seq]
-        old = own.upto
+        index, own, past, new = self.retriever.index, self._of[row.seq], row.past, self.slab.regions.first_indexed(row.length)
+        old, paused = own.upto, row.seq in self.sequences.paused
+        if new <= old:
+            return
         much = (old > self.first or remaining > 0) and 4 * (new - old + remaining) > old - self.first
-        if self.is_stale(seq):
+        if self.is_stale(row.seq):
             return
         later = paused and remaining > 0
         if later and old > self.first and index.traits.on_host:
@@ -103,13 +100,13 @@ class IndexUpdater:
             return
         begin = min(old, past)
         if old < past:
-            ring = self.slab.read(seq, old, past)
+            ring = self.slab.read(row.seq, old, past)
             keys, values = torch.cat((ring[:, :, 0], keys), dim=1), torch.cat((ring[:, :, 1], values), dim=1)
         keys, values = (self._given(rows[:, old - begin : new - begin]) for rows in (keys, values))
         if old == self.first:
-            self._build(seq, new, keys, values, queries)
+            self._build(row.seq, new, keys, values, queries)
         else:
-            self._append([seq], new - old, keys[None], values[None], queries[None])
+            self._append([row.seq], new - old, keys[None], values[None], queries[None])
 
     def export(self, seq: int) -> IndexState | None:
         """Return the index's state of a sequence in host memory; None if the sequence is stale.
@@ -153,15 +150,15 @@ class IndexUpdater:
             except CacheError as error:
                 _log.warning("%s; it is rebuilt", error)
                 rows = self._nothing(end - self.first)
-                index.build(seq, self.first, rows[:, :, 0], rows[:, :, 1], self._queries({}, seq))
+                index.build(seq, self.first, rows[:, :, 0], rows[:, :, 1], self._no_queries())
 
         self._submit(load, partial(own.enter, State.STALE))
         own.upto = end
 
-    def commit(self, paused: Collection[int] = ()) -> None:
+    def commit(self) -> None:
         """Append the tokens of a prompt step to an index on the host, now that the step is committed.
 
-        paused: for these sequences, append concurrently with the steps of other sequences.
+        For a paused sequence, append concurrently with the steps of other sequences.
         """
         for seq, own in enumerate(self._of):
             own.before = None
@@ -170,7 +167,7 @@ class IndexUpdater:
             new, queries = own.coming
             rows = self._nothing(new - own.upto)[None]
             given = [seq], rows[:, :, :, 0], rows[:, :, :, 1], queries[None]
-            kept = self.snapshot(seq) if seq in paused and can_build_beside(self.retriever.index) else None
+            kept = self.snapshot(seq) if seq in self.sequences.paused and can_build_beside(self.retriever.index) else None
             if kept is None:
                 own.enter(State.INDEXED)
                 self._append(given[0], rows.shape[2], *given[1:])
@@ -179,9 +176,7 @@ class IndexUpdater:
                 side.change(kept.end, side.index.load, seq, kept.held, kept.end)
                 side.change(new, side.index.append, *given)
 
-    def begin(
-        self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], passed: Mapping[int, Tensor] = MappingProxyType({})
-    ) -> None:
+    def begin(self, ends: Mapping[int, int], passed: Mapping[int, Tensor]) -> None:
         """Start to index stale sequences up to `ends`.
 
         Sequences in `passed` are indexed at once, from their rows [H, n, 2, D] on the device. Others are indexed on the
@@ -192,10 +187,10 @@ class IndexUpdater:
                 continue
             if seq in passed:
                 keys, values = passed[seq][:, self.first : end].unbind(2)
-                self._build(seq, end, keys, values, self._queries(recent_queries, seq), in_step=True)
+                self._build(seq, end, keys, values, self._queries(seq), in_step=True)
             elif can_build_beside(self.retriever.index):
                 side, rows = self._side(seq, in_step=True), self._nothing(end - self.first)[:, :, 0]
-                side.change(end, side.index.build, seq, self.first, rows, rows, self._queries(recent_queries, seq))
+                side.change(end, side.index.build, seq, self.first, rows, rows, self._queries(seq))
 
     def drop(self) -> None:
         """Forget the tokens of a prompt step that failed."""
@@ -210,11 +205,10 @@ class IndexUpdater:
             else:
                 own.enter(State.INDEXED)
 
-    def flush(self, spans: Sequence[Span], rows: Tensor, recent_queries: Mapping[int, Tensor]) -> None:
+    def flush(self, spans: Sequence[Span], rows: Tensor) -> None:
         """Index the tokens of `spans`, which leave their rings, unless they are indexed already.
 
         rows: [R, H, n, 2, D], the tokens' keys and values.
-        recent_queries: the last queries of the prompts, [Hq, W, D].
         """
         known = []
         for i, (seq, start, stop, _) in enumerate(spans):
@@ -225,7 +219,7 @@ class IndexUpdater:
                 continue
             # These are the first tokens of a sequence that had none to index.
             own = self._given(rows[i])
-            self._build(seq, stop, own[:, :, 0], own[:, :, 1], self._queries(recent_queries, seq))
+            self._build(seq, stop, own[:, :, 0], own[:, :, 1], self._queries(seq))
         if known:
             rows = self._given(rows if len(known) == len(rows) else torch.stack([rows[i] for i in known]))
             self._append([spans[i][0] for i in known], rows.shape[2], rows[:, :, :, 0], rows[:, :, :, 1], None)
@@ -247,26 +241,30 @@ class IndexUpdater:
             self._submit(lambda: index.load(seq, side.export(), side.end), partial(own.enter, State.STALE))
             own.upto = side.end
 
-    def renew(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], paused: Collection[int] = ()) -> None:
+    def renew(self, ends: Mapping[int, int]) -> None:
         """Rebuild sequences that are stale or not fully indexed, from the store and up to `ends`.
 
         Sequences that are being built are left alone, except that unpaused ones are swapped in. A sequence restored from a
         snapshot only gets its missing tokens appended. Paused sequences of an index on the device are left to a later call.
         """
         for seq, end in ends.items():
-            old, stale = self.indexed(seq), self.is_stale(seq)
+            old, stale, paused = self.indexed(seq), self.is_stale(seq), seq in self.sequences.paused
             if self._of[seq].side is not None:
-                if seq not in paused:
+                if not paused:
                     self.take_built(seq)
                 continue
-            if (not stale and old >= end) or (seq in paused and not self.retriever.index.traits.on_host):
+            if (not stale and old >= end) or (paused and not self.retriever.index.traits.on_host):
                 continue
             if not stale and self.retriever.index.traits.on_host and 4 * (end - old) < old - self.first:
                 rows = self._nothing(end - old)[None]
                 self._append([seq], end - old, rows[:, :, :, 0], rows[:, :, :, 1], None)
                 continue
-            rows = self._stored(seq, self.first, end)
-            self._build(seq, end, rows[:, :, 0], rows[:, :, 1], self._queries(recent_queries, seq))
+            self.rebuild(seq, end)
+
+    def rebuild(self, seq: int, end: int) -> None:
+        """Build the index of a sequence from the store, up to `end`."""
+        rows = self._stored(seq, self.first, end)
+        self._build(seq, end, rows[:, :, 0], rows[:, :, 1], self._queries(seq))
 
     def rollback(self, seq: int, start: int) -> None:
         """Remove the positions >= start from the index, exactly if it can undo its latest append."""
@@ -369,10 +367,14 @@ class IndexUpdater:
     def _nothing(self, rows: int) -> Tensor:
         return self.slab.data.new_empty((self.slab.data.shape[1], rows, 2, 0))
 
-    def _queries(self, recent_queries: Mapping[int, Tensor], seq: int) -> Tensor:
+    def _queries(self, seq: int) -> Tensor:
         """Return the last queries of a sequence's prompt, [Hq, W, D]; W is 0 if it had no prompt."""
+        known = self.recent_queries.get(seq)
+        return self._no_queries() if known is None else known
+
+    def _no_queries(self) -> Tensor:
         context = self.retriever.context
-        return recent_queries.get(seq, self.slab.data.new_empty((context.q_heads, 0, context.head_dim)))
+        return self.slab.data.new_empty((context.q_heads, 0, context.head_dim))
 
     def _stored(self, seq: int, start: int, stop: int) -> Tensor:
         """Return rows start .. stop of a sequence for the index, from the store, on the device. The host does not wait."""

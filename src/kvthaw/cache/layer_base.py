@@ -72,6 +72,68 @@ class LayerPrompt:
     scale: float
 
 
+class RecentQueries(dict[int, Tensor]):
+    """The last queries of each sequence's prompt, [Hq, W, D]. A sequence whose first tokens were decode steps has none.
+
+    most: how many are kept; None: all, except queries before tokens whose queries were not kept.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        super().__init__()
+        self.most = most
+        self._before: tuple[Step | None, dict[int, Tensor]] = None, {}  # the latest prefill, and the queries before it
+
+    def begin(self, step: Step) -> None:
+        """Remember the queries before a step, for rollback()."""
+        self._before = step, dict(self)
+
+    def rollback(self, step: Step) -> bool:
+        """Restore the queries from before a step. Returns whether it was the latest that begin() was called for."""
+        latest, before = self._before
+        if latest is not step:
+            return False
+        self._before = None, {}
+        self.replace(before)
+        return True
+
+    def take(self, step: Step, query: Tensor) -> dict[int, Tensor]:
+        """Keep the last queries of a step, [B, Hq, T, D]. Returns the kept ones of the step itself."""
+        self.begin(step)
+        last, before = dict[int, Tensor](), step.tokens - query.shape[2]  # a clone has the last queries only
+        if self.most is not None and step.packs(query.shape[2]):  # two launches for each number of queries
+            parts = {row.seq: query[0, :, max(row.start, row.stop - self.most) : row.stop] for row in step.rows()}
+            for width in {part.shape[1] for part in parts.values()}:
+                some = [seq for seq, part in parts.items() if part.shape[1] == width]
+                whole = torch.stack([parts[seq] for seq in some])
+                last.update((seq, torch.empty_like(one)) for seq, one in zip(some, whole, strict=True))  # memory of its own
+                torch._foreach_copy_([last[seq] for seq in some], whole.unbind())
+            self.update(last)
+            return last
+        for row in step.rows():
+            own = query[row.row, :, max(0, row.start - before) : max(0, row.stop - before)]
+            kept = self[row.seq] = self._last(row, own)
+            n = own.shape[1] if self.most is None else min(own.shape[1], self.most)
+            last[row.seq] = kept[:, kept.shape[1] - n :]
+        return last
+
+    def _last(self, row: Row, query: Tensor) -> Tensor:
+        """Return the last queries [Hq, W, D] of a sequence; query [Hq, T, D] is the last part of its prompt."""
+        before, start = self.get(row.seq), None if self.most is None else -self.most
+        last = query[:, start:]
+        if before is not None and (before.shape[1] < row.past if self.most is None else last.shape[1] >= self.most):
+            before = None
+        return last.clone() if before is None else torch.cat((before, last), dim=1)[:, start:].clone()
+
+    def reorder(self, sequences: Sequence[int]) -> None:
+        """Replace sequence i by the former sequence sequences[i]."""
+        self.replace({i: self[seq] for i, seq in enumerate(sequences) if seq in self})
+
+    def replace(self, known: Mapping[int, Tensor]) -> None:
+        """Keep these queries instead."""
+        self.clear()
+        self.update(known)
+
+
 class LayerKV(Protocol):
     """The keys and values of one layer, and attention over them.
 
@@ -82,8 +144,7 @@ class LayerKV(Protocol):
     number: int
     sequences: Sequences
     scale: float
-    recent_queries: dict[int, Tensor]
-    """The last queries of each sequence's prompt, [Hq, W, D]. A sequence whose first tokens were decode steps has none."""
+    recent_queries: RecentQueries
 
     def prefill(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams
@@ -236,44 +297,3 @@ def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tenso
         one, places = slice(row.row, row.row + 1), slice(max(0, row.start - before), max(0, row.stop - before))
         out[one, :, places] = attend(row, query[one, :, places])
     return out
-
-
-def last_queries(before: Tensor | None, query: Tensor, past: int, most: int | None) -> Tensor:
-    """Return the last `most` queries of a sequence whose prompt came in parts, [Hq, W, D].
-
-    query: [Hq, T, D], of the last part, after `past` tokens.
-    most: None: all, except queries before tokens whose queries were not kept.
-    """
-    start = None if most is None else -most
-    last = query[:, start:]
-    if before is not None and (before.shape[1] < past if most is None else last.shape[1] >= most):
-        before = None
-    return last.clone() if before is None else torch.cat((before, last), dim=1)[:, start:].clone()
-
-
-def take_queries(step: Step, query: Tensor, recent: dict[int, Tensor], most: int | None) -> dict[int, Tensor]:
-    """Update `recent` with the last queries of a step, [B, Hq, T, D]; see last_queries().
-
-    Returns the step's own queries that were kept.
-    """
-    last, before = dict[int, Tensor](), step.tokens - query.shape[2]  # a clone has the last queries only
-    if most is not None and step.packs(query.shape[2]):  # two launches for each number of queries
-        parts = {row.seq: query[0, :, max(row.start, row.stop - most) : row.stop] for row in step.rows()}
-        for width in {part.shape[1] for part in parts.values()}:
-            some = [seq for seq, part in parts.items() if part.shape[1] == width]
-            whole = torch.stack([parts[seq] for seq in some])
-            last.update((seq, torch.empty_like(one)) for seq, one in zip(some, whole, strict=True))  # memory of its own
-            torch._foreach_copy_([last[seq] for seq in some], whole.unbind())
-        recent.update(last)
-        return last
-    for row in step.rows():
-        own = query[row.row, :, max(0, row.start - before) : max(0, row.stop - before)]
-        kept = recent[row.seq] = last_queries(recent.get(row.seq), own, row.past, most)
-        n = own.shape[1] if most is None else min(own.shape[1], most)
-        last[row.seq] = kept[:, kept.shape[1] - n :]
-    return last
-
-
-def reordered(recent_queries: Mapping[int, Tensor], sequences: Sequence[int]) -> dict[int, Tensor]:
-    """Return recent_queries after sequence i was replaced by the former sequence sequences[i]."""
-    return {i: recent_queries[seq] for i, seq in enumerate(sequences) if seq in recent_queries}

@@ -1,9 +1,8 @@
-"""Storage of one layer: sink and ring on the device, its store of blocks, and its index."""
+"""The rows of one layer: sink and ring on the device, and its store of blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,37 +12,28 @@ from torch import Tensor
 from kvthaw.cache.block_table import follow
 from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.index_api import RECENT_QUERIES
-from kvthaw.cache.index_updater import IndexUpdater
-from kvthaw.cache.placement import BlockPreallocator, Placement
+from kvthaw.cache.host_memory import Block
+from kvthaw.cache.placement import Placement
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.state import LayerState
-from kvthaw.cache.step import Row, Step
+from kvthaw.cache.step import Row
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import HostMemoryError
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.freeze import Span, freeze
 from kvthaw.kernels.freeze import definition as freeze_definition
 
-_ENGINES = 4096
-"""Tokens of a prompt from which copy engines take rows to the host instead of a kernel. They need a copy for each block, and one
-for each head of a block in part, but leave the multiprocessors to attention."""
-Leaving = tuple[int, int, int]
-"""A sequence and the tokens that leave its ring, start .. stop."""
-
 
 class LayerStorage:
-    """Slab, store and index of one layer, kept consistent.
+    """Slab and store of one layer, kept consistent.
 
-    Store and index have watermarks, the positions up to which they have tokens. Adding tokens again therefore does nothing.
+    The store's length is a watermark: adding tokens below it again does nothing.
 
-    updater: None for a layer without an index of its own.
     placement: None if all blocks lie on the host.
     """
 
-    def __init__(self, store: HostStore, slab: Slab, streams: Streams, prompt_queries: int | None = RECENT_QUERIES) -> None:
-        self.store, self.slab, self.streams, self.prompt_queries = store, slab, streams, prompt_queries
-        self.updater: IndexUpdater | None = None
+    def __init__(self, store: HostStore, slab: Slab, streams: Streams) -> None:
+        self.store, self.slab, self.streams = store, slab, streams
         self.placement: Placement | None = None
         self._latest: dict[int, tuple[int, int]] = {}  # rows before and after the latest copy from a ring
         if self.on_gpu:  # compiled now, which takes a third of a second: no step should wait for that
@@ -78,57 +68,6 @@ class LayerStorage:
         """Return the bytes of host memory for `blocks` more blocks, less the blocks that fit on the device."""
         allocator = self.store.allocator
         return max(0, blocks - self.room // allocator.size) * allocator.held
-
-    def append(
-        self, row: Row, queries: Tensor, keys: Tensor, values: Tensor, remaining: int, passed: Tensor | None = None, *,
-        paused: bool = False,
-    ) -> int:  # fmt: skip
-        """Store and index a prompt's tokens [., n, D] of one sequence. Returns where its ring begins afterwards.
-
-        Sink and ring then hold the rows as the store's format rounds them.
-
-        passed: rows of the whole prompt; their last positions are written now.
-        queries, remaining, paused: as for index_prompt().
-        """
-        past, seq, length = row.past, row.seq, row.past + keys.shape[1]
-        keys, values = self.store.format.rounded(keys, values)
-        rows = torch.stack((keys, values), dim=2)
-        if passed is not None:
-            passed[:, past:] = rows
-        if keys.shape[1] < _ENGINES:
-            offload_prompts([self], [replace(row, start=0, stop=keys.shape[1])], rows[None])
-        else:
-            self.up_to({seq: past})
-            shared = self.store.length(seq) - past
-            self.streams.offload(self.store, seq, keys[:, shared:], values[:, shared:])
-        start = self.index_prompt(row, queries, keys, values, remaining, paused=paused)
-        for begin, end in ((past, min(self.slab.regions.sink, length)), (max(start, past), length)):
-            if begin < end:
-                self.slab.write(seq, begin, rows[:, begin - past : end - past])
-        return start
-
-    def index_prompt(
-        self, row: Row, queries: Tensor, keys: Tensor, values: Tensor, remaining: int, *, paused: bool = False
-    ) -> int:
-        """Index a prompt's tokens [., n, D] of one sequence, which are stored. Returns where its ring begins afterwards.
-
-        queries: the last ones.
-        remaining: tokens of the prompt that are yet to come.
-        paused: steps of other sequences run before the remaining tokens.
-        """
-        length = row.past + keys.shape[1]
-        start = self.slab.regions.first_indexed(length)
-        if self.updater is not None and start > self.updater.indexed(row.seq):
-            self.updater.prompt(row.seq, start, keys, values, row.past, queries, remaining, paused=paused)
-        return start
-
-    def indexes_whole(self, seq: int) -> bool:
-        """Return whether an index on the device is built with the last chunk of a prompt, from all of its rows.
-
-        The rows then pass the device for attention, so they need not cross the bus again.
-        """
-        on_device = self.updater is not None and not self.updater.retriever.index.traits.on_host
-        return on_device and self.stale(seq)
 
     # Rows of sink, ring and store
 
@@ -204,27 +143,6 @@ class LayerStorage:
 
     # Between steps
 
-    def lacking(self, leaving: Sequence[Leaving]) -> list[Span]:
-        """Return the spans of leaving tokens that the index or the store lacks. Stale sequences are left out."""
-        spans: list[Span] = []
-        for seq, start, stop in leaving:
-            given = self.updater is None or self.updater.indexed(seq) >= stop
-            stored = self.stored(seq, stop)
-            if not (given and stored == stop) and not self.stale(seq):
-                spans.append((seq, stop if given else start, stop, stored))
-        return spans
-
-    def stale(self, seq: int) -> bool:
-        """Return whether a sequence must be indexed again."""
-        return self.updater is not None and self.updater.is_stale(seq)
-
-    def trim_queries(self, recent_queries: dict[int, Tensor], idle: Collection[int]) -> None:
-        """Free the early queries of indexed prompts, if the method kept all of them until then."""
-        for seq, known in recent_queries.items() if self.prompt_queries is None else ():
-            indexed = self.updater is not None and self.updater.indexed(seq) > self.updater.first
-            if indexed and seq not in idle and known.shape[1] > RECENT_QUERIES:
-                recent_queries[seq] = known[:, -RECENT_QUERIES:].clone()
-
     def reserve(self, ends: Mapping[int, int]) -> None:
         """Allocate the blocks for offloading up to `ends`, by sequence. Raises HostMemoryError."""
         self.finish_moves()
@@ -237,97 +155,39 @@ class LayerStorage:
         if self.placement is not None:
             self.placement.finish()
 
-    def preallocate(self, seq: int, length: int, most: int, preallocator: BlockPreallocator) -> None:
-        """Allocate the next block of a sequence, or make room for it on the device, if it needs the block before its next
-        turn.
-
-        Does nothing on a full device while other sequences hold blocks there ahead: the sequence takes one of these.
-
-        length: the sequence's tokens.
-        most: the tokens that it will have at most.
-        """
-        allocator = self.store.allocator
-        needs = self.store.reserved(seq) < most and seq not in allocator.ahead and not allocator.takes_from_others()
-        due = needs and preallocator.due(self.store, self.slab.regions, seq, length)
-        if self.placement is not None:
-            self.placement.balance(int(due), None if self.updater is None else self.updater.retriever.recalled)
-        if due and (self.placement is None or not self.placement.spilling):
-            preallocator.take(self.store, seq)
-
-    def wait(self) -> None:
-        """Wait until every token is offloaded and indexed. Raises the error of any job that failed."""
-        self.store.wait()
-        if self.updater is not None:
-            self.updater.retriever.wait()
-
-    def rollback(self, seq: int, start: int, length: int, failed: Step | None) -> None:
+    def rollback(self, seq: int, start: int, length: int, *, failed: bool) -> None:
         """Return to the first `length` tokens of a sequence, whose ring begins at `start`.
 
-        failed: the step that wrote more; None: tokens were only offloaded and indexed ahead of a step that did not come.
+        failed: a step wrote more; else tokens were only offloaded ahead of a step that did not come.
         """
         ahead = self.ahead(seq, start)
-        if failed is None and not ahead and (self.updater is None or self.updater.indexed(seq) <= start):
-            return
-        self.store.wait()
-        if self.updater is not None:
-            self.updater.rollback(seq, start)
-        if failed is not None:
+        if failed:
             self.refill(seq, start, length)
         if ahead:
             self.truncate(seq, self._latest[seq][0])
-        if failed is not None:
+        if failed:
             self.truncate(seq, length)
 
-    def crop(self, seq: int, start: int, length: int, old: int, before: int, *, exactly: bool = False) -> None:
-        """Drop the tokens >= length of a sequence of `before` tokens. The ring is refilled from the store.
-
-        start: where its ring begins afterwards.
-        old: where its ring began before.
-        exactly: see LayerKV.
-        """
-        self.wait()
-        if start < old and self.updater is not None:
-            (self.updater.rollback if exactly else self.updater.truncate)(seq, start)
-        self.refill(seq, start, min(old, length, before))
-        self.truncate(seq, length)
-
-    def clear(self, seq: int) -> None:
-        """Drop a sequence."""
-        if self.store.length(seq):
-            self.store.wait()
-        if self.updater is not None:
-            self.updater.clear(seq)
-        self.truncate(seq, 0)
-
-    def export(self, seq: int, queries: Tensor | None) -> LayerState:
-        """Copy a sequence and the last queries of its prompt to host memory; see LayerKV."""
-        self.wait()
+    def export(self, seq: int) -> tuple[list[Block], Tensor]:
+        """Copy a sequence to host memory. Returns its blocks, and its sink and ring. Raises HostMemoryError."""
         held = self.slab.held()[seq].to("cpu", copy=True)
-        queries = None if queries is None else queries.cpu()
-        index = None if self.updater is None else self.updater.export(seq)
         blocks = self.store.export(seq)
         if self.placement is not None:
             self.placement.moved_bytes += sum(block.data.nbytes for block in self.store.blocks(seq) if block.on_device)
-        return LayerState(blocks, self.store.length(seq), held=held, queries=queries, index=index)
+        return blocks, held
 
     def load(self, seq: int, state: LayerState, start: int) -> None:
-        """Load a state; see LayerKV. Blocks that have no other owner go to the device while there is room."""
+        """Load the rows of a state; see LayerKV. Blocks that have no other owner go to the device while there is room."""
         blocks = [block if self.placement is None else self.placement.brought(block) for block in state.blocks]
         self.store.adopt(seq, blocks, state.stored)
         if state.held is not None:
             self.slab.held()[seq].copy_(state.held)
-            start = start if state.index is None else state.index.end  # it may have run ahead
         else:
             self.slab.write(seq, 0, self.store.read(seq, 0, min(self.slab.regions.sink, state.stored)))
             self.refill(seq, start, state.stored)
-        if self.updater is not None:
-            self.updater.load(seq, start, state.index)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Replace sequence i by the former sequence sequences[i]."""
-        self.wait()
-        if self.updater is not None:
-            self.updater.reorder(sequences)
         self.store.reorder(sequences)
         self._latest = {i: self._latest[seq] for i, seq in enumerate(sequences) if seq in self._latest}
         self.slab.reorder(torch.tensor(sequences, device=self.slab.data.device))

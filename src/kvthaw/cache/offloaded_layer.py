@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +22,18 @@ from torch import Tensor
 from kvthaw.cache.device_memory import allocating
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
-from kvthaw.cache.index_api import IndexContext, Rotary, Transfer
+from kvthaw.cache.index_api import RECENT_QUERIES, IndexContext, Rotary, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
-from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, PrefillKV, attend_rows, reordered, take_queries
-from kvthaw.cache.layer_storage import LayerStorage, copied
+from kvthaw.cache.layer_base import (
+    AttentionParams,
+    LayerKV,
+    LayerShape,
+    PrefillKV,
+    RecentQueries,
+    attend_rows,
+)
+from kvthaw.cache.layer_storage import LayerStorage, copied, offload_prompts
+from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
@@ -35,21 +44,29 @@ from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
 from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.kernels.dense import continued
+from kvthaw.kernels.freeze import Span
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import row_format
+from kvthaw.regions import Regions
+
+_ENGINES = 4096
+"""Tokens of a prompt from which copy engines take rows to the host instead of a kernel. They need a copy for each block, and one
+for each head of a block in part, but leave the multiprocessors to attention."""
+Leaving = tuple[int, int, int]
+"""A sequence and the tokens that leave its ring, start .. stop."""
 
 
 class OffloadedLayer(LayerKV):
     """KV of one layer: sink, ring and fetched rows in a slab on the device, all rows in a store of blocks; see LayerKV.
 
+    Store and index have watermarks, the positions up to which they have tokens. Adding tokens again therefore does nothing.
+    Before the first prompt, slab and store have no sequences.
+
     leader: the anchor whose index and selections this layer follows; None: it has its own.
     plan: the sizes; None before the first prompt.
+    updater: feeds the index; None for a layer without an index of its own.
     """
 
-    store: HostStore
-    slab: Slab
-    storage: LayerStorage
-    sparse: SparseAttention
     everything = False  # attends to all rows where they lie, without an index; see FullLayer
 
     def __init__(
@@ -62,17 +79,28 @@ class OffloadedLayer(LayerKV):
 
     def reset(self) -> None:
         self.drop_search()
-        for part in ("store", "slab", "storage", "sparse"):
-            self.__dict__.pop(part, None)
+        none = Slab(0, 0, 0, Regions(0, 1, 1), 0, dtype=torch.float32, device=torch.device("cpu"))
+        self.storage = LayerStorage(HostStore(0, 0, 0, torch.float32), none, self.streams)
+        self.sparse = SparseAttention(self.storage, self.sequences, None, None, selects=False)
         self.retriever, self.scale, self.asked_again = None, 0.0, 0  # asked_again: decode steps with another layer's queries
         self.plan: Plan | None = None
-        self.recent_queries: dict[int, Tensor] = {}
-        self._before: tuple[Step | None, dict[int, Tensor]] = None, {}  # a prefill, and the queries before it
+        self.updater: IndexUpdater | None = None
+        self.recent_queries = RecentQueries(self.settings.method.prompt_queries)
         self._taken: tuple[Step | None, int] = None, 0  # a decode step, and how many of its tokens came
         self._prompts: dict[int, int] = {}  # where the rings begin of sequences whose prompts ended with the latest prefill
         self.extremes: list[Tensor] = []  # of keys and values of prompts, not known to be finite
 
     # Reading
+
+    @property
+    def store(self) -> HostStore:
+        """All rows."""
+        return self.storage.store
+
+    @property
+    def slab(self) -> Slab:
+        """Sink, ring and fetched rows."""
+        return self.storage.slab
 
     def length(self, seq: int) -> int:
         step, taken = self._taken
@@ -91,14 +119,14 @@ class OffloadedLayer(LayerKV):
 
     def device_bytes(self) -> int:
         """Return the bytes of KV on the device: sink, ring, pool and blocks."""
-        return self.slab.data.nbytes + self.store.nbytes(on_device=True) if self.plan else 0
+        return self.slab.data.nbytes + self.store.nbytes(on_device=True)
 
     def fixed_bytes(self) -> int:
-        return self.sparse.fixed_bytes() if self.plan else 0
+        return self.sparse.fixed_bytes()
 
     def host_bytes_per_token(self) -> int:
         """Return the bytes that a stored token takes in this layer; 0 before the first prompt."""
-        return self.store.kv_heads * self.store.row_bytes if self.plan else 0
+        return self.store.kv_heads * self.store.row_bytes
 
     def host_bytes(self, seq: int | None = None) -> int:
         return self.store.nbytes(seq) if self.plan else 0
@@ -134,9 +162,8 @@ class OffloadedLayer(LayerKV):
             "memory": self.streams.memory,
             "format": row_format(self.settings.kv_dtype, dim, key.dtype),
         }
-        self.store = HostStore(count, heads, dim, key.dtype, **how)
-        self.slab = Slab(count, heads, dim, plan.regions, method.slots(plan.rows), dtype=key.dtype, device=key.device)
-        self.storage = LayerStorage(self.store, self.slab, self.streams, method.prompt_queries)
+        slab = Slab(count, heads, dim, plan.regions, method.slots(plan.rows), dtype=key.dtype, device=key.device)
+        self.storage = LayerStorage(HostStore(count, heads, dim, key.dtype, **how), slab, self.streams)
         transfer: Transfer | None = None
         if method.index is not None and not self.everything:
             transfer = (method.transfer or UvaGather)()
@@ -145,11 +172,11 @@ class OffloadedLayer(LayerKV):
             if self.leader is None:
                 context = IndexContext(
                     self.number, query.shape[1], heads, dim, key.dtype, key.device, self.store, plan.regions, scale,
-                    seed=self.settings.seed, rows=plan.rows, slab=self.slab, sequences=self.sequences, aux=self.streams.aux,
+                    seed=self.settings.seed, rows=plan.rows, slab=slab, sequences=self.sequences, aux=self.streams.aux,
                     deferred=self.streams.deferred, rotary=self.rotary, ranks=self.settings.ranks,
                 )  # fmt: skip
                 self.retriever = Retriever(method, context, count, plan.rows, self.streams)
-                self.storage.updater = IndexUpdater(self.retriever, self.store, self.slab)
+                self.updater = IndexUpdater(self.retriever, self.store, slab, self.sequences, self.recent_queries)
             else:
                 self.retriever = self.leader.retriever
         if self.everything or (transfer is not None and not self.on_host and (transfer.graph_safe or key.is_cpu)):
@@ -176,7 +203,7 @@ class OffloadedLayer(LayerKV):
         """Attend causally and exactly to all earlier tokens and the new ones.
 
         passed: receives the rows [H, n, 2, D] of sequences whose index is built with this step, with space for the new
-            rows. See LayerStorage.indexes_whole. Where they take too much memory, kvthaw reads them again after the step.
+            rows. See _indexes_whole(). Where they take too much memory, kvthaw reads them again after the step.
         """
         if step.start == 0 and (len(step.parts) == 1 or not (step.parts or any(step.left_pad))):
             return attention.causal(query, key, value)
@@ -191,7 +218,7 @@ class OffloadedLayer(LayerKV):
             shape = k.shape[1], row.past + k.shape[2], 2, k.shape[3]
             if (
                 passed is not None
-                and self.storage.indexes_whole(row.seq)
+                and self._indexes_whole(row.seq)
                 and row.seq not in self.sequences.paused
                 and self.streams.device.keeps(math.prod(shape) * k.itemsize, k.device)
             ):
@@ -201,26 +228,55 @@ class OffloadedLayer(LayerKV):
 
         return attend_rows(step, query, attend)
 
+    def _indexes_whole(self, seq: int) -> bool:
+        """Return whether an index on the device is built with the last chunk of a prompt, from all of its rows.
+
+        The rows then pass the device for attention, so they need not cross the bus again.
+        """
+        return self.updater is not None and not self.on_host and self.updater.is_stale(seq)
+
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> PrefillKV:
         return self._take(step, query, key, value, {})
 
     def _take(self, step: Step, query: Tensor, key: Tensor, value: Tensor, passed: Mapping[int, Tensor]) -> PrefillKV:
-        self._before = step, dict(self.recent_queries)
-        return PrefillKV(step, key, value, take_queries(step, query, self.recent_queries, self.storage.prompt_queries), passed)
+        return PrefillKV(step, key, value, self.recent_queries.take(step, query), passed)
 
-    def stored(self, new: PrefillKV, ends: Mapping[int, int]) -> None:
-        """Record that a prefill was stored, and start index builds.
+    def store_prompt(self, row: Row, new: PrefillKV) -> None:
+        """Store and index the new tokens of one sequence. Sink and ring then hold the rows as the store's format rounds them."""
+        (keys, values), own, past = new.of(row), self.storage, row.past
+        self.extremes += *torch.aminmax(keys), *torch.aminmax(values)
+        keys, values = self.store.format.rounded(keys, values)
+        rows = torch.stack((keys, values), dim=2)
+        if row.seq in new.passed:
+            new.passed[row.seq][:, past:] = rows
+        if keys.shape[1] < _ENGINES:
+            offload_prompts([own], [replace(row, start=0, stop=keys.shape[1])], rows[None])
+        else:
+            own.up_to({row.seq: past})
+            shared = self.store.length(row.seq) - past
+            self.streams.offload(self.store, row.seq, keys[:, shared:], values[:, shared:])
+        self.index_prompt(row, new, keys, values)
+        for begin, end in self.slab.regions.held_of(past, row.length):
+            self.slab.write(row.seq, begin, rows[:, begin - past : end - past])
 
-        ends: where the rings of its sequences now begin.
-        """
-        self._prompts = dict(ends) if self.sequences.announced and not new.step.remaining else {}
-        if self.storage.updater is not None:
-            self.storage.updater.begin(self._prompts, self.recent_queries, new.passed)
+    def index_prompt(self, row: Row, new: PrefillKV, keys: Tensor, values: Tensor) -> None:
+        """Index the new tokens of one sequence, [H, n, D], which are stored."""
+        if self.updater is not None:
+            self.updater.prompt(row, keys, values, new.queries[row.seq], new.step.remaining)
+
+    def stored(self, new: PrefillKV) -> None:
+        """Record that a prefill was stored, and start index builds."""
+        ends = self.sequences.announced and not new.step.remaining
+        first = self.slab.regions.first_indexed
+        self._prompts = {row.seq: first(row.length) for row in new.step.rows()} if ends else {}
+        if self.updater is not None:
+            self.updater.begin(self._prompts, new.passed)
 
     def prepare(self, step: Step, shape: LayerShape) -> None:
         if self.plan is None:
             self.allocate(step, shape.queries, shape.keys, shape.scale)
-        self._before, self._prompts = (step, dict(self.recent_queries)), {}
+        self.recent_queries.begin(step)
+        self._prompts = {}
 
     def begin(self, step: Step, shape: LayerShape, states: Mapping[int, LayerState]) -> None:
         super().begin(step, shape, states)
@@ -231,9 +287,9 @@ class OffloadedLayer(LayerKV):
 
     def commit(self) -> None:
         """Index the tokens of a prefill that waited for the step's commit."""
-        if self.plan is not None and self.storage.updater is not None:
-            self.storage.updater.commit(self.sequences.paused)
-            self.storage.updater.renew(self._prompts, self.recent_queries, self.sequences.paused)
+        if self.updater is not None:
+            self.updater.commit()
+            self.updater.renew(self._prompts)
 
     # Decoding
 
@@ -290,7 +346,7 @@ class OffloadedLayer(LayerKV):
 
     def undisturbed(self, tokens: int) -> int:
         """Return how many of the next tokens come before tokens leave a ring and so change the index."""
-        updater, leaving = self.storage.updater, map(self.sequences.leaving, range(tokens))
+        updater, leaving = self.updater, map(self.sequences.leaving, range(tokens))
         if updater is not None and updater.stale:
             return 0
         changes = (any(updater is None or updater.indexed(seq) < stop for seq, _, stop in before) for before in leaving)
@@ -314,19 +370,26 @@ class OffloadedLayer(LayerKV):
         differ."""
         if self.on_host:
             return not self.asked_again
-        return self.storage.updater is None or self.storage.updater.retriever.index.reversible
+        return self.updater is None or self.updater.retriever.index.reversible
 
     def before_step(self) -> None:
         """Prepare for the next step; see LayerKV. A step of one token then runs on the device alone if the index is
         graph-safe."""
-        if self.plan is None:
-            return
-        self.storage.trim_queries(self.recent_queries, self.sequences.idle)
+        self._trim_queries()
         self.storage.order()
         self.grow()
         if self.retriever is not None and not self.on_host:
             self.retriever.wait()
         self.sparse.update_table()
+
+    def _trim_queries(self) -> None:
+        """Free the early queries of indexed prompts, if the method kept all of them until then."""
+        if self.updater is None or self.recent_queries.most is not None:
+            return
+        for seq, known in self.recent_queries.items():
+            indexed = self.updater.indexed(seq) > self.updater.first and seq not in self.sequences.idle
+            if indexed and known.shape[1] > RECENT_QUERIES:
+                self.recent_queries[seq] = known[:, -RECENT_QUERIES:].clone()
 
     def grow(self) -> None:
         """Make room for the capacity of the sequences, in a layer that has had a prompt."""
@@ -340,12 +403,44 @@ class OffloadedLayer(LayerKV):
 
     def reserved(self, seq: int) -> int:
         """Return how many tokens of a sequence its blocks can hold."""
-        return self.store.reserved(seq) if self.plan and seq < self.store.seqs else 0
+        return self.store.reserved(seq) if seq < self.store.seqs else 0
+
+    def lacking(self, leaving: Sequence[Leaving]) -> list[Span]:
+        """Return the spans of leaving tokens that the index or the store lacks. Stale sequences are left out."""
+        spans: list[Span] = []
+        for seq, start, stop in leaving:
+            given = self.updater is None or self.updater.indexed(seq) >= stop
+            stored = self.storage.stored(seq, stop)
+            if not (given and stored == stop) and not self.stale(seq):
+                spans.append((seq, stop if given else start, stop, stored))
+        return spans
+
+    def stale(self, seq: int) -> bool:
+        """Return whether a sequence must be indexed again."""
+        return self.updater is not None and self.updater.is_stale(seq)
+
+    def preallocate(self, seq: int, length: int, preallocator: BlockPreallocator) -> None:
+        """Allocate the next block of a sequence, or make room for it on the device, if it needs the block before its next
+        turn.
+
+        Does nothing on a full device while other sequences hold blocks there ahead: the sequence takes one of these.
+
+        length: the sequence's tokens.
+        """
+        store, allocator, placement = self.store, self.store.allocator, self.storage.placement
+        most = self.sequences.end(seq)
+        needs = store.reserved(seq) < most and seq not in allocator.ahead and not allocator.takes_from_others()
+        due = needs and preallocator.due(store, self.slab.regions, seq, length)
+        if placement is not None:
+            placement.balance(int(due), None if self.updater is None else self.updater.retriever.recalled)
+        if due and (placement is None or not placement.spilling):
+            preallocator.take(store, seq)
 
     def wait(self) -> None:
         """Wait until every token is offloaded and indexed. Raises the error of any job that failed."""
-        if self.plan is not None:
-            self.storage.wait()
+        self.store.wait()
+        if self.updater is not None:
+            self.updater.retriever.wait()
 
     # Changes from outside
 
@@ -354,15 +449,13 @@ class OffloadedLayer(LayerKV):
             self.own.recover()
         if not repeated:
             self.drop_search()
-        if self.plan is None:
-            return
-        if failed is not None and self.storage.updater is not None:
-            self.storage.updater.drop()
-        if failed is not None and not repeated and self.own is not None:
-            self.own.forget_step()
-        if failed is not None and not repeated and self._before[0] is failed:
-            _, self.recent_queries = self._before
-            self._before, self.extremes = (None, {}), []
+        if failed is not None and self.updater is not None:
+            self.updater.drop()
+        if failed is not None and not repeated:
+            if self.own is not None:
+                self.own.forget_step()
+            if self.recent_queries.rollback(failed):
+                self.extremes = []
         for seq in range(self.store.seqs):
             own = failed if failed is not None and not repeated and failed.has(seq) else None
             length = self.sequences.length(seq) if seq < self.sequences.count else 0
@@ -371,30 +464,49 @@ class OffloadedLayer(LayerKV):
                     self.clear(seq)
                 continue
             start = self.sequences.indexed(seq, length + (ahead and (own is None or not own.parts)))
-            self.storage.rollback(seq, start, length, own)
+            indexed = self.updater is not None and self.updater.indexed(seq) > start
+            if own is not None or indexed or self.storage.ahead(seq, start):
+                self.store.wait()
+                if self.updater is not None:
+                    self.updater.rollback(seq, start)
+                self.storage.rollback(seq, start, length, failed=own is not None)
 
     def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
         """Crop the sequence; see LayerKV. The ring is refilled from the store."""
-        if self.plan is None:
-            return
         self.slab.tickets.zero_()
-        own = self.sequences
-        self.storage.crop(seq, start, length, own.indexed(seq), own.length(seq), exactly=exactly)
+        self.wait()
+        old = self.sequences.indexed(seq)
+        if start < old and self.updater is not None:
+            (self.updater.rollback if exactly else self.updater.truncate)(seq, start)
+        self.storage.refill(seq, start, min(old, length, self.sequences.length(seq)))
+        self.storage.truncate(seq, length)
 
     def clear(self, seq: int) -> None:
         if self.plan is None:
             return
         self.drop_search()
         self.extremes = []
-        self.storage.clear(seq)
+        if self.store.length(seq):
+            self.store.wait()
+        if self.updater is not None:
+            self.updater.clear(seq)
+        self.storage.truncate(seq, 0)
         self._prompts.pop(seq, None)
         self.recent_queries.pop(seq, None)
 
     def export(self, seq: int, memory: HostMemory) -> LayerState:
-        return self.storage.export(seq, self.recent_queries.get(seq))
+        self.wait()
+        queries, index = self.recent_queries.get(seq), None if self.updater is None else self.updater.export(seq)
+        blocks, held = self.storage.export(seq)
+        queries = None if queries is None else queries.cpu()
+        return LayerState(blocks, self.store.length(seq), held=held, queries=queries, index=index)
 
     def load(self, seq: int, state: LayerState, start: int) -> None:
         self.storage.load(seq, state, start)
+        if self.updater is not None:
+            if state.held is not None and state.index is not None:
+                start = state.index.end  # it may have run ahead
+            self.updater.load(seq, start, state.index)
         if state.queries is not None:
             self.recent_queries[seq] = state.queries.to(self.slab.data.device)
 
@@ -402,9 +514,12 @@ class OffloadedLayer(LayerKV):
         if self.plan is None:
             return
         self.drop_search()
+        self.wait()
+        if self.updater is not None:
+            self.updater.reorder(sequences)
         self.storage.reorder(sequences)
         self.sparse.reorder()
-        self.recent_queries = reordered(self.recent_queries, sequences)
+        self.recent_queries.reorder(sequences)
 
 
 class FullLayer(OffloadedLayer):

@@ -22,8 +22,8 @@ from kvthaw.cache.finite import check_prompts
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, PrefillKV
-from kvthaw.cache.layer_storage import Leaving, offload, offload_prompts
-from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.layer_storage import offload, offload_prompts
+from kvthaw.cache.offloaded_layer import Leaving, OffloadedLayer
 from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
@@ -39,14 +39,9 @@ _AT_ONCE = 1 << 28
 """Most bytes of rows that leave rings in one launch, and of prompts that wait; at least one layer."""
 
 
-def allocated(layers: Sequence[OffloadedLayer]) -> list[OffloadedLayer]:
-    """Return the layers that are allocated, by their first prompt."""
-    return [layer for layer in layers if layer.plan is not None]
-
-
 def updaters(layers: Sequence[OffloadedLayer]) -> list[tuple[OffloadedLayer, IndexUpdater]]:
     """Return the layers that have an index of their own, each with its updater."""
-    return [(layer, layer.storage.updater) for layer in allocated(layers) if layer.storage.updater is not None]
+    return [(layer, layer.updater) for layer in layers if layer.updater is not None]
 
 
 # Prompts
@@ -71,32 +66,26 @@ def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]], preallocator: Blo
         alike.setdefault(kind, []).append((layer, new))
     for group in alike.values():
         rows = list(group[0][1].step.rows())  # none if all of its tokens are padding
-        ends = _store_alike(group, rows) if rows and len(group) > 1 else _store_one(*group[0], rows)
+        if rows and len(group) > 1:
+            _store_alike(group, rows)
+        else:
+            for layer, new in group:
+                for row in rows:
+                    layer.store_prompt(row, new)
         for row in rows:
             for layer, _ in group:
-                layer.storage.preallocate(row.seq, row.length, layer.sequences.end(row.seq), preallocator)
+                layer.preallocate(row.seq, row.length, preallocator)
         for layer, new in group:
-            layer.stored(new, ends)
+            layer.stored(new)
 
 
-def _store_one(layer: OffloadedLayer, new: PrefillKV, rows: Sequence[Row]) -> dict[int, int]:
-    """Store the KV of some sequences in one layer. Returns where their rings begin afterwards."""
-    ends = dict[int, int]()
-    for row in rows:
-        (keys, values), seq = new.of(row), row.seq
-        layer.extremes += *torch.aminmax(keys), *torch.aminmax(values)
-        paused, passed = seq in layer.sequences.paused, new.passed.get(seq)
-        ends[seq] = layer.storage.append(row, new.queries[seq], keys, values, new.step.remaining, passed, paused=paused)
-    return ends
-
-
-def _store_alike(group: Sequence[tuple[OffloadedLayer, PrefillKV]], rows: Sequence[Row]) -> dict[int, int]:
-    """Store the KV of some sequences, all in one row of the step's tensors, in several layers at once, as _store_one() does
-    in one."""
+def _store_alike(group: Sequence[tuple[OffloadedLayer, PrefillKV]], rows: Sequence[Row]) -> None:
+    """Store the KV of some sequences, all in one row of the step's tensors, in several layers at once, as
+    OffloadedLayer.store_prompt does in one."""
     storages, begin = [layer.storage for layer, _ in group], rows[0].start  # padding comes before it
     rows = [replace(row, start=row.start - begin, stop=row.stop - begin) for row in rows]
     parts = [each[0, :, begin:] for _, new in group for each in (new.keys, new.values)]
-    format, ends, (heads, tokens, dim) = storages[0].store.format, dict[int, int](), parts[0].shape
+    format, (heads, tokens, dim) = storages[0].store.format, parts[0].shape
     kv = parts[0].new_empty((len(group), heads, tokens, 2, dim))
     torch._foreach_copy_([part for own in kv for part in own.unbind(2)], parts)
     for (layer, _), most in zip(group, torch.linalg.vector_norm(kv.flatten(1), torch.inf, dim=1), strict=True):
@@ -105,20 +94,17 @@ def _store_alike(group: Sequence[tuple[OffloadedLayer, PrefillKV]], rows: Sequen
     offload_prompts(storages, rows, kv)
     for row in rows:
         for (layer, new), own in zip(group, kv, strict=True):
-            paused, (key, value) = row.seq in layer.sequences.paused, own[:, row.places].unbind(2)
-            ends[row.seq] = layer.storage.index_prompt(row, new.queries[row.seq], key, value, new.step.remaining, paused=paused)
+            layer.index_prompt(row, new, *own[:, row.places].unbind(2))
     _hold([layer for layer, _ in group], rows, kv)  # last, because indexes read earlier tokens from the rings
-    return ends
 
 
 def _hold(layers: Sequence[OffloadedLayer], rows: Sequence[Row], kv: Tensor) -> None:
     """Write the KV [L, H, n, 2, D] of some sequences to sinks and rings, in one launch a layer."""
     slab, found = layers[0].slab, list[tuple[int, int, int]]()  # sequence, slot, place in kv
     for row in rows:
-        past, length = row.past, row.length
-        for begin, end in ((past, min(slab.regions.sink, length)), (max(past, slab.regions.first_indexed(length)), length)):
+        for begin, end in slab.regions.held_of(row.past, row.length):
             slots = chain.from_iterable(starmap(range, slab.runs(begin, end)))
-            found += [(row.seq, slot, at) for at, slot in enumerate(slots, row.start + begin - past)]
+            found += [(row.seq, slot, at) for at, slot in enumerate(slots, row.start + begin - row.past)]
     seqs, slots, places = upload(list(zip(*found, strict=True)), torch.int64, kv.device)
     for layer, own in zip(layers, kv.index_select(2, places), strict=True):
         layer.slab.data.transpose(1, 2)[seqs, slots] = own.transpose(0, 1)
@@ -133,7 +119,7 @@ def take_over(layer: OffloadedLayer | DenseLayer, other: LayerKV, step: Step, pr
         new = layer.append(replace(step, tokens=tokens, parts=((row.seq, tokens),)), query, key, value)
         if new is not None and isinstance(layer, OffloadedLayer):
             store([(layer, new)], preallocator)
-    layer.recent_queries = dict(other.recent_queries)
+    layer.recent_queries.replace(other.recent_queries)
 
 
 # Steps
@@ -163,8 +149,8 @@ def renew(layers: Sequence[OffloadedLayer], sequences: Sequences, streams: Strea
     if not sequences.paused:
         streams.prefetcher.release()
     rings = sequences.rings()
-    for layer, updater in updaters(layers):
-        updater.renew(rings, layer.recent_queries)
+    for _, updater in updaters(layers):
+        updater.renew(rings)
 
 
 def flush(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
@@ -172,11 +158,10 @@ def flush(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
 
     Returns whether all is done. Stale sequences are left out.
     """
-    ringed = allocated(layers) if leaving else []
     alike: dict[tuple[tuple[Span, ...], Hashable], list[OffloadedLayer]] = {}
-    for layer in ringed:
+    for layer in layers if leaving else ():
         layer.storage.finish_moves()
-        if spans := tuple(layer.storage.lacking(leaving)):
+        if spans := tuple(layer.lacking(leaving)):
             alike.setdefault((spans, layer.storage.kind), []).append(layer)
     for (spans, _), some in alike.items():
         row = some[0].slab.data[0, :, 0].nbytes
@@ -185,29 +170,28 @@ def flush(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
             group = some[at : at + most]
             rows = offload([layer.storage for layer in group], spans)
             for layer, own in zip(group, rows, strict=True):
-                if layer.storage.updater is not None:
-                    layer.storage.updater.flush(spans, own, layer.recent_queries)
+                if layer.updater is not None:
+                    layer.updater.flush(spans, own)
             _work_ahead(group, spans)
             if len(some) > most:
                 group[0].streams.deferred.flush()  # which holds the rows
-    return not any(layer.storage.stale(seq) for layer in ringed for seq, _, _ in leaving)
+    return not any(layer.stale(seq) for layer in layers for seq, _, _ in leaving)
 
 
 def _work_ahead(layers: Sequence[OffloadedLayer], spans: Sequence[Span]) -> None:
     """Pass the tokens that follow `spans` in the rings to indexes that start work ahead of time."""
-    storages = [layer.storage for layer in layers]
-    indexes = [(i, own.updater.retriever.index) for i, own in enumerate(storages) if own.updater is not None]
+    indexes = [(i, layer.own.index) for i, layer in enumerate(layers) if layer.own is not None]
     if not indexes:
         return
-    alike, regions = dict[int, list[Span]](), storages[0].slab.regions
+    alike, regions = dict[int, list[Span]](), layers[0].slab.regions
     for seq, _, stop, _ in spans:
         n = indexes[0][1].upcoming(seq)
         if 0 < n <= regions.window and all(index.upcoming(seq) == n for _, index in indexes[1:]):
             alike.setdefault(n, []).append((seq, stop, stop + n, stop + n))
     for some in alike.values():
-        rows, seqs = offload(storages, some), [seq for seq, *_ in some]
+        rows, seqs = offload([layer.storage for layer in layers], some), [seq for seq, *_ in some]
         for i, index in indexes:
-            keys, _ = storages[i].store.format.rounded(*rows[i].unbind(3))
+            keys, _ = layers[i].store.format.rounded(*rows[i].unbind(3))
             index.work_ahead(seqs, keys)
 
 
@@ -250,7 +234,7 @@ def built(layers: Sequence[OffloadedLayer], seq: int, timeout: float | None, *, 
     most = (len(every) if timeout is None or timeout > 0 else BUILT_AT_ONCE) if build else 0
     left = [(layer, own) for layer, own in every if own.is_stale(seq) and not own.retriever.index.traits.on_host]
     for layer, updater in left[:most]:
-        updater.renew({seq: layer.sequences.indexed(seq)}, layer.recent_queries)
+        updater.rebuild(seq, layer.sequences.indexed(seq))
     return len(left) <= most and all(updater.built(seq, timeout) for _, updater in every)
 
 
@@ -263,7 +247,7 @@ def check_memory(layers: Sequence[OffloadedLayer], streams: Streams, blocks: int
     share, pinned = streams.device.share, device.type == "cuda"
 
     def need() -> int:
-        total = sum(layer.storage.host_need(blocks) for layer in allocated(layers))
+        total = sum(layer.storage.host_need(blocks) for layer in layers if layer.plan is not None)
         lacking = (max(0, blocks - max(0, share(layer.number)) // size) for layer in layers if layer.plan is None)
         return total + sum(lacking) * held_bytes(size, pinned=pinned)
 
@@ -281,7 +265,7 @@ def reserve(layers: Sequence[OffloadedLayer], sequences: Sequences, tokens: int)
         return
     after = {seq: sequences.length(seq) + tokens for seq in range(sequences.count) if seq not in sequences.idle}
     ends = {seq: end for seq, n in after.items() if (end := sequences.indexed(seq, n)) > sequences.indexed(seq)}
-    for layer in allocated(layers) if ends else ():
+    for layer in layers if ends else ():
         layer.storage.reserve(ends)
 
 
@@ -291,19 +275,19 @@ def preallocate(layers: Sequence[OffloadedLayer], sequences: Sequences, prealloc
     for number, seq in preallocator.turns(sequences.decoded, sequences.count, rounds):
         if number in numbered and seq not in sequences.idle:
             layer = numbered[number]
-            layer.storage.preallocate(seq, sequences.length(seq), sequences.end(seq), preallocator)
+            layer.preallocate(seq, sequences.length(seq), preallocator)
             layer.sparse.update_table()
 
 
 def expect(layers: Sequence[OffloadedLayer], preallocator: BlockPreallocator, seq: int, tokens: int) -> None:
     """Pin memory for a coming prompt; see BlockPreallocator.expect."""
-    preallocator.expect([layer.store for layer in allocated(layers)], seq, tokens)
+    preallocator.expect([layer.store for layer in layers if layer.plan is not None], seq, tokens)
 
 
 def follow_blocks(layers: Sequence[OffloadedLayer]) -> None:
     """Copy the addresses of all layers' new blocks to the device in one copy. Separate copies would each wait for KV in
     transfer."""
-    own = [(layer.sparse, layer.store) for layer in allocated(layers) if layer.sparse.reads_table]
+    own = [(layer.sparse, layer.store) for layer in layers if layer.sparse.reads_table]
     if own:
         follow([store.table for _, store in own], own[0][0].storage.slab.data.device)
     for sparse, _ in own:

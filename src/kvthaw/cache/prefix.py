@@ -17,6 +17,7 @@ from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerShape
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.passes import updaters
 from kvthaw.cache.prefix_kept import (
     FULL,
     BlockFile,
@@ -185,8 +186,7 @@ class PrefixCache:
             found = self._index(kv, ids, own)
             if found is None or found.saved or (name is not None and len(found.ids) != len(ids)):
                 self._indexes = [one for one in self._indexes if one is not found or not one.saved]
-                updaters = {layer.number: layer.storage.updater for layer in kv.offloaded}
-                every = {number: updater.snapshot(seq) for number, updater in updaters.items() if updater is not None}
+                every = {layer.number: updater.snapshot(seq) for layer, updater in updaters(kv.offloaded)}
                 held = {number: each for number, each in every.items() if each is not None}
                 self._indexes += [Indexes(ids, own, Indexes.kind_of(kv), held)] if held else []
         self._trim()

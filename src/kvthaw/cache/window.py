@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host_memory import HostMemory
-from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, LayerShape, attend_rows
+from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, LayerShape, RecentQueries, attend_rows
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.state import LayerState
@@ -37,7 +37,7 @@ class WindowLayer(DeviceLayer):
         self.reset()
 
     def reset(self) -> None:
-        self.recent_queries: dict[int, Tensor] = {}
+        self.recent_queries = RecentQueries(0)  # none: no index is built
         self.scale = 0.0
         self.slab = Slab(0, 0, 0, Regions(0, 1, 1), 0, dtype=torch.float32, device=torch.device("cpu"))
         self._starts = torch.empty(0, dtype=torch.int32)

@@ -119,7 +119,7 @@ class Library:
         entry, kv = self.prefix.entries.get(key), self.cache.kv
         if entry is None or self._saved.get(key) is entry:
             return None
-        updaters = {layer.number: layer.storage.updater for layer in kv.offloaded if layer.plan is not None}
+        updaters = {layer.number: layer.updater for layer in kv.offloaded}
         kept, parts = self.prefix.snapshots(kv, entry), list[Part]()
         for number, shape, rows in self.prefix.rows(entry):
             index = index_tensors(updaters.get(number), {0: kept.get(number)})
