@@ -9,7 +9,6 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.offloaded_layer import FullLayer, OffloadedLayer
 from kvthaw.cache.passes import take_over
-from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.sequences import Sequences, roomier
 from kvthaw.cache.step import Held, Step
@@ -48,15 +47,8 @@ class Chooser:
         unknown.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        settings: Settings,
-        sequences: Sequences,
-        streams: Streams,
-        preallocator: BlockPreallocator,
-    ) -> None:
-        self.settings, self.sequences, self.streams, self.preallocator = settings, sequences, streams, preallocator
+    def __init__(self, layers: Sequence[Layer], settings: Settings, sequences: Sequences, streams: Streams) -> None:
+        self.settings, self.sequences, self.streams = settings, sequences, streams
         self.crossing = settings.full_below or Crossing(((1, 0),))
         self.layers: tuple[Layer, ...] = tuple(layers)
         self._put({})
@@ -301,7 +293,7 @@ class Chooser:
             if before is layer:
                 continue
             try:
-                take_over(layer, before, step, self.preallocator)
+                take_over(layer, before, step)
             except BaseException:  # this layer and all later ones continue with full attention
                 layer.reset()
                 raise

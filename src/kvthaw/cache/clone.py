@@ -10,7 +10,6 @@ from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerKV, LayerShape
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.passes import take_over
-from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
 from kvthaw.cache.window import WindowLayer
@@ -22,7 +21,7 @@ def clone(kv: KVCache, sequences: Sequences, layers: Iterable[LayerKV]) -> None:
     others = iter(layers)
 
     def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
-        clone_layer(layer, step, next(others), kv.preallocator)
+        clone_layer(layer, step, next(others))
 
     if sequences.padded_length:
         kv.append_stored_prompt(sequences.padded_length, list(sequences.left_pad), fill)
@@ -44,7 +43,7 @@ def join(kv: KVCache, others: Sequence[KVCache]) -> None:
         other.reset()
 
 
-def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV, preallocator: BlockPreallocator) -> None:
+def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> None:
     """Copy the tokens of another cache's layer, which are the step's tokens.
 
     Rows that the other layer has on the host are shared. An index that would be the same is copied instead of built.
@@ -62,7 +61,7 @@ def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV, 
         if isinstance(other, DenseLayer):
             layer.prepare(step, LayerShape.of(other, 0, None))
             layer.store.share(other.offloaded(layer.settings.block_size, layer.store.format))
-    take_over(layer, other, step, preallocator)
+    take_over(layer, other, step)
 
 
 def _check_queries(layer: OffloadedLayer, other: LayerKV) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import threading
 import weakref
@@ -19,6 +20,7 @@ from kvthaw.cache.page_locked import HUGE, PageLocked, locked_bytes
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import HostMemoryError, first_line
 
+_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
@@ -133,6 +135,7 @@ class HostMemory:
 
     def __init__(self, limit: int | None = None, ranks: Ranks = ALONE) -> None:
         self.limit, self.ranks, self._used = limit, ranks, _Used()
+        self._warned = False
         self.reclaim: Callable[[], bool] = lambda: False
         self.streams: Sequence[torch.cuda.Stream] = ()
         """Streams that may read blocks, in addition to the model's."""
@@ -193,6 +196,12 @@ class HostMemory:
         room = None if self.limit is None else max(0, (self.limit - self.used) // held_bytes(size, pinned=True))
         few = size > HUGE // 2 and _page_locked.expect(size, count if room is None else min(count, room), room)
         return _page_locked.take_ahead if few else None
+
+    def warn(self, error: HostMemoryError) -> None:
+        """Log, once, that memory for coming tokens cannot be allocated ahead."""
+        if not self._warned:
+            self._warned = True
+            _log.warning("host memory for coming tokens cannot be allocated ahead: %s", error)
 
     @property
     def used(self) -> int:

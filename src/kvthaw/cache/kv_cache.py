@@ -17,7 +17,6 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck, check_prompts
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerPrompt, LayerShape, PrefillKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.sequences import WHOLE, Sequences, roomier
 from kvthaw.cache.state import LayerState, SequenceState
@@ -50,17 +49,18 @@ class KVCache:
     ) -> None:
         offloaded = offloaded_numbers(settings, numbers, depth)
         self.settings, self.sequences, self.streams = settings, Sequences(), Streams(depth, *settings.memory(offloaded))
-        self.preallocator, self.finite = BlockPreallocator(self.streams), FiniteCheck()
+        self.finite = FiniteCheck()
         self._checkpoints = Checkpoints(self.sequences)
         self.origin: Callable[[], str] | None = None
         self.predict: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None
         layers = make_layers(settings, numbers, depth, windows, self.sequences, self.streams)
         self._capacity = -1  # for which the layers' fixed bytes are known
+        self._preallocated = 0  # decoded tokens at the last preallocation
         self._in_forward = self._prefilled = False  # _prefilled: a prompt was counted that may yet prove to have failed
         self._cleared = deque[tuple[LayerKV, int]]()  # what is to drop
         self._unstored: list[tuple[OffloadedLayer, PrefillKV]] = []  # of the prefill under way
         self._places = {layer.number: i for i, layer in enumerate(layers)}
-        self.chooser = Chooser(layers, settings, self.sequences, self.streams, self.preallocator)
+        self.chooser = Chooser(layers, settings, self.sequences, self.streams)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -151,7 +151,7 @@ class KVCache:
         if new is not None and isinstance(layer, OffloadedLayer):
             self._unstored.append((layer, new))
         if layer is self.layers[-1] or (self._unstored and not passes.wait(self._unstored)):
-            passes.store(self._unstored, self.preallocator)
+            passes.store(self._unstored)
             self._unstored.clear()
         self.streams.device.fixed[layer.number] = layer.fixed_bytes()
 
@@ -330,7 +330,8 @@ class KVCache:
         first = next(iter(layers), None)
         if first is None or first.plan is None or (first.store.pinned and torch.cuda.is_current_stream_capturing()):
             return  # where a step is captured nothing can be pinned; afterwards this is called again
-        passes.preallocate(layers, self.sequences, self.preallocator)
+        passes.preallocate(layers, self.sequences, self._preallocated)
+        self._preallocated = self.sequences.decoded
         self.streams.aux.advance()
 
     def wait(self) -> None:

@@ -33,7 +33,6 @@ from kvthaw.cache.layer_base import (
     attend_rows,
 )
 from kvthaw.cache.layer_storage import LayerStorage, copied, offload_prompts
-from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
@@ -43,6 +42,7 @@ from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
 from kvthaw.cache.transfer import BulkCopy, UvaGather
+from kvthaw.errors import HostMemoryError
 from kvthaw.kernels.dense import continued
 from kvthaw.kernels.freeze import Span
 from kvthaw.kernels.places import Newest
@@ -419,7 +419,12 @@ class OffloadedLayer(LayerKV):
         """Return whether a sequence must be indexed again."""
         return self.updater is not None and self.updater.is_stale(seq)
 
-    def preallocate(self, seq: int, length: int, preallocator: BlockPreallocator) -> None:
+    def rounds(self) -> int:
+        """Return the steps within which the next block of every sequence and layer is allocated ahead, each once."""
+        size = self.store.block_size
+        return min(self.streams.layers * self.store.seqs, max(1, size // 2, size - self.slab.regions.buffer))
+
+    def preallocate(self, seq: int, length: int) -> None:
         """Allocate the next block of a sequence, or make room for it on the device, if it needs the block before its next
         turn.
 
@@ -430,11 +435,15 @@ class OffloadedLayer(LayerKV):
         store, allocator, placement = self.store, self.store.allocator, self.storage.placement
         most = self.sequences.end(seq)
         needs = store.reserved(seq) < most and seq not in allocator.ahead and not allocator.takes_from_others()
-        due = needs and preallocator.due(store, self.slab.regions, seq, length)
+        steps = store.reserved(seq) + self.slab.regions.window + 1 - length  # a lower bound of the steps until it is needed
+        due = needs and steps < self.rounds()
         if placement is not None:
             placement.balance(int(due), None if self.updater is None else self.updater.retriever.recalled)
         if due and (placement is None or not placement.spilling):
-            preallocator.take(store, seq)
+            try:
+                allocator.preallocate(seq)
+            except HostMemoryError as error:  # raised again when the sequence needs the block
+                allocator.memory.warn(error)
 
     def wait(self) -> None:
         """Wait until every token is offloaded and indexed. Raises the error of any job that failed."""

@@ -6,7 +6,7 @@ ms.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +24,6 @@ from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, PrefillKV
 from kvthaw.cache.layer_storage import offload, offload_prompts
 from kvthaw.cache.offloaded_layer import Leaving, OffloadedLayer
-from kvthaw.cache.placement import BlockPreallocator
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
@@ -56,7 +55,7 @@ def wait(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]]) -> bool:
     return short and held < _AT_ONCE and len(new.keys) == 1 and not new.passed and not layer.on_host
 
 
-def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]], preallocator: BlockPreallocator) -> None:
+def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]]) -> None:
     """Store and index the KV of prefills. Layers with equal shapes and stores share launches."""
     alike: dict[Hashable, list[tuple[OffloadedLayer, PrefillKV]]] = {}
     for layer, new in prompts:
@@ -74,7 +73,7 @@ def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]], preallocator: Blo
                     layer.store_prompt(row, new)
         for row in rows:
             for layer, _ in group:
-                layer.preallocate(row.seq, row.length, preallocator)
+                layer.preallocate(row.seq, row.length)
         for layer, new in group:
             layer.stored(new)
 
@@ -110,7 +109,7 @@ def _hold(layers: Sequence[OffloadedLayer], rows: Sequence[Row], kv: Tensor) -> 
         layer.slab.data.transpose(1, 2)[seqs, slots] = own.transpose(0, 1)
 
 
-def take_over(layer: OffloadedLayer | DenseLayer, other: LayerKV, step: Step, preallocator: BlockPreallocator) -> None:
+def take_over(layer: OffloadedLayer | DenseLayer, other: LayerKV, step: Step) -> None:
     """Copy the tokens of another layer, which are the step's, into an empty layer, each sequence as its prompt."""
     for row in step.rows():
         query, tokens = other.queries(row.seq)[None], row.stop - row.start
@@ -118,7 +117,7 @@ def take_over(layer: OffloadedLayer | DenseLayer, other: LayerKV, step: Step, pr
         layer.prepare(step, LayerShape.of(other, row.seq, None))
         new = layer.append(replace(step, tokens=tokens, parts=((row.seq, tokens),)), query, key, value)
         if new is not None and isinstance(layer, OffloadedLayer):
-            store([(layer, new)], preallocator)
+            store([(layer, new)])
     layer.recent_queries.replace(other.recent_queries)
 
 
@@ -269,19 +268,38 @@ def reserve(layers: Sequence[OffloadedLayer], sequences: Sequences, tokens: int)
         layer.storage.reserve(ends)
 
 
-def preallocate(layers: Sequence[OffloadedLayer], sequences: Sequences, preallocator: BlockPreallocator) -> None:
-    """Allocate the next block of each sequence and layer whose turn has come, and move blocks between device and host."""
-    numbered, rounds = {layer.number: layer for layer in layers}, preallocator.rounds(layers[0].store, layers[0].slab.regions)
-    for number, seq in preallocator.turns(sequences.decoded, sequences.count, rounds):
-        if number in numbered and seq not in sequences.idle:
-            layer = numbered[number]
-            layer.preallocate(seq, sequences.length(seq), preallocator)
-            layer.sparse.update_table()
+def preallocate(layers: Sequence[OffloadedLayer], sequences: Sequences, since: int) -> None:
+    """Allocate the next block of each sequence and layer whose turn has come, and move blocks between device and host.
+
+    Pinning a block takes 1.5 ms, and sequences of one length need their next block in all layers at the same token.
+    Therefore one or two (layer, sequence) pairs have their turn after each step. Every pair has its turn before its block
+    is full.
+
+    since: number of decoded tokens at the last call.
+    """
+    numbered, rounds, count = {layer.number: layer for layer in layers}, layers[0].rounds(), sequences.count
+    for step in range(max(since, sequences.decoded - rounds) + 1, sequences.decoded + 1):
+        for pair in range(step % rounds, layers[0].streams.layers * count, rounds):
+            number, seq = divmod(pair, count)
+            if number in numbered and seq not in sequences.idle:
+                layer = numbered[number]
+                layer.preallocate(seq, sequences.length(seq))
+                layer.sparse.update_table()
 
 
-def expect(layers: Sequence[OffloadedLayer], preallocator: BlockPreallocator, seq: int, tokens: int) -> None:
-    """Pin memory for a coming prompt; see BlockPreallocator.expect."""
-    preallocator.expect([layer.store for layer in layers if layer.plan is not None], seq, tokens)
+def expect(layers: Sequence[OffloadedLayer], streams: Streams, seq: int, tokens: int) -> None:
+    """Pin memory on a background thread for a sequence of `tokens` tokens and its next block in all layers.
+
+    Chunks of its prompt, for which other sequences wait, then find pinned memory. With 0 tokens, nothing more is pinned.
+    """
+    needs = Counter[int]()
+    for store in (layer.store for layer in layers if layer.plan is not None):
+        blocks = -(-tokens // store.block_size) + 1 - store.reserved(seq) // store.block_size
+        needs[store.allocator.size] += store.allocator.lacks(seq, blocks) if tokens and store.pinned else 0
+    for size, count in needs.items():
+        take = streams.memory.expect(count, size)
+        if take is not None:
+            streams.run_beside(take)
 
 
 def follow_blocks(layers: Sequence[OffloadedLayer]) -> None:

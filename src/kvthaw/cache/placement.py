@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain, zip_longest
 
@@ -24,7 +24,6 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import HostMemoryError
-from kvthaw.regions import Regions
 
 _log = logging.getLogger(__name__)
 
@@ -58,15 +57,13 @@ class Placement:
         if device.memory.spills:
             _load_kernels(device.device)
 
-    def balance(self, needed: int, recalled: Tensor | None) -> bool:
+    def balance(self, needed: int, recalled: Tensor | None) -> None:
         """Make room on the device for `needed` more blocks, or use spare room: finish complete copies and start one.
 
         recalled: [B, H, C] int32, the rows selected last, -1 padded, from which recently selected blocks follow; None:
             unknown.
-
-        Returns whether addresses have changed.
         """
-        changed = self.finish()
+        self.finish()
         self.device.arena.note_freed()
         self._count_recalls()
         size, coming = self.device.size, sum(new.on_device for _, new, _ in self._moves)
@@ -74,13 +71,13 @@ class Placement:
         room = self.device.room + going * size
         short, ample = room < needed * size, room >= (needed + self.store.seqs + 1) * size
         if (not short and not ample) or self._none == (self.store.table.version, short):
-            return changed
+            return
         block = self._coldest() if short else self._warmest()
         if block is None:
             self._none = self.store.table.version, short
         elif self._move(block, self._to_host if short else self._to_device) and recalled is not None:
             self._sample_recalls(recalled)
-        return self.finish() or changed
+        self.finish()
 
     def brought(self, block: Block) -> Block:
         """Return a device copy of a host block that has a single owner, or the block itself if there is no room."""
@@ -100,24 +97,21 @@ class Placement:
                 break
         self.finish()
 
-    def finish(self) -> bool:
-        """Replace blocks whose copies are complete. Returns whether addresses have changed."""
+    def finish(self) -> None:
+        """Replace blocks whose copies are complete."""
         complete = [move for move in self._moves if move[2] is None or move[2].query()]
         self._moves = [move for move in self._moves if move not in complete]
-        changed = False
         for old, new, _ in complete:
             if old.moving is not new:
                 continue  # written to since, perhaps copied again
             old.moving = None
             if not self.store.replace(old, new):
                 continue  # cropped
-            changed = True
             self.moved_bytes += old.data.nbytes
             if new.on_device:
                 self._leaving.append((self.device.arena.readers(), old.data))
         while self._leaving and all(event.query() for event in self._leaving[0][0]):
             self._leaving.popleft()
-        return changed
 
     # Which block
 
@@ -212,58 +206,3 @@ def full_blocks(store: HostStore, *, alone: bool = False) -> list[Block]:
         if block is not None:
             counts[block] = counts.get(block, 0) + 1
     return [block for block, count in counts.items() if not alone or count == block.owners]
-
-
-class BlockPreallocator:
-    """Allocate the next block of every sequence and layer ahead of time, round-robin.
-
-    Pinning a block takes 1.5 ms, and sequences of one length need their next block in all layers at the same token.
-    Therefore one or two (layer, sequence) pairs have their turn after each step. Every pair has its turn before its block
-    is full.
-    """
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self._short = False  # of host memory
-        self._done = 0  # decoded tokens up to which turns were given
-
-    def turns(self, decoded: int, count: int, rounds: int) -> Iterator[tuple[int, int]]:
-        """Yield (layer number, sequence) for the pairs whose turn has come since the last call, `count` sequences a layer."""
-        pairs = self._streams.layers * count
-        for step in range(max(self._done, decoded - rounds) + 1, decoded + 1) if decoded > self._done else ():
-            for pair in range(step % rounds, pairs, rounds):
-                yield divmod(pair, count)
-        self._done = decoded
-
-    def due(self, store: HostStore, regions: Regions, seq: int, length: int) -> bool:
-        """Return whether a sequence of `length` tokens may need its next block before its next turn."""
-        steps = store.reserved(seq) + regions.window + 1 - length  # a lower bound of the steps until it is needed
-        return steps < self.rounds(store, regions)
-
-    def expect(self, stores: Sequence[HostStore], seq: int, tokens: int) -> None:
-        """Pin memory on a background thread for a sequence of `tokens` tokens and its next block in all `stores`.
-
-        Chunks of its prompt, for which other sequences wait, then find pinned memory. With 0 tokens, nothing more is
-        pinned.
-        """
-        needs = Counter[int]()
-        for store in stores:
-            blocks = -(-tokens // store.block_size) + 1 - store.reserved(seq) // store.block_size
-            needs[store.allocator.size] += store.allocator.lacks(seq, blocks) if tokens and store.pinned else 0
-        for size, count in needs.items():
-            take = self._streams.memory.expect(count, size)
-            if take is not None:
-                self._streams.run_beside(take)
-
-    def take(self, store: HostStore, seq: int) -> None:
-        """Allocate the next block of a sequence."""
-        try:
-            store.allocator.preallocate(seq)
-        except HostMemoryError as error:  # raised again when the sequence needs the block
-            if not self._short:
-                self._short = True
-                _log.warning("host memory for coming tokens cannot be allocated ahead: %s", error)
-
-    def rounds(self, store: HostStore, regions: Regions) -> int:
-        """Return the steps within which every sequence of every layer has its turn."""
-        return min(self._streams.layers * store.seqs, max(1, store.block_size // 2, store.block_size - regions.buffer))

@@ -267,12 +267,8 @@ class Batch:
             logits = self._prefill(request, start, stop)
             request.prefilled = stop
             if start or stop < request.prompt:
-                expect(
-                    self.cache.kv.offloaded,
-                    self.cache.kv.preallocator,
-                    request.seq,
-                    request.prompt if stop < request.prompt else 0,
-                )
+                coming = request.prompt if stop < request.prompt else 0
+                expect(self.cache.kv.offloaded, self.cache.kv.streams, request.seq, coming)
             self.cache.kv.finite.prompt([request.seq], self.cache.kv.offloaded)
             if stop == request.prompt:
                 self._indexing[request] = logits
@@ -678,7 +674,7 @@ class Batch:
             with suppress(Exception):
                 self._check_prompt(request)
         if 0 < request.prefilled < request.prompt:
-            expect(self.cache.kv.offloaded, self.cache.kv.preallocator, request.seq, 0)
+            expect(self.cache.kv.offloaded, self.cache.kv.streams, request.seq, 0)
         self._indexing.pop(request, None)
         if later and request.unread:  # a step that was launched before it ended
             self.cache.kv.pause(request.seq)
