@@ -160,8 +160,8 @@ class DenseLayer(DeviceLayer):
         if self._allocated:
             self._make_room()
 
-    def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
-        if failed is not None and not repeated:
+    def rollback(self, failed: Step | None, *, ahead: bool = False) -> None:
+        if failed is not None:
             self.recent_queries.rollback(failed)
 
     def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:

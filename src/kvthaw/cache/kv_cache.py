@@ -33,8 +33,7 @@ class KVCache:
     """The layers of one cache, their sequences and streams.
 
     A step goes through all layers in order, by attend(). The first layer begins the step and the last one commits it, so a
-    step that fails in between is never counted. If the same step is repeated, it continues where it failed. Before any
-    other step, layers roll back to the committed lengths.
+    step that fails in between is never counted. Before the next step, layers roll back to the committed lengths.
 
     numbers: the model's full-attention layers that this cache serves, of `depth` layers in all.
     windows: its layers that attend only to recent tokens, with their spans.
@@ -179,7 +178,7 @@ class KVCache:
         decodes = not sequences.filling and sequences.padded_length >= max(1, *pads) and sequences.decodes(tokens)
         step = sequences.begin(tokens, pads, dense=not decodes)
         if failed is not None:
-            self._rollback(failed, repeated=step.retaken, ahead=not step.dense or bool(step.parts))
+            self._rollback(failed, ahead=not step.dense or bool(step.parts))
             sequences.step = step
         elif step.dense and not step.parts:  # tokens that ran ahead in sequences other than the prefilled one stay
             for layer in self.layers:
@@ -210,15 +209,15 @@ class KVCache:
             return None
         return step
 
-    def _rollback(self, failed: Step, *, repeated: bool = False, ahead: bool = False) -> None:
-        """Roll back a failed step, or prepare the layers to repeat it."""
+    def _rollback(self, failed: Step, *, ahead: bool) -> None:
+        """Roll back a failed step."""
         self.sequences.known.clear()
         self.sequences.step = failed
         self._unstored.clear()
         self._checkpoints.restore(failed)
         self._checkpoints.drop()
         for layer in self.layers:
-            layer.rollback(failed, repeated=repeated, ahead=ahead)
+            layer.rollback(failed, ahead=ahead)
         self.sequences.step = None
 
     def rollback_failed_step(self, *, ahead: bool = False) -> None:

@@ -179,10 +179,9 @@ class LayerKV(Protocol):
     def nonfinite(self) -> Tensor | None:
         """Return a flag [1] int32 on the device, 1 once a decoded key or value was not finite; None before the first prompt."""
 
-    def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
+    def rollback(self, failed: Step | None, *, ahead: bool = False) -> None:
         """Return to the committed lengths. Undo what a failed step wrote, and what ran ahead of a step.
 
-        repeated: the same step follows, so keep what it wrote.
         ahead: a decode step follows, so keep what ran ahead of it.
         """
 

@@ -453,20 +453,18 @@ class OffloadedLayer(LayerKV):
 
     # Changes from outside
 
-    def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
+    def rollback(self, failed: Step | None, *, ahead: bool = False) -> None:
         if failed is not None and self.own is not None:
             self.own.recover()
-        if not repeated:
-            self.drop_search()
-        if failed is not None and self.updater is not None:
-            self.updater.drop()
-        if failed is not None and not repeated:
-            if self.own is not None:
+        self.drop_search()
+        if failed is not None:
+            if self.own is not None and self.updater is not None:
+                self.updater.drop()
                 self.own.forget_step()
             if self.recent_queries.rollback(failed):
                 self.extremes = []
         for seq in range(self.store.seqs):
-            own = failed if failed is not None and not repeated and failed.has(seq) else None
+            own = failed if failed is not None and failed.has(seq) else None
             length = self.sequences.length(seq) if seq < self.sequences.count else 0
             if length == 0:
                 if own is not None:

@@ -47,8 +47,7 @@ class Retriever:
         self._failure: BaseException | None = None  # of a job
         self._unchecked = _CHECKED if self.index.tested else None  # None: check always
         self.prefetched: PrefetchedSearch | None = None
-        self._asked: tuple[int, Tensor, Choice] | None = None  # the latest eager step: length, query, choice
-        self._asked_at = -1  # after how many commits
+        self._asked_at = -1  # after how many commits an eager step queried the index last
 
     def buffer(self, seqs: int) -> HostSelectionBuffer:
         """Return the buffer for choices of `seqs` sequences. It keeps its address."""
@@ -168,14 +167,13 @@ class Retriever:
         with torch.no_grad():  # which holds for one thread
             return self.index.select(query, self.rows)
 
-    def choose(self, query: Tensor, length: int, t: int = 0, *, retaken: bool = False) -> Choice:
+    def choose(self, query: Tensor, length: int, t: int = 0) -> Choice:
         """Select rows for one query per head of token t, or for the query predicted for it, and assign slots.
 
         If a step is being captured and the index works on the host, the choice is recorded instead; every replay makes it.
 
         query: [B, Hq, D].
         length: length of the longest sequence.
-        retaken: a failed step is repeated, so an index that remembers queries is not queried again with the same query.
         """
         search, own = None, query
         if self.prefetched is not None:
@@ -189,18 +187,11 @@ class Retriever:
             choice = self._recorded(query, graph)
         else:
             self.wait()
-            asked = self._asked
-            if retaken and asked is not None and asked[0] == length and torch.equal(asked[1], query):
-                choice = asked[2]  # the same rows keep their slots
-            else:
-                if retaken:
-                    self.forget_step()
-                with self._naming_errors():
-                    selection = self._now(query, own) if search is None else search.result()
-                self._asked_at = -1 if self.context.sequences is None else self.context.sequences.commits
-                self._check(selection, query)
-                choice = self._admit(selection, query, length)
-            self._asked = length, query, choice
+            with self._naming_errors():
+                selection = self._now(query, own) if search is None else search.result()
+            self._asked_at = -1 if self.context.sequences is None else self.context.sequences.commits
+            self._check(selection, query)
+            choice = self._admit(selection, query, length)
         self.choices.append(choice)
         return choice
 
@@ -276,18 +267,16 @@ class Retriever:
                 self.residency.clear(seq)
 
     def choose_early(
-        self, predict: Callable[[], Tensor], length: int, fetch: Callable[[Choice], None], *, retaken: bool, reads: Sequence[Tensor]
-    ) -> None:  # fmt: skip
+        self, predict: Callable[[], Tensor], length: int, fetch: Callable[[Choice], None], reads: Sequence[Tensor]
+    ) -> None:
         """Choose rows for the next token, and fetch them, on a side stream with a predicted query.
 
         predict: returns the query, [B, Hq, 1, D]. It runs on the side stream, as does `fetch`.
-        length, retaken: as in choose().
+        length: as in choose().
         reads: tensors that `predict` reads.
         """
         self.drop_search()
         self.wait()
-        if retaken:
-            self.forget_step()
         queries, made = list[Tensor](), list[tuple[Choice, Selection]]()
 
         def work() -> None:
@@ -306,7 +295,7 @@ class Retriever:
 
         done = self.streams.early.run(reads[0].device, work)
         (choice, selection), sequences = made[0], self.context.sequences
-        self._asked, self._asked_at = None, -1 if sequences is None else sequences.commits
+        self._asked_at = -1 if sequences is None else sequences.commits
         self.prefetched = PrefetchedSearch(queries[0], early=EarlyChoice(choice, selection, done, tuple(reads)))
 
     def _complete(self, early: EarlyChoice, query: Tensor) -> Choice:
@@ -375,7 +364,7 @@ class Retriever:
         """
         self.recover()
         self.wait()
-        self.index, self._asked, self._asked_at = index, None, -1
+        self.index, self._asked_at = index, -1
         self.residency.counts.copy_(counts)
         for seq, length in enumerate(lengths):
             self.residency.clear(seq, length)

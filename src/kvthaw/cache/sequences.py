@@ -267,13 +267,12 @@ class Sequences:
         left_pad: padding of each sequence; None: unchanged.
         dense: see Step.
         """
-        failed, filling = self.step, self.filling
+        filling = self.filling
         pads = self.left_pad if left_pad is None else left_pad
         parts = tuple(filling.items()) if len(filling) > 1 else tuple((seq, tokens) for seq in filling)
         assert not parts or sum(own for _, own in parts) == tokens
         start = self.past
         step = Step(start, tokens, tuple(pads), self.idle, parts, dense, max(0, self.prefill_remaining - tokens))
-        step.retaken = failed is not None and step.repeats(failed)
         if self.capacity == 0:
             self.capacity = self.room or roomier(0, start + tokens + step.remaining)
         elif step.longest > self.capacity:

@@ -97,13 +97,13 @@ class SparseAttention:
         storage, longest = self.storage, step.start + 1 - min(step.left_pad)
         transfer = UvaGather(_EARLY_PROGRAMS) if isinstance(self.transfer, UvaGather) else self.transfer
         fetch = partial(fetch_choice, transfer, store=storage.store, slab=storage.slab, index=self.own.index)
-        self.own.choose_early(predict, longest, fetch, retaken=step.retaken, reads=reads)
+        self.own.choose_early(predict, longest, fetch, reads)
 
     def _choose(self, retriever: Retriever, step: Step | None, query: Tensor, t: int) -> Choice:
         if self.own is None:
             return retriever.choices[t].followed
         longest = self.sequences.longest if step is None else step.start + t + 1 - min(step.left_pad)
-        return retriever.choose(query, longest, t, retaken=step is not None and step.retaken)
+        return retriever.choose(query, longest, t)
 
     def _selected(self, retriever: Retriever, choice: Choice) -> Selected:
         """Return the rows of a choice and where they lie in this layer."""

@@ -59,7 +59,6 @@ class Step:
     left_pad: padding of each sequence.
     dense: every query attends to all tokens; else tokens are decoded one by one.
     remaining: tokens of the announced prompt after this step.
-    retaken: it repeats the step before it, which failed.
     """
 
     start: int
@@ -69,7 +68,6 @@ class Step:
     parts: tuple[tuple[int, int], ...] = ()
     dense: bool = True
     remaining: int = 0
-    retaken: bool = False
 
     @property
     def longest(self) -> int:
@@ -103,7 +101,3 @@ class Step:
         """Return the length of every sequence after `taken` tokens of a step for all sequences."""
         total = self.start + taken
         return [0 if seq in self.idle else max(0, total - left) for seq, left in enumerate(self.left_pad)]
-
-    def repeats(self, other: Step) -> bool:
-        """Return whether this step decodes the token that `other` decoded."""
-        return not (self.dense or other.dense) and self.tokens == other.tokens == 1 and self.start == other.start

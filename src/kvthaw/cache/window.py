@@ -117,9 +117,9 @@ class WindowLayer(DeviceLayer):
     def before_step(self) -> None:
         """Do nothing: new tokens overwrite tokens that leave the ring."""
 
-    def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
+    def rollback(self, failed: Step | None, *, ahead: bool = False) -> None:
         """Roll back a prefill; see LayerKV. A decoded token needs none: no later query attends to the token that it overwrote."""
-        if failed is not None and not repeated and self._before[0] is failed:
+        if failed is not None and self._before[0] is failed:
             for seq, data in self._before[1].items():
                 self.slab.data[seq].copy_(data)
             self._before = None, {}
