@@ -11,11 +11,10 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Traits
-from kvthaw.cache.index_updater import IndexUpdater
+from kvthaw.cache.index_updater import IndexUpdater, State
 from kvthaw.cache.layer_base import RecentQueries
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.side_index import State
 from kvthaw.cache.step import Row
 from kvthaw.regions import Regions
 

@@ -1,11 +1,14 @@
-"""Index updates of a layer: prompts, tokens that leave a full ring, and rebuilds."""
+"""Index updates of a layer: prompts, tokens that leave a full ring, and rebuilds; the states of a sequence in an index."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +19,122 @@ from kvthaw.cache.layer_base import RecentQueries
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.side_index import IndexedSequence, SideIndex, State, can_build_beside
 from kvthaw.cache.state import IndexState
 from kvthaw.cache.step import Row
+from kvthaw.cache.streams import Streams
 from kvthaw.errors import CacheError
 from kvthaw.kernels.freeze import Span
 
 _log = logging.getLogger(__name__)
+
+
+class SideIndex:
+    """An index on the host of one sequence of a layer, built until the index that steps search takes it over.
+
+    Its changes run in order on a build thread, for which neither searches nor updates of other sequences wait.
+
+    end: the position up to which it is given tokens.
+    index: an index whose states may be kept (`Traits.snapshots`).
+    group: number of the layer group, see Streams.build.
+    """
+
+    def __init__(self, index: Index, seq: int, store: HostStore, streams: Streams, group: int) -> None:
+        self.end, self._wanted = 0, True
+        self.index, self._seq, self._store, self._streams, self._group = index, seq, store, streams, group
+        self._changes: list[Future[None]] = []
+
+    def change(self, end: int, change: Callable[..., None], *given: Any) -> None:
+        """Queue a call of an index method for when the rows appended so far are in the store.
+
+        end: where the index ends afterwards.
+        """
+        blocks = self._store.blocks(self._seq)
+
+        def run() -> None:
+            if self._wanted:
+                change(*given)
+            blocks.clear()  # held until now, so that they are not freed
+
+        self._changes.append(self._streams.build(self._store.arriving, run, self._group))
+        self.end = end
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for the changes. Returns whether all have ended.
+
+        timeout: at most this many seconds; None: without limit.
+        """
+        return not wait(self._changes, timeout).not_done
+
+    def export(self) -> Any:
+        """Return the state of the index. Waits for its changes, and raises the error of any that failed."""
+        for change in self._changes:
+            change.result()
+        return self.index.export(self._seq)
+
+    def drop(self) -> None:
+        """Cancel the queued changes. A running one ends by itself."""
+        self._wanted = False
+        for change in self._changes:
+            change.cancel()
+
+
+class State(Enum):
+    """How much of a sequence an index holds."""
+
+    INDEXED = auto()
+    """All positions up to the watermark, or none if the watermark is the end of the sink."""
+    APPENDING = auto()
+    """As INDEXED. commit() will append the tokens of the prompt step under way."""
+    STALE = auto()
+    """Nothing that may be searched. The sequence is indexed again before the next step."""
+    BUILDING = auto()
+    """As STALE, while a SideIndex is built, until take_built()."""
+
+
+_NEXT = {
+    State.INDEXED: {State.INDEXED, State.APPENDING, State.STALE},
+    State.APPENDING: {State.INDEXED, State.APPENDING, State.STALE, State.BUILDING},
+    State.STALE: {State.INDEXED, State.STALE, State.BUILDING},
+    State.BUILDING: {State.INDEXED, State.STALE, State.BUILDING},
+}
+"""The states that may follow each state."""
+
+
+@dataclass(slots=True)
+class IndexedSequence:
+    """The state of a sequence in an index.
+
+    upto: the watermark, the position up to which the index has tokens.
+    last: where the latest append began; None: undo() cannot undo it.
+    coming: in state APPENDING, the next watermark and the last queries.
+    side: in state BUILDING, the index being built.
+    before: the state before the step under way, if this step has changed it. drop() returns to it.
+    """
+
+    upto: int
+    state: State = State.INDEXED
+    last: int | None = None
+    coming: tuple[int, Tensor] | None = None
+    side: SideIndex | None = None
+    before: State | None = None
+
+    def enter(self, state: State, *, in_step: bool = False) -> None:
+        """Enter a state.
+
+        in_step: drop() undoes it.
+        """
+        assert state in _NEXT[self.state], f"from {self.state} to {state}"
+        self.before = self.state if in_step and self.before is None else self.before
+        self.state = state
+        if state is not State.APPENDING:
+            self.coming = None
+
+    def drop_side(self) -> None:
+        """Cancel the SideIndex, if there is one, and return to STALE."""
+        if self.side is not None:
+            self.side.drop()
+            self.side = None
+            self.enter(State.STALE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +176,12 @@ class IndexUpdater:
         """Sequences that must be indexed again before the next step."""
         return {seq for seq in range(len(self._of)) if self.is_stale(seq)}
 
+    @property
+    def builds_beside(self) -> bool:
+        """Whether sequences can be built separately, in a SideIndex, and then swapped in."""
+        traits = self.retriever.index.traits
+        return traits.on_host and traits.snapshots
+
     def prompt(self, row: Row, keys: Tensor, values: Tensor, queries: Tensor, remaining: int) -> None:
         """Index a prompt up to its ring, starting from the watermark. The ring may hold some of the missing positions.
 
@@ -90,7 +208,7 @@ class IndexUpdater:
         later = paused and remaining > 0
         if later and old > self.first and index.traits.on_host:
             return  # the last chunk gives it all that it lacks
-        beside = paused and old == self.first and can_build_beside(index)
+        beside = paused and old == self.first and self.builds_beside
         if later or beside or (much and not index.traits.grows):
             own.enter(State.STALE, in_step=True)
             return
@@ -167,7 +285,7 @@ class IndexUpdater:
             new, queries = own.coming
             rows = self._nothing(new - own.upto)[None]
             given = [seq], rows[:, :, :, 0], rows[:, :, :, 1], queries[None]
-            kept = self.snapshot(seq) if seq in self.sequences.paused and can_build_beside(self.retriever.index) else None
+            kept = self.snapshot(seq) if seq in self.sequences.paused and self.builds_beside else None
             if kept is None:
                 own.enter(State.INDEXED)
                 self._append(given[0], rows.shape[2], *given[1:])
@@ -188,7 +306,7 @@ class IndexUpdater:
             if seq in passed:
                 keys, values = passed[seq][:, self.first : end].unbind(2)
                 self._build(seq, end, keys, values, self._queries(seq), in_step=True)
-            elif can_build_beside(self.retriever.index):
+            elif self.builds_beside:
                 side, rows = self._side(seq, in_step=True), self._nothing(end - self.first)[:, :, 0]
                 side.change(end, side.index.build, seq, self.first, rows, rows, self._queries(seq))
 
