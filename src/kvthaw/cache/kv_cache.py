@@ -319,7 +319,7 @@ class KVCache:
             done = False
         self.streams.deferred.flush()
         for layer in layers:
-            layer.sparse.update_table()
+            layer.update_table()
         if done and len(layers) == len(self.offloaded):
             self.sequences.known["flushed"] = self.sequences.padded_length
 

@@ -65,6 +65,7 @@ class OffloadedLayer(LayerKV):
     leader: the anchor whose index and selections this layer follows; None: it has its own.
     plan: the sizes; None before the first prompt.
     updater: feeds the index; None for a layer without an index of its own.
+    room: tokens per sequence that there is device memory for.
     """
 
     everything = False  # attends to all rows where they lie, without an index; see FullLayer
@@ -84,6 +85,7 @@ class OffloadedLayer(LayerKV):
         self.sparse = SparseAttention(self.storage, self.sequences, None, None, selects=False)
         self.retriever, self.scale, self.asked_again = None, 0.0, 0  # asked_again: decode steps with another layer's queries
         self.plan: Plan | None = None
+        self.room = 0
         self.updater: IndexUpdater | None = None
         self.recent_queries = RecentQueries(self.settings.method.prompt_queries)
         self._taken: tuple[Step | None, int] = None, 0  # a decode step, and how many of its tokens came
@@ -122,7 +124,16 @@ class OffloadedLayer(LayerKV):
         return self.slab.data.nbytes + self.store.nbytes(on_device=True)
 
     def fixed_bytes(self) -> int:
-        return self.sparse.fixed_bytes()
+        """Return the bytes on the device apart from blocks: the slab and, in a layer that selects, the index without rotary
+        tables."""
+        data = self.slab.data
+        counted = [data]
+        if self.own is not None:
+            rotary = self.own.context.rotary
+            shared = [] if rotary is None else [id(rotary.cos), id(rotary.sin)]
+            tensors = [*self.tensors(), *self.own.residency.tensors()]
+            counted = [tensor for tensor in tensors if id(tensor) not in shared]
+        return sum({id(tensor): tensor.nbytes for tensor in counted if tensor.device == data.device}.values())
 
     def host_bytes_per_token(self) -> int:
         """Return the bytes that a stored token takes in this layer; 0 before the first prompt."""
@@ -142,7 +153,20 @@ class OffloadedLayer(LayerKV):
         return self.retriever if self.chooses else None
 
     def tensors(self) -> list[Tensor]:
-        return self.sparse.tensors() if self.plan else []
+        if self.plan is None:
+            return []
+        found, table = [self.slab.data, self.slab.tickets], self.store.table
+        if self.retriever is not None:
+            found += self.retriever.tensors()
+        if self.reads_table and table.addresses.numel():
+            found += [table.addresses, table.on_host, self.store.crossed]
+        return found
+
+    @property
+    def reads_table(self) -> bool:
+        """Whether a kernel finds rows through the block table."""
+        in_blocks = self.everything or (self.retriever is not None and self.retriever.reads_blocks)
+        return in_blocks or isinstance(self.sparse.transfer, UvaGather)
 
     # Prompts
 
@@ -184,7 +208,7 @@ class OffloadedLayer(LayerKV):
         how = {"selects": self.chooses, "everything": self.everything}
         self.sparse = SparseAttention(self.storage, self.sequences, self.retriever, transfer, **how)
         self.plan = plan
-        self.sparse.make_room(self.sequences.capacity)
+        self._make_room(self.sequences.capacity)
 
     def prefill(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams
@@ -380,7 +404,7 @@ class OffloadedLayer(LayerKV):
         self.grow()
         if self.retriever is not None and not self.on_host:
             self.retriever.wait()
-        self.sparse.update_table()
+        self.update_table()
 
     def _trim_queries(self) -> None:
         """Free the early queries of indexed prompts, if the method kept all of them until then."""
@@ -392,11 +416,41 @@ class OffloadedLayer(LayerKV):
                 self.recent_queries[seq] = known[:, -RECENT_QUERIES:].clone()
 
     def grow(self) -> None:
-        """Make room for the capacity of the sequences, in a layer that has had a prompt."""
-        if self.plan is not None and self.sparse.room < self.sequences.capacity:
-            with self._lasting(self.slab.data.device):
-                self.plan = self.sparse.grow(self.settings, self.plan)
-                self.sparse.make_room(self.sequences.capacity)
+        """Make room for the capacity of the sequences, and for more rows if these are a share of it, in a layer that has had a
+        prompt."""
+        if self.plan is None or self.room >= self.sequences.capacity:
+            return
+        with self._lasting(self.slab.data.device):
+            longer = self.settings.longer(self.plan, self.sequences.longest)
+            if longer.rows > self.plan.rows:
+                self.slab.widen(self.settings.method.slots(longer.rows))
+                if self.own is not None:
+                    self.own.widen(longer.rows)
+            self.plan = longer
+            self._make_room(self.sequences.capacity)
+
+    def _make_room(self, capacity: int) -> None:
+        """Allocate for `capacity` tokens per sequence. Until capacity grows, no tensor that a step reads moves."""
+        if self.own is not None:
+            self.own.make_room(capacity)
+        if self.reads_table:
+            self.store.table.make_room(capacity, self.slab.data.device)
+        self.room = capacity
+        if self.storage.placement is not None:
+            self.storage.placement.make_room(capacity, self.fixed_bytes())
+
+    def update_table(self) -> None:
+        """Copy the addresses of new blocks to the device, which then waits for their rows."""
+        if self.reads_table:
+            self.storage.order()
+        self.follow_blocks()
+
+    def follow_blocks(self) -> None:
+        """Copy the addresses of new blocks to the device. Their rows may still be in transfer."""
+        if self.reads_table:
+            self.store.table.on(self.slab.data.device)
+            if self.storage.placement is not None:
+                self.storage.placement.device.memory.spills |= self.store.table.some_on_host
 
     def _lasting(self, device: torch.device) -> AbstractContextManager[None]:
         return allocating(self.streams.device.pool(device), device)
@@ -525,7 +579,7 @@ class OffloadedLayer(LayerKV):
         if self.updater is not None:
             self.updater.reorder(sequences)
         self.storage.reorder(sequences)
-        self.sparse.reorder()
+        self.room = 0  # the block tables belong to other sequences now
         self.recent_queries.reorder(sequences)
 
 

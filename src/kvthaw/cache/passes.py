@@ -284,7 +284,7 @@ def preallocate(layers: Sequence[OffloadedLayer], sequences: Sequences, since: i
             if number in numbered and seq not in sequences.idle:
                 layer = numbered[number]
                 layer.preallocate(seq, sequences.length(seq))
-                layer.sparse.update_table()
+                layer.update_table()
 
 
 def expect(layers: Sequence[OffloadedLayer], streams: Streams, seq: int, tokens: int) -> None:
@@ -305,11 +305,11 @@ def expect(layers: Sequence[OffloadedLayer], streams: Streams, seq: int, tokens:
 def follow_blocks(layers: Sequence[OffloadedLayer]) -> None:
     """Copy the addresses of all layers' new blocks to the device in one copy. Separate copies would each wait for KV in
     transfer."""
-    own = [(layer.sparse, layer.store) for layer in layers if layer.sparse.reads_table]
+    own = [layer for layer in layers if layer.reads_table]
     if own:
-        follow([store.table for _, store in own], own[0][0].storage.slab.data.device)
-    for sparse, _ in own:
-        sparse.follow_blocks()
+        follow([layer.store.table for layer in own], own[0].slab.data.device)
+    for layer in own:
+        layer.follow_blocks()
 
 
 def drop(cleared: deque[tuple[LayerKV, int]], most: int | None) -> bool:

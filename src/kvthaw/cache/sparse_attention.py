@@ -13,7 +13,6 @@ from kvthaw.cache.choice import Choice
 from kvthaw.cache.index_api import Transfer
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.layer_storage import LayerStorage
-from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
@@ -34,7 +33,6 @@ class SparseAttention:
     retriever, transfer: None for a method that retrieves nothing.
     selects: this layer's queries select the rows; else the anchor's selection is used.
     everything: attend to all rows where they lie, without a retriever.
-    room: tokens per sequence that there is device memory for.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class SparseAttention:
         self.storage, self.sequences, self.retriever, self.transfer = storage, sequences, retriever, transfer
         self.everything = everything
         self.own = retriever if selects else None
-        self.room = 0
         if self.own is not None:
             fetches = self.own.index.traits.rebuilds or self.own.method.transfer is not None
             self.own.reads_blocks = storage.placement is not None and not fetches
@@ -140,72 +137,3 @@ class SparseAttention:
         slot = slot.repeat_interleave(q_heads // heads, dim=1)
         spread = torch.zeros((batch, q_heads, places + 1), dtype=torch.float32, device=log_weight.device)
         return spread.scatter_(2, slot, log_weight)[:, :, :places]
-
-    # Between steps
-
-    def grow(self, settings: Settings, plan: Plan) -> Plan:
-        """Make room for the rows of longer sequences if their capacity has grown. Returns the sizes in force."""
-        if self.sequences.capacity <= self.room:
-            return plan
-        longer = settings.longer(plan, self.sequences.longest)
-        if longer.rows > plan.rows:
-            self.storage.slab.widen(settings.method.slots(longer.rows))
-            if self.own is not None:
-                self.own.widen(longer.rows)
-        return longer
-
-    def make_room(self, capacity: int) -> None:
-        """Allocate for `capacity` tokens per sequence. Until capacity grows, no tensor that a step reads moves."""
-        if self.room < capacity:
-            if self.own is not None:
-                self.own.make_room(capacity)
-            if self.reads_table:
-                self.storage.store.table.make_room(capacity, self.storage.slab.data.device)
-            self.room = capacity
-            if self.storage.placement is not None:
-                self.storage.placement.make_room(capacity, self.fixed_bytes())
-
-    def update_table(self) -> None:
-        """Copy the addresses of new blocks to the device, which then waits for their rows."""
-        if self.reads_table:
-            self.storage.order()
-        self.follow_blocks()
-
-    def follow_blocks(self) -> None:
-        """Copy the addresses of new blocks to the device. Their rows may still be in transfer."""
-        if self.reads_table:
-            self._table()
-            if self.storage.placement is not None:
-                self.storage.placement.device.memory.spills |= self.storage.store.table.some_on_host
-
-    def reorder(self) -> None:
-        """Forget the room of the block tables, which belong to other sequences now."""
-        self.room = 0
-
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that a captured step reads and writes, without the sequences' lengths."""
-        found = [self.storage.slab.data, self.storage.slab.tickets]
-        if self.retriever is not None:
-            found += self.retriever.tensors()
-        store = self.storage.store
-        if self.reads_table and store.table.addresses.numel():
-            found += [store.table.addresses, store.table.on_host, store.crossed]
-        return found
-
-    def fixed_bytes(self) -> int:
-        """Return the bytes on the device apart from blocks: the slab and, in a layer that selects, the index without rotary
-        tables."""
-        data = self.storage.slab.data
-        counted = [data]
-        if self.own is not None:
-            rotary = self.own.context.rotary
-            shared = [] if rotary is None else [id(rotary.cos), id(rotary.sin)]
-            tensors = [*self.tensors(), *self.own.residency.tensors()]
-            counted = [tensor for tensor in tensors if id(tensor) not in shared]
-        return sum({id(tensor): tensor.nbytes for tensor in counted if tensor.device == data.device}.values())
-
-    @property
-    def reads_table(self) -> bool:
-        """Whether a kernel finds rows through the block table."""
-        in_blocks = self.everything or (self.retriever is not None and self.retriever.reads_blocks)
-        return in_blocks or isinstance(self.transfer, UvaGather)
