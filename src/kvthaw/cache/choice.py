@@ -49,7 +49,7 @@ class EarlyChoice:
 
     selection: with what Index.complete() needs.
     done: the event after which the rows are in their slots; None off a GPU.
-    reads: tensors that the side stream reads until then.
+    reads: the query, and other tensors that the side stream reads until then.
     """
 
     choice: Choice
@@ -62,12 +62,10 @@ class PrefetchedSearch:
     """Predicted queries [B, Hq, T, D] for the coming T tokens, and the running searches for the first of them.
 
     The other tokens are searched when they come, because the index changes before.
-
-    early: the choice for a single token, made already.
     """
 
-    def __init__(self, queries: Tensor, searches: Sequence[Future[Selection]] = (), early: EarlyChoice | None = None) -> None:
-        self.queries, self.searches, self.early = queries, searches, early
+    def __init__(self, queries: Tensor, searches: Sequence[Future[Selection]] = ()) -> None:
+        self.queries, self.searches = queries, searches
 
     def search(self, token: int) -> Future[Selection] | None:
         """Return a token's search, if it has started."""

@@ -198,7 +198,7 @@ class Chooser:
 
     def _spills(self) -> bool:
         """Return whether blocks of full attention lie on the host because the device is full."""
-        layers = (layer for layer in self.layers if isinstance(layer, FullLayer) and layer.plan is not None)
+        layers = (layer for layer in self.layers if isinstance(layer, FullLayer))
         return any(one.store.table.some_on_host and one.storage.room < one.store.allocator.size for one in layers)
 
     def _spilled(self) -> str | None:

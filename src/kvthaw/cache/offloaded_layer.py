@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from kvthaw.cache.sparse_attention import SparseAttention
 from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
-from kvthaw.cache.transfer import BulkCopy, UvaGather
+from kvthaw.cache.transfer import BulkCopy, UvaGather, fetch_choice
 from kvthaw.errors import HostMemoryError
 from kvthaw.kernels.dense import continued
 from kvthaw.kernels.freeze import Span
@@ -52,6 +53,8 @@ from kvthaw.regions import Regions
 _ENGINES = 4096
 """Tokens of a prompt from which copy engines take rows to the host instead of a kernel. They need a copy for each block, and one
 for each head of a block in part, but leave the multiprocessors to attention."""
+_EARLY_PROGRAMS = 128
+"""Programs that fetch rows during an MLP. On an H200 kernels of the MLP stood still until 2,048 programs had their rows."""
 Leaving = tuple[int, int, int]
 """A sequence and the tokens that leave its ring, start .. stop."""
 
@@ -363,10 +366,13 @@ class OffloadedLayer(LayerKV):
         predict: returns the query. It may run on a side stream.
         reads: tensors that `predict` reads.
         """
+        own, transfer = self.own, self.sparse.transfer
         if step.tokens > 1 or self.on_host:
             self.prefetch(predict())
-        else:
-            self.sparse.choose_early(step, predict, *reads)
+        elif own is not None and transfer is not None:
+            transfer = UvaGather(_EARLY_PROGRAMS) if isinstance(transfer, UvaGather) else transfer
+            fetch = partial(fetch_choice, transfer, store=self.store, slab=self.slab, index=own.index)
+            own.choose_early(predict, step.start + 1 - min(step.left_pad), fetch, reads)
 
     def undisturbed(self, tokens: int) -> int:
         """Return how many of the next tokens come before tokens leave a ring and so change the index."""
@@ -416,8 +422,8 @@ class OffloadedLayer(LayerKV):
                 self.recent_queries[seq] = known[:, -RECENT_QUERIES:].clone()
 
     def grow(self) -> None:
-        """Make room for the capacity of the sequences, and for more rows if these are a share of it, in a layer that has had a
-        prompt."""
+        """Make room for the capacity of the sequences, in a layer that has had a prompt. A budget that is a share of the length
+        then gives more rows."""
         if self.plan is None or self.room >= self.sequences.capacity:
             return
         with self._lasting(self.slab.data.device):

@@ -352,8 +352,7 @@ class PrefixCache:
                 ranks = kv.settings.ranks
                 self.host_bytes = ranks.least(available_host_memory(ranks) or 1 << 62) // _SHARE
         for layer in kv.offloaded:
-            if layer.plan is not None:
-                layer.store.kept = self._kept.layers[layer.number]
+            layer.store.kept = self._kept.layers[layer.number]
         kv.streams.memory.reclaim = self.drop_oldest
         return self._tree
 

@@ -47,6 +47,7 @@ class Retriever:
         self._failure: BaseException | None = None  # of a job
         self._unchecked = _CHECKED if self.index.tested else None  # None: check always
         self.prefetched: PrefetchedSearch | None = None
+        self._early: EarlyChoice | None = None  # for the next token
         self._asked_at = -1  # after how many commits an eager step queried the index last
 
     def buffer(self, seqs: int) -> HostSelectionBuffer:
@@ -145,9 +146,10 @@ class Retriever:
 
     def drop_search(self) -> None:
         """Drop the predicted queries and their searches, because the step does not come."""
+        if self._early is not None:  # its event may be of a capture that failed
+            self.streams.early.join(self.context.device)
+            self._early = None
         if self.prefetched is not None:
-            if self.prefetched.early is not None:  # its event may be of a capture that failed
-                self.streams.early.join(self.context.device)
             self.prefetched.drop()
             self.prefetched = None
 
@@ -175,12 +177,11 @@ class Retriever:
         query: [B, Hq, D].
         length: length of the longest sequence.
         """
+        if self._early is not None:
+            early, self._early = self._early, None
+            return self._complete(early, query)
         search, own = None, query
         if self.prefetched is not None:
-            early = self.prefetched.early
-            if early is not None:
-                self.prefetched = None
-                return self._complete(early, query)
             query, search = self.prefetched.queries[:, :, t], self.prefetched.search(t)
         graph = self.streams.graph
         if graph is not None and self.index.traits.on_host:
@@ -277,11 +278,10 @@ class Retriever:
         """
         self.drop_search()
         self.wait()
-        queries, made = list[Tensor](), list[tuple[Choice, Selection]]()
+        made = list[tuple[Choice, Selection, Tensor]]()
 
         def work() -> None:
-            queries.append(predict())
-            query = queries[0][:, :, 0]
+            query = predict()[:, :, 0]
             with self._naming_errors():
                 selection = self.index.select_early(query, self.rows)
             self._check(selection, query)
@@ -291,12 +291,12 @@ class Retriever:
             except BaseException:  # slots may have no rows
                 self.forget_step()
                 raise
-            made.append((choice, selection))
+            made.append((choice, selection, query))
 
         done = self.streams.early.run(reads[0].device, work)
-        (choice, selection), sequences = made[0], self.context.sequences
+        (choice, selection, query), sequences = made[0], self.context.sequences
         self._asked_at = -1 if sequences is None else sequences.commits
-        self.prefetched = PrefetchedSearch(queries[0], early=EarlyChoice(choice, selection, done, tuple(reads)))
+        self._early = EarlyChoice(choice, selection, done, (query, *reads))
 
     def _complete(self, early: EarlyChoice, query: Tensor) -> Choice:
         """Return an early choice, with weights and attention for the layer's own query."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,15 +13,12 @@ from kvthaw.cache.layer_storage import LayerStorage
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
-from kvthaw.cache.transfer import UvaGather, fetch_choice
+from kvthaw.cache.transfer import fetch_choice
 from kvthaw.errors import ConfigError
 from kvthaw.kernels.decode_step import DecodeStep, InSlab
 from kvthaw.kernels.in_place import Every, InPlace, Selected
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
-
-_EARLY_PROGRAMS = 128
-"""Programs that fetch rows during an MLP. On an H200 kernels of the MLP stood still until 2,048 programs had their rows."""
 
 
 class SparseAttention:
@@ -86,15 +80,6 @@ class SparseAttention:
         held = slab.regions, on_device.lengths[:seqs], on_device.starts[:seqs], newest
         places = InSlab(*held, visible) if selected is None else InPlace(*held, selected)
         return sparse_decode(decode_step, places, slab.tickets), choice
-
-    def choose_early(self, step: Step, predict: Callable[[], Tensor], *reads: Tensor) -> None:
-        """Select and fetch rows for a step of one token during the MLP of the layer before; see Retriever.choose_early."""
-        if self.own is None or self.transfer is None:
-            return
-        storage, longest = self.storage, step.start + 1 - min(step.left_pad)
-        transfer = UvaGather(_EARLY_PROGRAMS) if isinstance(self.transfer, UvaGather) else self.transfer
-        fetch = partial(fetch_choice, transfer, store=storage.store, slab=storage.slab, index=self.own.index)
-        self.own.choose_early(predict, longest, fetch, reads)
 
     def _choose(self, retriever: Retriever, step: Step | None, query: Tensor, t: int) -> Choice:
         if self.own is None:
