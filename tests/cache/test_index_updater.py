@@ -30,7 +30,11 @@ class Recorder:
         self.context = SimpleNamespace(q_heads=HEADS, head_dim=DIM)
 
     def submit(self, after: object, job: Any, failed: Any) -> None:
-        job()
+        try:
+            job()
+        except BaseException:
+            failed()
+            raise
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         assert first == SINK

@@ -197,7 +197,7 @@ def test_an_index_that_failed_is_not_searched(model: PreTrainedModel, monkeypatc
         raise MemoryError("no room for more")
 
     monkeypatch.setattr(TreeIndex, "select", lambda *args: asked.append(args))
-    layer.retriever.submit(None, fail)
+    layer.retriever.submit(None, fail, lambda: None)
     layer.prefetch(torch.randn(2, 4, 1, 16))
     with pytest.raises(MemoryError, match="no room"):
         layer.retriever.choose(torch.randn(2, 4, 16), 50)
@@ -211,7 +211,7 @@ def test_the_index_stays_as_it_is_under_a_search(model: PreTrainedModel, monkeyp
     assert group is not None
     slow = Slow(monkeypatch, layer=2)
     changes: dict[str, Callable[[], object]] = {
-        "submit": lambda: group.submit(None, lambda: None),
+        "submit": lambda: group.submit(None, lambda: None, lambda: None),
         "truncate": lambda: group.truncate(0, 50),
         "reorder": lambda: group.reorder([1, 0]),
         "copy": lambda: copy.deepcopy(group),

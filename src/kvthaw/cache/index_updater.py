@@ -224,7 +224,7 @@ class IndexUpdater:
         if old == self.first:
             self._build(row.seq, new, keys, values, queries)
         else:
-            self._append([row.seq], new - old, keys[None], values[None], queries[None])
+            self._append([row.seq], keys[None], values[None], queries[None])
 
     def export(self, seq: int) -> IndexState | None:
         """Return the index's state of a sequence in host memory; None if the sequence is stale.
@@ -268,9 +268,9 @@ class IndexUpdater:
             except CacheError as error:
                 _log.warning("%s; it is rebuilt", error)
                 rows = self._nothing(end - self.first)
-                index.build(seq, self.first, rows[:, :, 0], rows[:, :, 1], self._no_queries())
+                index.build(seq, self.first, rows, rows, self._no_queries())
 
-        self._submit(load, partial(own.enter, State.STALE))
+        self.retriever.submit(self.store.arriving, load, partial(own.enter, State.STALE))
         own.upto = end
 
     def commit(self) -> None:
@@ -284,11 +284,11 @@ class IndexUpdater:
                 continue
             new, queries = own.coming
             rows = self._nothing(new - own.upto)[None]
-            given = [seq], rows[:, :, :, 0], rows[:, :, :, 1], queries[None]
+            given = [seq], rows, rows, queries[None]
             kept = self.snapshot(seq) if seq in self.sequences.paused and self.builds_beside else None
             if kept is None:
                 own.enter(State.INDEXED)
-                self._append(given[0], rows.shape[2], *given[1:])
+                self._append(*given)
             else:
                 side = self._side(seq)
                 side.change(kept.end, side.index.load, seq, kept.held, kept.end)
@@ -307,7 +307,7 @@ class IndexUpdater:
                 keys, values = passed[seq][:, self.first : end].unbind(2)
                 self._build(seq, end, keys, values, self._queries(seq), in_step=True)
             elif self.builds_beside:
-                side, rows = self._side(seq, in_step=True), self._nothing(end - self.first)[:, :, 0]
+                side, rows = self._side(seq, in_step=True), self._nothing(end - self.first)
                 side.change(end, side.index.build, seq, self.first, rows, rows, self._queries(seq))
 
     def drop(self) -> None:
@@ -340,7 +340,7 @@ class IndexUpdater:
             self._build(seq, stop, own[:, :, 0], own[:, :, 1], self._queries(seq))
         if known:
             rows = self._given(rows if len(known) == len(rows) else torch.stack([rows[i] for i in known]))
-            self._append([spans[i][0] for i in known], rows.shape[2], rows[:, :, :, 0], rows[:, :, :, 1], None)
+            self._append([spans[i][0] for i in known], rows[:, :, :, 0], rows[:, :, :, 1], None)
 
     def built(self, seq: int, timeout: float | None = 0.0) -> bool:
         """Return whether take_built() would not wait.
@@ -356,7 +356,9 @@ class IndexUpdater:
         side, own.side = own.side, None
         if side is not None:
             own.enter(State.INDEXED)
-            self._submit(lambda: index.load(seq, side.export(), side.end), partial(own.enter, State.STALE))
+            self.retriever.submit(
+                self.store.arriving, lambda: index.load(seq, side.export(), side.end), partial(own.enter, State.STALE)
+            )
             own.upto = side.end
 
     def renew(self, ends: Mapping[int, int]) -> None:
@@ -375,14 +377,22 @@ class IndexUpdater:
                 continue
             if not stale and self.retriever.index.traits.on_host and 4 * (end - old) < old - self.first:
                 rows = self._nothing(end - old)[None]
-                self._append([seq], end - old, rows[:, :, :, 0], rows[:, :, :, 1], None)
+                self._append([seq], rows, rows, None)
                 continue
             self.rebuild(seq, end)
 
     def rebuild(self, seq: int, end: int) -> None:
-        """Build the index of a sequence from the store, up to `end`."""
-        rows = self._stored(seq, self.first, end)
-        self._build(seq, end, rows[:, :, 0], rows[:, :, 1], self._queries(seq))
+        """Build the index of a sequence from the store, up to `end`. The host does not wait for a GPU."""
+        data, tokens = self.slab.data, end - self.first
+        if self.retriever.index.traits.on_host:
+            keys = values = self._nothing(tokens)
+        elif data.is_cuda:
+            rows = data.new_empty((data.shape[1], tokens, *data.shape[3:]))
+            self.retriever.streams.prefetcher.read(self.store, seq, self.first, rows)
+            keys, values = rows.unbind(2)
+        else:
+            keys, values = self.store.read(seq, self.first, end).unbind(2)
+        self._build(seq, end, keys, values, self._queries(seq))
 
     def rollback(self, seq: int, start: int) -> None:
         """Remove the positions >= start from the index, exactly if it can undo its latest append."""
@@ -455,10 +465,12 @@ class IndexUpdater:
             own.enter(State.STALE)
 
         own.enter(State.INDEXED, in_step=in_step)
-        self._submit(partial(self.retriever.index.build, seq, self.first, keys, values, queries), failed)
+        self.retriever.submit(
+            self.store.arriving, partial(self.retriever.index.build, seq, self.first, keys, values, queries), failed
+        )
         own.upto, own.last = end, None
 
-    def _append(self, sequences: list[int], n: int, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+    def _append(self, sequences: list[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         starts, index = [(seq, self._of[seq], self.indexed(seq)) for seq in sequences], self.retriever.index
 
         def failed() -> None:
@@ -466,24 +478,17 @@ class IndexUpdater:
                 own.upto = end = min(own.upto, start)
                 index.truncate(seq, end if end > self.first else 0)  # some of the sequences may have their tokens already
 
-        self._submit(partial(index.append, sequences, keys, values, queries), failed)
+        self.retriever.submit(self.store.arriving, partial(index.append, sequences, keys, values, queries), failed)
         for _, own, start in starts:
-            own.upto, own.last = start + n, start
-
-    def _submit(self, job: Callable[[], None], failed: Callable[[], None]) -> None:
-        """Update the index now, or on the worker thread; if that raises, undo the watermark."""
-        try:
-            self.retriever.submit(self.store.arriving, job, failed)
-        except BaseException:
-            failed()
-            raise
+            own.upto, own.last = start + keys.shape[2], start
 
     def _given(self, rows: Tensor) -> Tensor:
         """Return rows [..., D] as the index takes them: without channels if it works on the host, where it reads the store."""
         return rows.new_empty((*rows.shape[:-1], 0)) if self.retriever.index.traits.on_host else rows
 
     def _nothing(self, rows: int) -> Tensor:
-        return self.slab.data.new_empty((self.slab.data.shape[1], rows, 2, 0))
+        """Return keys or values [H, n, 0] for an index on the host."""
+        return self.slab.data.new_empty((self.slab.data.shape[1], rows, 0))
 
     def _queries(self, seq: int) -> Tensor:
         """Return the last queries of a sequence's prompt, [Hq, W, D]; W is 0 if it had no prompt."""
@@ -493,14 +498,3 @@ class IndexUpdater:
     def _no_queries(self) -> Tensor:
         context = self.retriever.context
         return self.slab.data.new_empty((context.q_heads, 0, context.head_dim))
-
-    def _stored(self, seq: int, start: int, stop: int) -> Tensor:
-        """Return rows start .. stop of a sequence for the index, from the store, on the device. The host does not wait."""
-        data = self.slab.data
-        if self.retriever.index.traits.on_host:
-            return self._nothing(stop - start)
-        if not data.is_cuda:
-            return self.store.read(seq, start, stop)
-        rows = data.new_empty((data.shape[1], stop - start, *data.shape[3:]))
-        self.retriever.streams.prefetcher.read(self.store, seq, start, rows)
-        return rows

@@ -56,19 +56,21 @@ class Retriever:
             self._buffers[seqs] = HostSelectionBuffer(self.context, seqs, self.rows, self.residency.slots)
         return self._buffers[seqs]
 
-    def submit(
-        self, after: torch.cuda.Event | None, job: Callable[[], None], failed: Callable[[], None] = lambda: None
-    ) -> None:
+    def submit(self, after: torch.cuda.Event | None, job: Callable[[], None], failed: Callable[[], None]) -> None:
         """Update the index: on the worker thread if it works on the host, else now.
 
         after: event that the job on the thread waits for.
-        failed: called by wait() if the job on the thread raised.
+        failed: called if the job raised; for a job on the thread, by wait().
         """
-        if self.index.traits.on_host:
-            self._wait_for_search()
-            self._jobs.append((self.streams.submit(after, job, self.group), failed))
-        else:  # reads of the store wait for rows in transfer, see HostStore.read_keys
-            job()
+        try:
+            if self.index.traits.on_host:
+                self._wait_for_search()
+                self._jobs.append((self.streams.submit(after, job, self.group), failed))
+            else:  # reads of the store wait for rows in transfer, see HostStore.read_keys
+                job()
+        except BaseException:
+            failed()
+            raise
 
     def wait(self) -> None:
         """Wait for all index updates and searches.
