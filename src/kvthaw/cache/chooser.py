@@ -13,7 +13,7 @@ from kvthaw.cache.plan import Settings
 from kvthaw.cache.sequences import Sequences, roomier
 from kvthaw.cache.step import Held, Step
 from kvthaw.cache.streams import Streams
-from kvthaw.cache.window import WindowLayer, window_layers
+from kvthaw.cache.window import WindowLayer
 from kvthaw.config import Crossing
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.formatting import counted, human
@@ -339,20 +339,25 @@ def offloaded_numbers(settings: Settings, numbers: Sequence[int], depth: int) ->
 
 def make_layers(
     settings: Settings, numbers: Sequence[int], depth: int, windows: Mapping[int, Span], sequences: Sequences, streams: Streams
-) -> list[OffloadedLayer | DenseLayer | WindowLayer]:  # fmt: skip
-    """Return the layers of a cache in order. An anchor leads the offloaded layers up to the next anchor. Arguments as for
-    KVCache."""
+) -> list[Layer]:
+    """Return the layers of a cache in order. Arguments as for KVCache.
+
+    An anchor leads the offloaded layers up to the next anchor. The first layer of a window's span leads the others.
+    """
     method, offloaded = settings.method, offloaded_numbers(settings, numbers, depth)
-    local, leader = window_layers(windows, sequences), None
-    layers: list[OffloadedLayer | DenseLayer | WindowLayer] = []
+    layers, leader, leaders = list[Layer](), None, dict[Span, WindowLayer]()
     for i in sorted((*numbers, *windows)):
-        if i not in offloaded:
-            layers.append(local[i] if i in local else DenseLayer(i, sequences, settings.method.prompt_queries))
-            continue
-        anchor = method.index is None or settings.selects(i, offloaded, depth)
-        if not anchor and leader is None:
-            raise ConfigError(f"anchors is {method.anchors}; layer {i} comes before the first and has nothing to follow")
-        layer = OffloadedLayer(i, settings, streams, sequences, None if anchor else leader)
-        leader = layer if anchor else leader
-        layers.append(layer)
+        if i in windows:
+            local = WindowLayer(i, sequences, windows[i], leaders.get(windows[i]))
+            leaders.setdefault(windows[i], local)
+            layers.append(local)
+        elif i in offloaded:
+            anchor = method.index is None or settings.selects(i, offloaded, depth)
+            if not anchor and leader is None:
+                raise ConfigError(f"anchors is {method.anchors}; layer {i} comes before the first and has nothing to follow")
+            layer = OffloadedLayer(i, settings, streams, sequences, None if anchor else leader)
+            leader = layer if anchor else leader
+            layers.append(layer)
+        else:
+            layers.append(DenseLayer(i, sequences, method.prompt_queries))
     return layers

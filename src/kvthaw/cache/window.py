@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -148,13 +148,3 @@ class WindowLayer(DeviceLayer):
         if self._allocated:
             self.slab.reorder(torch.tensor(sequences, device=self.slab.data.device))
             self._before = None, {}
-
-
-def window_layers(spans: Mapping[int, Span], sequences: Sequences) -> dict[int, WindowLayer]:
-    """Make a layer for each span, by number. The first layer of each span leads the others."""
-    leaders: dict[Span, WindowLayer] = {}
-    layers: dict[int, WindowLayer] = {}
-    for number, span in sorted(spans.items()):
-        layers[number] = WindowLayer(number, sequences, span, leaders.get(span))
-        leaders.setdefault(span, layers[number])
-    return layers
