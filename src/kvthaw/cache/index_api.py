@@ -200,7 +200,10 @@ class Tables(ABC):
         raise CacheError(f"{type(self).__name__} has no load()")
 
     def join(self) -> None:  # noqa: B027
-        """Make the current stream wait for work that runs on another stream. The host does not wait."""
+        """Run work that is queued with other layers' work, and make the current stream wait for it. The host does not wait.
+
+        select() of a class that defines this calls it first.
+        """
 
 
 class Index(Tables):

@@ -104,7 +104,8 @@ class KVCache:
         if step is None:
             raise CacheError(f"layer {layer.number} was given tokens that the first layer was not")
         if step.tokens == 1 and not step.dense:
-            self.sequences.place(step, 0, query.device)
+            if self.sequences.known.get("placed") != (step, 0):  # by the first layer, or after one that shares another's keys
+                self.sequences.place(step, 0, query.device)
             out = layer.decode(step, 0, query[:, :, 0], (key[:, :, 0], value[:, :, 0]), attention)[:, :, None]
         elif isinstance(layer, OffloadedLayer) and not step.dense:
             self._checkpoints.save(layer, step, (query, key, value), attention)

@@ -73,10 +73,14 @@ class Retriever:
             raise
 
     def wait(self) -> None:
-        """Wait for all index updates and searches.
+        """Wait for all index updates and searches, and run the work that the index has queued.
 
         Raises the error of an update at every call until recover(), since an index that lacks tokens must not be searched.
         """
+        self._wait_for_updates()
+        self.index.join()  # as a replayed step does not
+
+    def _wait_for_updates(self) -> None:
         self._wait_for_search()
         jobs, self._jobs = self._jobs, []
         for job, failed in reversed(jobs):  # reversed, so that the first that failed decides
@@ -88,7 +92,6 @@ class Retriever:
             raise CacheError(f"layer {self.context.layer}: {self._failure}") from self._failure
         if self._failure is not None:
             raise self._failure
-        self.index.join()  # as a replayed step does not
 
     def recover(self) -> None:
         """Clear the error of an update, which is then repeated. Waits for running jobs."""
@@ -189,7 +192,7 @@ class Retriever:
         if graph is not None and self.index.traits.on_host:
             choice = self._recorded(query, graph)
         else:
-            self.wait()
+            self._wait_for_updates()  # select() runs what is queued
             with self._naming_errors():
                 selection = self._now(query, own) if search is None else search.result()
             self._asked_at = -1 if self.context.sequences is None else self.context.sequences.commits

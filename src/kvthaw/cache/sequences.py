@@ -341,11 +341,9 @@ class Sequences:
     # On the device
 
     def place(self, step: Step, token: int, device: torch.device) -> None:
-        """Set the device's lengths to token `token` of the step, counted from 0. The first layer sets them; later calls do
-        nothing."""
-        if self.known.get("placed") != (step, token, device):
-            self._set(step.lengths(token + 1), device)
-            self.known["placed"] = step, token, device
+        """Set the device's lengths to token `token` of the step, counted from 0."""
+        self._set(step.lengths(token + 1), device)
+        self.known["placed"] = step, token
 
     def packed_ends(self, step: Step, device: torch.device) -> Tensor:
         """Return where the prompts of a step that has several begin and end in their row, [prompts + 1] int32."""

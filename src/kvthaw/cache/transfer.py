@@ -60,11 +60,10 @@ class BulkCopy:
 
         fetch, slots: [B, H, M] int32; -1 in fetch skips.
         """
-        host.wait()
         fetch = fetch.cpu()
         if host.allocator.device is not None:
             host.crossed[0] += crossing(host.table.which_on_host(), host.block_size, fetch).sum().to(host.crossed.device)
-        self.copy(host.gather, host.format, slab, fetch, slots.cpu(), pinned=host.pinned)
+        self.copy(host.gather, host.format, slab, fetch, slots.cpu(), pinned=host.allocator.pinned)
 
     def copy(self, gather: Gather, format: RowFormat, slab: Slab, fetch: Tensor, slots: Tensor, *, pinned: bool) -> None:
         """Copy rows as fetch() does, from where `gather` finds them.

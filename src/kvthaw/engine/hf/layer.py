@@ -280,10 +280,8 @@ class CacheLayer(TaggingLayer):
             if id(module) not in shared.modules:
                 raise CacheError("this cache belongs to another model")
             self.remember_module(module)
-            count = 1 if cache.sequences.filling else cache.sequences.count
-            whole = batch == count or (cache.sequences.room and not cache.sequences.filling and batch < count)
-            if held and not whole:  # a running batch may leave out its last sequences
-                raise CacheError(f"the cache holds {count} rows and was given {batch}; use one cache for each batch")
+            if held and self.first:
+                self._check_rows(batch)
             if mask is not None:  # in a batch nothing is padded; some models still make a mask of ones (OPT, until 5.23)
                 mask = None if cache.sequences.room or serves(cache) else as_bool(mask)
             pads, own = shared.read_mask(mask, batch, before, steps)
@@ -299,6 +297,13 @@ class CacheLayer(TaggingLayer):
             else:
                 out = cache.attend_again(self.kv, query, key, value, attention)
             return out if mask is None or not own else attention_by_mask(query, key, value, mask[:, :, -steps:], attention)
+
+    def _check_rows(self, batch: int) -> None:
+        """Raise CacheError unless a step has a row for each sequence. A running batch may leave out its last sequences."""
+        sequences = self.shared.kv.sequences
+        count = 1 if sequences.filling else sequences.count
+        if batch != count and not (sequences.room and not sequences.filling and batch < count):
+            raise CacheError(f"the cache holds {count} rows and was given {batch}; use one cache for each batch")
 
     def check(self, key: Tensor, pads: list[int], before: int) -> None:
         """Raise the errors of a step that are known before the first layer stores its tokens, and reserve blocks for them.
