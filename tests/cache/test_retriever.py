@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.cache import retriever
 from kvthaw.cache.retriever import Retriever
 from zoo import prompt
 
@@ -39,3 +41,21 @@ def test_a_selection_buffer_stays_while_there_are_as_many_sequences(llama: PreTr
     assert group.buffer(2) is buffer
     group.reorder([0, 0, 1])
     assert group.buffer(3).query.shape[0] == 3
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_failed_step_undoes_a_select_that_ran(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    """One that was recorded for a capture that failed never ran."""
+    group, undone = group_of(llama, "quest"), list[None]()
+    group.index = copy.copy(group.index)
+    group.index.unask = lambda: undone.append(None)  # type: ignore[method-assign]
+    context = group.context
+    assert context.sequences is not None
+    context.sequences.place_committed(context.device)
+    monkeypatch.setattr(retriever, "capturing", lambda device: captured)
+    group.choose(torch.zeros(2, context.q_heads, context.head_dim), 90)
+    group.forget_step()
+    group.forget_step()
+    assert len(undone) == (not captured)

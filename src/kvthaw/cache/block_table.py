@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.host_memory import Block
+from kvthaw.kernels.gpu import capturing
 
 Change = tuple[Tensor, list[int]]
 """A view of a table's tensor, and the values to write there."""
@@ -126,7 +127,7 @@ def follow(tables: Sequence[BlockTable], device: torch.device) -> list[Tensor]:
     """Write the changes of several tables with one copy to the device. Returns their `addresses`. No host sync."""
     try:
         if every := [change for table in tables for change in table.changes(device)]:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if capturing(device):
                 raise RuntimeError("blocks have moved while a step is captured; every replay would bring these addresses back")
             numbers = upload([number for _, its in every for number in its], torch.int64, device)
             torch._foreach_copy_([mine for mine, _ in every], numbers.split([len(its) for _, its in every]))

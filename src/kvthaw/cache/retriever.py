@@ -19,6 +19,7 @@ from kvthaw.cache.index_api import Index, IndexContext, Method, Selection
 from kvthaw.cache.pool import Residency
 from kvthaw.cache.streams import SegmentedGraph, Streams
 from kvthaw.errors import CacheError, KvthawError
+from kvthaw.kernels.gpu import capturing
 
 _CHECKED = 3
 """How many of the first choices of tested indexes are checked. Choices of other indexes are checked in all eager steps."""
@@ -195,7 +196,7 @@ class Retriever:
             self._wait_for_updates()  # select() runs what is queued
             with self._naming_errors():
                 selection = self._now(query, own) if search is None else search.result()
-            self._asked_at = -1 if self.context.sequences is None else self.context.sequences.commits
+            self._note(query)
             self._check(selection, query)
             choice = self._admit(selection, query, length)
         self.choices.append(choice)
@@ -214,6 +215,11 @@ class Retriever:
         blocks = (store.table.on_host, store.block_size) if self.reads_blocks else None
         return Choice(selection, *self.residency.admit(selection.rows, blocks=blocks))
 
+    def _note(self, query: Tensor) -> None:
+        """Note that this step has queried the index, which forget_step() undoes. A captured select() does not run yet."""
+        sequences = self.context.sequences
+        self._asked_at = -1 if sequences is None or capturing(query.device) else sequences.commits
+
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:
         """Convert an index's ValueError, such as for a query that is not finite, into a CacheError."""
@@ -227,7 +233,7 @@ class Retriever:
     def _check(self, selection: Selection, query: Tensor) -> None:
         """Check the index's selection: at first for tested indexes, always for others, never while a step is captured."""
         sequences = self.context.sequences
-        if self._unchecked == 0 or sequences is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if self._unchecked == 0 or sequences is None or capturing(query.device):
             return
         check_selection(
             selection,
@@ -299,8 +305,8 @@ class Retriever:
             made.append((choice, selection, query))
 
         done = self.streams.early.run(reads[0].device, work)
-        (choice, selection, query), sequences = made[0], self.context.sequences
-        self._asked_at = -1 if sequences is None else sequences.commits
+        choice, selection, query = made[0]
+        self._note(query)
         self._early = EarlyChoice(choice, selection, done, (query, *reads))
 
     def _complete(self, early: EarlyChoice, query: Tensor) -> Choice:

@@ -26,6 +26,7 @@ from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.kv_prefetcher import KVPrefetcher
+from kvthaw.kernels.gpu import capturing
 
 _Found = TypeVar("_Found")
 Observer = Callable[[Any, Tensor, Any], None]
@@ -83,7 +84,7 @@ class Streams:
 
     def follow(self, device: torch.device) -> None:
         """Register the model's current stream. Memory that is freed and reused on any thread then waits for its reads."""
-        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and not capturing(device):
             current = torch.cuda.current_stream(device)
             if current not in self.device.streams:
                 self.device.streams.append(current)

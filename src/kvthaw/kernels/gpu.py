@@ -32,6 +32,11 @@ def nvidia(device: torch.device, least: tuple[int, int] = (7, 0)) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= least
 
 
+def capturing(device: torch.device) -> bool:
+    """Return whether the device's current stream is recorded into a CUDA graph: what is launched now does not run yet."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 if HAS_TRITON:
     import triton.language as tl
 
