@@ -59,7 +59,7 @@ def reproduce(
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Measure a table or figure of a paper at the paper's settings, and print the paper's numbers beside ours."""
+    """Measure a table or figure of a paper at the paper's settings, and print the paper's numbers next to ours."""
     from kvthaw.errors import ConfigError, KvthawError
     from kvthaw.evaluate.results import ResultsFile
     from lab.evaluate.plot import check, save

@@ -1,4 +1,4 @@
-"""The tables and figures of the four papers, each under a name, with the paper's numbers beside ours."""
+"""The tables and figures of the four papers, each under a name, with the paper's numbers next to ours."""
 
 from __future__ import annotations
 

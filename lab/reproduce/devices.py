@@ -30,8 +30,11 @@ Call = Callable[[], Any]
 
 
 def pipelined(lab: Lab, rows: Sequence[str], shape: str, length: int) -> tuple[Found, str]:
-    """Return seconds of a prompt: the prefill, then offloading and indexing (the first row), or all of it beside each other, in one
-    pass (the second) or in chunks, as a prompt that is longer than CHUNK comes by default."""
+    """Return seconds of a prompt.
+
+    The first row offloads and indexes after the prefill. The second does so during the prefill, in one pass. The third does so in
+    chunks, as `attach` splits a prompt that is longer than CHUNK.
+    """
     device, size = where()[0], QUICK if lab.quick else length
     lab.bench.prepare("tiny" if lab.quick else shape)
     model, found = lab.bench.model, Found()

@@ -77,7 +77,7 @@ def _lines(axes: Any, numbers: Numbers, outcome: Outcome) -> None:
     for number, row in enumerate(outcome.said.rows):
         known = [(place, v) for place, c in enumerate(columns) if isinstance(v := numbers[row].get(c), float | int)]
         if known:
-            joined = [point for point in known if any(map(str.isdigit, columns[point[0]]))]  # others sum up, beside the line
+            joined = [point for point in known if any(map(str.isdigit, columns[point[0]]))]  # others sum up, off the line
             axes.plot(*zip(*known, strict=True), "o", markersize=3, color=_colour(number), label=row)
             axes.plot([place for place, _ in joined], [value for _, value in joined], color=_colour(number))
     axes.set_xticks(range(len(columns)), columns, fontsize=7, rotation=30)

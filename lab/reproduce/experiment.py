@@ -132,7 +132,7 @@ def experiments(paper: str, plans: Mapping[str, Measurement]) -> tuple[Experimen
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The paper's numbers beside ours.
+    """The paper's numbers next to ours.
 
     differs: in what the run differs from the paper's, settings that it does not give aside.
     left_out: a sentence for each of the columns that could not be measured here.
@@ -175,7 +175,7 @@ class Outcome:
 
 
 def run(experiment: Experiment, lab: Lab) -> Outcome:
-    """Measure an experiment, or read from the lab's results what is known of it."""
+    """Measure an experiment, or read its cells from the lab's results."""
     check([experiment], lab)
     (model, said), before = experiment.said(lab.name), len(lab.left_out)
     with registered():

@@ -119,8 +119,11 @@ class Lab:
         return self.apart(small) if each_head else small
 
     def apart(self, variant: Variant) -> Variant:
-        """Return an IceCache whose budget is of each query head, as its paper counts: beside the regions of that budget, as many
-        rows for every head of a KV head, and the union uncut. Of a fraction the regions are of the whole."""
+        """Return an IceCache whose budget is of each query head, as its paper counts.
+
+        It has the regions of that budget. Every query head of a KV head selects the budget's remaining rows, and the union is not
+        cut. The regions of a fraction are of the whole.
+        """
         method, config = resolve(variant.method), self.loaded[0].config.get_text_config(decoder=True)
         if not variant.method.startswith("icecache") or variant.budget is None:
             return variant

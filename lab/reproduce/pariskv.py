@@ -1,7 +1,7 @@
 """How ParisKV's tables and figures are measured; what the paper says is in papers/pariskv.toml.
 
-Rows of accuracy have regions as in table 1, which the paper keeps the same in all methods (section 5), and appendix D.1; those of
-speed (appendix D.2) sink 128 and local window 512, MagicPIG's the same, PQCache's its own.
+Rows of accuracy have regions as in table 1, which the paper keeps the same in all methods (section 5), and appendix D.1. Rows of
+speed (appendix D.2) have sink 128 and local window 512, MagicPIG too; PQCache has its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OWN = {
     "gpqa_diamond": {"pariskv": "window=128:full_threshold=2048"},
     "math500": {"pariskv": "buffer=256:full_threshold=1024"},
 }
-"""What table 1 has beside the method's own; the prompts of other benchmarks are longer than its threshold."""
+"""What table 1 adds to the method's own; the prompts of other benchmarks are longer than its threshold."""
 _SPLIT = ("Short-Easy", "Short-Hard", "Medium-Easy", "Medium-Hard", "Long-Easy", "Long-Hard")
 _V2 = Scores({"Overall": Score("longbench_v2_cot")} | {
     name: Score("longbench_v2_cot", " ".join(reversed(name.lower().split("-")))) for name in _SPLIT

@@ -121,7 +121,7 @@ def metric(records: Sequence[Record], score: Score) -> float | None:
 class Asked:
     """Tasks that are made.
 
-    columns: -> task, and tokens of the prompt, or words if so many.
+    columns: -> task, and the length of the prompt in tokens; in words, if `words`.
     depths: where the facts stand.
     each_head: budgets are of each query head, see Lab.variant.
     """
@@ -164,14 +164,17 @@ class Asked:
         return Job(task, length, lab.limit or self.samples, depths=self.depths, probe=0, text=lab.text)
 
     def _tokens(self, lab: Lab, task: str, words: int) -> int:
-        """Return about how many tokens a prompt of so many words has."""
+        """Return about how many tokens a prompt of `words` words has."""
         sample, at = find(task).sample(lab.loaded[1], length=4096, seed=0), 4096
         return words * at // len(sample.prompt.split())
 
 
 @dataclass(frozen=True)
 class Read:
-    """Perplexity of a book after growing lengths, a column each; deviation: the largest over full attention's at any of them."""
+    """Perplexity of a book after growing lengths, a column each.
+
+    The column "deviation" is the largest difference from full attention's at any of them.
+    """
 
     lengths: tuple[int, ...]
     steps: int

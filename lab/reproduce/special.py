@@ -218,7 +218,7 @@ def shares(lab: Lab, rows: Sequence[str], lengths: dict[str, int], prompt: str, 
 
 
 def static_shares(base: Cache, method: str, count: int) -> dict[int, float]:
-    """Return the automatic static share of each layer that retrieves so many of a cache's tokens."""
+    """Return the automatic static share of each layer that retrieves `count` of a cache's tokens."""
     cache = base.fork(method, retrieved=count)
     cache.wait()
     indexes = {layer.number: layer.retriever.index for layer in cache.kv.offloaded if layer.retriever is not None}

@@ -28,9 +28,13 @@ MEASURES: dict[str, Callable[[Record], float]] = {
     "amortised-%": lambda record: 100 * (record["tpot_s"] / record["itl_p50_s"] - 1),
     "refresh-%": lambda record: 12800 * (record["tpot_s"] / record["itl_p50_s"] - 1),
 }
-"""What is read of a record. total: until the last token, or the 256th or 512th of more. index-%: what comes between the first token
-and the second beside a step, of the prefill. amortised-%: what a mean step takes over the median one; refresh-%: the same, were it
-one step in 128."""
+"""What is read of a record.
+
+total: until the last token, or the 256th or 512th of more.
+index-%: the time from the first token to the second, less a step, as a share of the prefill.
+amortised-%: what a mean step takes over the median one.
+refresh-%: the same, if one step in 128 took all of it.
+"""
 
 
 _OF_STEPS = ("tpot", "tpot-ms", "throughput", "memory", "hits", "amortised-%", "refresh-%")
@@ -42,7 +46,7 @@ def _total(record: Record, steps: int) -> float:
 
 
 class Timing(NamedTuple):
-    """A measure of MEASURES after a prompt of so many tokens, in each row of a batch, over so many steps."""
+    """A measure of MEASURES after a prompt of `length` tokens in each row of a batch, over `new_tokens` steps."""
 
     length: int
     measure: str

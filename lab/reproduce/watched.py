@@ -1,4 +1,4 @@
-"""Plans over selections beside exact attention, step by step: recall and attention mass, by budget, layer, length or position."""
+"""Plans that compare selections with exact attention step by step: recall and attention mass by budget, layer, length, position."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def written(lab: Lab, base: Cache, logits: Tensor, steps: int, seed: int = 0) ->
 
 
 def prompts(lab: Lab, source: View, samples: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the tokens of each prompt, and those that follow where the text says them."""
+    """Yield the tokens of each prompt, and the tokens that follow if the text has them."""
     tokenizer = lab.loaded[1]
     if source.prompt == "text":
         first, body = opening(tokenizer), tokens_of(tokenizer, lab.text)

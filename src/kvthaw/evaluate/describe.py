@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import torch
@@ -69,11 +70,14 @@ def _nbytes(index: Index) -> int:
 
 
 def markdown() -> str:
-    """Return the table of all methods, as docs/methods.md has it."""
+    """Return the table of all methods and the list of differences from their papers, as docs/methods.md has them."""
     rows = [describe(resolve(name)) for name in METHODS]
+    differ = {row["name"]: row.pop("differs_from_the_paper_in") for row in rows}
     lines = ["| " + " | ".join(column.replace("_", " ") for column in rows[0]) + " |", "|" + "---|" * len(rows[0])]
     lines += ["| " + " | ".join(word(value) for value in row.values()) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    items = [f"- `{name}`: {said}." for name, said in differ.items() if said != "-"]
+    wrapped = [textwrap.fill(item, 132, subsequent_indent="  ", break_on_hyphens=False) for item in items]
+    return "\n".join([*lines, "", "Each differs from its paper in:", "", *wrapped]) + "\n"
 
 
 def word(value: Any) -> str:

@@ -68,7 +68,7 @@ def icecache(*, preset: Preset = "paper", reuse: int = 1, threads: int = 0, tran
         differs="rows lie in token order; the union of pages is cut to the budget, "
         "which is a KV head's, not a query head's (`merge=each`: uncut); every member measured is ranked, not the k best of "
         "each node (`answers=best`: those); parents are found "
-        "level by level; a layer is copied and indexed after its attention, not beside it; "
+        "level by level; a layer is copied and indexed after its attention, not during it; "
         "regions shrink below 160; a new promoted key takes over "
         "nearer ones; ratio, k, page size, sink, window and P-DCI's share are kvthaw's, the paper gives none",
         choose="reproducing the paper",
