@@ -135,7 +135,7 @@ class NodeIndex(BatchedIndex, tested=True):
         return node_digests(keys, order, stops.expand(heads, -1), self.config.outliers)[0]
 
     def extend(self, keys: Tensor, places: Sequence[Destination]) -> None:
-        self._extend(keys, places, None)
+        self.add_keys(keys, places, None)
         alike: dict[int, list[Destination]] = {}
         for place in places:
             alike.setdefault(place.kept, []).append(place)

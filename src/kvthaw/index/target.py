@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Full(NamedTuple):
-    """A batch of a sequence: it begins at `begin` in the map and at unit `before`."""
+    """Where a batch of a sequence begins: at place `begin` of the map and at unit `before`."""
 
     seq: int
     begin: int

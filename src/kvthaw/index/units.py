@@ -29,6 +29,9 @@ from kvthaw.kernels.unit_select import Policy, unit_select
 class UnitIndex(Index):
     """Tables of units, and selection by digest. Subclasses say how a batch becomes units.
 
+    A digest is the mean of a unit's keys, or the box around them (`spread`). A subclass with digests of another kind overrides
+    both digest() and extend(), as NodeIndex does. A subclass with another score replaces `choice`.
+
     All tables are on the device, with a capacity that doubles, and are written in place. Data that an append overwrites is
     kept, or can be recomputed, until the next append, so that undo() works.
 
@@ -48,7 +51,7 @@ class UnitIndex(Index):
     spread: Spread | None = None
     """A digest is the box around a unit's keys; None: their mean."""
     choice = staticmethod(unit_select)
-    """What selects units for a query."""
+    """Ranks units for a query and returns rows and counts. It takes the arguments of `unit_select` and reads only tables."""
     tables: Mapping[str, str | None] = {"digests": "units", "stops": "ends", "counts": None, "recent": None, "order": "tokens"}
     """Attributes that are tensors of all sequences, by what their third dimension counts."""
 
@@ -72,7 +75,12 @@ class UnitIndex(Index):
     # What a method adds
 
     def digest(self, keys: Tensor) -> Tensor:
-        """keys [H, n, D] -> digests [H, ceil(n / size), E] of units of `size` tokens in text order, the last one partial."""
+        """Return the digests [H, ceil(n / size), E] of units of `size` tokens in text order, the last one partial.
+
+        An append calls this only if `recent` cannot hold the kept keys and the new ones. Otherwise extend() writes the digests.
+
+        keys: [H, n, D].
+        """
         return means(keys, self.size) if self.spread is None else page_bounds(keys, self.size, spread=self.spread)
 
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
@@ -323,10 +331,18 @@ class UnitIndex(Index):
         self.sync_counts(seqs)
 
     def extend(self, keys: Tensor, places: Sequence[Destination]) -> None:
-        """Keys [R, H, n, D] enter the tables at their places, and the units that they begin or fill get digests; see defer()."""
-        self._extend(keys, places, self.digests)
+        """Write keys [R, H, n, D] to the tables at their places, and digests of the units that they begin or fill; see defer().
 
-    def _extend(self, keys: Tensor, places: Sequence[Destination], digests: Tensor | None) -> None:
+        The kernel computes means, or boxes as `spread` asks. It does not call digest(). A subclass with digests of another kind
+        calls add_keys() without digests and writes its own.
+        """
+        self.add_keys(keys, places, self.digests)
+
+    def add_keys(self, keys: Tensor, places: Sequence[Destination], digests: Tensor | None) -> None:
+        """Queue the kernel that writes keys [R, H, n, D], stops and counts at their places.
+
+        digests: the table in which the kernel writes means or boxes; None: the caller writes the digests.
+        """
         added = Added(keys, Tables(self.recent, self.stops, self.counts, self.order if self.mapped else None, digests))
         alike = tuple(places), self.size, self.first, self.spread
         work = partial(extend, places=alike[0], size=self.size, first=self.first, spread=self.spread)
