@@ -311,7 +311,8 @@ class Transfer(Protocol):
 
 @dataclass(frozen=True)
 class Method:
-    """How a layer group selects its rows. A method is one file in kvthaw.methods and one line in METHODS.
+    """How a layer group selects its rows. A method is one file in kvthaw.methods and one line in `OWN`
+    (`method_names.py`).
 
     name: its key in METHODS.
     paper: its source.
