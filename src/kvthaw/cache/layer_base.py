@@ -139,6 +139,9 @@ class LayerKV(Protocol):
 
     Shapes: query [B, Hq, T, D]; key, value [B, H, T, D]. B is 1 for a step of one sequence. Layers hold no lengths:
     `sequences` does, and the owner of all layers commits them after the last layer. Until then every call may be repeated.
+
+    A kind of layer inherits from this class and overrides every method except begin, queries and length. `make_layers`
+    (`cache/chooser.py`) makes the layers of a cache.
     """
 
     number: int

@@ -47,6 +47,7 @@ Part = tuple[str, float, dict[str, Tensor]]
 Item = TypeVar("Item")
 Done = TypeVar("Done")
 FORMAT = 4
+"""Version of the form on disk. read_header() refuses every other one; CONTRIBUTING.md says when to raise it."""
 _log = logging.getLogger(__name__)
 _HEADER = "header.json"
 _AT_ONCE = 8  # files written at a time, or read if there are fewer cores
