@@ -62,7 +62,7 @@ class BlockTable:
 
     @property
     def some_on_host(self) -> bool:
-        """Whether any block of the version that the device has lies on the host."""
+        """Whether `on_host` marks any block. The device may have an older version than `version`."""
         return bool(self._hosted)
 
     def all_on_device(self) -> bool:

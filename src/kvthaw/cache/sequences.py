@@ -346,7 +346,7 @@ class Sequences:
         self.known["placed"] = step, token
 
     def packed_ends(self, step: Step, device: torch.device) -> Tensor:
-        """Return where the prompts of a step that has several begin and end in their row, [prompts + 1] int32."""
+        """Return the prefix sums of the lengths of a step's prompts, which share one row: [prompts + 1] int32, 0 first."""
         known = self.known.get("packed")
         if known is None or known[0] is not step:
             ends = upload([0, *accumulate(tokens for _, tokens in step.parts)], torch.int32, device)

@@ -94,10 +94,12 @@ def cpu_tokens(weights: int) -> int:
 
 
 def chunk_tokens(step_tokens: int, depth: int, decoded: int = 0) -> int:
-    """Return the chunk length, after `depth` earlier tokens, that takes at most the time of `step_tokens` at the start of a
-    prompt.
+    """Return the length of a chunk that takes at most the time of the first `step_tokens` tokens of a prompt.
 
-    decoded: tokens that the step decodes, subtracted if step_tokens is small.
+    Long chunks are rounded down to few lengths.
+
+    depth: tokens of the prompt before the chunk.
+    decoded: tokens that the step decodes. They are subtracted if step_tokens is at most _FEW.
     """
     if step_tokens <= _FEW:
         return max(1, round((step_tokens - decoded) / work(depth)))

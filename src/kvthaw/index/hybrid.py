@@ -333,7 +333,7 @@ class HybridIndex(ObservedIndex, tested=True):
         return torch.empty(size, dtype=context.dtype, device=context.device)
 
     def read(self, seq: int, tokens: int) -> Tensor:
-        """Return the keys [1, H, T, D] of the first `tokens` tokens of a sequence, from the store."""
+        """Return the keys [1, H, T, D] of the first `tokens` tokens behind a sequence's sink, from the store."""
         keys = self._keys(1, tokens)
         self._read([seq], 0, keys)
         return keys

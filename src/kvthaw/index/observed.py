@@ -31,8 +31,9 @@ class Turn:
 class ObservedIndex(BoundIndex):
     """Pages, and a window of the latest queries of select(), [B, Hq, W, D], which captured steps record too.
 
-    Every `interval` tokens they choose the static set again. Layers take turns: the first interval of each layer is shorter
-    by `early` tokens. These are spread evenly, so that the fewest possible layers refresh in one append.
+    Every `interval` tokens a subclass chooses the static set again, by these queries. Layers take turns: the first interval
+    of each layer is shorter by `early` tokens. These are spread evenly, so that the fewest possible layers refresh in one
+    append.
     """
 
     traits = replace(BoundIndex.traits, grows=False, remembers=True)

@@ -44,7 +44,7 @@ class Selected:
     format: RowFormat | None = None
 
     def gather(self, keys: Tensor, values: Tensor, held: int) -> tuple[Tensor, Tensor]:
-        """Return `definition` for blocks in the memory of the CPU, and count the rows."""
+        """Gather as `definition` does, by C++ and for blocks in the CPU's memory, and count the rows."""
         batch, heads, _, dim = keys.shape
         rows = self.rows if self.slots is None else torch.where(self.slots < 0, self.rows, -1)
         format, found = self.format or RowFormat(dim, keys.dtype), torch.zeros((rows.numel(), 2, dim), dtype=keys.dtype)

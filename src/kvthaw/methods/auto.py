@@ -74,7 +74,7 @@ def fastest(methods: Sequence[Method], needs: Callable[[Method], Needs], limits:
     """Choose the first of some methods that fits the memory, or else the one that exceeds it least.
 
     needs: returns the memory that a method needs.
-    limits: returns, by place, these bytes and the available bytes.
+    limits: returns (bytes needed, bytes available) by place, "device" and "host", without places that have no limit.
     """
     found: list[Needs] = []
     over: list[float] = []

@@ -21,7 +21,7 @@ REGIONS = ("sink", "window", "buffer")
 
 
 def written(text: str) -> tuple[str, Any]:
-    """An option of a name, as in "promote=0.1": what is no number, True, False, None or tuple is a word."""
+    """Parse an option of a name: "promote=0.1" is ("promote", 0.1). A value that is no Python literal stays a string."""
     name, _, value = text.partition("=")
     try:
         return name, ast.literal_eval(value)
@@ -100,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 def text(make: Callable[..., object]) -> str:
-    """What a method's function says of itself."""
+    """Return the docstring of the function that makes a method."""
     while isinstance(make, partial):
         make = make.func
     return inspect.getdoc(make) or ""

@@ -77,7 +77,10 @@ def create_app(service: Service, *, api_keys: Sequence[str] = (), hosts: Collect
 
 
 def most_values(service: Service) -> int:
-    """Return the most values of a body: the tokens of all outputs at a time, at most MOST_VALUES, and OTHER_VALUES."""
+    """Return the most JSON values that the body of a request may have: OTHER_VALUES, and one for each token of all outputs.
+
+    The tokens count up to MOST_VALUES, but at least one context length.
+    """
     capacity = service.batch.capacity
     return OTHER_VALUES + max(capacity, min(MOST_VALUES, capacity * service.worker.room))
 

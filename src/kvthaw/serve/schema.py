@@ -333,7 +333,7 @@ class Message(Body):
 
     @property
     def size(self) -> int:
-        """Its characters."""
+        """Number of characters of its text and of the arguments of its calls."""
         return len(_joined(self.content)) + sum(len(call.function.arguments) for call in self.tool_calls)
 
     def plain(self) -> dict[str, Any]:
@@ -570,6 +570,6 @@ class ContextRequest(Body):
     wait: bool = Field(True, description="whether the answer comes when the document is kept; else at once, with a status")
 
     def check(self) -> None:
-        """Raise ApiError unless one of text, document and messages is given."""
+        """Raise ApiError unless exactly one of text, document and messages is given."""
         if sum(one is not None for one in (self.text, self.document, self.messages)) != 1:
             raise ApiError(400, "give one of text, document and messages", param="text")

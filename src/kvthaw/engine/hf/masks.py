@@ -20,7 +20,7 @@ _HIDES = -10000.0  # a mask value this low leaves no weight
 
 
 def is_padding(mask: Tensor) -> bool:
-    """Return whether a mask is the same for all queries, as padding_mask() makes it."""
+    """Return whether a mask has one row for all queries, [B, 1, 1, N] bool, as padding_mask() makes it."""
     return mask.ndim == 4 and mask.shape[2] == 1 and mask.dtype == torch.bool
 
 
