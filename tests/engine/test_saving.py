@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvthaw import Cache, CacheError
-from kvthaw.engine.hf import tensor_file
+from kvthaw.engine.hf import saving, tensor_file
 from kvthaw.engine.hf.kv_dir import KvDir
 from kvthaw.index.forest import TreeIndex
 from zoo import KINDS, build, prompt, ragged
@@ -135,6 +135,39 @@ def test_offsets_that_are_not_those_of_the_file_are_refused(offsets: list[Any], 
     (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     with pytest.raises(CacheError, match="is not what was saved"):
         tensor_file.TensorFile(tmp_path / "file")
+
+
+def sign(path: Path, header: dict[str, Any]) -> None:
+    """Write a header with a digest that fits."""
+    given = {name: value for name, value in header.items() if name != "sha256"}
+    (path / "header.json").write_text(json.dumps(given | {"sha256": saving._digest(given)}))
+
+
+def test_a_header_that_is_signed_must_be_whole_too(saved: tuple[Path, torch.Tensor], llama: PreTrainedModel) -> None:
+    """As another program, or another version of this one, might write it."""
+    path = saved[0]
+    header = json.loads((path / "header.json").read_text())
+    for version in (saving.FORMAT - 1, saving.FORMAT + 1, None):
+        sign(path, header | {"format": version})
+        with pytest.raises(CacheError, match=f"is of format {version}; this version of kvthaw reads {saving.FORMAT}"):
+            Cache.load(path, llama, "oracle", **SETTINGS)
+    tokens = len(header["token_ids"][0])
+    wrong: list[dict[str, Any]] = [
+        *({name: 1} for name in ("model", "index", "files", "embedded", "token_ids", "left_pad")),
+        {"token_ids": []},
+        {"token_ids": [[-1] * tokens]},
+        {"token_ids": [*header["token_ids"], [1]]},
+        {"left_pad": [tokens]},
+        {"left_pad": [*header["left_pad"], 0]},
+        {"files": {name: {"scale": 1.0} for name in header["files"]}},
+        {"files": {name: {"sha256": "", "scale": 1} for name in header["files"]}},
+    ]
+    for change in wrong:
+        sign(path, header | change)
+        with pytest.raises(CacheError, match="lacks a field, or has one of another kind"):
+            Cache.load(path, llama, "oracle", **SETTINGS)
+    sign(path, header)
+    Cache.load(path, llama, "oracle", **SETTINGS)
 
 
 def test_any_damage_is_seen(saved: tuple[Path, torch.Tensor], llama: PreTrainedModel) -> None:

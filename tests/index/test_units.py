@@ -118,3 +118,12 @@ def test_an_append_is_undone_exactly_after_a_reorder_too() -> None:
     assert index.seqs == other.seqs
     for seq, host in enumerate(index.seqs):
         assert torch.equal(index.digests[seq, :, : host.units], other.digests[seq, :, : host.units])
+
+
+def test_digests_of_another_kind_must_be_written_by_appends_too() -> None:
+    """digest() alone makes few of them: a kernel would write means for the others."""
+    with pytest.raises(TypeError, match=r"Norms overrides digest\(\); it must override extend"):
+
+        class Norms(UnitIndex):
+            def digest(self, keys: torch.Tensor) -> torch.Tensor:
+                return torch.linalg.vector_norm(keys, dim=-1, keepdim=True)

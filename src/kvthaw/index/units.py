@@ -55,6 +55,11 @@ class UnitIndex(Index):
     tables: Mapping[str, str | None] = {"digests": "units", "stops": "ends", "counts": None, "recent": None, "order": "tokens"}
     """Attributes that are tensors of all sequences, by what their third dimension counts."""
 
+    def __init_subclass__(cls, *, tested: bool = False) -> None:
+        super().__init_subclass__(tested=tested)
+        if cls.digest is not UnitIndex.digest and cls.extend is UnitIndex.extend:
+            raise TypeError(f"{cls.__name__} overrides digest(); it must override extend() too, which writes most digests")
+
     def __init__(self, context: IndexContext, *, size: int, batch: int, width: int, policy: Policy) -> None:
         one_of(get_args(Policy), policy=policy)
         self.context, self.size, self.batch, self.policy = context, size, batch, policy
