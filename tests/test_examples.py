@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,10 @@ def test_every_example_is_known() -> None:
 
 @pytest.mark.model
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if path.name in NEEDED:
         pytest.importorskip(NEEDED[path.name])
+    monkeypatch.setattr(sys, "argv", [str(path)])
     runpy.run_path(str(path), run_name="__main__")
     said = capsys.readouterr().out
     assert all(text in said for text in EXPECTED[path.name]), said

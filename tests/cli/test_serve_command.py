@@ -30,13 +30,6 @@ def test_wrong_options_cost_no_loading(tmp_path: Path) -> None:
     refused(Said("serve", "--method", "icecach"), 1, "icecache")
     refused(Said("serve", "--host-memory", "much"), 1, "--host-memory", "much")
     refused(Said("serve", "--port", "70000"), 2, "port")
-    refused(Said("serve", "--ray", "--replicas", "2:1"), 1, "--replicas", "2:1")
-    refused(Said("serve", "--replicas", "2"), 1, "--replicas", "--ray")
-
-
-def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    refused(Said("serve", "--ray"), 1, "pip install kvthaw[ray]")
 
 
 def test_an_address_that_is_taken() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvthaw.errors import ConfigError
-from kvthaw.serve.ray import FIRST_BLOCK, Replica, application, merged_metrics, routing_key
+from examples.ray_serve import FIRST_BLOCK, Replica, merged_metrics, routing_key
 
 COMPLETIONS, CHAT, CONTEXTS = "/v1/completions", "/v1/chat/completions", "/v1/contexts"
 BLOCK = "a" * FIRST_BLOCK
@@ -74,12 +72,6 @@ def test_metrics_of_all_replicas_are_one_exposition() -> None:
     families = {each.name: each for each in text_string_to_metric_families(merged_metrics({"x": two % 1, "y": one % 2}))}
     assert [(each.labels["replica"], each.value) for each in families["kvthaw:a"].samples] == [("x", 1), ("y", 2)]
     assert "kvthaw:b" in families
-
-
-def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install kvthaw\[ray\]"):
-        application(lambda: None)  # type: ignore[arg-type, return-value]
 
 
 def test_a_replica_that_is_taken_away_waits_for_what_it_writes() -> None:

@@ -21,14 +21,15 @@ import pytest
 from servers import until
 
 import bytemodel
+from examples.ray_serve import NAME, application
 from kvthaw.serve.build import build
 from kvthaw.serve.protocol import listen
-from kvthaw.serve.ray import NAME, application
 
-ray = pytest.importorskip("ray", reason="needs pip install kvthaw[ray]")
+ray = pytest.importorskip("ray", reason="needs pip install ray[serve]")
 serve = pytest.importorskip("ray.serve")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.py"
 SEQS, WAITING = 2, 6
 SETTINGS: dict[str, Any] = {"max_seqs": SEQS, "max_waiting": WAITING}
 QUIET = {
@@ -39,6 +40,7 @@ QUIET = {
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
 }
 DOCUMENT = "Once upon a time a king had three sons. " * 16
+JSON = {"Content-Type": "application/json"}
 LONG = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 
@@ -141,7 +143,7 @@ def test_what_one_replica_knows_is_answered_for_all(http: httpx2.Client) -> None
     assert http.get(f"/v1/recalls/{recorded.json()['id']}").status_code == 200
     assert http.get("/v1/recalls/none").status_code == 404
     assert http.get("/v1/models").json()["data"][0]["id"] == "tiny"
-    assert http.post("/v1/completions", content=b"x" * (17 << 20)).status_code == 413
+    assert http.post("/v1/completions", content=b"x" * (17 << 20), headers=JSON).status_code == 413
 
 
 def test_a_client_that_leaves_frees_its_place(http: httpx2.Client) -> None:
@@ -209,20 +211,20 @@ def test_replicas_that_are_taken_away_finish_what_they_began(http: httpx2.Client
 
 def test_the_command_ends_what_runs_and_exits(url: str, folder: Path) -> None:
     address = ray.get_runtime_context().gcs_address
-    options = ["--ray", "--device", "cpu", "--budget", "64", "--grace", "0.5"]
-    command = [sys.executable, "-m", "kvthaw", "serve", str(folder / "model"), *options]
-    environment = os.environ | QUIET | {"RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    settings = [f"model={folder / 'model'}", "device=cpu", "budget=64", "grace=0.5"]
+    command = [sys.executable, str(EXAMPLE), *settings]
+    environment = os.environ | QUIET | {"RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stderr is not None
+            assert process.stdout is not None
             said = []
-            for line in process.stderr:
+            for line in process.stdout:
                 said.append(line)
                 if line.startswith("serving "):
                     break
             else:
                 pytest.fail("".join(said))
-            threading.Thread(target=process.stderr.read, daemon=True).start()
+            threading.Thread(target=process.stdout.read, daemon=True).start()
             seen: list[str] = []
             with httpx2.stream("POST", f"{url}/v1/completions", json={"prompt": "Hi"} | LONG, timeout=60) as stream:
                 for line in stream.iter_lines():

@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -102,13 +101,6 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name by which clients ask for the model. Default MODEL.")
     ] = None,
-    on_ray: Annotated[
-        bool, typer.Option("--ray", help="Serve with Ray on the cluster that this process finds, or on a local one.")
-    ] = False,
-    replicas: Annotated[
-        str | None,
-        typer.Option(help="With --ray: [bold]2[/], or the least and the most, [bold]1:4[/]: more while requests wait."),
-    ] = None,
     tp: Annotated[
         int,
         typer.Option(
@@ -136,18 +128,11 @@ def serve(
         raise ConfigError(f"--tp is {tp}; transformers splits a model with accelerate: pip install kvthaw[tp]")
     if prefix_disk is not None and kv_dir is None:
         raise ConfigError(f"--prefix-disk is {prefix_disk}; it needs --kv-dir, the folder that has the file")
-    count = _least_and_most(replicas or "1")
-    if on_ray and tp > 1:
-        raise ConfigError(f"--tp is {tp}; with --ray a replica has one GPU")
-    if replicas is not None and not on_ray:
-        raise ConfigError(f"--replicas is {replicas}; it needs --ray")
     from kvthaw.methods.auto import check_settings
 
     check_settings(method, config)  # what is wrong costs no loading
     local = Path(model).expanduser()
     name = served_model_name or (local.resolve().name.removesuffix(".gguf") if local.exists() else model)
-    if local.is_dir():
-        model = str(local.absolute())  # processes of a cluster have other working directories
     how: dict[str, Any] = {
         "max_seqs": max_seqs,
         "max_len": max_len,
@@ -166,26 +151,6 @@ def serve(
         **config.keywords(),
     }
 
-    def serving(where: str) -> None:
-        say(f"serving {name} {where}")
-
-    if on_ray:
-        from kvthaw.serve import ray
-        from kvthaw.serve.build import build
-
-        ray.run(
-            partial(build, model, method, **how),
-            host=host,
-            port=port,
-            grace=grace,
-            device=device,
-            replicas=count,
-            api_keys=keys,
-            max_seqs=max_seqs,
-            max_waiting=max_waiting,
-            ready=partial(serving, "with Ray"),  # which says where: other applications may have started its proxies
-        )
-        return
     with _ends_on_sigterm(), _listen(host, port) as listener:  # a taken address costs no loading either
         from kvthaw.engine.processes import spawned
         from kvthaw.serve.build import build, follow
@@ -193,7 +158,7 @@ def serve(
 
         with spawned(tp, follow, model, method, how):
             service = build(model, method, progress=waiting, **how)
-            serving(f"at http://{host}:{listener.getsockname()[1]}")
+            say(f"serving {name} at http://{host}:{listener.getsockname()[1]}")
             for line in _told(service, method):
                 say(line)
             _log_to_stderr(log_level)
@@ -295,11 +260,3 @@ def _contexts(given: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--context is {both}, both with the name {name!r}; give one another as NAME=FILE")
         files[name] = path
     return {name: prompt_text(None, path) for name, path in files.items()}
-
-
-def _least_and_most(replicas: str) -> tuple[int, int]:
-    """Read a number, or two with a colon between."""
-    least, _, most = replicas.partition(":")
-    if not (least + (most or "1")).isdecimal() or not 1 <= int(least) <= int(most or least):
-        raise ConfigError(f'--replicas is {replicas!r}; it must be a number such as "2", or the least and the most, "1:4"')
-    return int(least), int(most or least)
