@@ -302,8 +302,9 @@ def application(
 
 
 def app(given: Mapping[str, str]) -> Any:
-    """Return the application of some settings. A replica gets a GPU, if there are any and device is not "cpu", and its share of
-    the cores.
+    """Return the application of some settings, for the cluster at hand or a local one.
+
+    A replica gets a GPU, if there are any and device is not "cpu", and its share of the cores.
 
     given: settings as text. replicas is "2", or the least and the most, "1:4"; grace is as for `application`; all others are of
         `kvthaw.serve.build.build`, such as model, method and max_seqs.
@@ -313,6 +314,8 @@ def app(given: Mapping[str, str]) -> Any:
     from kvthaw.serve.build import build
 
     settings: dict[str, Any] = {"max_seqs": 8, "max_waiting": 64} | {name: _value(text) for name, text in given.items()}
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False)
     if "kv_dir" in settings:
         settings["kv_dir"] = Path(settings["kv_dir"]).absolute()  # replicas have other working directories
     if (folder := Path(settings.get("model", "shipped")).expanduser()).is_dir():
@@ -342,8 +345,6 @@ def run(given: Mapping[str, str], *, port: int = 8000) -> None:
     from ray import serve
 
     joined = ray.is_initialized()
-    if not joined:
-        ray.init(include_dashboard=False, log_to_driver=False)
     ended = threading.Event()
 
     def end(*_: object) -> None:
@@ -353,10 +354,11 @@ def run(given: Mapping[str, str], *, port: int = 8000) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
+    made = app(given)
     try:
         serve.start(http_options={"port": port})
         try:
-            serve.run(app(given), name=NAME)
+            serve.run(made, name=NAME)
             print("serving with Ray", flush=True)
             ended.wait()
             replicas = serve.get_deployment_handle(Replica.__name__, NAME)
@@ -370,11 +372,8 @@ def run(given: Mapping[str, str], *, port: int = 8000) -> None:
 
 def ask_once() -> None:
     """Answer one question with the model that ships, and end."""
-    import ray
     from ray import serve
 
-    if not ray.is_initialized():
-        ray.init(include_dashboard=False)
     shipped = {"model": "shipped", "method": "icecache-digest", "budget": "256", "max_len": "4096", "max_seqs": "4"}
     serve.run(app(shipped | {"replicas": "1:4"}), name=NAME)
     prompt = "The pass key is 12345. Remember it. What is the pass key? The pass key is"
