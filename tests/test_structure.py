@@ -31,11 +31,11 @@ ORDER = [
     *(
         "testing",
         "engine",
+        "answering",
         "evaluate",
         "inspect",
         "serve",
         "bench",
-        "answering",
         "conversation",
         "cli",
     ),

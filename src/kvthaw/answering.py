@@ -29,6 +29,7 @@ class Answer:
     logits [V]: after the prompt.
     prompt: the prompt's tokens, for penalties.
     after: tokens whose text the answer continues; without them its text is tokenized as a beginning.
+    stops: tokens that end it; None: as the model and the tokenizer say.
     sampling: max_tokens None means 128.
     text, tokens: so far.
     times: when each token came, by `time.perf_counter`.
@@ -45,6 +46,7 @@ class Answer:
         sampling: Sampling = GREEDY,
         prompt: Sequence[int] = (),
         after: Sequence[int] = (),
+        stops: frozenset[int] | None = None,
     ) -> None:
         self.tokens: list[int] = []
         self.times: list[float] = []
@@ -52,7 +54,7 @@ class Answer:
         self._out = Detokenizer(tokenizer, sampling.stop, after=after)
         self._cache, self._most = cache, positions(model)
         self._limit = 128 if sampling.max_tokens is None else sampling.max_tokens
-        stops = stop_tokens(model, tokenizer)
+        stops = stop_tokens(model, tokenizer) if stops is None else stops
         self._coming = generate(model, cache, logits, limit=self._limit, stops=stops, sampling=sampling, prompt=prompt)
 
     @property

@@ -155,10 +155,7 @@ class Conversation:
         pieces = answer.__iter__()
         try:
             for piece in pieces:
-                if not recording.selected:
-                    recording.skip()
-                elif len(recording.selected) < len(answer.tokens):
-                    recording.take(0, self._recorder, None)
+                recording.follow(len(answer.tokens), self._recorder)
                 yield piece
         finally:
             pieces.close()

@@ -115,7 +115,16 @@ class Recording:
         self.exact.append({})
         self.mass.append({})
 
-    def take(self, seq: int, recorder: Recorder, exact: ExactTopK | None) -> None:
+    def follow(self, tokens: int, recorder: Recorder) -> None:
+        """Add the latest step of a cache of one row, whose answer has `tokens` tokens now. A dense pass chose the first."""
+        if len(self.selected) == tokens:
+            return
+        if self.selected:
+            self.take(0, recorder)
+        else:
+            self.skip()
+
+    def take(self, seq: int, recorder: Recorder, exact: ExactTopK | None = None) -> None:
         """Add the latest step."""
         self.selected.append(recorder.take(seq))
         rows, mass = exact.take(seq) if exact is not None else ({}, {})

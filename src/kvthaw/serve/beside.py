@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.answering import Answer
 from kvthaw.cache.prefix import PrefixCache
-from kvthaw.engine.decode import generate
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.prefill import chunks
 from kvthaw.engine.request import Request
-from kvthaw.engine.text import Detokenizer
 from kvthaw.errors import CacheError
 from kvthaw.evaluate.variant import Variant
 from kvthaw.inspect.page import label, passage_data
@@ -55,8 +54,7 @@ class Beside:
         self._cache = Cache(model, variant.method, **settings, **limits)
         self._name = "full attention" if dense else label(variant.method, variant.budget, variant.retrieved)
         self._pieces = self._answer()
-        self._tokens: list[int] = []
-        self._finish = ""
+        self._said: Answer | None = None
 
     def _prefill(self, chunk: int) -> Iterator[Tensor]:
         """Load the part of the prompt that the prefix cache has, and yield the logits after each chunk of the rest."""
@@ -72,22 +70,13 @@ class Beside:
         for after in self._prefill(self._chunk):
             logits = after
             yield ""
-        recorder = Recorder(self._cache.kv)
-        request, limit = self._request, min(self._request.limit, MOST_TOKENS)
-        sampling = replace(request.sampling, max_tokens=limit, grammar=None)
-        out = Detokenizer(self._tokenizer, sampling.stop, after=request.text_after)
-        how: Any = {"limit": limit, "stops": request.stop, "sampling": sampling, "prompt": self._prompt}
-        for token in generate(self._model, self._cache, logits, **how):
-            if self._tokens:
-                self._recording.take(0, recorder, None)
-            else:
-                self._recording.skip()  # the prefill chose it
-            self._tokens.append(token)
-            yield out.push(token)
-            if out.stopped_by is not None:
-                break
-        self._finish = "length" if len(self._tokens) >= limit and out.stopped_by is None else "stop"
-        yield out.finish()
+        recorder, request = Recorder(self._cache.kv), self._request
+        sampling = replace(request.sampling, max_tokens=min(request.limit, MOST_TOKENS), grammar=None)
+        how: Any = {"sampling": sampling, "prompt": self._prompt, "after": request.text_after, "stops": request.stop}
+        self._said = Answer(self._model, self._tokenizer, self._cache, logits, **how)
+        for piece in self._said:
+            self._recording.follow(len(self._said.tokens), recorder)
+            yield piece
 
     def step(self) -> str | None:
         """Take a chunk of the prompt, or return the text that the next token adds; None after the last."""
@@ -95,14 +84,15 @@ class Beside:
 
     def told(self) -> Json:
         """Return what the answer read and recalled."""
+        assert self._said is not None
         found = self._recording.selected
         counts = [(rows >= 0).sum(-1).float().mean().item() for step in found for rows in step.values()]
-        said: Json = {"name": self._name, "finish": self._finish, "tokens": len(self._prompt) + len(found)}
+        said: Json = {"name": self._name, "finish": self._said.finish, "tokens": len(self._prompt) + len(found)}
         if counts:
             text = self._prompt[: len(self._prompt) - min(RECENT, len(self._prompt) // 2)]
             said |= {
                 "rows": sum(counts) / len(counts),
-                "passages": passage_data(self._recording, self._tokenizer, text, self._tokens),
+                "passages": passage_data(self._recording, self._tokenizer, text, self._said.tokens),
             }
         return said
 
