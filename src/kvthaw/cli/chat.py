@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import as_its_makers, complain, cut_to, prompt_text, reason, short_of_memory, warned, write_whole
+from kvthaw.cli.common import as_its_makers, complain, cut_to, explained, prompt_text, warned, write_whole
 from kvthaw.cli.groups import CacheOptions, ModelOptions, SamplingOptions, SystemOptions, flat
 from kvthaw.cli.options import DIGEST
 from kvthaw.cli.progress import Reading, say, waiting
 from kvthaw.cli.words import attended, details, took
-from kvthaw.errors import ConfigError, KvthawError, hint
+from kvthaw.errors import ConfigError, hint
 from kvthaw.formatting import counted, human
 from kvthaw.names import check_kept_name
 
@@ -144,13 +144,10 @@ def chat(
                 _obey(talk, *line.split(maxsplit=1), kv_dir=kv_dir)
             else:
                 _answer(talk, line, sampling, verbose)
-        except (KvthawError, OSError) as error:
-            complain(reason(error))
-        except RuntimeError as error:
-            short = short_of_memory(error)
-            if short is None:
+        except Exception as error:
+            if (said := explained(error)) is None:
                 raise
-            complain(short)
+            complain(said)
 
 
 def _answer(talk: Conversation, question: str, sampling: Sampling, verbose: bool) -> None:

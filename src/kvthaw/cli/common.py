@@ -59,36 +59,25 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             complain("stopped")
             raise typer.Exit(130) from None
-        except KvthawError as error:
-            complain(str(error))
-            raise typer.Exit(1) from None
-        except OSError as error:
-            if error.errno == errno.EPIPE:
+        except Exception as error:
+            if (said := explained(error)) is None:
                 raise
-            complain(reason(error))
-            raise typer.Exit(1) from None
-        except RuntimeError as error:
-            short = short_of_memory(error)
-            if short is None:
-                raise
-            complain(short)
+            complain(said)
             raise typer.Exit(1) from None
 
 
-def short_of_memory(error: RuntimeError) -> str | None:
-    """Return what to tell the user if a GPU's memory was short; None for another error."""
+def explained(error: Exception) -> str | None:
+    """Return what to tell the user of an error, in one line; None for a bug, and for a stdout without a reader.
+
+    An OSError tells the file and what failed, without its number.
+    """
+    if isinstance(error, OSError) and error.errno != errno.EPIPE:
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(error, torch.OutOfMemoryError):
-        return None
-    said = first_line(error).partition(" GPU ")[0]
-    return f"{said} Give a shorter text, --kv-dtype fp8 or a smaller --device-memory; `kvthaw plan` says what fits."
-
-
-def reason(error: KvthawError | OSError) -> str:
-    """Return an error's message in one line; of an OSError the file and what failed, without its number."""
-    if not isinstance(error, OSError):
-        return str(error)
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        said = first_line(error).partition(" GPU ")[0]
+        return f"{said} Give a shorter text, --kv-dtype fp8 or a smaller --device-memory; `kvthaw plan` says what fits."
+    return str(error) if isinstance(error, KvthawError) else None
 
 
 APP: dict[str, Any] = {

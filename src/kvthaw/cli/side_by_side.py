@@ -58,7 +58,7 @@ def answer_all(
     as_json: print an object for each answer instead.
     """
     from kvthaw.answering import Answer, Prompts, shared_tokens
-    from kvthaw.evaluate.variant import whole
+    from kvthaw.evaluate.variant import fork, whole
 
     prompts, shared, base = [before + after for before, after in parts], shared_tokens(parts), whole(model, ways)
     source = Prompts(model, base, base.settings.method, prompts, shared, chunk=chunk)
@@ -72,7 +72,7 @@ def answer_all(
             if not as_json and questions[number]:
                 print(f"> {questions[number]}")
             for way in ways:
-                cache = _under(own, way, settings)
+                cache = fork(own, way, **settings)
                 answer = Answer(model, tokenizer, cache, after, sampling=sampling, prompt=ids, after=ids if goes_on else ())
                 if as_json:
                     text = "".join(answer)
@@ -82,18 +82,6 @@ def answer_all(
                 _print(answer, live=live)
                 each = "" if not answer.tpot_s else f" {seconds(answer.tpot_s)} per token;"
                 say(f"{attended(cache)}{each} {details(cache)[0]}.")
-
-
-def _under(own: Cache, way: Variant, settings: Mapping[str, Any]) -> Cache:
-    """Return the tokens of a cache under a method."""
-    from kvthaw.methods import resolve
-
-    if resolve(way.method).dense:
-        return own.fork(way.method, budget=None)
-    limits = {name: value for name, value in way.limits.items() if value is not None}
-    cache = own.fork(way.method, **{**settings, **limits})
-    cache.wait()
-    return cache
 
 
 def _print(answer: Iterable[str], *, live: bool) -> None:

@@ -127,16 +127,16 @@ def setting_of(variant: Variant) -> dict[str, Any]:
     return {**asdict(variant), "dense_layers": variant.dense_layers or 0, "options": digest(resolve(variant.method))}
 
 
-def fork(base: Cache, variant: Variant, method: Method | None = None) -> Cache:
+def fork(base: Cache, variant: Variant, method: Method | None = None, **settings: Any) -> Cache:
     """Return a cache's tokens under a variant, offloaded and indexed.
 
     method: the variant's, if it has been made already.
+    settings: further ones of the cache. Full attention takes none.
     """
-    chosen = method or resolve(variant.method)
-    limits = {} if chosen.dense else variant.limits
+    chosen, limits = method or resolve(variant.method), variant.limits
     if variant.dense_layers is None:
-        limits.pop("dense_layers", None)
-    cache = base.fork(chosen, **limits)
+        limits.pop("dense_layers")
+    cache = base.fork(chosen, **({} if chosen.dense else settings | limits))
     cache.wait()
     return cache
 
