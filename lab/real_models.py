@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvthaw.bench.card import provenance
 from kvthaw.cli.options import budget_of, listed, tokens_of, words
 from kvthaw.engine.chat_template import Chat
 from kvthaw.engine.hf.model import load, silence
@@ -41,6 +40,7 @@ from kvthaw.evaluate.report import enough
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
 from kvthaw.methods import METHODS
+from lab.bench.card import provenance
 from lab.evaluate.document import Table
 from lab.script import commits, paragraph, put, run_as_script
 

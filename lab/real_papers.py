@@ -18,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvthaw.bench.card import provenance
 from kvthaw.engine.hf.model import load, silence
 from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.evaluate.evaluator import Progress
 from kvthaw.evaluate.results import ResultsFile
+from lab.bench.card import provenance
 from lab.evaluate.document import Table
 from lab.evaluate.published import BENCHMARKS
 from lab.reproduce import EXPERIMENTS, Experiment, Lab, named, run

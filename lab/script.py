@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from kvthaw.bench.card import noted, provenance
+from kvthaw.bench.card import noted
 from kvthaw.errors import CacheError, KvthawError
 from kvthaw.evaluate.results import Record
 from kvthaw.kernels import HAS_TRITON
+from lab.bench.card import provenance
 from lab.bench.settings import ShapeSetting
 
 END = "<!-- until here -->"

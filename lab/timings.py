@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from kvthaw.bench.card import noted, provenance, where
+from kvthaw.bench.card import noted, where
 from kvthaw.bench.decode import free
 from kvthaw.bench.shapes import config
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.evaluate.results import Record, ResultsFile
 from lab import kernels_batches, kernels_pariskv, kernels_rounds, rivals, room
 from lab.bench import prefill
+from lab.bench.card import provenance
 from lab.bench.shapes import build
 from lab.filled import FilledBench
 from lab.kernels import SHAPE

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 import lab.cli
 from kvthaw import cli
-from kvthaw.evaluate.describe import markdown
 from kvthaw.evaluate.variant import read_variant
 from kvthaw.methods import METHODS, resolve
 from lab.__main__ import app as laboratory
@@ -26,6 +25,7 @@ from lab.ablations import registered
 from lab.cells import read_cells, write_cells
 from lab.evaluate.published import BENCHMARKS
 from lab.evaluate.tasks import SUITES, TASKS
+from lab.methods_table import markdown
 from lab.script import END, put
 from zoo import build, prompt
 

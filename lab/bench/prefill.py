@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvthaw.bench.card import provenance, where
+from kvthaw.bench.card import where
 from kvthaw.bench.decode import Watch, free
 from kvthaw.bench.steps import attention
 from kvthaw.cache.index_updater import IndexUpdater
@@ -21,6 +21,7 @@ from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.kernels.dense import BLOCK
 from kvthaw.methods import resolve
+from lab.bench.card import provenance
 from lab.bench.shapes import build, random_ids
 
 HF = "hf-dynamic"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvthaw.bench.card import provenance, where
+from kvthaw.bench.card import where
 from kvthaw.bench.decode import Watch
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.hf import PreTrainedModel
@@ -22,6 +22,7 @@ from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve
+from lab.bench.card import provenance
 from lab.bench.shapes import build, random_ids
 
 _WARM = 8  # steps that do not count: two eager ones, the capture, and the first replays

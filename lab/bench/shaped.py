@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from kvthaw.bench.decode import Bench, free
 from kvthaw.bench.steps import attention
 from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.evaluate.results import Record
+from lab.bench.card import provenance
 from lab.bench.check import Checks
 from lab.bench.settings import ShapeSetting
 from lab.bench.shapes import build, random_ids, random_tokens
@@ -22,6 +24,10 @@ class ShapeBench(Bench[ShapeSetting]):
     checks: Callable[..., Callable[[ShapeSetting], None]] = Checks
     check: Callable[[ShapeSetting], None]
     _shape: tuple[str, int] | None = None
+
+    def __init__(self, *given: Any, commit: str | None = None, **how: Any) -> None:
+        super().__init__(*given, **how)
+        self.about = provenance(commit)
 
     @torch.no_grad()
     def _measure(self, group: list[ShapeSetting]) -> Iterator[Record]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvthaw import Batch, Sampling, Scheduler
-from kvthaw.bench.card import provenance, where
+from kvthaw.bench.card import where
 from kvthaw.cache.host_memory import available_host_memory
 from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.engine.hf.cache import sequence_bytes
@@ -25,6 +25,7 @@ from kvthaw.engine.warm import frozen, warm
 from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve
 from lab.arrivals import Arrival, random_prompt
+from lab.bench.card import provenance
 from lab.bench.shapes import build
 from lab.beside.cases import MANY, Case, coming_of, config_of, emit, first_of, planned, serve_cases, steps_of
 from lab.fill import prompts_drawn

@@ -14,7 +14,7 @@ from kvthaw.cli.common import print_wide
 from kvthaw.cli.options import budget_of, dense_of, host_bytes_of, listed, names_of, one_budget, single, tokens_of
 from kvthaw.cli.progress import bars, watched
 from kvthaw.evaluate.results import Record
-from lab.cli.options import save_plot
+from lab.cli.options import Lengths, save_plot
 
 EXAMPLES = (
     "Examples:\n\n"
@@ -54,7 +54,7 @@ def _bench() -> None:
 @app.command("decode", epilog=EXAMPLES)
 def decode(
     shape: Shape = "tiny",
-    length: options.Lengths = options.LENGTH,
+    length: Lengths = options.LENGTH,
     batch: bench.Batches = bench.ONE,
     method: Annotated[list[str], bench.METHODS] = _TIMED,
     plugin: options.Plugin = None,
@@ -115,7 +115,7 @@ def decode(
 @app.command("prefill", epilog=PREFILL_EXAMPLES)
 def prefill(
     shape: Shape = "tiny",
-    length: options.Lengths = options.LENGTH,
+    length: Lengths = options.LENGTH,
     chunk: Annotated[
         list[str], typer.Option(help=f"Tokens of a chunk; {options.SEVERAL}. One pass is always timed, too.")
     ] = _CHUNK,

@@ -58,7 +58,7 @@ def compare(
     plugin: options.Plugin = None,
     budget: Annotated[list[str] | None, options.budgets(",".join(_BUDGETS))] = None,
     retrieved: options.ManyRetrieved = None,
-    length: options.Lengths = options.LENGTH,
+    length: own.Lengths = options.LENGTH,
     samples: Annotated[
         int, typer.Option(min=1, help="Samples a cell, the same under every method; of a benchmark its first questions.")
     ] = 50,

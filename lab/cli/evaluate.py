@@ -75,7 +75,7 @@ def evaluate(
     methods: VariantOptions,
     template: ChatOptions,
     task: Annotated[str, typer.Argument(help="Tasks or suites, separated by commas; see the list below.")],
-    length: options.Lengths = options.LENGTH,
+    length: own.Lengths = options.LENGTH,
     samples: Annotated[int, typer.Option(min=1, help="Samples for each task and length.")] = 20,
     depths: Annotated[
         list[str],

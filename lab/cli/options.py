@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from lab.evaluate.job import Question
     from lab.evaluate.prefills import Shard
 
+Lengths = Annotated[
+    list[str],
+    typer.Option("--length", metavar="TOKENS", help=f"Tokens of the prompt, such as 4096 or 128k; {SEVERAL}."),
+]
 NoFull = Annotated[
     bool,
     typer.Option(

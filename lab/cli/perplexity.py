@@ -36,7 +36,7 @@ class _VariantOptions(VariantOptions):
 def perplexity(
     loading: ModelOptions,
     methods: _VariantOptions,
-    length: options.Lengths = _LENGTHS,
+    length: own.Lengths = _LENGTHS,
     measured: Annotated[int, typer.Option(min=1, help="Tokens scored after each length.")] = 64,
     text: own.LongText = None,
     samples: Annotated[int, typer.Option(min=1, help="Places in the text at which a prompt starts.")] = 1,

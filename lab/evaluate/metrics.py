@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+CHAT = ("chat", "system", "thinking")
+"""Fields for the form of a prompt; None if not given."""
+
 
 def paired(gaps: Sequence[float]) -> tuple[float, float, float]:
     """Return the mean of differences between pairs, and a 95 % interval around it.

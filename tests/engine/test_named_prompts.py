@@ -87,7 +87,7 @@ def test_a_prompt_whose_index_is_not_built_keeps_its_name(model: PreTrainedModel
     with monkeypatch.context() as patch:
         patch.setattr(KVCache, "built", lambda *_, **__: False)
         request = scheduler.submit(IDS, max_new_tokens=4, stop=(), name="doc")
-        while request not in scheduler.batch.indexing:
+        while request.prefilled < request.prompt:
             scheduler.step()
         scheduler.cancel(request)
     assert prefix.entries["", "doc"].ids.equal(IDS)

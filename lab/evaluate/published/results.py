@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.results import BYTES, CHAT, Record, largest, mean, means, shared
-from lab.evaluate.metrics import wilson
+from kvthaw.evaluate.results import BYTES, Record, largest, mean, means, shared
+from lab.evaluate.metrics import CHAT, wilson
 from lab.evaluate.probe import QUALITY
 
 

@@ -1,12 +1,10 @@
-"""Provenance that every benchmark reports with its numbers: the machine, the versions, the commit."""
+"""Provenance that every benchmark reports with its numbers: the machine and the versions."""
 
 from __future__ import annotations
 
 import platform
-import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +12,8 @@ import torch
 from kvthaw.engine.hf.model import find_device
 
 
-def provenance(commit: str | None = None) -> dict[str, Any]:
-    """Return GPU or CPU, versions and commit; commit None asks git, which may not know."""
+def provenance() -> dict[str, Any]:
+    """Return GPU or CPU, and versions."""
     try:
         import triton
 
@@ -29,7 +27,6 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
         "transformers": version("transformers"),
         "triton": triton_version,
         "python": platform.python_version(),
-        "commit": commit or _git_commit(),
     }
 
 
@@ -42,12 +39,3 @@ def where(name: str | None = None) -> tuple[torch.device, str]:
 def noted(text: str) -> None:
     """Print a remark between the results."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _git_commit() -> str | None:
-    try:
-        here = Path(__file__).parent
-        answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return answer.stdout.strip()

@@ -49,7 +49,6 @@ class Bench(ABC, Generic[S]):
         self,
         known: ResultsFile,
         *,
-        commit: str | None = None,
         host_bytes: int | None = None,
         tp: int = 1,
         say: Callable[[Record], None] = lambda record: None,
@@ -59,7 +58,7 @@ class Bench(ABC, Generic[S]):
     ) -> None:
         self.known, self.host_bytes, self.tp, self.say, self.watch, self.note = known, host_bytes, tp, say, watch, note
         self.device, _ = where(device)
-        self.about = provenance(commit)
+        self.about = provenance()
         self._failed: list[tuple[S, Exception]] = []
 
     def run(self, settings: Sequence[S]) -> list[Record]:

@@ -165,10 +165,6 @@ Plugin = Annotated[
 ]
 DIGEST, LENGTH = ["icecache-digest"], ["4096"]
 SEVERAL = "several by commas or repeated"
-Lengths = Annotated[
-    list[str],
-    typer.Option("--length", metavar="TOKENS", help=f"Tokens of the prompt, such as 4096 or 128k; {SEVERAL}."),
-]
 
 
 def budgets(default: str) -> Any:

@@ -171,11 +171,6 @@ class Batch:
         return [request for request in self._joined if self._decoding[request.seq] is not request]
 
     @property
-    def indexing(self) -> list[Request]:
-        r"""Requests whose prompts are prefilled and whose indexes are still being built."""
-        return list(self._indexing)
-
-    @property
     def max_seqs(self) -> int:
         r"""Number of slots. It is below the requested number after give_way()."""
         return self.cache.kv.sequences.count

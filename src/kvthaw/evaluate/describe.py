@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index, IndexContext, Method
-from kvthaw.methods import METHODS, resolve
 
 _DIM, _DTYPE = 128, torch.bfloat16
 _PROMPTS = (2048, 4096)
@@ -69,21 +67,6 @@ def _nbytes(index: Index) -> int:
     return sum(tensor.nbytes for tensor in index.tensors())
 
 
-def markdown() -> str:
-    """Return the table of all methods and the list of differences from their papers, as docs/methods.md has them."""
-    rows = [describe(resolve(name)) for name in METHODS]
-    differ = {row["name"]: row.pop("differs_from_the_paper_in") for row in rows}
-    lines = ["| " + " | ".join(column.replace("_", " ") for column in rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    lines += ["| " + " | ".join(word(value) for value in row.values()) + " |" for row in rows]
-    items = [f"- `{name}`: {said}." for name, said in differ.items() if said != "-"]
-    wrapped = [textwrap.fill(item, 132, subsequent_indent="  ", break_on_hyphens=False) for item in items]
-    return "\n".join([*lines, "", "Each differs from its paper in:", "", *wrapped]) + "\n"
-
-
 def word(value: Any) -> str:
     """Return a value as tables show it."""
     return "-" if value is None else {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

@@ -173,8 +173,6 @@ def largest(records: Sequence[Record], *names: str) -> dict[str, Any]:
 
 
 BYTES = ("kv_device_bytes", "kv_dense_bytes", "kv_host_bytes")
-CHAT = ("chat", "system", "thinking")
-"""Fields for the form of a prompt; None if not given."""
 
 
 def asked_budget(record: Record) -> int | float | None:
