@@ -87,7 +87,7 @@ def test_a_text_is_kept_for_conversations_at_the_start(
         _it_is(day, monkeypatch)
         how: dict[str, Any] = {"max_seqs": 2, "kv_dir": tmp_path, "chat_template": template}
         service = build(str(folder), "full", contexts={"book": DOCUMENT}, **how)
-        kept = service.kept()["book"]
+        kept = service.documents.kept()["book"]
         who = [Message(role="user", content="Who?")]
         ids = asyncio.run(service.encode_chat(who, ChatRequest(messages=who, context="book")))
         assert ids[: len(kept.ids)] == kept.ids.tolist()
@@ -101,7 +101,7 @@ def test_a_text_is_kept_for_conversations_at_the_start(
 def test_a_text_that_is_another_is_read_again_at_the_start(folder: Path, tmp_path: Path) -> None:
     for text, template in ((DOCUMENT, STRICT), (DOCUMENT.upper(), STRICT), (DOCUMENT.upper(), f"Hello.{STRICT}")):
         service = build(str(folder), "full", max_seqs=2, kv_dir=tmp_path, contexts={"book": text}, chat_template=template)
-        said = service.tokenizer.decode(service.kept()["book"].ids)
+        said = service.tokenizer.decode(service.documents.kept()["book"].ids)
         assert text.strip() in said
         assert said.startswith("Hello.") == template.startswith("Hello.")
 
@@ -168,7 +168,7 @@ def test_a_document_that_a_conversation_kept_is_served(loaded: tuple[PreTrainedM
         talk.read(DOCUMENT, kept=tmp_path / "kv" / ("plain" if system is None else "brief"))
     with serving(model, tokenizer, method="full", kv_dir=tmp_path / "kv") as server:
         for name in ("plain", "brief"):
-            kept, read = server.service.kept()[name], partial(Reader(tokenizer, 512).tokens, param="messages")
+            kept, read = server.service.documents.kept()[name], partial(Reader(tokenizer, 512).tokens, param="messages")
             ids = server.service.turns.after_document(
                 read, kept.ids.tolist(), kept.about, [Message(role="user", content="Who?")]
             )

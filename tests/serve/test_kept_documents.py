@@ -68,7 +68,7 @@ def test_a_document_that_is_deleted_while_it_is_saved_stays_deleted(start: Any, 
         posting = later(lambda: served.post("/v1/contexts", name="doc", text=DOCUMENT).status_code)
         assert gate.waiting.wait(20)
         keeping = later(lambda: served.post("/v1/completions", prompt=OTHER, max_tokens=2, kv_name="doc").status_code)
-        until(lambda: served.service.kept()["doc"].ids.tolist() != [*DOCUMENT.encode()])
+        until(lambda: served.service.documents.kept()["doc"].ids.tolist() != [*DOCUMENT.encode()])
         deleting = later(lambda: served.http.delete("/v1/contexts/doc").status_code)
         gate.open.set()
         for thread, _ in (posting, keeping, deleting):
@@ -86,13 +86,13 @@ def test_the_folder_has_what_memory_has(start: Any, gate: Gate, tmp_path: Path) 
     with start() as served:
         first = later(lambda: served.post("/v1/contexts", name="doc", text=DOCUMENT))
         assert gate.waiting.wait(20)
-        before = served.service.kept()["doc"]
+        before = served.service.documents.kept()["doc"]
         second = later(lambda: served.post("/v1/contexts", name="doc", messages=talk))
-        until(lambda: served.service.kept()["doc"] is not before)
+        until(lambda: served.service.documents.kept()["doc"] is not before)
         gate.open.set()
         first[0].join()
         second[0].join()
-        ids = served.service.kept()["doc"].ids.tolist()
+        ids = served.service.documents.kept()["doc"].ids.tolist()
         assert first[1][0].json()["tokens"] == len(DOCUMENT)
     header = saving.read_header(tmp_path / "kv" / "doc")
     assert header["token_ids"] == [ids]

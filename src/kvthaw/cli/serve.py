@@ -203,7 +203,7 @@ def _ends_on_sigterm() -> Iterator[None]:
 
 def _told(service: Service, method: str) -> Iterator[str]:
     """Yield lines that describe a server."""
-    batch, kept = service.batch, service.kept()
+    batch, kept = service.batch, service.documents.kept()
     budget = batch.cache.settings.budget
     limits = [method, *([] if budget is None else [f"budget {budget:,}"]), f"{counted(batch.capacity, 'token')} a request"]
     yield "a page at /, OpenAI's API at /v1; " + ", ".join([*limits, f"{batch.max_seqs} decoded at once"])

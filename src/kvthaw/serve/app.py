@@ -207,7 +207,7 @@ async def _generate(
         return EventStream(service, job, _events(service, job, answer, client_of(http)))
     async with attended(service, job, http.receive):
         outputs = await job.whole()
-    answer.warning = await service.save(job)
+    answer.warning = await service.documents.save(job)
     if outputs and outputs[-1].error is not None:
         raise as_api_error(outputs[-1].error)
     if len(outputs) < len(job.requests) or any(output.finished is None for output in outputs):
@@ -228,7 +228,7 @@ async def _events(service: Service, job: Job, answer: Answer, client: str) -> As
             return
         if added or not deltas:
             yield added or b": keep-alive\n\n"
-    answer.warning = await service.save(job)
+    answer.warning = await service.documents.save(job)
     yield await service.render(lambda: answer.encode(answer.closing()), answer.repeats, client) + answer.ending
 
 

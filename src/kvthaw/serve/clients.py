@@ -39,7 +39,7 @@ async def attended(service: Service, job: Job, receive: Receive) -> AsyncIterato
     finally:
         watcher.cancel()
         service.worker.cancel(job)
-        service.save(job)
+        service.documents.save(job)
 
 
 def client_of(http: Request) -> str:

@@ -31,7 +31,7 @@ async def create(body: ContextRequest, http: Request) -> Response:
     service = service_of(http)
     body.check()
     service.check(None, 1)
-    service.kept()
+    service.documents.kept()
     about: Any = None
     if body.document is not None:
         param, ids = "document", await service.encode_document(body.document, client_of(http))
@@ -53,10 +53,9 @@ async def create(body: ContextRequest, http: Request) -> Response:
         raise ApiError(400, str(error), param=param) from None
     service.admit(1)
     job, key = service.worker.submit([request]), (request.salt, body.name)
-    if (earlier := service.coming.take(key)) is not None:  # no client waits for it, and it may end later than this one
-        service.worker.cancel(earlier)
+    service.documents.cancel(key)  # no client waits for an earlier one, and it may end later
     if not body.wait:
-        service.coming.add(key, job, _kept(service, job))
+        service.documents.expect(key, job, _kept(service, job))
         return JSONResponse(_coming(job, None), 202)
     http.state.job, http.state.outputs = job, 1
     async with attended(service, job, http.receive):
@@ -68,7 +67,7 @@ async def create(body: ContextRequest, http: Request) -> Response:
 async def contexts(http: Request, cache_salt: Salt = "") -> Json:
     """List kept documents, and documents that are prefilled without a waiting client."""
     service, salt = service_of(http), _salt(cache_salt)
-    names = {*service.kept(salt), *(name for own, name in service.coming.jobs if own == salt)}
+    names = {*service.documents.kept(salt), *(name for own, name in service.documents.coming if own == salt)}
     return {"object": "list", "data": [_card(service, (salt, name)) for name in sorted(names)]}
 
 
@@ -76,7 +75,7 @@ async def contexts(http: Request, cache_salt: Salt = "") -> Json:
 async def context(name: Name, http: Request, cache_salt: Salt = "") -> Json:
     """Describe a document."""
     key = _salt(cache_salt), name
-    await service_of(http).refresh(key)
+    await service_of(http).documents.refresh(key)
     return _card(service_of(http), key)
 
 
@@ -84,12 +83,11 @@ async def context(name: Name, http: Request, cache_salt: Salt = "") -> Json:
 async def delete(name: Name, http: Request, cache_salt: Salt = "") -> Response:
     """Delete a document and its files."""
     service, key = service_of(http), (_salt(cache_salt), name)
-    await service.refresh(key)
-    if not service.has_files(key):
+    await service.documents.refresh(key)
+    if not service.documents.has_files(key):
         _card(service, key)
-    if (job := service.coming.take(key)) is not None:
-        service.worker.cancel(job)
-    await service.forget(key)
+    service.documents.cancel(key)
+    await service.documents.forget(key)
     return Response(status_code=204)
 
 
@@ -98,7 +96,7 @@ async def _kept(service: Service, job: Job) -> Json:
     outputs, request = await job.whole(), job.requests[0]
     if job.cut_short:
         raise shutting_down()
-    unsaved = await service.save(job)
+    unsaved = await service.documents.save(job)
     for output in outputs:
         if output.error is not None:
             raise as_api_error(output.error, "name")
@@ -109,9 +107,9 @@ async def _kept(service: Service, job: Job) -> Json:
 
 
 def _card(service: Service, key: Key) -> Json:
-    if key in service.coming.jobs:
-        return _coming(*service.coming.jobs[key])
-    entry = service.kept(key[0]).get(key[1])
+    if key in service.documents.coming:
+        return _coming(*service.documents.coming[key])
+    entry = service.documents.kept(key[0]).get(key[1])
     if entry is None:
         raise ApiError(404, f"no context is named {key[1]!r}", param="name", code="context_not_found")
     return _made(key[1], "completed") | {"tokens": len(entry.ids), "messages": isinstance(entry.about, list)}

@@ -6,29 +6,25 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
-from kvthaw.cache.prefix_kept import Entry, Key
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.grammar import Grammar
 from kvthaw.engine.library import Library
 from kvthaw.engine.lockstep import Compile, Lockstep
-from kvthaw.engine.request import hidden_salt
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.scheduler import Scheduler
 from kvthaw.engine.text import decode
 from kvthaw.engine.tool_calls import CallReader, ToolFormat
-from kvthaw.errors import ConfigError, hint
-from kvthaw.serve.coming import Coming
+from kvthaw.errors import ConfigError
 from kvthaw.serve.compilers import Compilers
+from kvthaw.serve.documents import Documents
 from kvthaw.serve.errors import ApiError, shutting_down, too_long
 from kvthaw.serve.fields import Body
 from kvthaw.serve.jobs import Job
@@ -58,7 +54,7 @@ class Service:
     batch: a batch without requests.
     chat_template: Jinja; None for the tokenizer's.
     max_waiting: most requests that may wait for a slot. The server rejects more with a request to retry.
-    library: keeps named prompts on disk. The service restores its prompts.
+    library: keeps named prompts on disk; see `Documents`.
     defaults: values of omitted fields, instead of OpenAI's.
 
     The other processes of a split model create a `Lockstep` at the same time, and follow.
@@ -91,13 +87,8 @@ class Service:
         self._reader = Reader(tokenizer, batch.capacity)
         self.turns = Turns(tokenizer, chat_template)
         self.replays = Share(1.0, MOST_RUNS)
-        self._library = library
-        self._locks: WeakValueDictionary[Key, asyncio.Lock] = WeakValueDictionary()  # one reads, writes or deletes at a time
-        self.coming = Coming()
-        self._writing: set[Key] = set()
         self._tasks: set[asyncio.Task[Any]] = set()  # that continue without their callers
-        if library is not None:
-            library.restore(_about)
+        self.documents = Documents(batch.prefix_cache, library, self.worker, self.background)
 
     @property
     def ready(self) -> bool:
@@ -153,22 +144,6 @@ class Service:
         """Return the text of tokens."""
         return await self._reader.run(partial(decode, self.tokenizer, tokens), len(tokens), client)
 
-    def kept(self, salt: str = "") -> dict[str, Entry]:
-        """Return the named prompts of a salt. Raises ApiError if the server keeps no prompts."""
-        if self.batch.prefix_cache is None:
-            raise ApiError(400, "this server keeps no prompts", param="context")
-        return {name: entry for (own, name), entry in self.batch.prefix_cache.entries.items() if own == salt}
-
-    def save(self, job: Job) -> asyncio.Future[str | None]:
-        """Save a job's named prompt to the folder, if any, so that it survives a restart. The save continues if the caller is
-        cancelled. Returns an error message for the client if a file cannot be written."""
-        named = next((one for one in job.requests if one.name is not None), None)
-        if self._library is not None and named is not None and not job.cut_short:
-            return self.background(self._save(self._library, (named.salt, named.name or "")))
-        nothing: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        nothing.set_result(None)
-        return nothing
-
     @property
     def busy(self) -> bool:
         """Whether requests run or prompts are being saved."""
@@ -180,7 +155,9 @@ class Service:
         while self._tasks and self.worker.failure is None and (left := ends - time.monotonic()) > 0:
             await asyncio.wait(self._tasks, timeout=min(1, left))
         if self._tasks:
-            _log.warning("the server ends before it has written %s", ", ".join(sorted(repr(name) for _, name in self._writing)))
+            _log.warning(
+                "the server ends before it has written %s", ", ".join(sorted(repr(name) for _, name in self.documents.writing))
+            )
 
     def background(self, work: Coroutine[Any, Any, Result]) -> asyncio.Future[Result]:
         """Return a future of work that continues if the future is cancelled."""
@@ -189,41 +166,9 @@ class Service:
         task.add_done_callback(self._tasks.discard)
         return asyncio.shield(task)
 
-    async def forget(self, key: Key) -> None:
-        """Delete a named prompt. Raises ApiError, and changes nothing, if its files cannot be deleted."""
-        if (error := await self.background(self._forget(key))) is not None:
-            says = f"the context {key[1]!r} is kept: its files cannot be deleted: {error.strerror or error}"
-            raise ApiError(500, says, param="name", code="context_not_deleted")
-
-    async def refresh(self, key: Key) -> None:
-        """Load a named prompt that another server saved in the same folder, or drop one that it deleted."""
-        library = self._library
-        if library is not None and key not in self._writing:
-            async with self._lock(key):
-                if library.changed(key):
-                    await self.worker.call(partial(library.refresh, key, _about))
-
-    def has_files(self, key: Key) -> bool:
-        """Return whether there are files of a prompt, be they damaged."""
-        return self._library is not None and self._library.holds(key)
-
-    async def context(self, body: Sampled) -> Entry | None:
-        """Return the context that a request names, None without one; raises ApiError."""
-        if body.context is None:
-            return None
-        key = hidden_salt(body.cache_salt), body.context  # another tenant's is none
-        await self.refresh(key)
-        kept = self.kept(key[0])
-        entry = kept.get(key[1])
-        if entry is None:
-            near = hint(body.context, kept)
-            said = f"no context is named {body.context!r}" + (f"; {near}" if near else "")
-            raise ApiError(404, said, param="context", code="context_not_found")
-        return entry
-
     async def context_tokens(self, body: Sampled, client: str = "") -> list[int]:
         """Return the tokens that a text follows in the context that a request names, none without one; raises ApiError."""
-        entry = await self.context(body)
+        entry = await self.documents.named(body.context, body.cache_salt)
         if entry is not None and (document := document_of(entry.about)) is not None:
             return await self.encode(document, param="context", client=client)
         return [] if entry is None else list(entry.ids.tolist())
@@ -240,7 +185,7 @@ class Service:
         """Return the tokens of a conversation, with answer up to where the answer begins, behind the context that a request names;
         raises ApiError, which names param."""
         read = partial(self._reader.tokens, param=param)
-        entry = None if body is None else await self.context(body)
+        entry = None if body is None else await self.documents.named(body.context, body.cache_salt)
         turns = self.turns.having([] if body is None else body.plain_tools)
         if entry is None:
             encode = partial(turns.encode, read, messages, answer=answer)
@@ -302,7 +247,7 @@ class Service:
         except ConfigError as error:
             raise refused(body, error, param) from None
         if body.kv_name is not None:
-            self.kept()
+            self.documents.kept()
             if len(prompts) > 1:
                 raise ApiError(400, f"kv_name is given with {len(prompts)} prompts; it names one", param="kv_name")
             requests[0].name = body.kv_name
@@ -313,59 +258,8 @@ class Service:
             self.worker.watcher.record(name, requests[0], exact=body.recall == "exact")
         return self.worker.submit(requests)
 
-    def _lock(self, key: Key) -> asyncio.Lock:
-        return self._locks.setdefault(key, asyncio.Lock())
-
-    @asynccontextmanager
-    async def _changing(self, key: Key) -> AsyncIterator[None]:
-        """Exclude all others from writing or deleting the files of a name. Requests for the prompt get the one in memory
-        meanwhile."""
-        async with self._lock(key):
-            self._writing.add(key)
-            try:
-                yield
-            finally:
-                self._writing.discard(key)
-
-    async def _save(self, library: Library, key: Key) -> str | None:
-        """Write the prompt that is in memory under a name, in turn. A deleted prompt is not written; of several, the last is.
-        Returns an error message if a file cannot be written."""
-        async with self._changing(key):
-            try:
-                what = await self.worker.call(partial(library.collect, key)) if self.worker.failure is None else None
-                if what is not None:
-                    await asyncio.to_thread(library.write, what)
-                return None
-            except OSError as error:
-                reason = error.strerror or str(error)
-                _log.warning("the context %r is in memory alone: %s", key[1], error)
-            except Exception as error:
-                reason = type(error).__name__
-                _log.exception("the context %r is in memory alone", key[1])
-        return (
-            f"the context {key[1]!r} is in memory alone, and not there after a restart: its files cannot be written: {reason}"
-        )
-
-    async def _forget(self, key: Key) -> OSError | None:
-        async with self._changing(key):
-            try:
-                if self._library is not None:
-                    await asyncio.to_thread(self._library.delete, key)
-            except OSError as error:
-                return error
-            await self.worker.forget(key)
-            return None
-
 
 def refused(body: Body, error: ConfigError, param: str) -> ApiError:
     """Return the error response for a setting that the engine rejects, with the first field in its message."""
     words = [param if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
     return ApiError(400, str(error), param=next((word for word in words if word in type(body).model_fields), None))
-
-
-def _about(about: Any) -> Any:
-    """Check the saved description of a context: messages, a document, or None. Raises for any other value."""
-    if document_of(about) is None:
-        for each in () if about is None else about:
-            Message.model_validate(each)
-    return about
