@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvthaw.serve.lanes import NICE, FullError, Lane, Lanes, Share
+from kvthaw.serve.lanes import NICE, FullError, Lane, Share
 
 
 class Works:
@@ -88,9 +88,9 @@ def test_work_that_nobody_waits_for_keeps_its_place_and_none_is_begun_for_nobody
 
 def test_short_work_waits_for_no_long_work() -> None:
     async def main(works: Works) -> None:
-        lanes = Lanes(1, 1)
-        tasks = [asyncio.create_task(lanes.long.run(works(f"{i}"), f"{i}")) for i in range(3)]
-        assert await lanes.short.run(lambda: 5, "0") == 5
+        short, long = Lane(1), Lane(1, NICE)
+        tasks = [asyncio.create_task(long.run(works(f"{i}"), f"{i}")) for i in range(3)]
+        assert await short.run(lambda: 5, "0") == 5
         for task in tasks:
             task.cancel()
 
@@ -143,8 +143,8 @@ def test_the_event_loop_does_not_wait_until_a_thread_runs(monkeypatch: pytest.Mo
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
 def test_the_system_prefers_other_threads_to_long_work() -> None:
     async def main(works: Works) -> None:
-        lanes = Lanes(1, 1)
-        found = [await lane.run(lambda: os.getpriority(os.PRIO_PROCESS, 0), "a") for lane in (lanes.short, lanes.long)]
+        short, long = Lane(1), Lane(1, NICE)
+        found = [await lane.run(lambda: os.getpriority(os.PRIO_PROCESS, 0), "a") for lane in (short, long)]
         assert found[1] - found[0] == min(NICE, 19 - found[0])
         assert os.getpriority(os.PRIO_PROCESS, 0) == found[0]
 

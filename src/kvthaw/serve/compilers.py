@@ -11,7 +11,7 @@ from kvthaw.engine.grammar import OBJECT, Grammar, Grammars, Source
 from kvthaw.engine.tool_calls import CallRules, ToolFormat
 from kvthaw.errors import ConfigError
 from kvthaw.serve.errors import ApiError
-from kvthaw.serve.lanes import Lanes
+from kvthaw.serve.lanes import NICE, Lane
 from kvthaw.serve.schema import JsonSchema
 
 SHORT, LONG = 2, 1
@@ -35,7 +35,7 @@ class Compilers:
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, begins: Callable[[Source], None] = lambda source: None) -> None:
-        self._begins, self._lanes = begins, Lanes(SHORT, LONG)
+        self._begins, self._short, self._long = begins, Lane(SHORT), Lane(LONG, NICE)
         self._grammars: Grammars | None = None
         self._lacks = ""
         try:
@@ -63,11 +63,11 @@ class Compilers:
             raise ApiError(400, f"{field}: {error}", param=field) from None
 
     async def _grammar(self, read: Callable[[Grammars], tuple[Source, int]], client: str) -> Grammar:
-        grammars, short = self._grammars, self._lanes.short
+        grammars = self._grammars
         if grammars is None:
             raise ConfigError(self._lacks)
-        source, tries = await short.run(partial(read, grammars), client)
-        lane = short if tries <= SHORT_TRIES or grammars.known(source) else self._lanes.long
+        source, tries = await self._short.run(partial(read, grammars), client)
+        lane = self._short if tries <= SHORT_TRIES or grammars.known(source) else self._long
         return await lane.run(partial(self._compile, grammars, source), client)
 
     def _compile(self, grammars: Grammars, source: Source) -> Grammar:

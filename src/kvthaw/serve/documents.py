@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.prefix_kept import Entry, Key
 from kvthaw.engine.library import Library
+from kvthaw.engine.lockstep import Forget
 from kvthaw.engine.request import hidden_salt
 from kvthaw.errors import hint
 from kvthaw.serve.errors import ApiError, as_api_error
@@ -153,7 +154,11 @@ class Documents:
                     await asyncio.to_thread(self._library.delete, key)
             except OSError as error:
                 return error
-            await self._worker.forget(key)
+            prefix, (salt, name) = self._prefix, key
+            if prefix is not None:
+                await self._worker.call(
+                    lambda: prefix.forget(name, salt) if key in prefix.entries else None, [Forget(salt, name)]
+                )
             return None
 
     async def _end(self, key: Key, job: Job, kept: Coroutine[Any, Any, object]) -> None:

@@ -71,13 +71,6 @@ class Lane:
         return await done
 
 
-class Lanes:
-    """A lane for short work and one for long work."""
-
-    def __init__(self, short: int, long: int) -> None:
-        self.short, self.long = Lane(short), Lane(long, NICE)
-
-
 class FullError(Exception):
     """Too many wait."""
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from kvthaw.engine.text import tokens_after
 from kvthaw.serve.errors import ApiError
-from kvthaw.serve.lanes import Lanes
+from kvthaw.serve.lanes import NICE, Lane
 
 Result = TypeVar("Result")
 THREADS = 2
@@ -23,12 +23,12 @@ class Reader:
 
     def __init__(self, tokenizer: Any, limit: int) -> None:
         self._tokenizer, self._limit = tokenizer, limit
-        self._lanes = Lanes(THREADS, THREADS)
+        self._short, self._long = Lane(THREADS), Lane(THREADS, NICE)
 
     async def run(self, work: Callable[[], Result], size: int, client: str) -> Result:
         """Run work on `size` characters in a thread and return its result. Clients take turns; short texts do not wait for
         long ones."""
-        lane = self._lanes.short if size <= SHORT else self._lanes.long
+        lane = self._short if size <= SHORT else self._long
         return await lane.run(work, client)
 
     def tokens(self, text: str, param: str, *, special: bool = False, behind: Sequence[int] = ()) -> list[int]:

@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvthaw.cache.host_memory import release_freed_memory
-from kvthaw.cache.prefix_kept import Key
-from kvthaw.engine.lockstep import Cancel, Change, Forget, Lockstep
+from kvthaw.engine.lockstep import Cancel, Change, Lockstep
 from kvthaw.engine.request import Request
 from kvthaw.engine.scheduler import Scheduler
 from kvthaw.engine.warm import plan_attention
@@ -152,12 +151,6 @@ class Worker:
         """Send a change to the other processes of a split model, from any thread."""
         if self.lockstep.size > 1:
             self._inbox.put(_Task(lambda: None, [change]))
-
-    async def forget(self, key: Key) -> None:
-        """Delete a named prompt from the prefix cache, if present."""
-        prefix, (salt, name) = self.scheduler.batch.prefix_cache, key
-        if prefix is not None:
-            await self.call(lambda: prefix.forget(name, salt) if key in prefix.entries else None, [Forget(salt, name)])
 
     def cancel(self, job: Job) -> None:
         """Remove a job's unfinished outputs from the batch."""
