@@ -23,8 +23,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 import kvthaw
 import owners
-from kvthaw.engine.sampling import GREEDY, Sampling, sample
+from kvthaw.engine.sampling import GREEDY, Sampling
 from kvthaw.errors import CacheError
+from sampled import sample
 from zoo import build, multiply_in_float64, prompt
 
 AMPLE = 512

@@ -13,7 +13,7 @@ from kvthaw.engine.decode import Tokens, decode, forward
 from kvthaw.engine.generation_config import stop_tokens
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.model import positions
-from kvthaw.engine.sampling import GREEDY, Sampling, sample
+from kvthaw.engine.sampling import GREEDY, Sampler, Sampling
 from kvthaw.engine.text import Detokenizer
 
 
@@ -56,6 +56,7 @@ class Answers:
         self.steps, self.new_tokens, self.over, self.stopped = [0] * rows, [0] * rows, [False] * rows, [False] * rows
         self._stops = stop_tokens(model, tokenizer)
         self._sampling = [sampling] * rows if isinstance(sampling, Sampling) else list(sampling)
+        self._sampler: Sampler | None = None
         self._texts = [AnswerText(tokenizer, until, after_first_word=after_first_word) for _ in range(rows)]
 
     @property
@@ -95,7 +96,11 @@ class Answers:
     def _draw(self, logits: Tensor) -> list[int]:
         sequences = self.cache.kv.sequences
         at = torch.tensor([sequences.length(row) for row in range(sequences.count)], device=logits.device)
-        drawn: list[int] = sample(logits, self._sampling, at).tolist()
+        if self._sampler is None:
+            self._sampler = Sampler(len(self._sampling), logits.shape[1], logits.device)
+            for row, sampling in enumerate(self._sampling):
+                self._sampler.join(row, sampling)
+        drawn: list[int] = self._sampler(logits, at).tokens.tolist()
         return drawn
 
     def _take(self, row: int, token: int, limit: int) -> str | None:

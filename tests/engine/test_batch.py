@@ -21,9 +21,10 @@ from kvthaw.engine import graph_runner
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.request import Request
-from kvthaw.engine.sampling import Sampler, Sampling, sample
+from kvthaw.engine.sampling import Sampler, Sampling
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
 from kvthaw.index import batches
+from sampled import sample
 from stand_in import StandIn, captured_by
 from zoo import DISTINCT, build, build_exact, prompt
 

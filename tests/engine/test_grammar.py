@@ -16,7 +16,7 @@ from kvthaw import Batch, Scheduler
 from kvthaw.engine import grammar
 from kvthaw.engine.grammar import Grammar, Grammars, TokenMasks
 from kvthaw.engine.json_schema import check_schema
-from kvthaw.engine.sampling import Sampler, Sampling, sample
+from kvthaw.engine.sampling import Sampler, Sampling
 from kvthaw.errors import CacheError, ConfigError
 
 pytest.importorskip("xgrammar", reason="needs pip install 'kvthaw[serve]'")
@@ -128,8 +128,6 @@ def test_what_a_grammar_cannot_stand_beside(loaded: tuple[Any, Any], grammars: G
         batch.join([1, 2], sampling=Sampling(grammar=person, ignore_eos=True))
     with pytest.raises(ConfigError, match="300"):
         Sampler(1, 300).check(Sampling(grammar=person))
-    with pytest.raises(ConfigError, match="Sampler"):
-        sample(torch.zeros(1, 258), [Sampling(grammar=person)], torch.zeros(1, dtype=torch.int64))
 
 
 def test_an_output_that_no_token_continues_ends_with_an_error(loaded: tuple[Any, Any], grammars: Grammars) -> None:

@@ -22,8 +22,9 @@ from transformers import (
 
 from kvthaw.counter_rng import gumbel
 from kvthaw.engine.logprobs import logprobs, score, top
-from kvthaw.engine.sampling import Sampler, Sampling, sample
+from kvthaw.engine.sampling import Sampler, Sampling
 from kvthaw.errors import ConfigError
+from sampled import sample
 
 VOCAB = 1500  # more than top_k can ask of torch.topk
 PROMPT = [3, 7, 7, 250, 1499]
@@ -437,7 +438,3 @@ def test_a_sampler_refuses_what_is_not_the_models() -> None:
         with pytest.raises(ConfigError, match=message):
             sampler.join(0, settings)
     assert torch.equal(sampler(logits, torch.arange(1)).tokens, expected)
-    with pytest.raises(ConfigError, match="needs the tokens so far"):
-        sample(logits, [Sampling(presence_penalty=1.0)], torch.arange(1))
-    with pytest.raises(ValueError, match="1 rows of logits and settings for 2"):
-        sample(logits, [Sampling()] * 2, torch.arange(1))

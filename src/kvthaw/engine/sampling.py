@@ -132,24 +132,6 @@ class Sampling:
 GREEDY = Sampling()
 
 
-def sample(logits: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tensor:
-    """Return the next token of each row, [B] int64 on the device of logits [B, V].
-
-    Only for settings without state. Raises ConfigError for penalties, a bias, a grammar or min_tokens, which `Sampler`
-    supports. Raises ValueError if the numbers of rows differ.
-
-    positions: [B] int64, the positions of the new tokens.
-    """
-    if len(rows) != len(logits):
-        raise ValueError(f"{len(logits)} rows of logits and settings for {len(rows)}")
-    for row in rows:
-        if row.penalized or row.logit_bias or row.min_tokens or row.grammar:
-            raise ConfigError(f"{row} needs the tokens so far; sample() has none, a Sampler has")
-    groups = _groups(rows, logits.shape[1], logits.device)
-    numbers, seeds = _table(rows, logits.device) if groups else (torch.empty(0), torch.empty(0))
-    return _choose(logits, positions, numbers, seeds, groups)
-
-
 class Sampler:
     """Sample the tokens of a running batch, each sequence with its own settings.
 
