@@ -345,7 +345,7 @@ def run(given: Mapping[str, str], *, port: int = 8000) -> None:
     from ray import serve
 
     joined = ray.is_initialized()
-    ended = threading.Event()
+    made, ended = app(given), threading.Event()
 
     def end(*_: object) -> None:
         if ended.is_set():
@@ -353,8 +353,7 @@ def run(given: Mapping[str, str], *, port: int = 8000) -> None:
         ended.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
-    made = app(given)
+        signal.signal(number, end)  # after Ray's own, which ends the process at once
     try:
         serve.start(http_options={"port": port})
         try:
