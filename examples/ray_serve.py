@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import json
 import logging
 import signal
@@ -306,27 +307,34 @@ def app(given: Mapping[str, str]) -> Any:
 
     A replica gets a GPU, if there are any and device is not "cpu", and its share of the cores.
 
-    given: settings as text. replicas is "2", or the least and the most, "1:4"; grace is as for `application`; all others are of
-        `kvthaw.serve.build.build`, such as model, method and max_seqs.
-    """
-    import ray
+    given: settings as text. replicas is "2", or the least and the most, "1:4"; grace is as for `application`, and so is api_keys,
+        a JSON list; all others are of `kvthaw.serve.build.build`, such as model, method and max_seqs.
 
+    Raises ConfigError, before Ray starts, for a setting that none of them takes.
+    """
+    from kvthaw.config import SETTINGS
     from kvthaw.serve.build import build
+
+    known = {*inspect.signature(build).parameters, *SETTINGS, "replicas", "grace", "api_keys"} - {"progress", "settings"}
+    if wrong := sorted(set(given) - known):
+        raise ConfigError(f"{', '.join(wrong)}: no such setting; there are {', '.join(sorted(known))}")
+    import ray
 
     settings: dict[str, Any] = {"max_seqs": 8, "max_waiting": 64} | {name: _value(text) for name, text in given.items()}
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False)
     if "kv_dir" in settings:
-        settings["kv_dir"] = Path(settings["kv_dir"]).absolute()  # replicas have other working directories
+        settings["kv_dir"] = Path(settings["kv_dir"]).expanduser().absolute()  # replicas have other working directories
     if (folder := Path(settings.get("model", "shipped")).expanduser()).is_dir():
-        settings["model"] = str(folder.absolute())
+        settings = {"name": folder.absolute().name} | settings | {"model": str(folder.absolute())}
     least, _, most = str(settings.pop("replicas", 1)).partition(":")
-    grace, sizes = settings.pop("grace", 30), {name: settings[name] for name in ("max_seqs", "max_waiting")}
+    sizes = {name: settings[name] for name in ("max_seqs", "max_waiting")}
+    sizes |= {"grace": settings.pop("grace", 30), "api_keys": settings.pop("api_keys", ())}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     shares = [node.get("CPU", 0) // node["GPU"] for node in nodes if node.get("GPU") and settings.get("device") != "cpu"]
     share = min(shares) if shares else max(node.get("CPU", 0) for node in nodes) // int(most or least)
     resources = {"num_gpus": min(1, len(shares)), "num_cpus": max(1, share)}
-    return application(partial(build, **settings), replicas=(int(least), int(most or least)), grace=grace, **sizes, **resources)
+    return application(partial(build, **settings), replicas=(int(least), int(most or least)), **sizes, **resources)
 
 
 def _value(text: str) -> Any:
@@ -336,16 +344,16 @@ def _value(text: str) -> Any:
         return text
 
 
-def run(given: Mapping[str, str], *, port: int = 8000) -> None:
+def run(given: Mapping[str, str]) -> None:
     """Serve until SIGTERM or Ctrl-C, on the cluster that this process belongs to or finds, or on a local one.
 
-    given: see `app`.
+    given: see `app`; also host and port, 127.0.0.1 and 8000 unless the cluster serves something already.
     """
     import ray
     from ray import serve
 
-    joined = ray.is_initialized()
-    made, ended = app(given), threading.Event()
+    joined, (host, port) = ray.is_initialized(), (given.get("host", "127.0.0.1"), int(given.get("port", 8000)))
+    made, ended = app({name: text for name, text in given.items() if name not in ("host", "port")}), threading.Event()
 
     def end(*_: object) -> None:
         if ended.is_set():
@@ -355,7 +363,7 @@ def run(given: Mapping[str, str], *, port: int = 8000) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)  # after Ray's own, which ends the process at once
     try:
-        serve.start(http_options={"port": port})
+        serve.start(http_options={"host": host, "port": port})
         try:
             serve.run(made, name=NAME)
             print("serving with Ray", flush=True)
@@ -387,6 +395,9 @@ def ask_once() -> None:
 if __name__ == "__main__":
     settings = dict(each.split("=", 1) for each in sys.argv[1:])
     if settings:
-        run(settings)
+        try:
+            run(settings)
+        except ConfigError as error:
+            sys.exit(f"kvthaw: {error}")
     else:
         ask_once()

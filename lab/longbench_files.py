@@ -42,6 +42,8 @@ def record(row: Record, template: str) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> None:
     """See the module."""
+    if len(arguments) != 2:
+        sys.exit(__doc__)
     source, folder = map(Path, arguments)
     templates, made = json.loads(read_own("longbench.json")), dict[str, list[dict[str, Any]]]()
     for row in read_records(source):

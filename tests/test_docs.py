@@ -71,8 +71,19 @@ def test_every_published_benchmark_stands_in_the_docs() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)", (ROOT / page).read_text())
-    assert [link for link in links if "://" not in link and not ((ROOT / page).parent / link).exists()] == []
+    """To a file that is there, and to a heading of it."""
+    lost = []
+    for link, _, heading in (one.partition("#") for one in re.findall(r"\]\(([^)\s]+)", (ROOT / page).read_text())):
+        path = (ROOT / page).parent / link if link else ROOT / page
+        there = "://" in link or (path.exists() and (not heading or path.suffix != ".md" or heading in headings(path)))
+        lost += [] if there else [f"{link}#{heading}"]
+    assert lost == []
+
+
+def headings(path: Path) -> set[str]:
+    """What a link may name of a page: headings as GitHub and the site write them."""
+    found = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in found}
 
 
 @pytest.mark.parametrize("page", PAGES)

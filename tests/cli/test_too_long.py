@@ -34,7 +34,12 @@ def unread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.mark.parametrize(
     "command",
-    [("generate", "--file"), ("generate", "--question", "Why?", "--file"), ("chat", "--file"), ("serve", "--context")],
+    [
+        ("generate", "--file"),
+        ("generate", "--question", "Why?", "--file"),
+        ("chat", "--file"),
+        ("serve", "--port", "0", "--context"),
+    ],
 )
 def test_a_long_text_is_refused_before_weights_are_read(unread: str, command: tuple[str, ...], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from examples.ray_serve import FIRST_BLOCK, Replica, merged_metrics, routing_key
+from examples.ray_serve import FIRST_BLOCK, Replica, app, merged_metrics, routing_key
+from kvthaw import ConfigError
 
 COMPLETIONS, CHAT, CONTEXTS = "/v1/completions", "/v1/chat/completions", "/v1/contexts"
 BLOCK = "a" * FIRST_BLOCK
@@ -90,3 +91,10 @@ def test_a_replica_that_is_taken_away_waits_for_what_it_writes() -> None:
         asyncio.run(replica.drain(grace))
         assert service.worker.draining
         assert service.looks in (0, float("inf"))
+
+
+def test_a_setting_that_nothing_takes_is_refused_before_ray_starts() -> None:
+    with pytest.raises(
+        ConfigError, match=r"mdoel, progress: no such setting; there are .*api_keys, .*budget, .*model, .*replicas"
+    ):
+        app({"mdoel": "shipped", "progress": "1", "replicas": "2", "budget": "64"})
