@@ -129,3 +129,26 @@ def test_rows_are_read_in_their_blocks(room: int, kv_dtype: KvDtype | None, monk
     else:
         assert stats.device_rate < 1
         assert stats.fetched_bytes > 0
+
+
+@pytest.mark.parametrize("method", ["full", "oracle", "streaming"])
+def test_a_layer_may_share_another_s_keys_before_the_last_layer(method: str) -> None:
+    """Attending again in the middle of a step sees the step's token, and changes no later step."""
+    torch.manual_seed(0)
+    shape, how = Shape(batch=2, heads=1, group=3, head_dim=16), AttentionParams(0.3)
+    query, keys, values = shape.query(60), shape.keys(60), shape.keys(60)
+
+    def outputs(*, again: bool) -> list[torch.Tensor]:
+        budget = None if method == "full" else 24
+        cache, found = KVCache(Settings(resolve(method), budget=budget, block_size=8), [0, 1], 2), list[torch.Tensor]()
+        for start, end in [(0, 30), *((i, i + 1) for i in range(30, 60))]:
+            given = query[:, :, start:end], keys[:, :, start:end], values[:, :, start:end]
+            pads = [0, 0] if start == 0 else None
+            found.append(cache.attend(cache.layers[0], *given, how, pads))
+            if again:
+                close(cache.attend_again(cache.layers[0], *given, how), found[-1])
+            found.append(cache.attend(cache.layers[1], *given, how, pads))
+        return found
+
+    for one, expected in zip(outputs(again=True), outputs(again=False), strict=True):
+        close(one, expected)

@@ -53,9 +53,12 @@ def test_a_failed_step_undoes_a_select_that_ran(
     group.index.unask = lambda: undone.append(None)  # type: ignore[method-assign]
     context = group.context
     assert context.sequences is not None
-    context.sequences.place_committed(context.device)
+    step = context.sequences.begin(1, dense=False)
+    context.sequences.place(step, 0, context.device)
     monkeypatch.setattr(retriever, "capturing", lambda device: captured)
     group.choose(torch.zeros(2, context.q_heads, context.head_dim), 90)
+    counted = group.residency.counts.clone()
     group.forget_step()
     group.forget_step()
     assert len(undone) == (not captured)
+    assert (group.residency.counts < counted).any() == (not captured)

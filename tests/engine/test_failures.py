@@ -272,3 +272,19 @@ def test_generate_goes_on_after_an_interruption(llama: PreTrainedModel) -> None:
                 logits = llama(ids if t == 0 else ids[:, -1:], past_key_values=cache).logits
                 ids = torch.cat((ids, logits[:, -1:].argmax(dim=-1)), dim=1)
         assert torch.equal(ids, expected)
+
+
+@pytest.mark.parametrize("method", ["oracle", "icecache-digest", "clusterkv", "thaw"])
+def test_rows_of_a_step_that_failed_are_not_counted(llama: PreTrainedModel, method: str) -> None:
+    cache = kvthaw.Cache(llama, method, budget=64, block_size=16, dense_layers=0)
+    step(llama, cache, prompt(1, 300))
+    for number in range(6):
+        for _ in range(3):
+            hook = llama.model.layers[number % 3].mlp.register_forward_pre_hook(boom)
+            with pytest.raises(BoomError):
+                step(llama, cache, prompt(1, 1))
+            hook.remove()
+        step(llama, cache, prompt(1, 1))
+    stats = cache.stats()
+    assert stats.attended_mean is not None
+    assert stats.attended_mean <= 64, (stats.attended_mean, stats.attended_max)

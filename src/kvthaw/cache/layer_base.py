@@ -280,7 +280,7 @@ class DeviceLayer(LayerKV):
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         if step.dense:
             return self.attend_dense(step, query, key, value, attention)
-        self.sequences.place_committed(query.device)
+        self.sequences.place_again(step, query.device)
         return self.decode(step, 0, query[:, :, 0], (key[:, :, -1], value[:, :, -1]), attention)[:, :, None]
 
     def fixed_bytes(self) -> int:

@@ -333,7 +333,7 @@ class OffloadedLayer(LayerKV):
         if step.dense:
             return self._attend_dense(step, query, key, value, attention)
         self.asked_again += 1
-        self.sequences.place_committed(self.slab.data.device)
+        self.sequences.place_again(step, self.slab.data.device)
         out = self._attend(None, 0, query[:, :, 0], (key[:, :, 0], value[:, :, 0]), attention)
         if self.own is not None:
             self.own.asked_again += self.sequences.count - len(self.sequences.idle)

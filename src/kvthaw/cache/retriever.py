@@ -50,6 +50,7 @@ class Retriever:
         self.prefetched: PrefetchedSearch | None = None
         self._early: EarlyChoice | None = None  # for the next token
         self._asked_at = -1  # after how many commits an eager step queried the index last
+        self._counted = torch.empty_like(self.residency.counts)  # the counts before that step
 
     def buffer(self, seqs: int) -> HostSelectionBuffer:
         """Return the buffer for choices of `seqs` sequences. It keeps its address."""
@@ -108,6 +109,7 @@ class Retriever:
         sequences = self.context.sequences
         if sequences is not None and self._asked_at == sequences.commits:
             self.index.unask()
+            self.residency.counts.copy_(self._counted)
         self._asked_at = -1
 
     def _wait_for_search(self) -> None:
@@ -194,9 +196,10 @@ class Retriever:
             choice = self._recorded(query, graph)
         else:
             self._wait_for_updates()  # select() runs what is queued
+            asked_at = self._mark(query.device)
             with self._naming_errors():
                 selection = self._now(query, own) if search is None else search.result()
-            self._note(query)
+            self._asked_at = asked_at
             self._check(selection, query)
             choice = self._admit(selection, query, length)
         self.choices.append(choice)
@@ -215,10 +218,18 @@ class Retriever:
         blocks = (store.table.on_host, store.block_size) if self.reads_blocks else None
         return Choice(selection, *self.residency.admit(selection.rows, blocks=blocks))
 
-    def _note(self, query: Tensor) -> None:
-        """Note that this step has queried the index, which forget_step() undoes. A captured select() does not run yet."""
+    def _mark(self, device: torch.device) -> int:
+        """Keep the counts of rows before a step's first query of the index, which forget_step() undoes.
+
+        Returns the commits before the step; -1 if no step is under way, or if it is captured, since a captured select() does not
+        run yet.
+        """
         sequences = self.context.sequences
-        self._asked_at = -1 if sequences is None or capturing(query.device) else sequences.commits
+        if sequences is None or sequences.step is None or capturing(device):
+            return -1
+        if self._asked_at != sequences.commits:
+            self._counted.copy_(self.residency.counts)
+        return sequences.commits
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:
@@ -304,9 +315,10 @@ class Retriever:
                 raise
             made.append((choice, selection, query))
 
+        asked_at = self._mark(reads[0].device)
         done = self.streams.early.run(reads[0].device, work)
         choice, selection, query = made[0]
-        self._note(query)
+        self._asked_at = asked_at
         self._early = EarlyChoice(choice, selection, done, (query, *reads))
 
     def _complete(self, early: EarlyChoice, query: Tensor) -> Choice:

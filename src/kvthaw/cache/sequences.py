@@ -363,9 +363,13 @@ class Sequences:
             self._set(self._live_lengths(), device, coming=1)
             self.known["placed"] = self.padded_length, device
 
-    def place_committed(self, device: torch.device) -> None:
-        """Set the device's lengths to the committed ones, for layers that reuse another layer's keys."""
-        self._set(self._live_lengths(), device)
+    def place_again(self, step: Step, device: torch.device) -> None:
+        """Set the device's lengths as after the last token of the latest step, committed or not, for layers that reuse another
+        layer's keys."""
+        if self.step is step:
+            self.place(step, step.tokens - 1, device)
+        else:
+            self._set(self._live_lengths(), device)
 
     def count_replay(self) -> None:
         """Record that a replayed step has advanced the device's lengths by a token."""
