@@ -15,6 +15,7 @@ from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.model import positions
 from kvthaw.engine.sampling import GREEDY, Sampler, Sampling
 from kvthaw.engine.text import Detokenizer
+from kvthaw.errors import ConfigError
 
 
 class AnswerText(Detokenizer):
@@ -34,7 +35,8 @@ class Answers:
     """The answers of a cache's rows: the rest of the prompt, then decoding to a stop token, a stop string, or the limit.
 
     A row's tokens depend on no other row; one that has ended waits for the rest.
-    sampling: how all rows draw, or one for each.
+    sampling: how all rows draw, or one for each. Raises ConfigError for penalties, a bias, a grammar or min_tokens, and
+        ValueError if the numbers of rows differ.
     until, after_first_word: the stop strings, as for AnswerText.
     steps: how many tokens each row has sent through the model.
     over: whether it has ended, and stopped: by a stop, not at the limit.
@@ -56,6 +58,11 @@ class Answers:
         self.steps, self.new_tokens, self.over, self.stopped = [0] * rows, [0] * rows, [False] * rows, [False] * rows
         self._stops = stop_tokens(model, tokenizer)
         self._sampling = [sampling] * rows if isinstance(sampling, Sampling) else list(sampling)
+        if len(self._sampling) != rows:
+            raise ValueError(f"{rows} rows of a cache and settings for {len(self._sampling)}")
+        for one in self._sampling:
+            if one.penalized or one.logit_bias or one.min_tokens or one.grammar:
+                raise ConfigError(f"{one} needs the tokens so far, which a cache's rows do not keep; a Batch does")
         self._sampler: Sampler | None = None
         self._texts = [AnswerText(tokenizer, until, after_first_word=after_first_word) for _ in range(rows)]
 

@@ -475,6 +475,17 @@ def test_rows_take_as_many_tokens_as_they_were_given(loaded: tuple[Any, Any]) ->
     assert torch.isfinite(forward(model, cache, [[5]])).all()
 
 
+def test_settings_that_need_the_tokens_so_far_are_refused(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    cache = kvthaw.Cache(model, "full")
+    prefill(model, cache, list(range(3, 90)))
+    for how in ({"presence_penalty": 1.0}, {"min_tokens": 2}, {"logit_bias": {5: 1.0}}, {"grammar": object()}):
+        with pytest.raises(ConfigError, match="needs the tokens so far"):
+            Answers(model, tokenizer, cache, sampling=Sampling(**how))
+    with pytest.raises(ValueError, match="1 rows of a cache and settings for 2"):
+        Answers(model, tokenizer, cache, sampling=[Sampling()] * 2)
+
+
 def test_wilson_against_known_values() -> None:
     assert wilson(1.0, 20) == pytest.approx((0.8389, 1.0), abs=1e-4)
     assert wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
