@@ -12,7 +12,6 @@ kind of prompt and variant, all tables in docs/notes/real-models.md, and a selec
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -42,7 +41,7 @@ from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
 from kvthaw.methods import METHODS
 from lab.bench.card import provenance
 from lab.evaluate.document import Table
-from lab.script import commits, paragraph, put, run_as_script
+from lab.script import commits, on_a_model, paragraph, put, run_as_script
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "lab" / "results" / "real_models.jsonl"
@@ -235,24 +234,16 @@ class Noted(ResultsFile):
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("out", nargs="?", type=Path)
-    parser.add_argument("--publish", nargs="*", type=Path, help="files of results, for the tables")
+    parser = on_a_model(__doc__)
     parser.add_argument("--method", default="all", help="all, or methods as for python -m lab eval")
     parser.add_argument("--budget", default="64,256,1024")
     parser.add_argument("--dense-layers", default="", help="several numbers; default: two, or what the model's size says")
     parser.add_argument("--prompts", type=Path, help='a JSON-lines file whose lines hold a "prompt"')
-    parser.add_argument("--text", type=Path, help="a book instead of the one that ships")
     parser.add_argument("--length", default="2048,4096", help="tokens of a window")
     parser.add_argument("--limit", type=int, help="most prompts, or windows of each length and kind; default: all, or 4")
     parser.add_argument("--tokens", type=int, default=STEPS, help="tokens compared after each prompt")
     parser.add_argument("--batch", type=int, help="prompts that share their steps")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many seconds")
-    parser.add_argument("--name", help="of the model, in the results")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--commit")
     given = parser.parse_args()
     if given.publish is not None:
         publish(given.publish)

@@ -10,7 +10,6 @@ line a row. A column whose data FOLDER lacks is left out with a sentence, and a 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvthaw.cli.options import words
 from kvthaw.engine.hf.model import load, silence
 from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.evaluate.evaluator import Progress
@@ -28,7 +28,7 @@ from lab.evaluate.published import BENCHMARKS
 from lab.reproduce import EXPERIMENTS, Experiment, Lab, named, run
 from lab.reproduce.draw import shown
 from lab.reproduce.plans import Scores
-from lab.script import paragraph, put, run_as_script
+from lab.script import on_a_model, paragraph, put, run_as_script
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "lab" / "results" / "reproduce_real.jsonl"
@@ -110,20 +110,12 @@ def _page(lines: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("out", nargs="?", type=Path)
-    parser.add_argument("--publish", nargs="*", type=Path, help="files of lines, for the tables")
+    parser = on_a_model(__doc__)
     parser.add_argument("--names", help="of experiments, separated by commas")
     parser.add_argument("--data", help="a folder of published data")
-    parser.add_argument("--text", type=Path, help="a book instead of the one that ships")
     parser.add_argument("--limit", type=int, help="most questions of a set, or samples of a task")
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--lines", type=Path, help="write the lines here")
-    parser.add_argument("--name", help="of the model, in the lines")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--commit")
     given = parser.parse_args()
     if given.publish is not None:
         publish(given.publish)
@@ -131,13 +123,12 @@ def main() -> None:
     if None in (given.model, given.out, given.names):
         parser.error("MODEL, OUT.jsonl and --names, or --publish")
     silence()
-    text = None if given.text is None else given.text.read_text(encoding="utf-8")
     lab = Lab(
         given.model,
         lambda name: load(name, device=given.device, dtype=given.dtype),
         ResultsFile(given.out),
         given.data,
-        text,
+        words(given.text),
         limit=given.limit,
         tell=_tell,
     )

@@ -51,6 +51,20 @@ def options(about: str | None, /, **defaults: Any) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def on_a_model(about: str | None) -> argparse.ArgumentParser:
+    """Return a parser of MODEL and OUT.jsonl or --publish, with the options of what measures a pretrained model."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--publish", nargs="*", type=Path, help="files of results, for the tables")
+    parser.add_argument("--text", type=Path, help="a book instead of the one that ships")
+    parser.add_argument("--name", help="of the model, in the results")
+    parser.add_argument("--device")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--commit", help=HELP["commit"])
+    return parser
+
+
 class Report:
     """The lines of a benchmark, printed and appended to a file if one is given, each as it comes: what all of them say, what is
     reported, and the machine."""
