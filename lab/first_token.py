@@ -4,8 +4,10 @@
 
 - kernels: norms, rotary positions and gates of a chunk, by the kernel and by transformers' operations. Outputs are compared.
 - products: a chunk's projections apart, and as one product of joined weights where the input is the same, in TFLOP/s.
-- attention: causal attention of `--tokens` and of chunks, and of a chunk to runs of earlier keys, by cuDNN and by flash attention.
-- prompts: seconds until the first token of each method, in chunks and in one pass, with kernels and without; the second of two.
+- attention: causal attention of `--tokens` and of chunks, and of a chunk to runs of earlier keys, by each backend of torch, and by
+  FlashAttention 4 if it is installed.
+- prompts: seconds until the first token of each method, in chunks and in one pass, with kernels and without, and by
+  FlashAttention 4; the second of two.
 - own: a chunk's causal part with its log-sum-exp, keys repeated for each query head, and once; last, for torch may not take it.
 - profile: seconds of the device by part and kernel, of the first method in chunks, with kernels and without.
 """
@@ -22,13 +24,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.utils import is_flash_attn_4_available
 
 from kvthaw.bench.card import where
 from kvthaw.bench.decode import free
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.engine.hf import fused
+from kvthaw.engine.hf.attention import choose_flash_attention_4
+from kvthaw.engine.hf.layer import FLASH_ATTENTION_4
 from kvthaw.errors import CacheError
-from kvthaw.kernels import dense, gated, rms_norm, rotate
+from kvthaw.kernels import dense, flash_attention_4, gated, rms_norm, rotate
 from lab.bench.prefill import PrefillSetting, measure
 from lab.bench.shapes import build
 from lab.kernels import DIM, GROUP, HEADS, SHAPE, eager_time, rates
@@ -49,14 +54,17 @@ def lines(*, quick: bool, parts: str, tokens: int, chunk: int, layers: int, meth
             continue
         with torch.inference_mode(False):  # as a program has its model
             model = model or build("llama-3.1-8b", where()[0], layers=layers)
-            for fuses in (True, False):
+            ways = [(True, FLASH_ATTENTION_4)] if choose_flash_attention_4(model) else []
+            for fuses, attends in (*ways, (True, "sdpa"), (False, "sdpa")):
+                model.set_attn_implementation(attends)
+                how = {"fused": fuses, "attention": attends}
                 with nullcontext() if fuses else patch.object(fused, "_on_gpu", lambda model: False):
                     if part == "profile":
-                        yield profiled(model, methods.split(",")[0], tokens, chunk) | {"fused": fuses}
+                        yield profiled(model, methods.split(",")[0], tokens, chunk) | how
                         continue
                     for method in methods.split(","):
                         for size in (chunk,) if quick else (chunk, tokens):
-                            yield prompt(model, method, tokens, size, layers) | {"fused": fuses}
+                            yield prompt(model, method, tokens, size, layers) | how
 
 
 def kernels(tokens: int, chunk: int) -> Iterator[dict[str, Any]]:
@@ -114,6 +122,10 @@ def attention(tokens: int, chunk: int) -> Iterator[dict[str, Any]]:
             pairs = queries * keys // (2 if causal else 1)
             flops = 4 * HEADS * GROUP * DIM * pairs
             yield {"op": "attention", "how": name, "queries": queries, "keys": keys, "causal": causal, **speed(seconds, flops)}
+        if is_flash_attn_4_available():
+            attend = partial(flash_attention_4.attend, query, key, value, scale=DIM**-0.5, causal=causal)
+            line = {"op": "attention", "how": FLASH_ATTENTION_4, "queries": queries, "keys": keys, "causal": causal}
+            yield line | speed(eager_time(attend, 3), flops)
 
 
 def own(tokens: int, chunk: int) -> Iterator[dict[str, Any]]:

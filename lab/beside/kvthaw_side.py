@@ -20,7 +20,9 @@ from kvthaw import Batch, Sampling, Scheduler
 from kvthaw.bench.card import where
 from kvthaw.cache.host_memory import available_host_memory
 from kvthaw.engine.graph_runner import compiled_step
+from kvthaw.engine.hf.attention import choose_flash_attention_4
 from kvthaw.engine.hf.cache import sequence_bytes
+from kvthaw.engine.hf.layer import FLASH_ATTENTION_4
 from kvthaw.engine.warm import frozen, warm
 from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve
@@ -45,8 +47,9 @@ class Side:
         self.longest = max((room_of(case) for case in cases if case.part in MANY), default=0)
         begin = time.perf_counter()
         self.model = build(cases[0].shape, self.device, layers=cases[0].layers)
+        attention = FLASH_ATTENTION_4 if choose_flash_attention_4(self.model) else "cudnn"
         self.vocabulary: int = self.model.config.vocab_size
-        self.about = provenance(options["commit"]) | {"start_s": round(time.perf_counter() - begin, 1)}
+        self.about = provenance(options["commit"]) | {"start_s": round(time.perf_counter() - begin, 1), "attention": attention}
         self._forward = compiled_step(self.model.forward)
         self._latest: tuple[tuple[str, int], Batch] | None = None
 

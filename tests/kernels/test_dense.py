@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kvthaw.kernels import dense
+from kvthaw.kernels import dense, flash_attention_4
 from kvthaw.kernels.dense import attend, causal_attention, continued, definition, packed_attention, with_sinks
 from shapes import DTYPES, Shape, close, over_shapes
 
@@ -142,6 +144,67 @@ def test_prompts_in_one_row_attend_to_themselves_alone(
     for start, stop in zip(ends.tolist()[:-1], ends.tolist()[1:], strict=True):
         expected, lse = definition(*(x[:, :, start:stop] for x in made), scale=SCALE, causal=True, softcap=softcap)
         close(out[:, :, start:stop], with_sinks(expected, lse, learned).to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.bfloat16, 128), (torch.float16, 64), (torch.bfloat16, 80), (torch.bfloat16, 256)]
+)
+def test_flash_attention_4_computes_the_definition(
+    dtype: torch.dtype, dim: int, softcap: float | None, device: torch.device
+) -> None:
+    """A prompt, a chunk of one, a chunk whose past comes in parts, and several prompts; on another stream than the default."""
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    shape = Shape(batch=2, heads=2, group=4, head_dim=dim, dtype=dtype)
+    query = shape.query(300).to(device)
+    if not flash_attention_4.serves(query):
+        pytest.skip("no kernels for this GPU")
+    rows, sinks = torch.randn(2, 2, 700, 2, dim).to(device, dtype), torch.randn(8, device=device)
+    k, v = rows[:, :, :, 0], rows[:, :, :, 1]
+    expected, lse = definition(query, k, v, scale=SCALE, causal=True, softcap=softcap)
+    how: dict[str, Any] = {"scale": SCALE, "softcap": softcap, "flash4": True}
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream), torch.inference_mode():
+        torch.cuda._sleep(50_000_000)  # what another stream computes would be done by then
+        again = query.clone()
+        out, found = attend(again, k, v, causal=True, **how)
+        own = (x[:, :, 400:] for x in (k, v))
+        parts = [(k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 150), (150, 400))]
+        merged = continued(again, *own, iter(parts), sinks=sinks, **how)
+        causal = causal_attention(again, k, v, sinks=sinks, **how)
+        ends = torch.tensor([0, 1, 131, 300], device=device, dtype=torch.int32)
+        packed = packed_attention(again[:1], *(x[:1, :, :300] for x in (k, v)), [1, 130, 169], ends, sinks=sinks, **how)
+    stream.synchronize()
+    close(out, expected.to(dtype))
+    close(found, lse, dtype)
+    for each in (merged, causal):
+        close(each, with_sinks(expected, lse, sinks).to(dtype))
+    for start, stop in ((0, 1), (1, 131), (131, 300)):
+        alone = (query[:1, :, start:stop], k[:1, :, start:stop], v[:1, :, start:stop])
+        close(
+            packed[:, :, start:stop],
+            with_sinks(*definition(*alone, scale=SCALE, causal=True, softcap=softcap), sinks).to(dtype),
+        )
+
+
+@pytest.mark.gpu
+def test_flash_attention_4_is_replayed(device: torch.device) -> None:
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    shape = Shape(batch=1, heads=2, group=4, head_dim=128, dtype=torch.bfloat16)
+    q, k, v = shape.query(130).to(device), shape.keys(130).to(device), shape.keys(130).to(device)
+    if not flash_attention_4.serves(q):
+        pytest.skip("no kernels for this GPU")
+    causal_attention(q, k, v, scale=SCALE, flash4=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = causal_attention(q, k, v, scale=SCALE, flash4=True)
+    out.fill_(torch.nan)
+    for each in (q, k, v):
+        each.normal_()
+    graph.replay()
+    close(out, definition(q, k, v, scale=SCALE, causal=True)[0].bfloat16())
 
 
 def test_plans_are_made_for_few_lengths() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,27 +14,38 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.config import KvDtype
-from kvthaw.kernels.dense import causal_attention, packed_attention
+from kvthaw.kernels.dense import causal_attention, continued, packed_attention
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import RowFormat, row_format
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """How a layer of the model attends: softmax scale, Gemma's softcap, gpt-oss's sink logits [Hq]."""
+    """How a layer of the model attends: softmax scale, Gemma's softcap, gpt-oss's sink logits [Hq].
+
+    flash4: prompts attend by FlashAttention 4.
+    """
 
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    flash4: bool = False
 
     def causal(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attend from the last T tokens, query [B, Hq, T, D], causally to all n, keys and values [B, H, n, D]."""
-        return causal_attention(query, keys, values, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
+        return causal_attention(query, keys, values, **self._all())
+
+    def continued(self, query: Tensor, keys: Tensor, values: Tensor, past: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Attend from T tokens causally to themselves, all [B, heads, T, D], and to all of `past`, part by part."""
+        return continued(query, keys, values, past, **self._all())
 
     def packed(self, query: Tensor, keys: Tensor, values: Tensor, step: Step, sequences: Sequences) -> Tensor:
         """Attend from the prompts of several sequences, one after the other in one row, each causally to itself."""
         lengths, ends = [tokens for _, tokens in step.parts], sequences.packed_ends(step, query.device)
-        return packed_attention(query, keys, values, lengths, ends, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
+        return packed_attention(query, keys, values, lengths, ends, **self._all())
+
+    def _all(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,6 @@ from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
 from kvthaw.cache.transfer import BulkCopy, UvaGather, fetch_choice
 from kvthaw.errors import HostMemoryError
-from kvthaw.kernels.dense import continued
 from kvthaw.kernels.freeze import Span
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import row_format
@@ -251,7 +250,7 @@ class OffloadedLayer(LayerKV):
             ):
                 passed[row.seq] = k.new_empty(shape)
                 past = copied(past, passed[row.seq])
-            return continued(q, k, v, past, scale=attention.scale, softcap=attention.softcap, sinks=attention.sinks)
+            return attention.continued(q, k, v, past)
 
         return attend_rows(step, query, attend)
 

@@ -15,6 +15,7 @@ from kvthaw.cache.sequences import buckets
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.chunk_lengths import STEP_TOKENS, YIELDS, chunk_tokens, streamed_tokens
 from kvthaw.engine.graph_runner import bucket
+from kvthaw.engine.hf.layer import uses_flash_attention_4
 from kvthaw.engine.hf.model import kv_heads, of_layer
 from kvthaw.kernels.dense import BLOCK, LONG, continued, plan, runs
 from kvthaw.kernels.merge import PARTS
@@ -83,13 +84,15 @@ def _step(batch: Batch, seqs: int, *, by_method: bool = False) -> None:
 def plan_attention(batch: Batch) -> None:
     """Make cuDNN's plans for attention of a long prompt's chunks, for KV as each kind of layer holds it.
 
+    FlashAttention 4 needs no plans.
+
     A plan takes about 50 ms per pair of lengths, and belongs to its thread: call this on the thread that takes the steps.
     Does nothing on a CPU, and for layers without tensors.
     """
     device, config = batch.cache.model.device, batch.model.config.get_text_config(decoder=True)
     if device.type != "cuda":
         return
-    known = set[tuple[object, ...]]()
+    known, plans_nothing = set[tuple[object, ...]](), uses_flash_attention_4(batch.cache.model)
     for layer in batch.cache.kv.layers:
         held, most, streams = None, BLOCK, False
         if isinstance(layer, OffloadedLayer) and layer.plan is not None:
@@ -108,7 +111,8 @@ def plan_attention(batch: Batch) -> None:
         own = of_layer(config, layer.number)
         group = own.num_attention_heads // kv_heads(own)
         kind = type(layer), group, heads, dim
-        for chunk, run in () if kind in known else sorted(_lengths(batch.capacity, most, streams=streams)):
+        lengths = () if kind in known or plans_nothing else sorted(_lengths(batch.capacity, most, streams=streams))
+        for chunk, run in lengths:
             query = torch.zeros(1, chunk, group * heads, dim, dtype=batch.model.dtype, device=device).transpose(1, 2)
             if run:
                 rows = query.new_empty(1, heads, run, 2, dim) if held is None else held[:, :, :run]
@@ -119,7 +123,7 @@ def plan_attention(batch: Batch) -> None:
             few = torch.zeros(1, 16, group * heads, dim, dtype=batch.model.dtype, device=device).transpose(1, 2)
             own = few[:, :heads], few[:, :heads]
             for parts in range(1, 2 * PARTS):
-                continued(few, *own, [own] * parts, scale=1.0)
+                continued(few, *own, [own] * parts, scale=1.0, flash4=plans_nothing)
         known.add(kind)
 
 

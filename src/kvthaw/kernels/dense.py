@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvthaw.kernels import flash_attention_4
 from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.merge import PARTS, merge_parts
 
@@ -50,10 +51,22 @@ def definition(
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool, softcap: float | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    softcap: float | None = None,
+    flash4: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `definition` with out in the dtype of query, by flash attention where torch supports the arguments."""
+    """Compute `definition` with out in the dtype of query, by flash attention where torch supports the arguments.
+
+    flash4: use FlashAttention 4, which must be installed, where it supports the arguments.
+    """
     heads, n, steps = keys.shape[1], keys.shape[2], query.shape[2]
+    if flash4 and 0 < steps <= n and flash_attention_4.serves(query):
+        return flash_attention_4.attend(query, keys, values, scale=scale, causal=causal, softcap=softcap)
     group = query.shape[1] // heads
     if softcap is None and n and (not causal or n == steps) and _flash(query):
         if causal:  # a group's query heads cannot share a row of scores under a causal mask
@@ -73,13 +86,24 @@ def attend(
 
 
 def causal_attention(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    flash4: bool = False,
 ) -> Tensor:
     """Compute causal attention of the last T of n tokens, [B, Hq, T, D] in the dtype of query.
 
     sinks [Hq]: learned attention-sink logits, which take softmax weight and contribute no value (gpt-oss).
+    flash4: see attend().
     """
     steps, n = query.shape[2], keys.shape[2]
+    if flash4 and steps > 1 and flash_attention_4.serves(query):
+        out, lse = attend(query, keys, values, scale=scale, causal=True, softcap=softcap, flash4=True)
+        return with_sinks(out, lse, sinks).to(query.dtype)
     planned = not query.is_cuda or not _flash(query) or steps == 1 or worth_a_plan(steps, n)  # see _cudnn
     if softcap is None and sinks is None and (steps == n or steps == 1) and planned:
         if steps == 1:  # the query heads of a group become queries of their KV head
@@ -105,6 +129,7 @@ def packed_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    flash4: bool = False,
 ) -> Tensor:
     """Compute causal attention of several prompts, one after the other in one row, each to itself alone.
 
@@ -112,9 +137,13 @@ def packed_attention(
     keys, values: [1, H, T, D].
     lengths: tokens of each prompt, T in all.
     ends: 0, and the sums of the first lengths, [prompts + 1] int32 on the device.
+    flash4: see attend().
 
     Returns [1, Hq, T, D] in the dtype of query.
     """
+    if flash4 and flash_attention_4.serves(query):
+        found = flash_attention_4.packed(query, keys, values, ends, max(lengths), scale=scale, softcap=softcap)
+        return with_sinks(*found, sinks).to(query.dtype)
     if query.is_cuda and _flash(query) and softcap is None and sinks is None:
         q, k, v = (x[0].transpose(0, 1) for x in (query, keys, values))  # [T, heads, D]
         most = max(lengths)
@@ -133,6 +162,7 @@ def continued(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    flash4: bool = False,
 ) -> Tensor:
     """Attend with T new tokens causally to their own keys and values, and fully to all of `past`.
 
@@ -142,14 +172,16 @@ def continued(
     past: yields keys and values [B, H, n, D] part by part. Each part is consumed before the next is requested. The first is
         requested after the causal part is done.
 
+    flash4: see attend().
+
     At most PARTS parts are held, so device memory does not depend on their number.
     """
     query = query.contiguous()  # once, not for every part
-    parts = [attend(query, keys, values, scale=scale, causal=True, softcap=softcap)]
+    parts = [attend(query, keys, values, scale=scale, causal=True, softcap=softcap, flash4=flash4)]
     for part in past:
         if len(parts) == PARTS:
             parts = [merge_parts(parts, torch.float32)]
-        parts.append(attend(query, *part, scale=scale, causal=False, softcap=softcap))
+        parts.append(attend(query, *part, scale=scale, causal=False, softcap=softcap, flash4=flash4))
     out, lse = merge_parts(parts, query.dtype if sinks is None else torch.float32)
     return with_sinks(out, lse, sinks).to(query.dtype)
 

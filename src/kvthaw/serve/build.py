@@ -12,6 +12,7 @@ from kvthaw.cache.prefix import PrefixCache
 from kvthaw.config import CacheConfig
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.generation_config import recommended
+from kvthaw.engine.hf.attention import choose_flash_attention_4
 from kvthaw.engine.hf.cache import check_settings
 from kvthaw.engine.hf.model import Dtype, check_text, load, more_tokens, positions, silence
 from kvthaw.engine.hub import SHIPPED
@@ -85,6 +86,7 @@ def build(
     silence()
     with progress(f"loading {model}"):
         llm, tokenizer = load(model, device=device, dtype=dtype, rope_scaling=rope_scaling, tp=tp, prepare=check)
+    choose_flash_attention_4(llm)
     with progress("allocating"):
         folder = None if prefix_disk is None else kv_dir
         prefix = PrefixCache(host_bytes=prefix_memory, kv_dir=folder, disk_bytes=prefix_disk)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.utils import is_flash_attn_4_available
 
 from kvthaw.engine import ops
-from kvthaw.engine.hf.layer import NAME, attention
+from kvthaw.engine.hf.layer import BEFORE, FLASH_ATTENTION_4, NAME, attention
 from kvthaw.engine.hf.masks import padding_mask
+from kvthaw.engine.hf.model import head_dim
 from kvthaw.engine.hf.tensor_parallel import check_split, restore_forwards, use_local_forwards
 from kvthaw.errors import UnsupportedModelError
+from kvthaw.kernels.flash_attention_4 import serves
 
-_BEFORE = "_kvthaw_before"
-"""The model attribute that keeps the attention from before kvthaw's. A copy of the model has it too."""
 _SERVED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 """Models that attend through kvthaw."""
 
@@ -43,9 +45,9 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config
     text = config.get_text_config(decoder=True)
     if text._attn_implementation == NAME:
-        if not hasattr(model, _BEFORE):  # it shares its config with a served model
-            sharing = [getattr(other, _BEFORE) for other in _SERVED if _shares_config(model, other)]
-            setattr(model, _BEFORE, sharing[0] if sharing else {"": model.get_correct_attn_implementation(None)})
+        if not hasattr(model, BEFORE):  # it shares its config with a served model
+            sharing = [getattr(other, BEFORE) for other in _SERVED if _shares_config(model, other)]
+            setattr(model, BEFORE, sharing[0] if sharing else {"": model.get_correct_attn_implementation(None)})
         use_local_forwards(model)
         _SERVED.add(model)
         return
@@ -72,8 +74,20 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(before)
         raise UnsupportedModelError(f"{name} did not take kvthaw's attention function")
     use_local_forwards(model)
-    setattr(model, _BEFORE, before)
+    setattr(model, BEFORE, before)
     _SERVED.add(model)
+
+
+def choose_flash_attention_4(model: PreTrainedModel) -> bool:
+    """Set the model's attention to FlashAttention 4, which kvthaw then uses for prompts, if it is installed and serves the
+    model on its GPU. Returns whether it does. Call this before kvthaw serves the model."""
+    text = model.config.get_text_config(decoder=True)
+    query = torch.empty(1, 1, 1, head_dim(text), dtype=model.dtype, device=model.device)
+    if not is_flash_attn_4_available() or not serves(query):
+        return False
+    with suppress(ValueError, ImportError):  # a model may refuse
+        model.set_attn_implementation(FLASH_ATTENTION_4)
+    return bool(text._attn_implementation == FLASH_ATTENTION_4)
 
 
 def _check_devices(model: PreTrainedModel) -> None:
@@ -95,7 +109,7 @@ def attends(model: PreTrainedModel) -> bool:
 def give_back_attention(model: PreTrainedModel) -> None:
     """Restore the attention function from before kvthaw's, unless another model with the same config is served."""
     restore_forwards(model)
-    before = vars(model).pop(_BEFORE, None)
+    before = vars(model).pop(BEFORE, None)
     _SERVED.discard(model)
     if before is not None and not any(_shares_config(model, other) for other in _SERVED):
         model.set_attn_implementation(before)

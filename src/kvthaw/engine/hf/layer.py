@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -26,6 +27,10 @@ from kvthaw.kernels.row_format import row_format
 
 NAME = "kvthaw"
 """The name of kvthaw's attention function in transformers."""
+BEFORE = "_kvthaw_before"
+"""The model attribute that keeps the names of the attention from before kvthaw's, by sub-config. A copy of the model has it."""
+FLASH_ATTENTION_4 = "flash_attention_4"
+"""The name of FlashAttention 4 in transformers."""
 TAG = "_kvthaw_layer"
 """The attribute of keys and values that names the layer they came from."""
 
@@ -42,6 +47,12 @@ class QueryAskedError(Exception):
         self.query = query
 
 
+def uses_flash_attention_4(model: PreTrainedModel) -> bool:
+    """Return whether a model that attends through kvthaw was loaded with FlashAttention 4, by which its prompts then attend."""
+    before: dict[str, str] = getattr(model, BEFORE, {})
+    return before.get("text_config", before.get("")) == FLASH_ATTENTION_4
+
+
 class Layers(list[Any]):
     """The layers of a cache, in a list that its layers can reference weakly."""
 
@@ -52,6 +63,7 @@ class Shared:
     def __init__(self, model: PreTrainedModel, kv: KVCache, meet: Callable[[torch.nn.Module], None] | None) -> None:
         self.model, self.kv = weakref.ref(model), kv
         self.modules = {id(module) for module in model.modules()}
+        self.flash4 = uses_flash_attention_4(model)
         self.positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self.meet = meet  # called with each attention module when it is first seen
         self.of = weakref.ref(Layers())  # the cache's own list of its layers, whose elements hold this object
@@ -200,6 +212,8 @@ class TaggingLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False
+    flash4: bool
+    """Whether prompts attend by FlashAttention 4."""
 
     def tagged(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of new keys and values that name this layer: the attention function calls its attend()."""
@@ -226,7 +240,7 @@ class CacheLayer(TaggingLayer):
 
     def __init__(self, kv: LayerKV, shared: Shared) -> None:
         super().__init__()
-        self.number, self.shared = kv.number, shared
+        self.number, self.shared, self.flash4 = kv.number, shared, shared.flash4
         self.module: weakref.ref[torch.nn.Module] | None = None  # the layer's attention module, known from the first prompt on
         self.is_initialized = True  # nothing to initialise early
         self.first = kv.number == shared.kv.layers[0].number
@@ -440,5 +454,6 @@ def attention(
     if layer is not getattr(value, TAG, None):
         raise UnsupportedModelError(f"{type(module).__name__} changes keys or values after caching them")
     if layer is not None:
+        params = replace(params, flash4=layer.flash4)
         return layer.attend(module, query, key, value, attention_mask, params).transpose(1, 2).contiguous(), None
     return dense_attention(module, query, key, value, attention_mask, params, dropout, kwargs.get("is_causal")), None

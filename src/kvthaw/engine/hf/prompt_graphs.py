@@ -22,7 +22,7 @@ from kvthaw.engine.graph_runner import compilable, uncollected
 from kvthaw.engine.hf.batch_cache import BatchCache, packs
 from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.fused import fused
-from kvthaw.engine.hf.layer import CacheLayer, TaggingLayer
+from kvthaw.engine.hf.layer import CacheLayer, TaggingLayer, uses_flash_attention_4
 from kvthaw.errors import first_line
 
 _log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class PromptGraphs:
         self._last = torch.zeros(1, dtype=torch.int64, device=device)
         self._before = torch.arange(-self._queries, 0, device=device)
         self._places = torch.zeros_like(self._before)
-        self._layers = [_Recorder(most, self._places) for _ in self._cache.layers]
+        self._layers = [_Recorder(most, self._places, uses_flash_attention_4(self._model)) for _ in self._cache.layers]
         self._pool = torch.cuda.graph_pool_handle() if self._capture else None
 
     def _run(self, length: int) -> None:
@@ -144,11 +144,13 @@ class _Recorder(TaggingLayer):
     """A layer of an empty cache that attends to the tokens of one forward and copies them to buffers.
 
     most: tokens that the buffers have room for.
+    flash4: see TaggingLayer.
     places: the tokens whose queries are kept, on the device.
     """
 
-    def __init__(self, most: int, places: Tensor) -> None:
+    def __init__(self, most: int, places: Tensor, flash4: bool) -> None:
         super().__init__()
+        self.flash4 = flash4
         self._most, self._places, self._scale = most, places, 0.0
         self._kv = self._queries = torch.empty(0)
         self.is_initialized = True  # nothing to initialise early
