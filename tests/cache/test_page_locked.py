@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from collections import deque
@@ -14,7 +15,7 @@ import torch
 
 from kvthaw.cache import host_memory, page_locked
 from kvthaw.cache.host_memory import HostMemory, container_free, host_tensor
-from kvthaw.cache.page_locked import HUGE, PageLocked, locked_bytes
+from kvthaw.cache.page_locked import HUGE, PageLocked, locked_bytes, page_lock
 from kvthaw.cache.streams import Streams
 
 SHAPE = 2, HUGE // 8, 2
@@ -216,6 +217,36 @@ def test_what_is_expected_is_taken_once_and_within_limits(runtime: Runtime) -> N
     assert memory.spare_bytes == 113 * HUGE
     assert not any(memory._coming.values())
     del held, blocks
+
+
+def test_half_of_what_is_kept_may_be_used_before_more_is_pinned(runtime: Runtime) -> None:
+    memory = made(runtime)
+    assert memory.keep(HUGE, 40)
+    assert not memory.keep(HUGE, 40), "they are to be pinned"
+    memory.take_ahead()
+    assert list(runtime.held.values()) == [40 * HUGE]
+    blocks = [memory.tensor(SHAPE, torch.bfloat16) for _ in range(20)]
+    assert not memory.keep(HUGE, 40)
+    blocks.append(memory.tensor(SHAPE, torch.bfloat16))
+    assert not memory.keep(HUGE, 40, most=19)
+    assert memory.keep(HUGE, 40)
+    assert memory.expect(HUGE, 300), "a prompt needs more"
+    assert not memory.keep(HUGE, 40), "and gets it"
+    memory.take_ahead()
+    assert memory.spare_bytes == 300 * HUGE
+
+
+def test_what_cuda_does_not_unpin_stays_mapped(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new mapping at its addresses would be read from the old physical pages."""
+    left = list[Any]()
+    monkeypatch.setattr(page_locked, "_STILL_PINNED", left)
+    for failure in (0, 1):
+        monkeypatch.setattr(runtime, "cudaHostUnregister", lambda address, failure=failure: failure)
+        (block,) = page_lock(HUGE, 1, runtime)
+        address = block.address
+        del block
+        assert [mapping.address for mapping in left] == [address] * failure
+    ctypes.memset(left[0].address, 7, HUGE)
 
 
 def test_what_was_page_locked_together_is_given_back_together(runtime: Runtime) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvthaw.cache import host_memory, transfer
+from kvthaw.cache import host_memory, page_locked, transfer
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
+from kvthaw.cache.page_locked import PageLocked
 from kvthaw.cache.plan import Settings
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import HostMemoryError
@@ -289,3 +291,35 @@ def test_in_a_capture_nothing_is_taken_and_no_turn_is_lost(monkeypatch: pytest.M
     assert stack.replay.captures > 20  # but where tables grow
     assert stack.stores[0].reserved(0) > 90
     assert max(counts) <= 2
+
+
+@pytest.mark.gpu
+def test_gpu_a_thread_pins_the_blocks_of_coming_steps(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """After the first steps, the thread that takes steps pins nothing."""
+    pinned = list[tuple[bool, int]]()
+    real, main, memory = page_locked.page_lock, threading.current_thread(), PageLocked(lambda: None)
+
+    def counted(size: int, blocks: int, runtime: Any) -> Any:
+        pinned.append((threading.current_thread() is main, blocks))
+        return real(size, blocks, runtime)
+
+    monkeypatch.setattr(page_locked, "page_lock", counted)
+    monkeypatch.setattr(host_memory, "_page_locked", memory)
+    kv = KVCache(Settings(resolve("oracle"), budget=64, block_size=512), range(4), 4)
+    how = AttentionParams(0.3)
+
+    def take(tokens: int) -> None:
+        for layer in kv.offloaded:
+            q, k, v = (torch.randn(6, heads, tokens, 128, device=device).bfloat16() for heads in (8, 8, 8))
+            kv.attend(layer, q, k, v, how, [0] * 6)
+
+    with torch.inference_mode():
+        take(600)
+        pinned.clear()
+        for _ in range(900):
+            take(1)
+            kv.after_step()
+            kv.streams.drain()
+    own = [blocks for here, blocks in pinned if here]
+    assert own == [1], "the first block, before anyone knew"
+    assert sum(blocks for here, blocks in pinned if not here) >= 2 * 6 * 4 - 2

@@ -193,9 +193,19 @@ class HostMemory:
 
         A later call replaces this one; with 0, nothing more is pinned.
         """
-        room = None if self.limit is None else max(0, (self.limit - self.used) // held_bytes(size, pinned=True))
+        room = self._room(size)
         few = size > HUGE // 2 and _page_locked.expect(size, count if room is None else min(count, room), room)
         return _page_locked.take_ahead if few else None
+
+    def keep(self, count: int, size: int) -> Callable[[], None] | None:
+        """Return a function that pins memory on a background thread until `count` blocks of `size` bytes are unused; None if
+        half of them are."""
+        few = size > HUGE // 2 and _page_locked.keep(size, count, self._room(size))
+        return _page_locked.take_ahead if few else None
+
+    def _room(self, size: int) -> int | None:
+        """Return how many more pinned blocks of `size` bytes the limit allows; None without a limit."""
+        return None if self.limit is None else max(0, (self.limit - self.used) // held_bytes(size, pinned=True))
 
     def warn(self, error: HostMemoryError) -> None:
         """Log, once, that memory for coming tokens cannot be allocated ahead."""
@@ -311,10 +321,11 @@ class BlockAllocator:
                 other.ahead.clear()
             return self.new()
 
-    def preallocate(self, seq: int) -> None:
-        """Allocate the next block of a sequence ahead. Raises HostMemoryError, with nothing changed."""
+    def preallocate(self, seq: int) -> Block:
+        """Allocate the next block of a sequence ahead, once. Raises HostMemoryError, with nothing changed."""
         if seq not in self.ahead:
             self.ahead[seq] = self.new()
+        return self.ahead[seq]
 
     def takes_from_others(self) -> bool:
         """Return whether allocate() uses a block that was allocated ahead for another sequence: the device has no room, and such

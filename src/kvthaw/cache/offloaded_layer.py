@@ -483,9 +483,9 @@ class OffloadedLayer(LayerKV):
         size = self.store.block_size
         return min(self.streams.layers * self.store.seqs, max(1, size // 2, size - self.slab.regions.buffer))
 
-    def preallocate(self, seq: int, length: int) -> None:
+    def preallocate(self, seq: int, length: int) -> bool:
         """Allocate the next block of a sequence, or make room for it on the device, if it needs the block before its next
-        turn.
+        turn. Returns whether it lies on the host.
 
         Does nothing on a full device while other sequences hold blocks there ahead: the sequence takes one of these.
 
@@ -500,9 +500,10 @@ class OffloadedLayer(LayerKV):
             placement.balance(int(due), None if self.updater is None else self.updater.retriever.recalled)
         if due and (placement is None or not placement.spilling):
             try:
-                allocator.preallocate(seq)
+                return not allocator.preallocate(seq).on_device
             except HostMemoryError as error:  # raised again when the sequence needs the block
                 allocator.memory.warn(error)
+        return False
 
     def wait(self) -> None:
         """Wait until every token is offloaded and indexed. Raises the error of any job that failed."""

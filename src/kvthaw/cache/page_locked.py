@@ -45,8 +45,12 @@ class _Mapping(mmap.mmap):
 
     def __del__(self) -> None:
         with suppress(Exception):  # the process may be ending
-            if self.runtime is not None:
-                self.runtime.cudaHostUnregister(self.address)
+            if self.runtime is not None and int(self.runtime.cudaHostUnregister(self.address)):
+                _STILL_PINNED.append(self)
+
+
+_STILL_PINNED: list[_Mapping] = []
+"""Memory that CUDA did not unpin. It stays mapped: a new mapping at its addresses would be read from the old physical pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,21 @@ class PageLocked:
                 lack = lack if most is None else min(lack, most - held)
             self._expected[size] = max(0, lack)
             return lack > 0
+
+    def keep(self, size: int, count: int, most: int | None = None) -> bool:
+        """Raise the number of tensors of `size` bytes that take_ahead() pins, until `count` are unused. Does nothing if half of
+        them are. Returns whether there are any to pin.
+
+        most: as for expect().
+        """
+        size = locked_bytes(size)
+        with self._lock:
+            held = len(self._spare.get(size, ())) + self._coming[size] + self._expected[size]
+            lack = (count if most is None else min(count, most)) - held
+            if lack <= 0 or 2 * held >= count:
+                return False
+            self._expected[size] += lack
+            return True
 
     def take_ahead(self) -> None:
         """Pin the expected blocks on a background thread, as long as the limit for unused pinned memory allows.

@@ -37,6 +37,9 @@ BUILT_AT_ONCE = 4
 _AT_ONCE = 1 << 28
 """Most bytes of rows that leave rings in one launch, and of prompts that wait; at least one layer."""
 
+_STEPS_AHEAD = 64
+"""Steps whose blocks a background thread pins together."""
+
 
 def updaters(layers: Sequence[OffloadedLayer]) -> list[tuple[OffloadedLayer, IndexUpdater]]:
     """Return the layers that have an index of their own, each with its updater."""
@@ -271,20 +274,25 @@ def reserve(layers: Sequence[OffloadedLayer], sequences: Sequences, tokens: int)
 def preallocate(layers: Sequence[OffloadedLayer], sequences: Sequences, since: int) -> None:
     """Allocate the next block of each sequence and layer whose turn has come, and move blocks between device and host.
 
-    Pinning a block takes 1.5 ms, and sequences of one length need their next block in all layers at the same token.
-    Therefore one or two (layer, sequence) pairs have their turn after each step. Every pair has its turn before its block
-    is full.
+    Sequences of one length need their next block in all layers at the same token. Therefore few (layer, sequence) pairs
+    have their turn after each step. Every pair has its turn before its block is full. Pinning one block takes 1.5 ms. A
+    background thread pins the blocks of the next turns together.
 
     since: number of decoded tokens at the last call.
     """
-    numbered, rounds, count = {layer.number: layer for layer in layers}, layers[0].rounds(), sequences.count
+    numbered, rounds, count, made = {layer.number: layer for layer in layers}, layers[0].rounds(), sequences.count, 0
     for step in range(max(since, sequences.decoded - rounds) + 1, sequences.decoded + 1):
         for pair in range(step % rounds, layers[0].streams.layers * count, rounds):
             number, seq = divmod(pair, count)
             if number in numbered and seq not in sequences.idle:
                 layer = numbered[number]
-                layer.preallocate(seq, sequences.length(seq))
+                made += layer.preallocate(seq, sequences.length(seq))
                 layer.update_table()
+    streams, store = layers[0].streams, layers[0].store
+    if made and store.pinned:
+        take = streams.memory.keep(min(_STEPS_AHEAD * made, streams.layers * count), store.allocator.size)
+        if take is not None:
+            streams.run_beside(take)
 
 
 def expect(layers: Sequence[OffloadedLayer], streams: Streams, seq: int, tokens: int) -> None:
