@@ -1,7 +1,7 @@
 """vLLM beside kvthaw on one machine: the same requests on both, in alternating order, and one table.
 
 `python -m lab.beside_vllm --vllm-path FOLDER --out lab/results/beside_vllm.jsonl`. Each side runs in a process of its
-own, alone on the GPU. The sides take turns, and the side that begins changes with each group of parts and each turn. Parts:
+own, alone on the GPU. `--kvthaw-path` names a folder of packages for kvthaw alone, such as FlashAttention 4. The sides take turns, and the side that begins changes with each group of parts and each turn. Parts:
 
 - check: both read the same weights of `--check-layers` layers; full attention's greedy tokens and first log-probabilities agree.
 - first: seconds to the first token of one prompt. decode: milliseconds a token after it (8B shape, bfloat16, random weights; the
@@ -233,7 +233,7 @@ def main() -> int:
         methods="full,pariskv-plus", batch_methods="full,clusterkv-plus", many_methods="auto", new=1024, seqs=0, batch_new=320,
         short="64,256", short_length=1024, short_new=256, trace=Path, rates="2,8,0", requests=200, capacity=16384, places=256,
         budget=1024, retrieved=100, uncompiled=False, turns=1, limit=300.0, start=START, seconds=3600.0, vllm_python=sys.executable,
-        vllm_path="", vllm_kv="auto", vllm_share=0.92, sides=",".join(SIDES), logs=Path, commit=str, out=Path,
+        vllm_path="", kvthaw_path="", vllm_kv="auto", vllm_share=0.92, sides=",".join(SIDES), logs=Path, commit=str, out=Path,
     )  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process of a side ends with this one
     with tempfile.TemporaryDirectory() as folder:
@@ -246,7 +246,7 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         commands = {
             VLLM: Command(given.vllm_python, "lab.beside.vllm_side", given.vllm_path),
-            KVTHAW: Command(sys.executable, "lab.beside.kvthaw_side"),
+            KVTHAW: Command(sys.executable, "lab.beside.kvthaw_side", given.kvthaw_path),
         }
         if given.out is not None:
             given.out.parent.mkdir(parents=True, exist_ok=True)

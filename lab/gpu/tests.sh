@@ -5,6 +5,8 @@
 set -u
 out=$1 most=$3 n=${4:-16}
 export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+flash4=$(bash "$(dirname "$0")/flash4.sh") # its tests are skipped without it
+export PYTHONPATH=$PYTHONPATH${flash4:+:$flash4} PYTHONFAULTHANDLER=1
 run() { # SECONDS FILE PYTEST'S OPTIONS
   local seconds=$1 told=$2; shift 2
   timeout -k 3 -s INT "$seconds" python3 -m pytest -c pyproject.toml --rootdir . -m gpu -p no:benchmark -p gpu_run --told="$told" -rfE --no-header --timeout-method thread --dist load "$@"
