@@ -1,7 +1,8 @@
 """vLLM beside kvthaw on one machine: the same requests on both, in alternating order, and one table.
 
 `python -m lab.beside_vllm --vllm-path FOLDER --out lab/results/beside_vllm.jsonl`. Each side runs in a process of its
-own, alone on the GPU. `--kvthaw-path` names a folder of packages for kvthaw alone, such as FlashAttention 4. The sides take turns, and the side that begins changes with each group of parts and each turn. Parts:
+own, alone on the GPU. `--kvthaw-path` names a folder of packages for kvthaw alone, such as FlashAttention 4. The sides take
+turns, and the side that begins changes with each group of parts and each turn. Parts:
 
 - check: both read the same weights of `--check-layers` layers; full attention's greedy tokens and first log-probabilities agree.
 - first: seconds to the first token of one prompt. decode: milliseconds a token after it (8B shape, bfloat16, random weights; the
