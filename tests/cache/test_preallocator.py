@@ -321,5 +321,5 @@ def test_gpu_a_thread_pins_the_blocks_of_coming_steps(monkeypatch: pytest.Monkey
             kv.after_step()
             kv.streams.drain()
     own = [blocks for here, blocks in pinned if here]
-    assert own == [1], "the first block, before anyone knew"
-    assert sum(blocks for here, blocks in pinned if not here) >= 2 * 6 * 4 - 2
+    assert sum(own) <= 1, "the first block, before the need was known"
+    assert sum(blocks for here, blocks in pinned if not here) >= 6 * 4

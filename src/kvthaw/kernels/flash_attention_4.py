@@ -77,7 +77,7 @@ def _quietly(function: Callable[..., Any], *tensors: Tensor, **how: Any) -> tupl
     kind = function, query.dtype, query.shape[-1], query.shape[-2] // keys.shape[-2], how["causal"], how["softcap"]
     with nullcontext() if kind in _COMPILED else warnings.catch_warnings():
         if kind not in _COMPILED:
-            warnings.filterwarnings("ignore", category=UserWarning, module="cutlass")
+            warnings.simplefilter("ignore")
         out, lse = function(*tensors, return_lse=True, **how)
     _COMPILED.add(kind)
     return out, lse
