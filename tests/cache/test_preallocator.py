@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvthaw.cache import host_memory, page_locked, transfer
+from kvthaw.cache import host_memory, page_locked, passes, transfer
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.page_locked import PageLocked
@@ -291,6 +292,25 @@ def test_in_a_capture_nothing_is_taken_and_no_turn_is_lost(monkeypatch: pytest.M
     assert stack.replay.captures > 20  # but where tables grow
     assert stack.stores[0].reserved(0) > 90
     assert max(counts) <= 2
+
+
+def test_no_more_is_pinned_than_every_sequence_needs_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 20 layers offloads four of them, two of which have other blocks."""
+    stack = Stack(monkeypatch, layers=20, replayed=False)
+    kept = list[tuple[int, int]]()
+    monkeypatch.setattr(HostMemory, "keep", lambda self, count, size: kept.append((count, size)))
+    for store in stack.stores:
+        monkeypatch.setattr(store.allocator, "pinned", True)
+    for store in stack.stores[:2]:
+        monkeypatch.setattr(store.allocator, "shape", (HEADS, BLOCK_SIZE, 2, 2 * DIM))
+    passes.preallocate(stack.layers, stack.kv.sequences, 0)  # nothing is due
+    assert not kept
+    for layer in stack.layers:
+        monkeypatch.setattr(layer, "preallocate", lambda seq, length: True)
+    monkeypatch.setattr(stack.kv.sequences, "decoded", 1000)
+    passes.preallocate(stack.layers, stack.kv.sequences, 0)
+    size = HEADS * BLOCK_SIZE * 2 * DIM * 4
+    assert sorted(kept) == [(2 * SEQS, size), (2 * SEQS, 2 * size)]
 
 
 @pytest.mark.gpu

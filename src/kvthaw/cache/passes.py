@@ -280,17 +280,19 @@ def preallocate(layers: Sequence[OffloadedLayer], sequences: Sequences, since: i
 
     since: number of decoded tokens at the last call.
     """
-    numbered, rounds, count, made = {layer.number: layer for layer in layers}, layers[0].rounds(), sequences.count, 0
+    numbered, rounds, count = {layer.number: layer for layer in layers}, layers[0].rounds(), sequences.count
+    made = Counter[int]()  # by bytes of a block
     for step in range(max(since, sequences.decoded - rounds) + 1, sequences.decoded + 1):
         for pair in range(step % rounds, layers[0].streams.layers * count, rounds):
             number, seq = divmod(pair, count)
             if number in numbered and seq not in sequences.idle:
                 layer = numbered[number]
-                made += layer.preallocate(seq, sequences.length(seq))
+                made[layer.store.allocator.size] += layer.preallocate(seq, sequences.length(seq))
                 layer.update_table()
-    streams, store = layers[0].streams, layers[0].store
-    if made and store.pinned:
-        take = streams.memory.keep(min(_STEPS_AHEAD * made, streams.layers * count), store.allocator.size)
+    streams, pinned = layers[0].streams, layers[0].store.pinned
+    for size, taken in made.items() if pinned else ():
+        alike = sum(layer.store.allocator.size == size for layer in layers)
+        take = streams.memory.keep(min(_STEPS_AHEAD * taken, alike * count), size) if taken else None
         if take is not None:
             streams.run_beside(take)
 
