@@ -226,3 +226,26 @@ def test_runs(keys: int, most: int) -> None:
     assert found == sorted(found, reverse=True)
     assert len([n for n in found if n < most]) <= 5
     assert all(0 < n <= most and (n == most or n % dense.BLOCK == 0 or n < 2048 or n.bit_count() == 1) for n in found)
+
+
+@pytest.mark.parametrize(("steps", "n"), [(4, 9), (9, 4), (9, 0)])
+def test_flash_attention_4_attends_to_fewer_earlier_keys_than_queries(
+    steps: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There warming up makes no plans for torch's attention. Nothing empty reaches it, and no query that sees no key."""
+    met = list[bool]()
+
+    def counted(*given: torch.Tensor, causal: bool, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        met.append(causal)
+        return definition(*given, causal=causal, **how)
+
+    monkeypatch.setattr(flash_attention_4, "serves", lambda query: True)
+    monkeypatch.setattr(flash_attention_4, "attend", counted)
+    shape = Shape(batch=1, heads=2, group=2, head_dim=8, dtype=torch.float32)
+    given = shape.query(steps), shape.keys(n), shape.keys(n)
+    for causal in (False, True):
+        out, lse = attend(*given, scale=SCALE, causal=causal, flash4=True)
+        expected = definition(*given, scale=SCALE, causal=causal)
+        close(out, expected[0])
+        close(lse, expected[1])
+    assert met == [False] * (n > 0) + [True] * (steps <= n)

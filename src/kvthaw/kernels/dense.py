@@ -65,7 +65,7 @@ def attend(
     flash4: use FlashAttention 4, which must be installed, where it supports the arguments.
     """
     heads, n, steps = keys.shape[1], keys.shape[2], query.shape[2]
-    if flash4 and 0 < steps <= n and flash_attention_4.serves(query):
+    if flash4 and min(steps, n) > 0 and (steps <= n or not causal) and flash_attention_4.serves(query):
         return flash_attention_4.attend(query, keys, values, scale=scale, causal=causal, softcap=softcap)
     group = query.shape[1] // heads
     if softcap is None and n and (not causal or n == steps) and _flash(query):
