@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.kv_prefetcher import buffer_for, longest_run
@@ -17,7 +18,7 @@ from kvthaw.engine.chunk_lengths import STEP_TOKENS, YIELDS, chunk_tokens, strea
 from kvthaw.engine.graph_runner import bucket
 from kvthaw.engine.hf.layer import uses_flash_attention_4
 from kvthaw.engine.hf.model import kv_heads, of_layer
-from kvthaw.kernels.dense import BLOCK, LONG, continued, plan, runs
+from kvthaw.kernels.dense import BLOCK, LONG, causal_attention, continued, packed_attention, plan, runs
 from kvthaw.kernels.merge import PARTS
 
 _STEPS = 4  # two eager steps, one capture and one replay
@@ -84,7 +85,7 @@ def _step(batch: Batch, seqs: int, *, by_method: bool = False) -> None:
 def plan_attention(batch: Batch) -> None:
     """Make cuDNN's plans for attention of a long prompt's chunks, for KV as each kind of layer holds it.
 
-    FlashAttention 4 needs no plans.
+    FlashAttention 4 needs no plans; its kernels are compiled instead.
 
     A plan takes about 50 ms per pair of lengths, and belongs to its thread: call this on the thread that takes the steps.
     Does nothing on a CPU, and for layers without tensors.
@@ -93,6 +94,7 @@ def plan_attention(batch: Batch) -> None:
     if device.type != "cuda":
         return
     known, plans_nothing = set[tuple[object, ...]](), uses_flash_attention_4(batch.cache.model)
+    softcap = getattr(config, "attn_logit_softcapping", None)
     for layer in batch.cache.kv.layers:
         held, most, streams = None, BLOCK, False
         if isinstance(layer, OffloadedLayer) and layer.plan is not None:
@@ -123,8 +125,27 @@ def plan_attention(batch: Batch) -> None:
             few = torch.zeros(1, 16, group * heads, dim, dtype=batch.model.dtype, device=device).transpose(1, 2)
             own = few[:, :heads], few[:, :heads]
             for parts in range(1, 2 * PARTS):
-                continued(few, *own, [own] * parts, scale=1.0, flash4=plans_nothing)
+                continued(few, *own, [own] * parts, scale=1.0, softcap=softcap, flash4=plans_nothing)
+            if plans_nothing:
+                compile_flash_attention_4(few, heads, softcap, together=batch.max_seqs > 1)
         known.add(kind)
+
+
+def compile_flash_attention_4(like: Tensor, heads: int, softcap: float | None, *, together: bool) -> None:
+    """Compile the kernels of FlashAttention 4 for causal attention. It has one for prompts of one tile of queries, and one for
+    longer prompts.
+
+    like: queries [1, Hq, T, D].
+    heads: number of KV heads.
+    together: compile those for several prompts in one forward too.
+    """
+    for tokens in (2, 512):
+        query = like.new_zeros(1, tokens, like.shape[1], like.shape[3]).transpose(1, 2)
+        keys = query[:, :heads]
+        causal_attention(query, keys, keys, scale=1.0, softcap=softcap, flash4=True)
+        if together:
+            ends = torch.tensor([0, tokens], dtype=torch.int32, device=like.device)
+            packed_attention(query, keys, keys, [tokens], ends, scale=1.0, softcap=softcap, flash4=True)
 
 
 def _lengths(capacity: int, most: int, *, streams: bool) -> set[tuple[int, int]]:

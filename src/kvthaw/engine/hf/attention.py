@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import weakref
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from transformers.utils import is_flash_attn_4_available
 from kvthaw.engine import ops
 from kvthaw.engine.hf.layer import BEFORE, FLASH_ATTENTION_4, NAME, attention
 from kvthaw.engine.hf.masks import padding_mask
-from kvthaw.engine.hf.model import head_dim
+from kvthaw.engine.hf.model import head_dim, kv_heads
 from kvthaw.engine.hf.tensor_parallel import check_split, restore_forwards, use_local_forwards
-from kvthaw.errors import UnsupportedModelError
-from kvthaw.kernels.flash_attention_4 import serves
+from kvthaw.errors import UnsupportedModelError, first_line
+from kvthaw.kernels import flash_attention_4
+from kvthaw.kernels.dense import definition
 
+_log = logging.getLogger(__name__)
 _SERVED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 """Models that attend through kvthaw."""
 
@@ -65,10 +68,7 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
     ops.register()
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, padding_mask)
-    parts = {key: getattr(config, key, None) for key in config.sub_configs}
-    before = {"": config._attn_implementation} | {
-        key: part._attn_implementation for key, part in parts.items() if part is not None
-    }
+    before = _names(config)
     model.set_attn_implementation(NAME)
     if text._attn_implementation != NAME:
         model.set_attn_implementation(before)
@@ -79,15 +79,50 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
 
 
 def choose_flash_attention_4(model: PreTrainedModel) -> bool:
-    """Set the model's attention to FlashAttention 4, which kvthaw then uses for prompts, if it is installed and serves the
-    model on its GPU. Returns whether it does. Call this before kvthaw serves the model."""
-    text = model.config.get_text_config(decoder=True)
-    query = torch.empty(1, 1, 1, head_dim(text), dtype=model.dtype, device=model.device)
-    if not is_flash_attn_4_available() or not serves(query):
+    """Set the attention of the model's text part to FlashAttention 4, which kvthaw then uses for prompts.
+
+    Does so if it is installed, has kernels for the model on its GPU, and computes the right result there. Returns whether it
+    did; if not, the model keeps its attention. Call this before kvthaw serves the model.
+    """
+    config, text = model.config, model.config.get_text_config(decoder=True)
+    served = torch.empty(1, 1, 1, head_dim(text), dtype=model.dtype, device=model.device)
+    if not is_flash_attn_4_available() or not flash_attention_4.serves(served):
         return False
-    with suppress(ValueError, ImportError):  # a model may refuse
-        model.set_attn_implementation(FLASH_ATTENTION_4)
-    return bool(text._attn_implementation == FLASH_ATTENTION_4)
+    others = getattr(model, "_compatible_flash_implementations", None)
+    if others is not None and FLASH_ATTENTION_4 not in others:  # transformers would load one of these instead, from the Hub
+        return False
+    parts = [""] if text is config else [key for key in config.sub_configs if getattr(config, key, None) is text]
+    before = _names(config)
+    try:
+        _try_flash_attention_4(model, text)
+        model.set_attn_implementation(dict.fromkeys(parts, FLASH_ATTENTION_4))
+    except Exception as error:  # whatever a broken installation raises, or a model that refuses
+        _log.warning("FlashAttention 4 is installed, and prompts attend without it: %s", first_line(error))
+        model.set_attn_implementation(before)
+    chosen = bool(text._attn_implementation == FLASH_ATTENTION_4)
+    if chosen:
+        _log.info("prompts attend by FlashAttention 4")
+    return chosen
+
+
+@torch.no_grad()
+def _try_flash_attention_4(model: PreTrainedModel, text: Any) -> None:
+    """Raise an error if FlashAttention 4 cannot be imported, compiled or launched, or if its result is wrong."""
+    heads, softcap = kv_heads(text), getattr(text, "attn_logit_softcapping", None)
+    shape = 1, text.num_attention_heads, 128, head_dim(text)
+    query = torch.arange(math.prod(shape), dtype=torch.float32, device=model.device).sin().view(shape).to(model.dtype)
+    given = query[:, :, 28:], query[:, :heads], query[:, :heads].flip(2)
+    out, _ = flash_attention_4.attend(*given, scale=0.5, causal=True, softcap=softcap)
+    expected, _ = definition(*given, scale=0.5, causal=True, softcap=softcap)
+    error = float((out.float() - expected).norm() / expected.norm())
+    if not error < 0.03:
+        raise ArithmeticError(f"its result differs from the definition by {error:.3g} of the norm")
+
+
+def _names(config: Any) -> dict[str, str]:
+    """Return the names of a model's attention functions, by sub-config; "" is the model itself."""
+    parts = {"": config} | {key: getattr(config, key, None) for key in config.sub_configs}
+    return {key: part._attn_implementation for key, part in parts.items() if part is not None}
 
 
 def _check_devices(model: PreTrainedModel) -> None:
