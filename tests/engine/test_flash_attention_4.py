@@ -109,7 +109,7 @@ class Installed:
         self.factor = 1.0
         self.accepted = True
         monkeypatch.setattr(hf_attention, "is_flash_attn_4_available", lambda: True)
-        monkeypatch.setattr(flash_attention_4, "serves", lambda query: True)
+        monkeypatch.setattr(flash_attention_4, "serves", lambda query, keys=1: True)
         monkeypatch.setattr(flash_attention_4, "attend", self.attend)
         monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lambda *args, **kwargs: None)
         monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", self.can_dispatch)

@@ -189,6 +189,17 @@ def test_flash_attention_4_computes_the_definition(
         )
 
 
+def test_flash_attention_4_gets_enough_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not split keys, so that few queries over a long past go to torch."""
+    monkeypatch.setattr(flash_attention_4, "nvidia", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for dim, served in ((128, True), (256, True), (130, False), (264, False)):
+        assert flash_attention_4.serves(torch.empty(1, 32, 4096, dim, dtype=torch.bfloat16), 1 << 17) == served
+    assert not flash_attention_4.serves(torch.empty(1, 32, 4096, 128), 1 << 17), "float32"
+    for tokens, keys, served in ((256, 1 << 17, True), (255, 1 << 17, False), (16, 4096, True), (16, 4097, False)):
+        assert flash_attention_4.serves(torch.empty(1, 32, tokens, 128, dtype=torch.float16), keys) == served
+
+
 @pytest.mark.gpu
 def test_flash_attention_4_is_replayed(device: torch.device) -> None:
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")

@@ -65,7 +65,7 @@ def attend(
     flash4: use FlashAttention 4, which must be installed, where it supports the arguments.
     """
     heads, n, steps = keys.shape[1], keys.shape[2], query.shape[2]
-    if flash4 and min(steps, n) > 0 and (steps <= n or not causal) and flash_attention_4.serves(query):
+    if flash4 and min(steps, n) > 0 and (steps <= n or not causal) and flash_attention_4.serves(query, n):
         return flash_attention_4.attend(query, keys, values, scale=scale, causal=causal, softcap=softcap)
     group = query.shape[1] // heads
     if softcap is None and n and (not causal or n == steps) and _flash(query):
@@ -101,7 +101,7 @@ def causal_attention(
     flash4: see attend().
     """
     steps, n = query.shape[2], keys.shape[2]
-    if flash4 and steps > 1 and flash_attention_4.serves(query):
+    if flash4 and steps > 1 and flash_attention_4.serves(query, n):
         out, lse = attend(query, keys, values, scale=scale, causal=True, softcap=softcap, flash4=True)
         return with_sinks(out, lse, sinks).to(query.dtype)
     planned = not query.is_cuda or not _flash(query) or steps == 1 or worth_a_plan(steps, n)  # see _cudnn
@@ -141,7 +141,7 @@ def packed_attention(
 
     Returns [1, Hq, T, D] in the dtype of query.
     """
-    if flash4 and flash_attention_4.serves(query):
+    if flash4 and flash_attention_4.serves(query, max(lengths)):
         found = flash_attention_4.packed(query, keys, values, ends, max(lengths), scale=scale, softcap=softcap)
         return with_sinks(*found, sinks).to(query.dtype)
     if query.is_cuda and _flash(query) and softcap is None and sinks is None:

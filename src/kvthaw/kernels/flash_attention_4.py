@@ -19,13 +19,20 @@ from kvthaw.kernels.gpu import nvidia
 
 _SERVED = {9: range(8, 257, 8), 10: (*range(8, 129, 8), 256)}
 """Head dimensions by the major number of a GPU's compute capability."""
+_FEW, _TILE, _TILES = 4096, 128, 64
+"""Keys that one program attends to in a short time; queries of a program; programs that keep half of a GPU busy."""
 _COMPILED: set[tuple[object, ...]] = set()
 """The kinds of calls that have been made."""
 
 
-def serves(query: Tensor) -> bool:
-    """Return whether the package has a kernel for queries [B, Hq, T, D] on their device. It need not be installed."""
+def serves(query: Tensor, keys: int = 1) -> bool:
+    """Return whether the package has a kernel for queries [B, Hq, T, D] on their device. It need not be installed.
+
+    keys: number of keys. The package does not split them, so few queries over many keys would leave most of a GPU idle.
+    """
     if not nvidia(query.device) or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if keys > _FEW and query.shape[:3].numel() < _TILES * _TILE:
         return False
     return query.shape[3] in _SERVED.get(torch.cuda.get_device_capability(query.device)[0], ())
 
