@@ -259,7 +259,10 @@ class Index(Tables):
         return select
 
     def unask(self) -> None:
-        """Roll back the last select(), because its step failed. Other sequences may decode before the same queries come again."""
+        """Roll back the last select(), because its step failed. A failed step undoes each select() that it ran.
+
+        Other sequences may decode before the same queries come again.
+        """
 
     @property
     def reversible(self) -> bool:

@@ -91,6 +91,7 @@ class OffloadedLayer(LayerKV):
         self.updater: IndexUpdater | None = None
         self.recent_queries = RecentQueries(self.settings.method.prompt_queries)
         self._taken: tuple[Step | None, int] = None, 0  # a decode step, and how many of its tokens came
+        self._again: tuple[Step | None, int] = None, 0  # the last step whose queries came again, and asked_again before it
         self._prompts: dict[int, int] = {}  # where the rings begin of sequences whose prompts ended with the latest prefill
         self.extremes: list[Tensor] = []  # of keys and values of prompts, not known to be finite
 
@@ -331,6 +332,8 @@ class OffloadedLayer(LayerKV):
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         if step.dense:
             return self._attend_dense(step, query, key, value, attention)
+        if self._again[0] is not step:
+            self._again = step, self.asked_again
         self.asked_again += 1
         self.sequences.place_again(step, self.slab.data.device)
         out = self._attend(None, 0, query[:, :, 0], (key[:, :, 0], value[:, :, 0]), attention)
@@ -518,6 +521,8 @@ class OffloadedLayer(LayerKV):
             self.own.recover()
         self.drop_search()
         if failed is not None:
+            if self._again[0] is failed:
+                self.asked_again = self._again[1]
             if self.own is not None and self.updater is not None:
                 self.updater.drop()
                 self.own.forget_step()

@@ -17,6 +17,7 @@ from kvthaw.cache.choice import Choice, EarlyChoice, HostSelectionBuffer, Prefet
 from kvthaw.cache.device_lengths import to_host
 from kvthaw.cache.index_api import Index, IndexContext, Method, Selection
 from kvthaw.cache.pool import Residency
+from kvthaw.cache.step import Step
 from kvthaw.cache.streams import SegmentedGraph, Streams
 from kvthaw.errors import CacheError, KvthawError
 from kvthaw.kernels.gpu import capturing
@@ -49,8 +50,9 @@ class Retriever:
         self._unchecked = _CHECKED if self.index.tested else None  # None: check always
         self.prefetched: PrefetchedSearch | None = None
         self._early: EarlyChoice | None = None  # for the next token
-        self._asked_at = -1  # after how many commits an eager step queried the index last
-        self._counted = torch.empty_like(self.residency.counts)  # the counts before that step
+        self._asked_by: Step | None = None  # the last eager step that queried the index
+        self._asks = 0  # its queries
+        self._counted, self._again = torch.empty_like(self.residency.counts), 0  # counts and asked_again before it
 
     def buffer(self, seqs: int) -> HostSelectionBuffer:
         """Return the buffer for choices of `seqs` sequences. It keeps its address."""
@@ -107,10 +109,12 @@ class Retriever:
         for seq in range(self.residency.slot_row.shape[0]):
             self.residency.clear(seq)
         sequences = self.context.sequences
-        if sequences is not None and self._asked_at == sequences.commits:
-            self.index.unask()
+        if sequences is not None and self._asked_by is not None and self._asked_by is sequences.step:
+            for _ in range(self._asks):
+                self.index.unask()
             self.residency.counts.copy_(self._counted)
-        self._asked_at = -1
+            self.asked_again = self._again
+        self._asked_by = None
 
     def _wait_for_search(self) -> None:
         if self._searching is not None:
@@ -196,10 +200,8 @@ class Retriever:
             choice = self._recorded(query, graph)
         else:
             self._wait_for_updates()  # select() runs what is queued
-            asked_at = self._mark(query.device)
-            with self._naming_errors():
+            with self._asking(query.device), self._naming_errors():
                 selection = self._now(query, own) if search is None else search.result()
-            self._asked_at = asked_at
             self._check(selection, query)
             choice = self._admit(selection, query, length)
         self.choices.append(choice)
@@ -218,18 +220,21 @@ class Retriever:
         blocks = (store.table.on_host, store.block_size) if self.reads_blocks else None
         return Choice(selection, *self.residency.admit(selection.rows, blocks=blocks))
 
-    def _mark(self, device: torch.device) -> int:
-        """Keep the counts of rows before a step's first query of the index, which forget_step() undoes.
+    @contextmanager
+    def _asking(self, device: torch.device) -> Iterator[None]:
+        """Keep what was counted before a step's first query of the index, and count its queries; forget_step() undoes them.
 
-        Returns the commits before the step; -1 if no step is under way, or if it is captured, since a captured select() does not
-        run yet.
+        A layer that shares the keys may ask once the step is committed. Does nothing while a step is captured, since a captured
+        select() does not run yet.
         """
         sequences = self.context.sequences
-        if sequences is None or sequences.step is None or capturing(device):
-            return -1
-        if self._asked_at != sequences.commits:
+        step = None if sequences is None or capturing(device) else sequences.latest
+        asks = self._asks + 1 if step is self._asked_by else 1
+        if asks == 1 and step is not None:
             self._counted.copy_(self.residency.counts)
-        return sequences.commits
+            self._again = self.asked_again
+        yield
+        self._asked_by, self._asks = step, asks
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:
@@ -315,10 +320,9 @@ class Retriever:
                 raise
             made.append((choice, selection, query))
 
-        asked_at = self._mark(reads[0].device)
-        done = self.streams.early.run(reads[0].device, work)
+        with self._asking(reads[0].device):
+            done = self.streams.early.run(reads[0].device, work)
         choice, selection, query = made[0]
-        self._asked_at = asked_at
         self._early = EarlyChoice(choice, selection, done, (query, *reads))
 
     def _complete(self, early: EarlyChoice, query: Tensor) -> Choice:
@@ -387,7 +391,7 @@ class Retriever:
         """
         self.recover()
         self.wait()
-        self.index, self._asked_at = index, -1
+        self.index, self._asked_by = index, None
         self.residency.counts.copy_(counts)
         for seq, length in enumerate(lengths):
             self.residency.clear(seq, length)
