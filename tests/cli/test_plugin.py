@@ -12,6 +12,8 @@ import typer
 
 from kvthaw import METHODS
 from kvthaw.cli import app
+from kvthaw.errors import ConfigError
+from kvthaw.methods import resolve
 from said import Said, refused
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples/own_method.py")
@@ -50,7 +52,19 @@ def test_a_file_s_method_generates_and_is_described(model: str) -> None:
 
 
 def test_a_method_without_its_file_is_unknown(model: str) -> None:
-    refused(Said("generate", "hi", "--model", model, "--method", "sign-keys"), 1, "sign-keys")
+    """The command names the option that would add it, which Python's callers do not have."""
+    for command in (("generate", "hi", "--model", model, "--method", "sign-keys"), ("methods", "sign-keys")):
+        refused(Said(*command), 1, "sign-keys", "--plugin FILE.PY adds the methods of a file")
+    with pytest.raises(ConfigError, match=r"sign-keys(?!.*plugin)"):
+        resolve("sign-keys")
+
+
+def test_a_baseline_comes_by_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvthaw.methods.METHODS", {})
+    monkeypatch.setattr("kvthaw.cli.options.entry_points", lambda **_: [])
+    said = Said("methods", "quest")
+    refused(said, 1, "a baseline, which is not installed")
+    assert "plugin" not in said.err
 
 
 def test_a_file_without_methods_is_refused(tmp_path: Path, model: str) -> None:

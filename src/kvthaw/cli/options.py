@@ -15,7 +15,7 @@ from kvthaw.cli.common import prompt_text
 from kvthaw.engine.hub import check_path, offline
 from kvthaw.errors import ConfigError, one_of
 from kvthaw.formatting import read_bytes
-from kvthaw.method_names import AUTO, GROUP, OWN, split_names, unknown_method
+from kvthaw.method_names import AUTO, BASELINES, GROUP, OWN, split_names, unknown_method
 from kvthaw.regions import BUDGET
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def named_method(given: Any) -> Any:
     for text in [given] if isinstance(given, str) else given or ():
         for name in (part.partition(":")[0] for part in names_of([text])):
             if name not in known:
-                raise unknown_method(name, known)
+                error = unknown_method(name, known)
+                raise error if name in BASELINES else ConfigError(f"{error}; --plugin FILE.PY adds the methods of a file")
     return given
 
 
