@@ -39,6 +39,10 @@ def test_a_page_costs_its_digest_and_room_to_grow(page: int) -> None:
     assert 516 / page <= held <= 1.3 * 516 / page
 
 
+def test_less_than_a_byte_a_key_is_not_0() -> None:
+    assert word(describe(resolve("quest", page=1024))["bytes_a_key"]) == "0.8"
+
+
 def test_a_node_costs_its_mean_its_outliers_and_room_to_grow() -> None:
     for outliers, promote in ((2, 0.05), (0, 0.02)):
         held = describe(resolve("icecache-digest-device", outliers=outliers, promote=promote))["bytes_a_key"]

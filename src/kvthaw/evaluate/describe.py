@@ -28,7 +28,9 @@ def describe(method: Method) -> dict[str, Any]:
     if method.index is not None:
         small, large = (_built(method, prompt) for prompt in _PROMPTS)
         decides, safe = "host" if small.traits.on_host else "device", small.traits.graph_safe
-        held = 0 if small.traits.on_host else round((_nbytes(large) - _nbytes(small)) / (_PROMPTS[1] - _PROMPTS[0]))
+        grown = 0 if small.traits.on_host else _nbytes(large) - _nbytes(small)
+        held = grown / (_PROMPTS[1] - _PROMPTS[0])
+        held = round(held, 1 if held < 10 and held % 1 else None)
         evicts = small.traits.evicts
     return {
         "name": method.name,
