@@ -248,11 +248,13 @@ def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list
             if about["gpu_memory"]
             else "There is no GPU here: --gpu NAME says what fits one and milliseconds a token, --gpu none plans for a CPU."
         )
-    trained = TRAINED.get(about["model"])
-    if trained is not None and max(about["length"], one.longest or 0) + about["new_tokens"] > trained:
-        scaled = RopeScaling.for_positions(trained, max(about["length"], one.longest or 0) + about["new_tokens"])
+    trained, wanted = TRAINED.get(about["model"]), about["length"] + about["new_tokens"]
+    if trained is not None and max(wanted, (one.longest or 0) + about["new_tokens"]) > trained:
+        which, scaled = "longer prompts", "yarn:FACTOR"
+        if wanted > trained:
+            which, scaled = "this length", str(RopeScaling.for_positions(trained, wanted))
         said.append(
-            f"{about['model']} was trained for {trained:,} positions; for longer prompts generate, chat and serve take "
+            f"{about['model']} was trained for {trained:,} positions; for {which} generate, chat and serve take "
             f"--rope-scaling {scaled}."
         )
     quantised = getattr(forecaster.model.config, "quantization_config", None)
