@@ -79,7 +79,7 @@ def attention(method: str, tokens: int, batch: int, *, eight: bool) -> dict[str,
         rows = torch.randint(regions.sink, tokens - regions.ring - 1, (batch, HEADS, count), device="cuda").sort(dim=2).values
         chosen.append(in_place.Selected(rows.int().contiguous(), None, table, size, None, format))
     every = [in_place.InPlace(regions, lengths, starts, (new[0], new[1]), one) for one in chosen]
-    tickets = torch.zeros(batch * HEADS + 1, dtype=torch.int32, device="cuda")
+    tickets = torch.zeros((batch, 1 + HEADS), dtype=torch.int32, device="cuda")
     mine = rows.int()[:1].contiguous()
     first = replace(chosen[-1], rows=mine, table=table[:1])
     keys, values = in_place.definition(first, [list(blocks[: table.shape[1]])], step.keys[:1], step.values[:1], regions.held)

@@ -81,7 +81,7 @@ class Layer:
             torch.full((1, HEADS, n), what, dtype=torch.int32, device=device) for n, what in sizes
         )
         self.counts = torch.zeros(4, dtype=torch.int64, device=device)
-        self.tickets = torch.zeros(HEADS + 1, dtype=torch.int32, device=device)
+        self.tickets = torch.zeros((1, 1 + HEADS), dtype=torch.int32, device=device)
         lengths = (tokens, tokens - REGIONS.held + REGIONS.sink)
         self.lengths, self.starts = (torch.full((1,), n, dtype=torch.int32, device=device) for n in lengths)
         self.new = torch.randn(2, 1, HEADS, DIM, device=device).bfloat16()

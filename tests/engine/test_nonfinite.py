@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 import kvthaw
@@ -96,6 +99,47 @@ def test_in_a_batch(llama: PreTrainedModel, method: str) -> None:
     batch.step()
     batch.step()
     assert again.finished == "length"
+
+
+def spoil_the_first(model: PreTrainedModel) -> RemovableHandle:
+    """From now on a layer's values of the first row are not finite."""
+
+    def spoil(module: torch.nn.Module, given: Any, out: Tensor) -> None:
+        out[0].fill_(torch.nan)
+
+    return model.model.layers[1].self_attn.v_proj.register_forward_hook(spoil)
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+@pytest.mark.parametrize("method", ["oracle", "full"])
+def test_a_request_that_leaves_takes_only_its_own_along(llama: PreTrainedModel, method: str, leaves: int) -> None:
+    """The first request's values were not finite in a step, whoever leaves then."""
+    batch = kvthaw.Batch(llama, method, max_seqs=2, capacity=300, budget=None if method == "full" else 64)
+    requests = [batch.join(IDS, max_new_tokens=20, stop=[]) for _ in range(2)]
+    while len(batch.decoding) < 2:
+        batch.step()
+    hook = spoil_the_first(llama)
+    batch.step()
+    hook.remove()
+    batch.leave(requests[leaves])
+    if leaves == 0:
+        assert len(batch.step()) == 1
+    else:
+        for _ in range(2):
+            with pytest.raises(CacheError, match="not finite in layer 1 while decoding sequence 0"):
+                batch.step()
+
+
+def test_beams_take_along_what_was_not_finite(llama: PreTrainedModel) -> None:
+    cache = kvthaw.Cache(llama, "oracle", budget=64)
+    with torch.no_grad():
+        llama(IDS.repeat(2, 1), past_key_values=cache)
+        hook = spoil_the_first(llama)
+        llama(IDS[:, :1].repeat(2, 1), past_key_values=cache)
+        hook.remove()
+        cache.reorder_cache(torch.tensor([1, 0]))
+        with pytest.raises(CacheError, match="not finite in layer 1 while decoding sequence 1"):
+            llama(IDS[:, :1].repeat(2, 1), past_key_values=cache)
 
 
 def decode(model: PreTrainedModel, cache: kvthaw.Cache, ids: Tensor) -> None:

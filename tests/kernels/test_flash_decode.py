@@ -54,7 +54,7 @@ def compare(query: Tensor, keys: Tensor, values: Tensor, places: Places = EVERY,
     """flash_decode gives what its definition gives, and leaves keys, values and tickets as the definition leaves them. Returns the
     definition's."""
     how.setdefault("scale", query.shape[-1] ** -0.5)
-    tickets = torch.zeros(query.shape[0] * keys.shape[1] + 1, dtype=torch.int32, device=query.device)
+    tickets = torch.zeros((query.shape[0], 1 + keys.shape[1]), dtype=torch.int32, device=query.device)
     ours = torch.stack((keys, values), dim=3)
     want = definition(DecodeStep(query, keys, values, **how), places)
     with poisoned():
@@ -352,20 +352,20 @@ def test_a_newest_that_is_not_finite_is_noted(
     device: torch.device, dtype: torch.dtype, slots: int, which: int, bad: float
 ) -> None:
     query, keys, values, places = Seqs(Regions(4, 10, 8), [9, 60], slots, 2, 4, 64, dtype).make(device)
-    tickets = torch.zeros(5, dtype=torch.int32, device=device)
+    tickets = torch.zeros((2, 3), dtype=torch.int32, device=device)
     step = DecodeStep(query, keys, values, scale=0.1)
     flash_decode(step, places, tickets)
     assert not tickets.any()
     places.newest[which][1, 1, 63] = bad
     flash_decode(step, places, tickets)
-    assert tickets.tolist() == [1, 0, 0, 0, 0]
+    assert tickets.tolist() == [[0, 0, 0], [1, 0, 0]], "of the sequence that has it"
 
 
 @pytest.mark.gpu
 def test_gpu_last_program_merges(device: torch.device) -> None:
     """The same answer a thousand times, whichever program comes last."""
     query, keys, values, places = Seqs(Regions(16, 16, 16), [5000, 300, 40], 976, 8, 4, 128, torch.bfloat16).make(device)
-    tickets = torch.zeros(25, dtype=torch.int32, device=device)
+    tickets = torch.zeros((3, 9), dtype=torch.int32, device=device)
     first = flash_decode(DecodeStep(query, keys, values, scale=0.1), places, tickets)
     found = [flash_decode(DecodeStep(query, keys, values, scale=0.1), places, tickets) for _ in range(1000)]
     assert all(torch.equal(one, first) for one in found)
@@ -378,7 +378,7 @@ def test_gpu_captured_steps(device: torch.device) -> None:
     regions = Regions(4, 40, 30)
     query, keys, values, places = Seqs(regions, [30, 60], 50, 8, 4, 128, torch.bfloat16).make(device)
     theirs = torch.stack((keys, values), dim=3)
-    tickets = torch.zeros(17, dtype=torch.int32, device=device)
+    tickets = torch.zeros((2, 9), dtype=torch.int32, device=device)
     flash_decode(DecodeStep(query, keys, values, scale=0.1), places, tickets)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -38,7 +38,7 @@ class DenseLayer(DeviceLayer):
         self.scale = 0.0
         self._data = torch.empty((0, 0, 0, 2, 0))
         self._offloaded: HostStore | None = None
-        self._tickets = torch.empty(0, dtype=torch.int32)
+        self._tickets = torch.empty((0, 1), dtype=torch.int32)
 
     @property
     def _allocated(self) -> bool:
@@ -50,7 +50,7 @@ class DenseLayer(DeviceLayer):
         return self._data[seq, :, start:stop]
 
     def nonfinite(self) -> Tensor | None:
-        return self._tickets[:1] if self._allocated else None
+        return self._tickets[:, 0] if self._allocated else None
 
     def device_bytes(self) -> int:
         return self.token_bytes() * sum(self.sequences.length(seq) for seq in range(self.sequences.count))
@@ -143,7 +143,7 @@ class DenseLayer(DeviceLayer):
         _, heads, _, dim = key.shape
         self.scale = scale
         self._data = _zeros((count, heads, self.sequences.capacity, 2, dim), key.dtype, key.device)
-        self._tickets = torch.zeros(count * heads + 1, dtype=torch.int32, device=key.device)
+        self._tickets = torch.zeros((count, 1 + heads), dtype=torch.int32, device=key.device)
 
     def _make_room(self) -> None:
         """Grow the tensor to the capacity of the sequences."""
@@ -194,8 +194,8 @@ class DenseLayer(DeviceLayer):
     def reorder(self, sequences: Sequence[int]) -> None:
         self._offloaded = None
         if self._allocated:
-            self._data = self._data[torch.tensor(sequences, device=self._data.device)]
-            self._tickets = self._tickets.new_zeros(self._data.shape[0] * self._data.shape[1] + 1)
+            order = torch.tensor(sequences, device=self._data.device)
+            self._data, self._tickets = self._data[order], self._tickets[order]
             self.recent_queries.reorder(sequences)
 
 

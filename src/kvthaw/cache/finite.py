@@ -72,10 +72,10 @@ class FiniteCheck:
             check.wait()
 
     def forget(self, seq: int, layers: Sequence[LayerKV]) -> None:
-        """Forget the prompt of a sequence and clear the flags of all layers, which this sequence may have set."""
+        """Forget the prompt of a sequence and clear its flags in all layers. Flags of other sequences stay."""
         self._prompts.pop(seq, None)
         self._asked = None  # it may have a flag of this sequence
-        if flags := [flag for layer in layers if (flag := layer.nonfinite()) is not None]:
+        if flags := [flag[seq] for layer in layers if (flag := layer.nonfinite()) is not None]:
             torch._foreach_zero_(flags)
 
     def check(self) -> None:
@@ -85,9 +85,10 @@ class FiniteCheck:
             return
         (layers, flags), self._asked = self._asked, None
         for layer, flag in zip(layers, flags().tolist(), strict=True):
-            if flag:
+            if any(flag):
                 raise CacheError(
-                    f"the model gave keys or values that are not finite in layer {layer} while decoding; crop or reset() the cache"
+                    f"the model gave keys or values that are not finite in layer {layer} while decoding sequence {flag.index(1)}; "
+                    "crop or reset() the cache"
                 )
 
     def ask(self, layers: Sequence[LayerKV]) -> None:
@@ -98,7 +99,7 @@ class FiniteCheck:
         found = {layer.number: flag for layer in layers if (flag := layer.nonfinite()) is not None}
         self._cuda = any(flag.is_cuda for flag in found.values())
         if found and not (self._cuda and torch.cuda.is_current_stream_capturing()):
-            self._asked = list(found), Download(torch.cat(list(found.values())))
+            self._asked = list(found), Download(torch.stack(list(found.values())))
 
     def look(self, layers: Sequence[LayerKV]) -> None:
         """Run check() and ask(). Raises CacheError at once for flags on a CPU."""

@@ -120,7 +120,7 @@ class OffloadedLayer(LayerKV):
         return self.storage.read(seq, start, stop)
 
     def nonfinite(self) -> Tensor | None:
-        return self.slab.tickets[:1] if self.plan else None
+        return self.slab.tickets[:, 0] if self.plan else None
 
     def device_bytes(self) -> int:
         """Return the bytes of KV on the device: sink, ring, pool and blocks."""

@@ -22,7 +22,7 @@ class Slab:
     It starts as zeros and holds only written rows, so slots that the mask hides are finite.
 
     data: [B, H, N, 2, D] with N = sink + ring + slots: the sink by position, then the ring, then the pool's slots.
-    tickets: [B * H + 1] int32; see `kvthaw.kernels.flash_decode`.
+    tickets: [B, 1 + H] int32; see `kvthaw.kernels.flash_decode`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Slab:
         self.regions, self.slots = regions, slots
         self.pool_start = regions.sink + regions.ring
         self.data = torch.zeros((seqs, kv_heads, self.pool_start + slots, 2, head_dim), dtype=dtype, device=device)
-        self.tickets = torch.zeros(seqs * kv_heads + 1, dtype=torch.int32, device=device)
+        self.tickets = torch.zeros((seqs, 1 + kv_heads), dtype=torch.int32, device=device)
 
     @property
     def keys(self) -> Tensor:
@@ -86,7 +86,7 @@ class Slab:
     def reorder(self, seqs: Tensor) -> None:
         """Replace sequence i by the former sequence seqs[i]; seqs [B'] int64."""
         self.data = self.data.index_select(0, seqs)
-        self.tickets = self.tickets.new_zeros(self.data.shape[0] * self.data.shape[1] + 1)
+        self.tickets = self.tickets.index_select(0, seqs)
 
 
 def slot_dtype(slots: int, device: torch.device) -> torch.dtype:

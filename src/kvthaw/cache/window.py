@@ -54,7 +54,7 @@ class WindowLayer(DeviceLayer):
         return self.slab.read(seq, start, stop)
 
     def nonfinite(self) -> Tensor | None:
-        return self.slab.tickets[:1] if self._allocated else None
+        return self.slab.tickets[:, 0] if self._allocated else None
 
     def device_bytes(self) -> int:
         return self.slab.data.nbytes

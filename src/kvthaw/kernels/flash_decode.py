@@ -200,7 +200,7 @@ elif HAS_TRITON:
                 sums = tl.where(some[:, None] & (offset == 0)[None, :], 1.0, sums)
                 acc = tl.where(some[:, None], nv.to(tl.float32)[None, :], acc)
             finite = (tl.abs(nk.to(tl.float32)) < float("inf")) & (tl.abs(nv.to(tl.float32)) < float("inf"))
-            tl.store(tickets + d * 0, 1, mask=is_dim & mine & (finite == 0))
+            tl.store(tickets + b * (HEADS + 1) + d * 0, 1, mask=is_dim & mine & (finite == 0))
             tl.store(keys + home * k_row + d, nk, mask=is_dim & mine)
             tl.store(values + home * v_row + d, nv, mask=is_dim & mine)
         for phase in tl.static_range(PHASES):
@@ -291,9 +291,10 @@ elif HAS_TRITON:
         # The last program of the KV head merges the splits. acq_rel orders every program's stores before its ticket; the
         # results are loaded past the L1 cache (.cg).
         tl.debug_barrier()
-        arrived = tl.atomic_add(tickets + 1 + pair, 1, sem="acq_rel")
+        ticket = tickets + b * (HEADS + 1) + 1 + h
+        arrived = tl.atomic_add(ticket, 1, sem="acq_rel")
         if arrived == splits - 1:
-            tl.store(tickets + 1 + pair, 0)
+            tl.store(ticket, 0)
             merge_splits(
                 acc_parts, lse_parts, sinks, more_out, more_lse, out, b * HEADS * GROUP, h * GROUP, splits, GROUP, DIM, BLOCK_D,
                 MERGE_G, MERGE_S, CHUNK,
@@ -305,8 +306,8 @@ def flash_decode(step: DecodeStep, places: Places | InPlace, tickets: Tensor | N
 
     Does not read keys outside [starts, lengths). Keys and values may be float8_e4m3fn; they are multiplied in float16, or
     in float32 if query is.
-    tickets: at least B * H + 1 int32 zeros. The kernel resets them to zero, so one tensor serves many steps, also of fewer
-        sequences. Exception: tickets[0] becomes and stays 1 once a newest key or value is not finite.
+    tickets: [B, 1 + H] int32 zeros or more rows. The kernel resets them to zero, so one tensor serves many steps, also of fewer
+        sequences. Exception: tickets[b, 0] becomes and stays 1 once a newest key or value of sequence b is not finite.
     """
     query, keys, values, log_weight, sinks = step.query, step.keys, step.values, step.log_weight, step.sinks
     lengths, starts, newest = (
@@ -358,8 +359,9 @@ def flash_decode(step: DecodeStep, places: Places | InPlace, tickets: Tensor | N
     acc = torch.empty((batch, q_heads, split.splits, dim), dtype=torch.float32, device=query.device)
     parts = torch.empty((batch, q_heads, split.splits), dtype=torch.float32, device=query.device)
     if tickets is None:
-        tickets = torch.zeros(batch * heads + 1, dtype=torch.int32, device=query.device)
-    assert tickets.dtype == torch.int32 and tickets.numel() > batch * heads
+        tickets = torch.zeros((batch, 1 + heads), dtype=torch.int32, device=query.device)
+    assert tickets.dtype == torch.int32 and tickets.is_contiguous()
+    assert len(tickets) >= batch and tickets.shape[1] == 1 + heads
     group, interpreted = q_heads // heads, query.device.type == "cpu"
     if interpreted and sinks is not None:  # the interpreter supports no bfloat16 scalars or products
         sinks = sinks.float()

@@ -24,7 +24,7 @@ def sparse_decode(step: DecodeStep, places: Places | InPlace, tickets: Tensor | 
         return flash_decode(step, places, tickets)
     if tickets is not None and not isinstance(places, AnyOrder) and places.newest is not None:
         finite = torch.isfinite(places.newest[0]) & torch.isfinite(places.newest[1])
-        tickets[0] |= ~(finite.all(dim=(1, 2)) | (places.lengths <= 0)).all()
+        tickets[: len(finite), 0] |= ~(finite.all(dim=(1, 2)) | (places.lengths <= 0))
     every = False
     if isinstance(places, InPlace):
         keys, values, places = places.copied(step.keys, step.values)
