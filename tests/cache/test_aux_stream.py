@@ -2,13 +2,56 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
+from typing import Any
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvthaw.cache.deferred_batch import AuxStream
 
 CPU = torch.device("cpu")
+
+
+class Casts(TorchDispatchMode):
+    """Counts what becomes bfloat16, by address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of = Counter[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (kwargs or {}).get("dtype") == torch.bfloat16:
+            self.of[args[0].data_ptr()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_weight_that_the_side_stream_casts_is_no_other_streams() -> None:
+    """Autocast keeps weights that it casts. Another stream that reads them would not wait for this one."""
+    product, x = torch.nn.Linear(8, 8), torch.randn(2, 8)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+        AuxStream().run(CPU, lambda: product(x))
+        for _ in range(2):
+            product(x)
+    assert casts.of[product.weight.data_ptr()] == 2
+
+
+@pytest.mark.gpu
+def test_gpu_a_cast_on_the_side_stream_that_is_late(device: torch.device) -> None:
+    product, x = torch.nn.Linear(1024, 1024, device=device), torch.randn(2, 1024, device=device)
+
+    def late() -> None:
+        torch.cuda._sleep(1 << 28)
+        product(x)
+
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        AuxStream().run(device, late)
+        found = product(x)
+    torch.cuda.synchronize()
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(found, product(x))
 
 
 def test_work_is_spread_evenly_in_order() -> None:

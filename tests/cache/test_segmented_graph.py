@@ -225,3 +225,16 @@ def test_a_capture_that_fails_leaves_torch_as_it_was() -> None:
         del given
         torch.cuda.synchronize()
     assert torch.cuda.memory_reserved() <= before + 2 * size
+
+
+@pytest.mark.gpu
+def test_gpu_a_captured_step_casts_its_weights(device: torch.device) -> None:
+    """Autocast frees the weights that it cast before the capture."""
+    product, x = torch.nn.Linear(1024, 1024, device=device), torch.randn(2, 1024, device=device)
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        expected = product(x)
+        with SegmentedGraph() as graph:
+            found = product(x)
+    junk = [torch.full_like(product.weight, torch.nan, dtype=torch.bfloat16) for _ in range(8)]
+    graph.replay()
+    assert torch.equal(found, expected), len(junk)

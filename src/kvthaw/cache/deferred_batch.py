@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.device_lengths import upload
+from kvthaw.kernels.gpu import uncached_casts
 
 _Made = TypeVar("_Made")
 _KEPT = 8
@@ -105,6 +106,7 @@ class AuxStream:
         self._waiting: deque[SpreadWork] = deque()
         self._advanced = 0
 
+    @uncached_casts()
     def run(self, device: torch.device, job: Callable[[], object], *used: Tensor) -> torch.cuda.Event | None:
         """Run a job on the side stream, after the work that the current stream has been given so far.
 

@@ -26,7 +26,7 @@ from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.kv_prefetcher import KVPrefetcher
-from kvthaw.kernels.gpu import capturing
+from kvthaw.kernels.gpu import capturing, uncached_casts
 
 _Found = TypeVar("_Found")
 Observer = Callable[[Any, Tensor, Any], None]
@@ -267,3 +267,4 @@ class SegmentedGraph:
         self._graphs.append(torch.cuda.CUDAGraph())
         capture = torch.cuda.graph(self._graphs[-1], pool=self._pool, capture_error_mode="thread_local")
         self._under_way.enter_context(capture)
+        self._under_way.enter_context(uncached_casts())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -35,6 +36,20 @@ def nvidia(device: torch.device, least: tuple[int, int] = (7, 0)) -> bool:
 def capturing(device: torch.device) -> bool:
     """Return whether the device's current stream is recorded into a CUDA graph: what is launched now does not run yet."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Context in which autocast neither keeps weights that it casts nor reads the ones it kept.
+
+    Other streams would read them without waiting. A captured step would read them after autocast has freed them.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
 
 
 if HAS_TRITON:
