@@ -171,6 +171,26 @@ def test_a_config_that_says_kvthaw_already(shared: Callable[[Any], Any]) -> None
     assert model.config._attn_implementation == other.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("method", ["infinigen", "thaw:prefetch=True"])
+def test_detach_leaves_the_hooks_of_a_model_with_the_same_layers(method: str) -> None:
+    """Two models have one decoder. Where the hooks are gone, queries are not predicted, and other rows are chosen."""
+    model = build("llama", num_hidden_layers=4)
+    other = type(model)(model.config).eval()
+    other.model, other.lm_head = model.model, model.lm_head
+    ids, found = prompt(1, 150), list[torch.Tensor]()
+    for detaches in (False, True):
+        caches = [kvthaw.Cache(each, method, budget=32, dense_layers=0) for each in (model, other)]
+        with torch.no_grad():
+            for each, cache in zip((model, other), caches, strict=True):
+                each(ids[:, :-8], past_key_values=cache)
+            if detaches:
+                kvthaw.detach(other)
+            found.append(torch.cat([model(each, past_key_values=caches[0]).logits for each in ids[:, -8:].split(1, dim=1)]))
+    assert torch.equal(*found)
+    kvthaw.detach(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_detach_gives_back_what_a_cache_took(llama: PreTrainedModel) -> None:
     kvthaw.Cache(llama, "infinigen", budget=32)
     kvthaw.detach(llama)

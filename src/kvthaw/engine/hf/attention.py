@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.utils import is_flash_attn_4_available
 
 from kvthaw.engine import ops
+from kvthaw.engine.hf.hooks import drop_hooks
 from kvthaw.engine.hf.layer import BEFORE, FLASH_ATTENTION_4, NAME, attention
 from kvthaw.engine.hf.masks import padding_mask
 from kvthaw.engine.hf.model import head_dim, kv_heads
@@ -142,10 +143,14 @@ def attends(model: PreTrainedModel) -> bool:
 
 
 def give_back_attention(model: PreTrainedModel) -> None:
-    """Restore the attention function from before kvthaw's, unless another model with the same config is served."""
+    """Restore the attention function from before kvthaw's, unless another model with the same config is served.
+
+    Removes the hooks of modules that no other served model has.
+    """
     restore_forwards(model)
     before = vars(model).pop(BEFORE, None)
     _SERVED.discard(model)
+    drop_hooks({*model.modules()}.difference(*(other.modules() for other in _SERVED)))
     if before is not None and not any(_shares_config(model, other) for other in _SERVED):
         model.set_attn_implementation(before)
 

@@ -27,7 +27,6 @@ from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.cache_argument import CACHE, pop_cache
 from kvthaw.engine.hf.chunks import CHUNK, columns_of, drafted, in_chunks, may_reuse, new_tokens
 from kvthaw.engine.hf.fused import fused, fusing
-from kvthaw.engine.hf.hooks import drop_hooks
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.engine.hf.prefill_progress import PrefillProgress, Tell
 from kvthaw.engine.hf.replay import Replay
@@ -142,7 +141,6 @@ class Forward:
                 del model.forward
             else:
                 model.forward = self.own
-        drop_hooks(model)
         give_back_attention(model)
         with self._turn:
             for cache in self._caches:
@@ -311,7 +309,6 @@ def detach(model: PreTrainedModel) -> None:
     attachment = _attachment(model)
     if attachment is not None:
         (attachment.handle() or Handle(attachment)).detach()
-    drop_hooks(model)
     give_back_attention(model)
 
 

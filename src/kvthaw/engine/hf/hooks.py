@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -58,9 +58,9 @@ def prefetch(module: torch.nn.Module) -> None:
         module.register_forward_pre_hook(_prefetch, with_kwargs=True)
 
 
-def drop_hooks(model: PreTrainedModel) -> None:
-    """Remove the hooks of a model's modules."""
-    for module in model.modules():
+def drop_hooks(modules: Iterable[torch.nn.Module]) -> None:
+    """Remove the hooks of modules."""
+    for module in modules:
         vars(module).pop(HOOKED, None)
         for number, hook in list(module._forward_pre_hooks.items()):
             if hook is _prefetch or isinstance(hook, (_BeforeAttention, _BeforeMLP)):
