@@ -52,7 +52,7 @@ def walk(cache: KVCache, how: AttentionParams, room: int | None = None) -> list[
     q, (k, v) = SHAPE.query(PROMPT + STEPS + 5), (SHAPE.keys(PROMPT + STEPS + 5) for _ in range(2))
     cache.attend(of, q[:, :, :PROMPT], k[:, :, :PROMPT], v[:, :, :PROMPT], how, PADS)
     if isinstance(of, OffloadedLayer) and of.retriever is not None and sparse_attention.sparse_decode is flash_decode:
-        of.sparse.transfer = UvaGather()
+        of.sparse.transfer, of.storage.tabled = UvaGather(), True
     if room is not None:
         cache.streams.device.bytes = room
     outs = []

@@ -46,6 +46,9 @@ class Recorder:
     def recover(self) -> None:
         pass
 
+    def forget_step(self) -> None:
+        pass
+
     def reorder(self, seqs: list[int]) -> None:
         self.calls.append(("reorder", seqs, torch.empty(0), -1))
 

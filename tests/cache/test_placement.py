@@ -219,7 +219,7 @@ def test_replayed_steps_find_blocks_that_moved(monkeypatch: pytest.MonkeyPatch) 
     room_for(cache, 30)  # not for all tokens that may come
     monkeypatch.setattr(UvaGather, "fetch", lambda *args: None)  # a kernel
     for layer in cache.offloaded:
-        layer.sparse.transfer = UvaGather()
+        layer.sparse.transfer, layer.storage.tabled = UvaGather(), True
         layer.room = 0  # so that it makes room for the table
 
     def forward(**kwargs: Any) -> Any:
@@ -425,5 +425,5 @@ def test_where_blocks_may_lie_is_known_before_a_step_and_not_changed_by_reading(
     layer.store.replace(block, Block(block.data.clone()))
     cache.attend(layer, *tokens.draw(1, 1)[0], HOW, [0])
     assert not device.spills, "in mid-step"
-    layer.update_table()  # as before_step() does
+    layer.storage.update_table()  # as before_step() does
     assert device.spills

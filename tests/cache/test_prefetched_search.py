@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache.choice import PrefetchedSearch
+from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.streams import Streams
@@ -126,7 +126,7 @@ def test_choices_are_those_of_asking_late(
     if script is several:
         assert {tokens for _, tokens in early} >= {5, 2}, "some rings are full in the middle of a step"
     with monkeypatch.context() as patch:
-        patch.setattr(OffloadedLayer, "undisturbed", lambda layer, tokens: 0)
+        patch.setattr(IndexUpdater, "undisturbed", lambda updater, tokens: 0)
         late = script(model, cached(model, reuse=reuse))
     assert len(early) == begun
     assert all(torch.equal(a, b) for a, b in zip(found, late, strict=True))
@@ -145,7 +145,7 @@ def test_rows_of_different_lengths(model: PreTrainedModel, monkeypatch: pytest.M
     early = searched(monkeypatch)
     found = generate()
     assert len(early) > 40
-    monkeypatch.setattr(OffloadedLayer, "undisturbed", lambda layer, tokens: 0)
+    monkeypatch.setattr(IndexUpdater, "undisturbed", lambda updater, tokens: 0)
     assert torch.equal(generate(), found)
 
 
@@ -162,7 +162,7 @@ def test_requests_that_join_and_leave(model: PreTrainedModel, monkeypatch: pytes
     early = searched(monkeypatch)
     found = serve()
     assert len(early) > 40
-    monkeypatch.setattr(OffloadedLayer, "undisturbed", lambda layer, tokens: 0)
+    monkeypatch.setattr(IndexUpdater, "undisturbed", lambda updater, tokens: 0)
     assert serve() == found
 
 
@@ -198,7 +198,7 @@ def test_an_index_that_failed_is_not_searched(model: PreTrainedModel, monkeypatc
 
     monkeypatch.setattr(TreeIndex, "select", lambda *args: asked.append(args))
     layer.retriever.submit(None, fail, lambda: None)
-    layer.prefetch(torch.randn(2, 4, 1, 16))
+    layer.sparse.ahead.prefetch(torch.randn(2, 4, 1, 16))
     with pytest.raises(MemoryError, match="no room"):
         layer.retriever.choose(torch.randn(2, 4, 16), 50)
     assert not asked
@@ -234,25 +234,25 @@ def test_what_is_not_asked_for_is_dropped(model: PreTrainedModel, monkeypatch: p
     expected = step(model, copy.deepcopy(cache), IDS[:, :30])
     layer = cache.kv.offloaded[2]
     slow = Slow(monkeypatch, layer=2)
-    layer.prefetch(torch.randn(2, 4, 3, 16))
-    assert layer.retriever.prefetched is not None
-    first, *others = layer.retriever.prefetched.searches
+    layer.sparse.ahead.prefetch(torch.randn(2, 4, 3, 16))
+    first, *others = layer.sparse.ahead.searches
     assert slow.begun.wait(SOON)
     threading.Timer(0.1, slow.go.set).start()
     assert torch.equal(step(model, cache, IDS[:, :30]), expected), "a dense continuation"
-    assert layer.retriever.prefetched is None
+    assert layer.sparse.ahead.queries is None
     assert first.done()
     assert others
     assert all(search.cancelled() for search in others)
 
 
-def test_a_copy_has_queries_and_no_searches() -> None:
-    searches = [Streams().search(None, [], lambda: None)]
-    prefetched = PrefetchedSearch(torch.randn(1, 2, 1, 4), searches)  # type: ignore[arg-type]
-    twin = copy.deepcopy(prefetched)
-    assert torch.equal(twin.queries, prefetched.queries)
-    assert prefetched.search(0) is searches[0]
-    assert twin.search(0) is prefetched.search(1) is None
+def test_a_copy_has_queries_and_no_searches(model: PreTrainedModel) -> None:
+    cache = cached(model)
+    ahead, queries = cache.kv.offloaded[2].sparse.ahead, torch.randn(2, 4, 3, 16)
+    ahead.prefetch(queries)
+    twin = copy.deepcopy(cache).kv.offloaded[2].sparse.ahead
+    assert torch.equal(twin.queries, queries)
+    assert len(ahead.searches) == 3
+    assert twin.searches == []
 
 
 def test_searches_do_not_wait_for_the_changes_of_other_layers() -> None:
@@ -288,13 +288,12 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # half a second: a host that waited would find it over
     done.record()
-    layer.prefetch(queries)
-    assert layer.retriever.prefetched is not None
-    assert not layer.retriever.prefetched.searches[0].done()
+    layer.sparse.ahead.prefetch(queries)
+    assert not layer.sparse.ahead.searches[0].done()
     assert not done.query()
     one = cache.kv.sequences.begin(1, dense=False)
     cache.kv.sequences.place(one, 0, ids.device)
     layer.retriever.choose(queries[:, :, 0], one.longest)
     assert done.query()
-    monkeypatch.setattr(OffloadedLayer, "undisturbed", lambda layer, tokens: 0)
+    monkeypatch.setattr(IndexUpdater, "undisturbed", lambda updater, tokens: 0)
     assert torch.equal(generate(), found)

@@ -49,7 +49,7 @@ def test_a_choice_left_to_the_host_is_the_eager_one(method: str) -> None:
     with recorded.kv.streams.records(now):
         found = steps(llama, recorded, rows["attention_mask"])
     assert torch.equal(found, expected)
-    assert now.calls == STEPS * sum(layer.chooses for layer in recorded.kv.offloaded)
+    assert now.calls == STEPS * sum(layer.leader is None for layer in recorded.kv.offloaded)
     assert recorded.kv.streams.graph is None
     assert recorded.stats() == eager.stats()
 

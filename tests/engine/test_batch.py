@@ -369,7 +369,7 @@ def test_the_addresses_of_dropped_blocks_are_gone_before_a_step_is_captured(llam
         batch.step()
     batch.cache.kv.finish_clear()
     for layer in batch.cache.kv.offloaded:
-        assert layer.reads_table
+        assert layer.storage.tabled
         assert not layer.store.table.changes(torch.device("cpu"))
 
 

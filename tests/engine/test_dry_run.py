@@ -38,7 +38,7 @@ def held(cache: Cache) -> dict[str, int]:
     fixed = {layer.number: layer.fixed_bytes() - wider(layer) for layer in cache.kv.layers}
     slab = sum(layer.slab.data.nbytes for layer in layers)
     windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
-    trees = [layer.retriever for layer in layers if layer.on_host and layer.chooses and layer.retriever is not None]
+    trees = [layer.retriever for layer in layers if layer.on_host and layer.leader is None and layer.retriever is not None]
     angles = {layer.rotary for layer in layers if layer.rotary is not None}  # shared by layers
     turns = sum(one.cos.nbytes + one.sin.nbytes for one in angles)
     tables = [table for tree in trees for table in tree.residency.tensors()]

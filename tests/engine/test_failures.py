@@ -69,7 +69,7 @@ def broken(model: PreTrainedModel, cache: kvthaw.Cache, number: int, phase: str)
         patch.setattr(layer.store, "extend", boom)
     elif group is not None and phase == "fetch":
         patch.setattr(layer.sparse.transfer, "fetch", boom)
-    elif group is not None and phase in ("select", "append") and layer.chooses:
+    elif group is not None and phase in ("select", "append") and layer.leader is None:
         patch.setattr(group.index, phase, boom, raising=False)
     current = [-1]
     hooks = [

@@ -33,7 +33,7 @@ def test_it_keeps_what_was_selected(tmp_path: Path, method: str, device: str) ->
         recorder, seen, taken = Recorder(cache.kv), list[dict[int, Tensor]](), list[dict[int, Tensor]]()
 
         def look(layer: Any, query: Tensor, choice: Any) -> None:
-            if layer.chooses:
+            if layer.leader is None:
                 seen[-1][layer.number] = choice.selection.rows[0].cpu().clone()
 
         def choose(_: Tensor) -> list[int] | None:

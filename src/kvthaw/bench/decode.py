@@ -254,9 +254,7 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
         "kv_dense_bytes": sum(kv.device_bytes() for kv in cache.kv.layers if isinstance(kv, DenseLayer)),
         "kv_host_bytes": sum(store.kv_heads * store.block_size * store.row_bytes for store in blocks.values()),
         "kv_frozen_bytes": sum(
-            kv.store.kv_heads * kv.store.row_bytes * kv.store.length(seq)
-            for kv in layers
-            for seq in range(cache.kv.sequences.count)
+            kv.store.token_bytes * kv.store.length(seq) for kv in layers for seq in range(cache.kv.sequences.count)
         ),
         "index_host_bytes": sum(told) if all(told) and told else None,
     }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.decode import decode
 from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
@@ -83,7 +84,7 @@ class Counts:
             sum(each.selected for each in groups.values()),
             sum(each.fetched for each in groups.values()),
             sum(groups[kv.retriever].fetched * kv.store.row_bytes for kv in layers if kv.retriever is not None),
-            sum(store.kv_heads * store.row_bytes * length for store, length in stored),
+            sum(store.token_bytes * length for store, length in stored),
         )
 
 
@@ -98,8 +99,15 @@ def warm_steps(cache: DynamicCache) -> int:
     """Steps of a cache that do not count: WARM, or up to most_warm() if tokens leave a ring of its layers by then."""
     layers = cache.kv.offloaded if isinstance(cache, Cache) else []
     most = [most_warm(kv.slab.data.device) - 1 for kv in layers]
-    first = [(kv.undisturbed(steps), steps) for kv, steps in zip(layers, most, strict=True)]
+    first = [(_undisturbed(kv, steps), steps) for kv, steps in zip(layers, most, strict=True)]
     return max([WARM, *(steps + 2 for steps, limit in first if steps < limit)])
+
+
+def _undisturbed(kv: OffloadedLayer, steps: int) -> int:
+    """Return how many of the next steps come before tokens leave a ring."""
+    if kv.updater is not None:
+        return kv.updater.undisturbed(steps)
+    return next((step for step in range(steps) if kv.sequences.leaving(step)), steps)
 
 
 def take(

@@ -27,8 +27,8 @@ class Checkpoint:
         self, layer: OffloadedLayer, step: Step, tokens: tuple[Tensor, Tensor, Tensor], attention: AttentionParams
     ) -> None:
         self.layer, self.step, self._tokens, self._attention = layer, step, tokens, attention
-        prefetched = None if layer.retriever is None else layer.retriever.prefetched
-        self._queries = None if prefetched is None else prefetched.queries
+        self._ahead = layer.sparse.ahead
+        self._queries = None if self._ahead is None else self._ahead.queries
         storage = layer.storage
         self._held, self._offloaded = storage.slab.held().clone(), storage.marks()
         self._indexed = None if layer.updater is None else layer.updater.branch()
@@ -47,8 +47,8 @@ class Checkpoint:
     def repeat(self, step: Step) -> None:
         """Decode the first `step.tokens` tokens of the rolled-back step again."""
         query, key, value = (tensor[:, :, : step.tokens] for tensor in self._tokens)
-        if self.layer.retriever is not None and self._queries is not None:
-            self.layer.retriever.prefetch(self._queries[:, :, : step.tokens], 0)
+        if self._ahead is not None and self._queries is not None:
+            self._ahead.prefetch(self._queries[:, :, : step.tokens], search=False)
         decode(self.layer, step, query, key, value, self._attention)
 
 

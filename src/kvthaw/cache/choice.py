@@ -1,10 +1,8 @@
-"""What a decode step of a layer group attends to: choices, their checks, and searches that begin before the step."""
+"""What a decode step of a layer group attends to: choices, their checks, and buffers for choices made on the host."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,29 +54,6 @@ class EarlyChoice:
     selection: Selection
     done: torch.cuda.Event | None
     reads: tuple[Tensor, ...]
-
-
-class PrefetchedSearch:
-    """Predicted queries [B, Hq, T, D] for the coming T tokens, and the running searches for the first of them.
-
-    The other tokens are searched when they come, because the index changes before.
-    """
-
-    def __init__(self, queries: Tensor, searches: Sequence[Future[Selection]] = ()) -> None:
-        self.queries, self.searches = queries, searches
-
-    def search(self, token: int) -> Future[Selection] | None:
-        """Return a token's search, if it has started."""
-        return self.searches[token] if token < len(self.searches) else None
-
-    def drop(self) -> None:
-        """Cancel the searches that have not started, and wait for the one that reads the index."""
-        for search in self.searches:
-            search.cancel()
-        wait(self.searches)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> PrefetchedSearch:
-        return PrefetchedSearch(self.queries)
 
 
 class HostSelectionBuffer:

@@ -83,6 +83,11 @@ class HostStore:
         """Bytes of one stored row, K and V."""
         return self.format.row_bytes
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a stored token, in all heads."""
+        return self.kv_heads * self.row_bytes
+
     def nbytes(self, seq: int | None = None, *, on_device: bool = False) -> int:
         """Return the bytes of host or device memory that blocks hold. Shared blocks count once.
 
@@ -161,8 +166,9 @@ class HostStore:
         return bool(places or kept)
 
     def reserved(self, seq: int) -> int:
-        """Return the number of tokens that a sequence's blocks can hold, without the block allocated ahead."""
-        return len(self.table.blocks[seq]) * self.block_size
+        """Return the number of tokens that a sequence's blocks can hold, without the block allocated ahead. A sequence that the
+        store does not have has no blocks."""
+        return len(self.table.blocks[seq]) * self.block_size if seq < self.seqs else 0
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
         """Return rows start .. stop of a sequence as [H, stop - start, 2, D], possibly a view if one block holds them.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.index_api import Index
+from kvthaw.cache.index_api import RECENT_QUERIES, Index
 from kvthaw.cache.layer_base import RecentQueries
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
@@ -162,6 +162,7 @@ class IndexUpdater:
         self.sequences, self.recent_queries = sequences, recent_queries
         self.first = slab.regions.sink
         self._of = [IndexedSequence(self.first) for _ in range(store.seqs)]
+        self._ends: dict[int, int] = {}  # where the rings begin of sequences whose prompts ended with the latest prefill
 
     def indexed(self, seq: int) -> int:
         """Return the watermark of a sequence: the position up to which the index has its tokens."""
@@ -175,6 +176,13 @@ class IndexUpdater:
     def stale(self) -> set[int]:
         """Sequences that must be indexed again before the next step."""
         return {seq for seq in range(len(self._of)) if self.is_stale(seq)}
+
+    def undisturbed(self, tokens: int) -> int:
+        """Return how many of the next tokens come before tokens leave a ring and so change the index."""
+        if self.stale:
+            return 0
+        changes = (any(self.indexed(seq) < stop for seq, _, stop in self.sequences.leaving(t)) for t in range(tokens))
+        return next((t for t, changed in enumerate(changes) if changed), tokens)
 
     @property
     def builds_beside(self) -> bool:
@@ -274,7 +282,8 @@ class IndexUpdater:
         own.upto = end
 
     def commit(self) -> None:
-        """Append the tokens of a prompt step to an index on the host, now that the step is committed.
+        """Append the tokens of a prompt step to an index on the host, now that the step is committed. Then renew() prompts that
+        ended with it.
 
         For a paused sequence, append concurrently with the steps of other sequences.
         """
@@ -293,13 +302,15 @@ class IndexUpdater:
                 side = self._side(seq)
                 side.change(kept.end, side.index.load, seq, kept.held, kept.end)
                 side.change(new, side.index.append, *given)
+        self.renew(self._ends)
 
     def begin(self, ends: Mapping[int, int], passed: Mapping[int, Tensor]) -> None:
-        """Start to index stale sequences up to `ends`.
+        """Start to index stale sequences up to `ends`, where the rings begin of prompts that end with this step.
 
         Sequences in `passed` are indexed at once, from their rows [H, n, 2, D] on the device. Others are indexed on the
         host, concurrently with the step. Once the step is committed, renew() or take_built() swaps the result in.
         """
+        self._ends = dict(ends)
         for seq, end in ends.items():
             if not self.is_stale(seq):
                 continue
@@ -311,7 +322,8 @@ class IndexUpdater:
                 side.change(end, side.index.build, seq, self.first, rows, rows, self._queries(seq))
 
     def drop(self) -> None:
-        """Forget the tokens of a prompt step that failed."""
+        """Forget the tokens and the choices of a step that failed, and clear errors of the index."""
+        self.retriever.recover()
         for seq, own in enumerate(self._of):
             before, own.before = own.before, None
             if before is None:
@@ -322,6 +334,7 @@ class IndexUpdater:
                     self.begin_again(seq)
             else:
                 own.enter(State.INDEXED)
+        self.retriever.forget_step()
 
     def flush(self, spans: Sequence[Span], rows: Tensor) -> None:
         """Index the tokens of `spans`, which leave their rings, unless they are indexed already.
@@ -434,6 +447,7 @@ class IndexUpdater:
         self.retriever.recover()
         self.truncate(seq, 0)
         self._of[seq] = IndexedSequence(self.first)
+        self._ends.pop(seq, None)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Replace sequence i by the former sequence sequences[i]."""
@@ -449,6 +463,13 @@ class IndexUpdater:
         self._of = [
             IndexedSequence(own.upto, State.STALE if seq in stale else State.INDEXED) for seq, own in enumerate(other._of)
         ]
+
+    def trim_queries(self) -> None:
+        """Free the early queries of indexed prompts, if the method kept all of them until then."""
+        for seq, known in self.recent_queries.items() if self.recent_queries.most is None else ():
+            indexed = self.indexed(seq) > self.first and seq not in self.sequences.idle
+            if indexed and known.shape[1] > RECENT_QUERIES:
+                self.recent_queries[seq] = known[:, -RECENT_QUERIES:].clone()
 
     def _side(self, seq: int, *, in_step: bool = False) -> SideIndex:
         """Mark a sequence as BUILDING and return its SideIndex, which is built concurrently with the steps of other sequences."""

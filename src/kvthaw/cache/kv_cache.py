@@ -121,13 +121,14 @@ class KVCache:
         """Choose rows of a layer by a predicted query, on a side stream during the MLP of the layer before, if the step decodes.
 
         number: of the layer.
-        predict, reads: as in OffloadedLayer.choose_early.
+        predict, reads: as in Ahead.choose_early.
         """
         place, step = self._places.get(number), self.sequences.step
         layer = None if place is None else self.chooser.layers[place]
-        if step is not None and not step.dense and isinstance(layer, OffloadedLayer) and layer.asks(tokens):
+        ahead = layer.ahead(tokens) if isinstance(layer, OffloadedLayer) else None
+        if step is not None and not step.dense and ahead is not None:
             with torch.inference_mode(False), torch.no_grad():
-                layer.choose_early(step, predict, *reads)
+                ahead.choose_early(step, predict, *reads)
 
     def append(self, prompts: Sequence[LayerPrompt]) -> None:
         """Store the whole prompt of one sequence as attend() does in all layers, after a forward that ran without the cache.
@@ -320,7 +321,7 @@ class KVCache:
             done = False
         self.streams.deferred.flush()
         for layer in layers:
-            layer.update_table()
+            layer.storage.update_table()
         if done and len(layers) == len(self.offloaded):
             self.sequences.known["flushed"] = self.sequences.padded_length
 

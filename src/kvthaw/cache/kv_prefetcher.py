@@ -35,7 +35,7 @@ def buffer_for(store: HostStore, most: int, device: torch.device) -> Tensor:
     If `most` exceeds RUN, the buffer holds all rows that a sequence has room for, within _HELD bytes. Its strides then
     equal a dense layer's, on which the plans of attention depend.
     """
-    held = most if most <= RUN else max(most, _HELD // (store.kv_heads * store.row_bytes))
+    held = most if most <= RUN else max(most, _HELD // store.token_bytes)
     rows = min(held, store.table.on(device).shape[1] * store.block_size)
     return torch.empty((store.kv_heads, rows, 2, store.head_dim), dtype=store.dtype, device=device)
 
@@ -89,7 +89,7 @@ class KVPrefetcher:
         """
         gather = store.gathers(seq, device)
         if gather is not None:
-            most = longest_run(store.kv_heads * store.row_bytes, queries)
+            most = longest_run(store.token_bytes, queries)
             return _gathered(gather, buffer_for(store, most, device), stop, most)
         sizes = runs(stop, most := RUN if queries >= BLOCK else BLOCK)
         spans = [(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
@@ -146,7 +146,7 @@ class KVPrefetcher:
         return store.format.decode(rows)
 
     def _next_place(self, store: HostStore, most: int, device: torch.device) -> _Place:
-        run, size, blocks = most * store.kv_heads * store.row_bytes, store.allocator.size, -(-most // store.block_size) + 1
+        run, size, blocks = most * store.token_bytes, store.allocator.size, -(-most // store.block_size) + 1
         places = self._places.get((device, size))
         if places is None or len(places[0].addresses) < blocks:
             count, stream = min(4, max(2, _STAGED // run)), self._side(device)

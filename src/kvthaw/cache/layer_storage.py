@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -30,11 +30,13 @@ class LayerStorage:
     The store's length is a watermark: adding tokens below it again does nothing.
 
     placement: None if all blocks lie on the host.
+    tabled: whether kernels find rows through the block table.
     """
 
     def __init__(self, store: HostStore, slab: Slab, streams: Streams) -> None:
         self.store, self.slab, self.streams = store, slab, streams
         self.placement: Placement | None = None
+        self.tabled = False
         self._latest: dict[int, tuple[int, int]] = {}  # rows before and after the latest copy from a ring
         if self.on_gpu:  # compiled now, which takes a third of a second: no step should wait for that
             _copy([self], [(0, 0, 0, 0)])
@@ -68,6 +70,12 @@ class LayerStorage:
         """Return the bytes of host memory for `blocks` more blocks, less the blocks that fit on the device."""
         allocator = self.store.allocator
         return max(0, blocks - self.room // allocator.size) * allocator.held
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that a captured step reads and writes."""
+        table = self.store.table
+        in_blocks = [table.addresses, table.on_host, self.store.crossed] if self.tabled and table.addresses.numel() else []
+        return [self.slab.data, self.slab.tickets, *in_blocks]
 
     # Rows of sink, ring and store
 
@@ -141,7 +149,63 @@ class LayerStorage:
         """Make the current stream wait for all copies, before the device reads the store. The host does not wait."""
         self.store.order(self.slab.data.device)
 
+    def table(self) -> Tensor:
+        """Return the current block table on the device, which then waits for all copies."""
+        self.order()
+        return self.store.table.on(self.slab.data.device)
+
     # Between steps
+
+    def make_room(self, capacity: int, fixed: Callable[[], int]) -> None:
+        """Allocate for `capacity` tokens per sequence. Until capacity grows, no tensor that a step reads moves.
+
+        fixed: returns the bytes of slab and index.
+        """
+        if self.tabled:
+            self.store.table.make_room(capacity, self.slab.data.device)
+        if self.placement is not None:
+            self.placement.make_room(capacity, fixed())
+
+    def update_table(self) -> None:
+        """Copy the addresses of new blocks to the device, which then waits for their rows."""
+        if self.tabled:
+            self.order()
+        self.follow_blocks()
+
+    def follow_blocks(self) -> None:
+        """Copy the addresses of new blocks to the device. Their rows may still be in transfer."""
+        if self.tabled:
+            self.store.table.on(self.slab.data.device)
+            if self.placement is not None:
+                self.placement.device.memory.spills |= self.store.table.some_on_host
+
+    def rounds(self) -> int:
+        """Return the steps within which the next block of every sequence and layer is allocated ahead, each once."""
+        size = self.store.block_size
+        return min(self.streams.layers * self.store.seqs, max(1, size // 2, size - self.slab.regions.buffer))
+
+    def preallocate(self, seq: int, length: int, end: int, recalled: Tensor | None) -> bool:
+        """Allocate the next block of a sequence, or make room for it on the device, if it needs the block before its next
+        turn. Returns whether it lies on the host.
+
+        Does nothing on a full device while other sequences hold blocks there ahead: the sequence takes one of these.
+
+        length: the sequence's tokens.
+        end: the most tokens that it will have.
+        recalled: see Placement.balance.
+        """
+        store, allocator = self.store, self.store.allocator
+        needs = store.reserved(seq) < end and seq not in allocator.ahead and not allocator.takes_from_others()
+        steps = store.reserved(seq) + self.slab.regions.window + 1 - length  # a lower bound of the steps until it is needed
+        due = needs and steps < self.rounds()
+        if self.placement is not None:
+            self.placement.balance(int(due), recalled)
+        if due and (self.placement is None or not self.placement.spilling):
+            try:
+                return not allocator.preallocate(seq).on_device
+            except HostMemoryError as error:  # raised again when the sequence needs the block
+                allocator.memory.warn(error)
+        return False
 
     def reserve(self, ends: Mapping[int, int]) -> None:
         """Allocate the blocks for offloading up to `ends`, by sequence. Raises HostMemoryError."""

@@ -11,11 +11,10 @@ A decode step, start to finish:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from torch import Tensor
 from kvthaw.cache.device_memory import allocating
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
-from kvthaw.cache.index_api import RECENT_QUERIES, IndexContext, Rotary, Transfer
+from kvthaw.cache.index_api import IndexContext, Rotary, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import (
     AttentionParams,
@@ -38,13 +37,11 @@ from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.sparse_attention import SparseAttention
+from kvthaw.cache.sparse_attention import Ahead, SparseAttention, attend_all
 from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
-from kvthaw.cache.transfer import BulkCopy, UvaGather, fetch_choice
-from kvthaw.errors import HostMemoryError
-from kvthaw.kernels.freeze import Span
+from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import row_format
 from kvthaw.regions import Regions
@@ -52,10 +49,6 @@ from kvthaw.regions import Regions
 _ENGINES = 4096
 """Tokens of a prompt from which copy engines take rows to the host instead of a kernel. They need a copy for each block, and one
 for each head of a block in part, but leave the multiprocessors to attention."""
-_EARLY_PROGRAMS = 128
-"""Programs that fetch rows during an MLP. On an H200 kernels of the MLP stood still until 2,048 programs had their rows."""
-Leaving = tuple[int, int, int]
-"""A sequence and the tokens that leave its ring, start .. stop."""
 
 
 class OffloadedLayer(LayerKV):
@@ -65,35 +58,35 @@ class OffloadedLayer(LayerKV):
     Before the first prompt, slab and store have no sequences.
 
     leader: the anchor whose index and selections this layer follows; None: it has its own.
+    rotary: for a method that asks for it.
     plan: the sizes; None before the first prompt.
     updater: feeds the index; None for a layer without an index of its own.
     room: tokens per sequence that there is device memory for.
+    asked_again: decode steps with another layer's queries.
+    extremes: of keys and values of prompts, not known to be finite.
     """
 
-    everything = False  # attends to all rows where they lie, without an index; see FullLayer
+    plan: Plan | None = None
+    rotary: Rotary | None = None
 
     def __init__(
         self, number: int, settings: Settings, streams: Streams, sequences: Sequences, leader: OffloadedLayer | None = None
     ) -> None:
         self.number, self.settings, self.streams, self.sequences, self.leader = number, settings, streams, sequences, leader
-        self.retriever: Retriever | None = None
-        self.rotary: Rotary | None = None  # for a method that asks for it
         self.reset()
 
     def reset(self) -> None:
-        self.drop_search()
+        if self.plan is not None:
+            self.drop_search()
         none = Slab(0, 0, 0, Regions(0, 1, 1), 0, dtype=torch.float32, device=torch.device("cpu"))
         self.storage = LayerStorage(HostStore(0, 0, 0, torch.float32), none, self.streams)
-        self.sparse = SparseAttention(self.storage, self.sequences, None, None, selects=False)
-        self.retriever, self.scale, self.asked_again = None, 0.0, 0  # asked_again: decode steps with another layer's queries
-        self.plan: Plan | None = None
-        self.room = 0
+        self.sparse = SparseAttention(self.storage, self.sequences)
+        self.plan, self.room, self.scale, self.asked_again = None, 0, 0.0, 0
         self.updater: IndexUpdater | None = None
         self.recent_queries = RecentQueries(self.settings.method.prompt_queries)
         self._taken: tuple[Step | None, int] = None, 0  # a decode step, and how many of its tokens came
         self._again: tuple[Step | None, int] = None, 0  # the last step whose queries came again, and asked_again before it
-        self._prompts: dict[int, int] = {}  # where the rings begin of sequences whose prompts ended with the latest prefill
-        self.extremes: list[Tensor] = []  # of keys and values of prompts, not known to be finite
+        self.extremes: list[Tensor] = []
 
     # Reading
 
@@ -138,38 +131,28 @@ class OffloadedLayer(LayerKV):
             counted = [tensor for tensor in tensors if id(tensor) not in shared]
         return sum({id(tensor): tensor.nbytes for tensor in counted if tensor.device == data.device}.values())
 
-    def host_bytes_per_token(self) -> int:
-        """Return the bytes that a stored token takes in this layer; 0 before the first prompt."""
-        return self.store.kv_heads * self.store.row_bytes
-
     def host_bytes(self, seq: int | None = None) -> int:
         return self.store.nbytes(seq) if self.plan else 0
 
     @property
-    def chooses(self) -> bool:
-        """Whether this layer has an index of its own, if the method has one."""
-        return self.leader is None
+    def retriever(self) -> Retriever | None:
+        """What selects rows for this layer; None for a method that retrieves nothing."""
+        return self.sparse.retriever
 
     @property
     def own(self) -> Retriever | None:
         """The retriever, if this layer's index is in it."""
-        return self.retriever if self.chooses else None
+        return None if self.updater is None else self.updater.retriever
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the layer's index works on the host, concurrently with the device."""
+        return self.retriever is not None and self.retriever.index.traits.on_host
 
     def tensors(self) -> list[Tensor]:
         if self.plan is None:
             return []
-        found, table = [self.slab.data, self.slab.tickets], self.store.table
-        if self.retriever is not None:
-            found += self.retriever.tensors()
-        if self.reads_table and table.addresses.numel():
-            found += [table.addresses, table.on_host, self.store.crossed]
-        return found
-
-    @property
-    def reads_table(self) -> bool:
-        """Whether a kernel finds rows through the block table."""
-        in_blocks = self.everything or (self.retriever is not None and self.retriever.reads_blocks)
-        return in_blocks or isinstance(self.sparse.transfer, UvaGather)
+        return self.storage.tensors() + ([] if self.retriever is None else self.retriever.tensors())
 
     # Prompts
 
@@ -180,38 +163,45 @@ class OffloadedLayer(LayerKV):
         self.streams.device.fixed[self.number] = self.fixed_bytes()
 
     def _allocate(self, step: Step, query: Tensor, key: Tensor, scale: float) -> None:
-        plan, count = self.settings.plan(step.longest, self.sequences.limit), len(step.left_pad)
-        plan = Plan(plan.regions, rows=0) if self.everything else plan
-        method, (_, heads, _, dim), self.scale = self.settings.method, key.shape, scale
-        how: dict[str, Any] = {
-            "block_size": self.settings.block_size,
-            "pinned": key.is_cuda,
-            "memory": self.streams.memory,
-            "format": row_format(self.settings.kv_dtype, dim, key.dtype),
-        }
-        slab = Slab(count, heads, dim, plan.regions, method.slots(plan.rows), dtype=key.dtype, device=key.device)
-        self.storage = LayerStorage(HostStore(count, heads, dim, key.dtype, **how), slab, self.streams)
-        transfer: Transfer | None = None
-        if method.index is not None and not self.everything:
-            transfer = (method.transfer or UvaGather)()
-            if transfer.graph_safe and key.is_cpu:
-                transfer = BulkCopy()
-            if self.leader is None:
-                context = IndexContext(
-                    self.number, query.shape[1], heads, dim, key.dtype, key.device, self.store, plan.regions, scale,
-                    seed=self.settings.seed, rows=plan.rows, slab=slab, sequences=self.sequences, aux=self.streams.aux,
-                    deferred=self.streams.deferred, rotary=self.rotary, ranks=self.settings.ranks,
-                )  # fmt: skip
-                self.retriever = Retriever(method, context, count, plan.rows, self.streams)
-                self.updater = IndexUpdater(self.retriever, self.store, slab, self.sequences, self.recent_queries)
-            else:
-                self.retriever = self.leader.retriever
-        if self.everything or (transfer is not None and not self.on_host and (transfer.graph_safe or key.is_cpu)):
-            self.storage.place_on_device(self.number)  # what the host reads stays there
-        how = {"selects": self.chooses, "everything": self.everything}
-        self.sparse = SparseAttention(self.storage, self.sequences, self.retriever, transfer, **how)
+        plan, method, (_, heads, _, dim) = self._sizes(step), self.settings.method, key.shape
+        slab = Slab(len(step.left_pad), heads, dim, plan.regions, method.slots(plan.rows), dtype=key.dtype, device=key.device)
+        store = HostStore(
+            len(step.left_pad), heads, dim, key.dtype, block_size=self.settings.block_size, pinned=key.is_cuda,
+            memory=self.streams.memory, format=row_format(self.settings.kv_dtype, dim, key.dtype),
+        )  # fmt: skip
+        self.storage, self.scale = LayerStorage(store, slab, self.streams), scale
+        self.sparse = self._attention(plan, query, key)
         self.plan = plan
-        self._make_room(self.sequences.capacity)
+        self._make_room()
+
+    def _sizes(self, step: Step) -> Plan:
+        return self.settings.plan(step.longest, self.sequences.limit)
+
+    def _attention(self, plan: Plan, query: Tensor, key: Tensor) -> SparseAttention:
+        """Create the layer's attention, and its index unless it follows another layer."""
+        method, storage, ahead = self.settings.method, self.storage, None
+        if method.index is None:
+            return SparseAttention(storage, self.sequences)
+        transfer: Transfer = (method.transfer or UvaGather)()
+        if transfer.graph_safe and key.is_cpu:
+            transfer = BulkCopy()
+        retriever = None if self.leader is None else self.leader.retriever
+        if self.leader is None:
+            context = IndexContext(
+                self.number, query.shape[1], key.shape[1], key.shape[3], key.dtype, key.device, self.store, plan.regions,
+                self.scale, seed=self.settings.seed, rows=plan.rows, slab=self.slab, sequences=self.sequences,
+                aux=self.streams.aux, deferred=self.streams.deferred, rotary=self.rotary, ranks=self.settings.ranks,
+            )  # fmt: skip
+            retriever = Retriever(method, context, self.store.seqs, plan.rows, self.streams)
+            self.updater = IndexUpdater(retriever, self.store, self.slab, self.sequences, self.recent_queries)
+            ahead = Ahead(self.updater, storage, transfer)
+        if (retriever is None or not retriever.index.traits.on_host) and (transfer.graph_safe or key.is_cpu):
+            storage.place_on_device(self.number)  # what the host reads stays there
+        if ahead is not None and retriever is not None:
+            fetches = retriever.index.traits.rebuilds or method.transfer is not None
+            retriever.reads_blocks = storage.placement is not None and not fetches
+        storage.tabled = (retriever is not None and retriever.reads_blocks) or isinstance(transfer, UvaGather)
+        return SparseAttention(storage, self.sequences, retriever, transfer, ahead)
 
     def prefill(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams
@@ -219,9 +209,9 @@ class OffloadedLayer(LayerKV):
         self.drop_search()
         if self.plan is None:
             self.allocate(step, query, key, attention.scale)
-        passed, ends = dict[int, Tensor](), self.sequences.announced and not step.remaining
-        out = self._attend_dense(step, query, key, value, attention, passed if ends else None)
-        return out, self._take(step, query, key, value, passed)
+        passed = dict[int, Tensor]()
+        out = self._attend_dense(step, query, key, value, attention, passed if self.sequences.ends_with(step) else None)
+        return out, self.append(step, query, key, value, passed)
 
     def _attend_dense(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams,
@@ -262,10 +252,9 @@ class OffloadedLayer(LayerKV):
         """
         return self.updater is not None and not self.on_host and self.updater.is_stale(seq)
 
-    def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> PrefillKV:
-        return self._take(step, query, key, value, {})
-
-    def _take(self, step: Step, query: Tensor, key: Tensor, value: Tensor, passed: Mapping[int, Tensor]) -> PrefillKV:
+    def append(
+        self, step: Step, query: Tensor, key: Tensor, value: Tensor, passed: Mapping[int, Tensor] = MappingProxyType({})
+    ) -> PrefillKV:
         return PrefillKV(step, key, value, self.recent_queries.take(step, query), passed)
 
     def store_prompt(self, row: Row, new: PrefillKV) -> None:
@@ -293,17 +282,16 @@ class OffloadedLayer(LayerKV):
 
     def stored(self, new: PrefillKV) -> None:
         """Record that a prefill was stored, and start index builds."""
-        ends = self.sequences.announced and not new.step.remaining
-        first = self.slab.regions.first_indexed
-        self._prompts = {row.seq: first(row.length) for row in new.step.rows()} if ends else {}
         if self.updater is not None:
-            self.updater.begin(self._prompts, new.passed)
+            first, ended = self.slab.regions.first_indexed, new.step.rows() if self.sequences.ends_with(new.step) else ()
+            self.updater.begin({row.seq: first(row.length) for row in ended}, new.passed)
 
     def prepare(self, step: Step, shape: LayerShape) -> None:
         if self.plan is None:
             self.allocate(step, shape.queries, shape.keys, shape.scale)
         self.recent_queries.begin(step)
-        self._prompts = {}
+        if self.updater is not None:
+            self.updater.begin({}, {})  # no prompt has ended
 
     def begin(self, step: Step, shape: LayerShape, states: Mapping[int, LayerState]) -> None:
         super().begin(step, shape, states)
@@ -316,7 +304,6 @@ class OffloadedLayer(LayerKV):
         """Index the tokens of a prefill that waited for the step's commit."""
         if self.updater is not None:
             self.updater.commit()
-            self.updater.renew(self._prompts)
 
     # Decoding
 
@@ -324,10 +311,7 @@ class OffloadedLayer(LayerKV):
         if t == 0 and self.own is not None:
             self.own.choices.clear()
         self._taken = step, t + 1
-        out = self._attend(step, t, query, newest, attention)
-        if t == step.tokens - 1 and self.retriever is not None and self.retriever.prefetched is not None:
-            self.drop_search()
-        return out
+        return self._attend(step, t, query, newest, attention)
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         if step.dense:
@@ -347,54 +331,16 @@ class OffloadedLayer(LayerKV):
             observer(self, query, choice)
         return out
 
-    # Queries that are known before the layer runs
-
-    def asks(self, tokens: int) -> bool:
-        """Return whether this layer's own index selects rows for a step of `tokens` tokens."""
-        return self.own is not None and self.sequences.decodes(tokens)
-
-    def prefetch(self, queries: Tensor) -> None:
-        """Search with predicted queries, [B, Hq, T, D], instead of the next tokens' own.
-
-        An index on the host starts at once, concurrently with the layer before, for the tokens before the index changes.
-        """
-        if self.own is not None:
-            self.own.prefetch(queries, self.undisturbed(queries.shape[2]) if self.on_host else 0)
-
-    def choose_early(self, step: Step, predict: Callable[[], Tensor], *reads: Tensor) -> None:
-        """Choose the rows of a step's tokens by a predicted query, [B, Hq, T, D]. A single token's are fetched at once, during the
-        MLP of the layer before. An index on the host begins to search.
-
-        predict: returns the query. It may run on a side stream.
-        reads: tensors that `predict` reads.
-        """
-        own, transfer = self.own, self.sparse.transfer
-        if step.tokens > 1 or self.on_host:
-            self.prefetch(predict())
-        elif own is not None and transfer is not None:
-            transfer = UvaGather(_EARLY_PROGRAMS) if isinstance(transfer, UvaGather) else transfer
-            fetch = partial(fetch_choice, transfer, store=self.store, slab=self.slab, index=own.index)
-            own.choose_early(predict, step.start + 1 - min(step.left_pad), fetch, reads)
-
-    def undisturbed(self, tokens: int) -> int:
-        """Return how many of the next tokens come before tokens leave a ring and so change the index."""
-        updater, leaving = self.updater, map(self.sequences.leaving, range(tokens))
-        if updater is not None and updater.stale:
-            return 0
-        changes = (any(updater is None or updater.indexed(seq) < stop for seq, _, stop in before) for before in leaving)
-        return next((t for t, changed in enumerate(changes) if changed), tokens)
+    def ahead(self, tokens: int) -> Ahead | None:
+        """Return what chooses ahead for a step of `tokens` tokens; None if this layer's own index selects no rows for it."""
+        return self.sparse.ahead if self.sequences.decodes(tokens) else None
 
     def drop_search(self) -> None:
-        """Drop the predicted queries and their searches."""
-        if self.own is not None:
-            self.own.drop_search()
+        """Drop the predicted queries and their searches, because the step does not come."""
+        if self.sparse.ahead is not None:
+            self.sparse.ahead.drop()
 
     # Between steps
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the layer's index works on the host, concurrently with the device."""
-        return self.retriever is not None and self.retriever.index.traits.on_host
 
     @property
     def can_run_ahead(self) -> bool:
@@ -402,26 +348,18 @@ class OffloadedLayer(LayerKV):
         differ."""
         if self.on_host:
             return not self.asked_again
-        return self.updater is None or self.updater.retriever.index.reversible
+        return self.own is None or self.own.index.reversible
 
     def before_step(self) -> None:
         """Prepare for the next step; see LayerKV. A step of one token then runs on the device alone if the index is
         graph-safe."""
-        self._trim_queries()
+        if self.updater is not None:
+            self.updater.trim_queries()
         self.storage.order()
         self.grow()
         if self.retriever is not None and not self.on_host:
             self.retriever.wait()
-        self.update_table()
-
-    def _trim_queries(self) -> None:
-        """Free the early queries of indexed prompts, if the method kept all of them until then."""
-        if self.updater is None or self.recent_queries.most is not None:
-            return
-        for seq, known in self.recent_queries.items():
-            indexed = self.updater.indexed(seq) > self.updater.first and seq not in self.sequences.idle
-            if indexed and known.shape[1] > RECENT_QUERIES:
-                self.recent_queries[seq] = known[:, -RECENT_QUERIES:].clone()
+        self.storage.update_table()
 
     def grow(self) -> None:
         """Make room for the capacity of the sequences, in a layer that has had a prompt. A budget that is a share of the length
@@ -433,99 +371,36 @@ class OffloadedLayer(LayerKV):
             if longer.rows > self.plan.rows:
                 self.slab.widen(self.settings.method.slots(longer.rows))
                 if self.own is not None:
+                    self.drop_search()
                     self.own.widen(longer.rows)
             self.plan = longer
-            self._make_room(self.sequences.capacity)
+            self._make_room()
 
-    def _make_room(self, capacity: int) -> None:
-        """Allocate for `capacity` tokens per sequence. Until capacity grows, no tensor that a step reads moves."""
+    def _make_room(self) -> None:
+        """Allocate for the capacity of the sequences. Until it grows, no tensor that a step reads moves."""
+        self.room = self.sequences.capacity
         if self.own is not None:
-            self.own.make_room(capacity)
-        if self.reads_table:
-            self.store.table.make_room(capacity, self.slab.data.device)
-        self.room = capacity
-        if self.storage.placement is not None:
-            self.storage.placement.make_room(capacity, self.fixed_bytes())
-
-    def update_table(self) -> None:
-        """Copy the addresses of new blocks to the device, which then waits for their rows."""
-        if self.reads_table:
-            self.storage.order()
-        self.follow_blocks()
-
-    def follow_blocks(self) -> None:
-        """Copy the addresses of new blocks to the device. Their rows may still be in transfer."""
-        if self.reads_table:
-            self.store.table.on(self.slab.data.device)
-            if self.storage.placement is not None:
-                self.storage.placement.device.memory.spills |= self.store.table.some_on_host
+            self.own.make_room(self.room)
+        self.storage.make_room(self.room, self.fixed_bytes)
 
     def _lasting(self, device: torch.device) -> AbstractContextManager[None]:
         return allocating(self.streams.device.pool(device), device)
 
-    def reserved(self, seq: int) -> int:
-        """Return how many tokens of a sequence its blocks can hold."""
-        return self.store.reserved(seq) if seq < self.store.seqs else 0
-
-    def lacking(self, leaving: Sequence[Leaving]) -> list[Span]:
-        """Return the spans of leaving tokens that the index or the store lacks. Stale sequences are left out."""
-        spans: list[Span] = []
-        for seq, start, stop in leaving:
-            given = self.updater is None or self.updater.indexed(seq) >= stop
-            stored = self.storage.stored(seq, stop)
-            if not (given and stored == stop) and not self.stale(seq):
-                spans.append((seq, stop if given else start, stop, stored))
-        return spans
-
-    def stale(self, seq: int) -> bool:
-        """Return whether a sequence must be indexed again."""
-        return self.updater is not None and self.updater.is_stale(seq)
-
-    def rounds(self) -> int:
-        """Return the steps within which the next block of every sequence and layer is allocated ahead, each once."""
-        size = self.store.block_size
-        return min(self.streams.layers * self.store.seqs, max(1, size // 2, size - self.slab.regions.buffer))
-
-    def preallocate(self, seq: int, length: int) -> bool:
-        """Allocate the next block of a sequence, or make room for it on the device, if it needs the block before its next
-        turn. Returns whether it lies on the host.
-
-        Does nothing on a full device while other sequences hold blocks there ahead: the sequence takes one of these.
-
-        length: the sequence's tokens.
-        """
-        store, allocator, placement = self.store, self.store.allocator, self.storage.placement
-        most = self.sequences.end(seq)
-        needs = store.reserved(seq) < most and seq not in allocator.ahead and not allocator.takes_from_others()
-        steps = store.reserved(seq) + self.slab.regions.window + 1 - length  # a lower bound of the steps until it is needed
-        due = needs and steps < self.rounds()
-        if placement is not None:
-            placement.balance(int(due), None if self.updater is None else self.updater.retriever.recalled)
-        if due and (placement is None or not placement.spilling):
-            try:
-                return not allocator.preallocate(seq).on_device
-            except HostMemoryError as error:  # raised again when the sequence needs the block
-                allocator.memory.warn(error)
-        return False
-
     def wait(self) -> None:
         """Wait until every token is offloaded and indexed. Raises the error of any job that failed."""
         self.store.wait()
-        if self.updater is not None:
-            self.updater.retriever.wait()
+        if self.own is not None:
+            self.own.wait()
 
     # Changes from outside
 
     def rollback(self, failed: Step | None, *, ahead: bool = False) -> None:
-        if failed is not None and self.own is not None:
-            self.own.recover()
         self.drop_search()
         if failed is not None:
             if self._again[0] is failed:
                 self.asked_again = self._again[1]
-            if self.own is not None and self.updater is not None:
+            if self.updater is not None:
                 self.updater.drop()
-                self.own.forget_step()
             if self.recent_queries.rollback(failed):
                 self.extremes = []
         for seq in range(self.store.seqs):
@@ -563,7 +438,6 @@ class OffloadedLayer(LayerKV):
         if self.updater is not None:
             self.updater.clear(seq)
         self.storage.truncate(seq, 0)
-        self._prompts.pop(seq, None)
         self.recent_queries.pop(seq, None)
 
     def export(self, seq: int, memory: HostMemory) -> LayerState:
@@ -602,7 +476,13 @@ class FullLayer(OffloadedLayer):
     attention reads it over the bus.
     """
 
-    everything = True
+    def _sizes(self, step: Step) -> Plan:
+        return replace(super()._sizes(step), rows=0)
+
+    def _attention(self, plan: Plan, query: Tensor, key: Tensor) -> SparseAttention:
+        self.storage.place_on_device(self.number)
+        self.storage.tabled = True
+        return SparseAttention(self.storage, self.sequences)
 
     def _attend(self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
-        return self.sparse.attend(step, t, query, newest, attention)[0]
+        return attend_all(self.storage, self.sequences, query, newest, attention)

@@ -7,7 +7,7 @@ ms.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, starmap
@@ -23,7 +23,7 @@ from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, PrefillKV
 from kvthaw.cache.layer_storage import offload, offload_prompts
-from kvthaw.cache.offloaded_layer import Leaving, OffloadedLayer
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
@@ -39,6 +39,8 @@ _AT_ONCE = 1 << 28
 
 _STEPS_AHEAD = 64
 """Steps whose blocks a background thread pins together."""
+Leaving = tuple[int, int, int]
+"""A sequence and the tokens that leave its ring, start .. stop."""
 
 
 def updaters(layers: Sequence[OffloadedLayer]) -> list[tuple[OffloadedLayer, IndexUpdater]]:
@@ -76,7 +78,7 @@ def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]]) -> None:
                     layer.store_prompt(row, new)
         for row in rows:
             for layer, _ in group:
-                layer.preallocate(row.seq, row.length)
+                _preallocate(layer, row.seq, row.length)
         for layer, new in group:
             layer.stored(new)
 
@@ -163,7 +165,7 @@ def flush(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
     alike: dict[tuple[tuple[Span, ...], Hashable], list[OffloadedLayer]] = {}
     for layer in layers if leaving else ():
         layer.storage.finish_moves()
-        if spans := tuple(layer.lacking(leaving)):
+        if spans := tuple(_lacking(layer, leaving)):
             alike.setdefault((spans, layer.storage.kind), []).append(layer)
     for (spans, _), some in alike.items():
         row = some[0].slab.data[0, :, 0].nbytes
@@ -177,7 +179,16 @@ def flush(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
             _work_ahead(group, spans)
             if len(some) > most:
                 group[0].streams.deferred.flush()  # which holds the rows
-    return not any(layer.stale(seq) for layer in layers for seq, _, _ in leaving)
+    return not any(updater.is_stale(seq) for _, updater in updaters(layers) for seq, _, _ in leaving)
+
+
+def _lacking(layer: OffloadedLayer, leaving: Sequence[Leaving]) -> Iterator[Span]:
+    """Yield the spans of leaving tokens that the index or the store lacks. Stale sequences are left out."""
+    updater = layer.updater
+    for seq, start, stop in leaving:
+        given, stored = updater is None or updater.indexed(seq) >= stop, layer.storage.stored(seq, stop)
+        if not (given and stored == stop) and not (updater is not None and updater.is_stale(seq)):
+            yield seq, stop if given else start, stop, stored
 
 
 def _work_ahead(layers: Sequence[OffloadedLayer], spans: Sequence[Span]) -> None:
@@ -280,21 +291,26 @@ def preallocate(layers: Sequence[OffloadedLayer], sequences: Sequences, since: i
 
     since: number of decoded tokens at the last call.
     """
-    numbered, rounds, count = {layer.number: layer for layer in layers}, layers[0].rounds(), sequences.count
+    numbered, rounds, count = {layer.number: layer for layer in layers}, layers[0].storage.rounds(), sequences.count
     made = Counter[int]()  # by bytes of a block
     for step in range(max(since, sequences.decoded - rounds) + 1, sequences.decoded + 1):
         for pair in range(step % rounds, layers[0].streams.layers * count, rounds):
             number, seq = divmod(pair, count)
             if number in numbered and seq not in sequences.idle:
                 layer = numbered[number]
-                made[layer.store.allocator.size] += layer.preallocate(seq, sequences.length(seq))
-                layer.update_table()
+                made[layer.store.allocator.size] += _preallocate(layer, seq, sequences.length(seq))
+                layer.storage.update_table()
     streams, pinned = layers[0].streams, layers[0].store.pinned
     for size, taken in made.items() if pinned else ():
         alike = sum(layer.store.allocator.size == size for layer in layers)
         take = streams.memory.keep(min(_STEPS_AHEAD * taken, alike * count), size) if taken else None
         if take is not None:
             streams.run_beside(take)
+
+
+def _preallocate(layer: OffloadedLayer, seq: int, length: int) -> bool:
+    recalled = None if layer.own is None else layer.own.recalled
+    return layer.storage.preallocate(seq, length, layer.sequences.end(seq), recalled)
 
 
 def expect(layers: Sequence[OffloadedLayer], streams: Streams, seq: int, tokens: int) -> None:
@@ -315,11 +331,11 @@ def expect(layers: Sequence[OffloadedLayer], streams: Streams, seq: int, tokens:
 def follow_blocks(layers: Sequence[OffloadedLayer]) -> None:
     """Copy the addresses of all layers' new blocks to the device in one copy. Separate copies would each wait for KV in
     transfer."""
-    own = [layer for layer in layers if layer.reads_table]
+    own = [layer.storage for layer in layers if layer.storage.tabled]
     if own:
-        follow([layer.store.table for layer in own], own[0].slab.data.device)
-    for layer in own:
-        layer.follow_blocks()
+        follow([each.store.table for each in own], own[0].slab.data.device)
+    for each in own:
+        each.follow_blocks()
 
 
 def drop(cleared: deque[tuple[LayerKV, int]], most: int | None) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.choice import Choice, EarlyChoice, HostSelectionBuffer, PrefetchedSearch, check_selection
+from kvthaw.cache.choice import Choice, EarlyChoice, HostSelectionBuffer, check_selection
 from kvthaw.cache.device_lengths import to_host
 from kvthaw.cache.index_api import Index, IndexContext, Method, Selection
 from kvthaw.cache.pool import Residency
@@ -48,8 +48,6 @@ class Retriever:
         self._searching: Future[Selection] | None = None  # the last that began
         self._failure: BaseException | None = None  # of a job
         self._unchecked = _CHECKED if self.index.tested else None  # None: check always
-        self.prefetched: PrefetchedSearch | None = None
-        self._early: EarlyChoice | None = None  # for the next token
         self._asked_by: Step | None = None  # the last eager step that queried the index
         self._asks = 0  # its queries
         self._counted, self._again = torch.empty_like(self.residency.counts), 0  # counts and asked_again before it
@@ -123,7 +121,6 @@ class Retriever:
 
     def widen(self, rows: int) -> None:
         """Select `rows` rows from now on, which is more than before."""
-        self.drop_search()
         self.wait()
         self.rows = rows
         self.residency.widen(self.method.slots(rows))
@@ -150,21 +147,6 @@ class Retriever:
         """Whether no row is fetched to the pool, because every block lies on the device."""
         return self.reads_blocks and not self.streams.device.spills
 
-    def prefetch(self, queries: Tensor, early: int) -> None:
-        """Use these queries, [B, Hq, T, D], for the next T tokens instead of their own. Starts the searches of the first
-        `early`."""
-        self.drop_search()
-        self.prefetched = PrefetchedSearch(queries, self.search(queries[:, :, :early]) if early else ())
-
-    def drop_search(self) -> None:
-        """Drop the predicted queries and their searches, because the step does not come."""
-        if self._early is not None:  # its event may be of a capture that failed
-            self.streams.early.join(self.context.device)
-            self._early = None
-        if self.prefetched is not None:
-            self.prefetched.drop()
-            self.prefetched = None
-
     def search(self, queries: Tensor) -> list[Future[Selection]]:
         """Start selecting rows for queries [B, Hq, T, D] in an index on the host. Does not wait for the queries to arrive
         there.
@@ -174,27 +156,23 @@ class Retriever:
         here, sent = to_host(queries)
         changes = [job for job, _ in self._jobs]
         found = [self.streams.search(sent, changes, partial(self._select, query)) for query in here.unbind(2)]
-        self._searching = found[-1] if found else self._searching
+        self._searching = found[-1]
         return found
 
     def _select(self, query: Tensor) -> Selection:
         with torch.no_grad():  # which holds for one thread
             return self.index.select(query, self.rows)
 
-    def choose(self, query: Tensor, length: int, t: int = 0) -> Choice:
-        """Select rows for one query per head of token t, or for the query predicted for it, and assign slots.
+    def choose(self, query: Tensor, length: int, own: Tensor | None = None, search: Future[Selection] | None = None) -> Choice:
+        """Select rows for one query per head of a token, and assign slots.
 
         If a step is being captured and the index works on the host, the choice is recorded instead; every replay makes it.
 
         query: [B, Hq, D].
         length: length of the longest sequence.
+        own: the layer's own query, if `query` is predicted.
+        search: a search for `query` that has begun.
         """
-        if self._early is not None:
-            early, self._early = self._early, None
-            return self._complete(early, query)
-        search, own = None, query
-        if self.prefetched is not None:
-            query, search = self.prefetched.queries[:, :, t], self.prefetched.search(t)
         graph = self.streams.graph
         if graph is not None and self.index.traits.on_host:
             choice = self._recorded(query, graph)
@@ -296,14 +274,13 @@ class Retriever:
 
     def choose_early(
         self, predict: Callable[[], Tensor], length: int, fetch: Callable[[Choice], None], reads: Sequence[Tensor]
-    ) -> None:
+    ) -> EarlyChoice:
         """Choose rows for the next token, and fetch them, on a side stream with a predicted query.
 
         predict: returns the query, [B, Hq, 1, D]. It runs on the side stream, as does `fetch`.
         length: as in choose().
         reads: tensors that `predict` reads.
         """
-        self.drop_search()
         self.wait()
         made = list[tuple[Choice, Selection, Tensor]]()
 
@@ -323,9 +300,9 @@ class Retriever:
         with self._asking(reads[0].device):
             done = self.streams.early.run(reads[0].device, work)
         choice, selection, query = made[0]
-        self._early = EarlyChoice(choice, selection, done, (query, *reads))
+        return EarlyChoice(choice, selection, done, (query, *reads))
 
-    def _complete(self, early: EarlyChoice, query: Tensor) -> Choice:
+    def complete(self, early: EarlyChoice, query: Tensor) -> Choice:
         """Return an early choice, with weights and attention for the layer's own query."""
         if early.done is not None:
             torch.cuda.current_stream(query.device).wait_event(early.done)
@@ -334,9 +311,9 @@ class Retriever:
         self.choices.append(choice)
         return choice
 
-    def _now(self, query: Tensor, own: Tensor) -> Selection:
+    def _now(self, query: Tensor, own: Tensor | None) -> Selection:
         """Select rows for a query that may be predicted, with weights and attention for the layer's own."""
-        if query is not own and not self.index.traits.on_host:
+        if own is not None and not self.index.traits.on_host:
             return self.index.complete(self.index.select_early(query, self.rows), own)
         if self.index.traits.on_host:
             query, sent = to_host(query)
@@ -414,5 +391,4 @@ class Retriever:
         twin.reads_blocks = self.reads_blocks
         twin.residency = copy.deepcopy(self.residency, memo)
         twin.asked_again = self.asked_again
-        twin.prefetched = copy.deepcopy(self.prefetched, memo)
         return twin

@@ -241,6 +241,10 @@ class Sequences:
         """Whether an announced prompt has not ended yet."""
         return self._end is not None or bool(self.filling)
 
+    def ends_with(self, step: Step) -> bool:
+        """Return whether an announced prompt ends with a step."""
+        return self.announced and not step.remaining
+
     @property
     def past(self) -> int:
         """Tokens before the next step, as transformers counts them: with padding, or of the sequence being prefilled."""

@@ -1,50 +1,127 @@
-"""A decode step of one layer: select rows, fetch the missing ones, attend."""
+"""A decode step of one layer: select rows, fetch the missing ones, attend. Rows may be selected ahead, by predicted queries."""
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.choice import Choice
-from kvthaw.cache.index_api import Transfer
+from kvthaw.cache.choice import Choice, EarlyChoice
+from kvthaw.cache.index_api import Selection, Transfer
+from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.layer_storage import LayerStorage
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
-from kvthaw.cache.transfer import fetch_choice
+from kvthaw.cache.transfer import UvaGather, fetch_choice
 from kvthaw.errors import ConfigError
 from kvthaw.kernels.decode_step import DecodeStep, InSlab
 from kvthaw.kernels.in_place import Every, InPlace, Selected
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
 
+_EARLY_PROGRAMS = 128
+"""Programs that fetch rows during an MLP. On an H200 kernels of the MLP stood still until 2,048 programs had their rows."""
+
+
+class Ahead:
+    """Choices for an anchor's next tokens by predicted queries, which come before the tokens' own.
+
+    An index on the host begins to search. Another selects when the layer attends. For a single token it may also select, and
+    the rows are fetched, during the MLP of the layer before.
+
+    queries: predicted, [B, Hq, T, D], for the next T tokens; None: the tokens have their own.
+    searches: running, for the first of these tokens. The others are searched when they come, because the index changes before.
+    """
+
+    def __init__(self, updater: IndexUpdater, storage: LayerStorage, transfer: Transfer) -> None:
+        self.updater, self.storage, self.transfer = updater, storage, transfer
+        self.queries: Tensor | None = None
+        self.searches: list[Future[Selection]] = []
+        self._early: EarlyChoice | None = None  # for the next token
+
+    def prefetch(self, queries: Tensor, *, search: bool = True) -> None:
+        """Use these queries, [B, Hq, T, D], for the next T tokens instead of their own.
+
+        search: an index on the host starts at once, concurrently with the layer before, for the tokens before it changes.
+        """
+        retriever = self.updater.retriever
+        self.drop()
+        early = self.updater.undisturbed(queries.shape[2]) if search and retriever.index.traits.on_host else 0
+        self.searches = retriever.search(queries[:, :, :early]) if early else []
+        self.queries = queries
+
+    def choose_early(self, step: Step, predict: Callable[[], Tensor], *reads: Tensor) -> None:
+        """Choose the rows of a step's tokens by a predicted query, [B, Hq, T, D]. A single token's are fetched at once, during the
+        MLP of the layer before. An index on the host begins to search.
+
+        predict: returns the query. It may run on a side stream.
+        reads: tensors that `predict` reads.
+        """
+        retriever, storage, transfer = self.updater.retriever, self.storage, self.transfer
+        if step.tokens > 1 or retriever.index.traits.on_host:
+            self.prefetch(predict())
+            return
+        self.drop()
+        transfer = UvaGather(_EARLY_PROGRAMS) if isinstance(transfer, UvaGather) else transfer
+        fetch = partial(fetch_choice, transfer, store=storage.store, slab=storage.slab, index=retriever.index)
+        self._early = retriever.choose_early(predict, step.start + 1 - min(step.left_pad), fetch, reads)
+
+    def choose(self, query: Tensor, length: int, t: int) -> Choice:
+        """Return the choice for token t, whose own query is [B, Hq, D]. The last of the predicted queries is then spent.
+
+        length: length of the longest sequence.
+        """
+        retriever, queries = self.updater.retriever, self.queries
+        if self._early is not None:
+            early, self._early = self._early, None
+            return retriever.complete(early, query)
+        if queries is None:
+            return retriever.choose(query, length)
+        choice = retriever.choose(queries[:, :, t], length, query, self.searches[t] if t < len(self.searches) else None)
+        if t == queries.shape[2] - 1:
+            self.drop()
+        return choice
+
+    def drop(self) -> None:
+        """Drop what was predicted. Cancels the searches that have not started, and waits for the one that reads the index."""
+        if self._early is not None:  # its event may be of a capture that failed
+            self.updater.retriever.streams.early.join(self.storage.slab.data.device)
+        for search in self.searches:
+            search.cancel()
+        wait(self.searches)
+        self.queries, self.searches, self._early = None, [], None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Ahead:
+        """Copy the queries; the copy searches when its tokens come."""
+        twin = Ahead(*copy.deepcopy((self.updater, self.storage, self.transfer), memo))
+        twin.queries = copy.deepcopy(self.queries, memo)
+        return twin
+
 
 class SparseAttention:
     """Attention of a decode step to sink, ring and the rows that a retriever selects.
 
     retriever, transfer: None for a method that retrieves nothing.
-    selects: this layer's queries select the rows; else the anchor's selection is used.
-    everything: attend to all rows where they lie, without a retriever.
+    ahead: None if another layer's queries select the rows.
     """
 
     def __init__(
         self,
         storage: LayerStorage,
         sequences: Sequences,
-        retriever: Retriever | None,
-        transfer: Transfer | None,
-        *,
-        selects: bool,
-        everything: bool = False,
+        retriever: Retriever | None = None,
+        transfer: Transfer | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
-        self.storage, self.sequences, self.retriever, self.transfer = storage, sequences, retriever, transfer
-        self.everything = everything
-        self.own = retriever if selects else None
-        if self.own is not None:
-            fetches = self.own.index.traits.rebuilds or self.own.method.transfer is not None
-            self.own.reads_blocks = storage.placement is not None and not fetches
+        self.storage, self.sequences, self.retriever, self.transfer, self.ahead = storage, sequences, retriever, transfer, ahead
 
     def attend(
         self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams
@@ -56,11 +133,10 @@ class SparseAttention:
         newest: key and value [B, H, D] of the token, which the kernel writes to the ring.
         """
         slab, choice, visible, log_weight, partials = self.storage.slab, None, None, None, []
-        seqs, on_device = len(query), self.sequences.on_device
-        selected: Selected | Every | None = self._all(seqs) if self.everything else None
+        selected: Selected | None = None
         if self.retriever is not None and self.transfer is not None:
             choice = self._choose(self.retriever, step, query, t)
-            fetch_choice(self.transfer, choice, self.storage.store, slab, None if self.own is None else self.own.index)
+            fetch_choice(self.transfer, choice, self.storage.store, slab, None if self.ahead is None else self.retriever.index)
             selection, reads = choice.selection, self.retriever.reads_blocks
             selected, visible = self._selected(self.retriever, choice) if reads else None, None if reads else choice.live
             if selection.partial is not None:
@@ -73,40 +149,28 @@ class SparseAttention:
                 partials.append(selection.partial)
             if selection.log_weight is not None:
                 log_weight = self._by_place(selection.log_weight, None if reads else choice.slots)
+        on_device, own = self.sequences.on_device, slice(len(query))
         decode_step = DecodeStep(
-            query, slab.data[:seqs, :, :, 0], slab.data[:seqs, :, :, 1], scale=attention.scale, softcap=attention.softcap,
+            query, slab.data[own, :, :, 0], slab.data[own, :, :, 1], scale=attention.scale, softcap=attention.softcap,
             sinks=attention.sinks, log_weight=log_weight, partials=partials,
         )  # fmt: skip
-        held = slab.regions, on_device.lengths[:seqs], on_device.starts[:seqs], newest
+        held = slab.regions, on_device.lengths[own], on_device.starts[own], newest
         places = InSlab(*held, visible) if selected is None else InPlace(*held, selected)
         return sparse_decode(decode_step, places, slab.tickets), choice
 
     def _choose(self, retriever: Retriever, step: Step | None, query: Tensor, t: int) -> Choice:
-        if self.own is None:
+        if self.ahead is None:
             return retriever.choices[t].followed
         longest = self.sequences.longest if step is None else step.start + t + 1 - min(step.left_pad)
-        return retriever.choose(query, longest, t)
+        return self.ahead.choose(query, longest, t)
 
     def _selected(self, retriever: Retriever, choice: Choice) -> Selected:
         """Return the rows of a choice and where they lie in this layer."""
         selection, store = choice.selection, self.storage.store
         counts = selection.counts, retriever.residency.counts
-        tally = counts if choice.slots is None and self.own is not None else None
+        tally = counts if choice.slots is None and self.ahead is not None else None
         rows = selection.rows.contiguous()
-        self.storage.order()
-        return Selected(rows, choice.slots, self._table()[: len(rows)], store.block_size, tally, store.format)
-
-    def _all(self, seqs: int) -> Every:
-        """Return all rows of the first `seqs` sequences. Their upper bound is equal in all steps of a bucket
-        (Sequences.bucket)."""
-        self.storage.order()
-        table, store = self._table(), self.storage.store
-        most = self.sequences.bucket(seqs) if table.is_cuda else self.sequences.longest
-        return Every(most, table[:seqs], store.block_size, store.format)
-
-    def _table(self) -> Tensor:
-        """Return the current block table on the device."""
-        return self.storage.store.table.on(self.storage.slab.data.device)
+        return Selected(rows, choice.slots, self.storage.table()[: len(rows)], store.block_size, tally, store.format)
 
     def _by_place(self, log_weight: Tensor, slots: Tensor | None) -> Tensor:
         """Scatter log_weight [B, Hq, M] to the slab's slots, [B, Hq, N], by the rows' slots; 0 elsewhere.
@@ -122,3 +186,15 @@ class SparseAttention:
         slot = slot.repeat_interleave(q_heads // heads, dim=1)
         spread = torch.zeros((batch, q_heads, places + 1), dtype=torch.float32, device=log_weight.device)
         return spread.scatter_(2, slot, log_weight)[:, :, :places]
+
+
+def attend_all(
+    storage: LayerStorage, sequences: Sequences, query: Tensor, newest: Newest, attention: AttentionParams
+) -> Tensor:
+    """Attend as SparseAttention does, to sink, ring and all other rows where they lie."""
+    store, slab, on_device, own, table = storage.store, storage.slab, sequences.on_device, slice(len(query)), storage.table()
+    most = sequences.bucket(len(query)) if table.is_cuda else sequences.longest  # equal in all steps of a bucket
+    every = Every(most, table[own], store.block_size, store.format)
+    places = InPlace(slab.regions, on_device.lengths[own], on_device.starts[own], newest, every)
+    how: dict[str, Any] = {"scale": attention.scale, "softcap": attention.softcap, "sinks": attention.sinks}
+    return sparse_decode(DecodeStep(query, slab.keys[own], slab.values[own], **how), places, slab.tickets)

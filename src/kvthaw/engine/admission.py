@@ -72,7 +72,7 @@ class Admission:
 
     def _has(self, request: Request) -> int:
         layers = self.kv.offloaded
-        return layers[0].reserved(request.seq) // self.kv.settings.block_size if layers and request.seq >= 0 else 0
+        return layers[0].store.reserved(request.seq) // self.kv.settings.block_size if layers and request.seq >= 0 else 0
 
     def _layers(self) -> list[tuple[int, int, int]]:
         """Return (number, host bytes per block, blocks that fit on the device) of each layer under the method, in force or

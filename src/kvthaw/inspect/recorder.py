@@ -30,7 +30,7 @@ class Recorder(Observer):
 
     def __call__(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         """Keep a layer's selection until its next step."""
-        if choice is None or not layer.chooses:
+        if choice is None or layer.leader is not None:
             return
         rows = choice.selection.rows
         shape, held = (self._kv.sequences.count, *rows.shape[1:]), self._latest.get(layer.number)
@@ -68,7 +68,7 @@ class ExactTopK(Observer):
 
     def __call__(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         """Rank the tokens for one query a head."""
-        if choice is None or not layer.chooses:
+        if choice is None or layer.leader is not None:
             return
         for seq in self.seqs:
             parts = stored_rows(layer, seq, query.device, self._reference.get(layer.number))

@@ -56,7 +56,7 @@ def dry_run(
             dense.append(layer)
             layer.append(step, query, key, key)
             return
-        twins[layer.number] = twin = made.setdefault((layer.chooses, query.shape, key.shape), layer)
+        twins[layer.number] = twin = made.setdefault((layer.leader is None, query.shape, key.shape), layer)
         if twin is layer:
             layer.allocate(step, query, key, 1.0)
 
@@ -74,13 +74,13 @@ def dry_run(
     a_key = {id(twin): _bytes_a_key(twin, twin.own) for twin in made.values() if twin.on_host and twin.own is not None}
     blocks = rows = host_index = fetched = 0
     for number, twin in twins.items():
-        block = settings.block_size * twin.host_bytes_per_token()
+        block = settings.block_size * twin.store.token_bytes
         many = batch * settings.in_blocks(prompt + new_tokens) // settings.block_size if block else 0
         near = min(many, max(0, memory.share(number)) // block) if many and twin.storage.placement is not None else 0
         blocks += near * block
         rows += (many - near) * held_bytes(block, pinned=pinned)
         if many and twin.plan is not None:
-            fetched += batch * twin.plan.rows * twin.host_bytes_per_token() * (many - near) // many
+            fetched += batch * twin.plan.rows * twin.store.token_bytes * (many - near) // many
         if twin.own is not None and twin.on_host:
             host_index += round(batch * prompt * twin.store.kv_heads * a_key[id(twin)])
             host_index += sum(table.nbytes for table in twin.own.residency.tensors())

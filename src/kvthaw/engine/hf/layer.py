@@ -360,7 +360,7 @@ class CacheLayer(TaggingLayer):
             )
         if cache.offloaded:
             block_size, layer = cache.settings.block_size, cache.offloaded[0]
-            wanted = (max(0, length - layer.reserved(seq)) for seq, length in lengths.items())
+            wanted = (max(0, length - layer.store.reserved(seq)) for seq, length in lengths.items())
             row = row_format(cache.settings.kv_dtype, key.shape[3], key.dtype)
             block = key.shape[1] * row.row_bytes * block_size
             check_memory(cache.offloaded, cache.streams, sum(-(-tokens // block_size) for tokens in wanted), block, key.device)
