@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -78,63 +77,38 @@ class SideIndex:
             change.cancel()
 
 
-class State(Enum):
-    """How much of a sequence an index holds."""
-
-    INDEXED = auto()
-    """All positions up to the watermark, or none if the watermark is the end of the sink."""
-    APPENDING = auto()
-    """As INDEXED. commit() will append the tokens of the prompt step under way."""
-    STALE = auto()
-    """Nothing that may be searched. The sequence is indexed again before the next step."""
-    BUILDING = auto()
-    """As STALE, while a SideIndex is built, until take_built()."""
-
-
-_NEXT = {
-    State.INDEXED: {State.INDEXED, State.APPENDING, State.STALE},
-    State.APPENDING: {State.INDEXED, State.APPENDING, State.STALE, State.BUILDING},
-    State.STALE: {State.INDEXED, State.STALE, State.BUILDING},
-    State.BUILDING: {State.INDEXED, State.STALE, State.BUILDING},
-}
-"""The states that may follow each state."""
-
-
 @dataclass(slots=True)
 class IndexedSequence:
     """The state of a sequence in an index.
 
-    upto: the watermark, the position up to which the index has tokens.
+    upto: the watermark, the position up to which the index has tokens. None are if it is the end of the sink.
+    stale: the index has nothing of it that may be searched. It is indexed again before the next step.
     last: where the latest append began; None: undo() cannot undo it.
-    coming: in state APPENDING, the next watermark and the last queries.
-    side: in state BUILDING, the index being built.
-    before: the state before the step under way, if this step has changed it. drop() returns to it.
+    coming: the next watermark and the last queries of the prompt step under way. commit() appends its tokens.
+    side: of a stale sequence, the index that is being built until take_built().
+    before: whether it was stale before the step under way, if this step has changed it. drop() returns to that.
     """
 
     upto: int
-    state: State = State.INDEXED
+    stale: bool = False
     last: int | None = None
     coming: tuple[int, Tensor] | None = None
     side: SideIndex | None = None
-    before: State | None = None
+    before: bool | None = None
 
-    def enter(self, state: State, *, in_step: bool = False) -> None:
-        """Enter a state.
+    def mark(self, stale: bool, *, in_step: bool = False) -> None:
+        """Set whether the sequence is stale. Nothing is appended to it with the step.
 
         in_step: drop() undoes it.
         """
-        assert state in _NEXT[self.state], f"from {self.state} to {state}"
-        self.before = self.state if in_step and self.before is None else self.before
-        self.state = state
-        if state is not State.APPENDING:
-            self.coming = None
+        self.before = self.stale if in_step and self.before is None else self.before
+        self.stale, self.coming = stale, None
 
     def drop_side(self) -> None:
-        """Cancel the SideIndex, if there is one, and return to STALE."""
+        """Cancel the SideIndex, if there is one. The sequence stays stale."""
         if self.side is not None:
             self.side.drop()
             self.side = None
-            self.enter(State.STALE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +144,12 @@ class IndexUpdater:
 
     def is_stale(self, seq: int) -> bool:
         """Return whether a sequence must be indexed again before the next step."""
-        return self._of[seq].state in (State.STALE, State.BUILDING)
+        return self._of[seq].stale
 
     @property
     def stale(self) -> set[int]:
         """Sequences that must be indexed again before the next step."""
-        return {seq for seq in range(len(self._of)) if self.is_stale(seq)}
+        return {seq for seq, own in enumerate(self._of) if own.stale}
 
     def undisturbed(self, tokens: int) -> int:
         """Return how many of the next tokens come before tokens leave a ring and so change the index."""
@@ -218,10 +192,10 @@ class IndexUpdater:
             return  # the last chunk gives it all that it lacks
         beside = paused and old == self.first and self.builds_beside
         if later or beside or (much and not index.traits.grows):
-            own.enter(State.STALE, in_step=True)
+            own.mark(True, in_step=True)
             return
         if index.traits.on_host and old > self.first:
-            own.enter(State.APPENDING, in_step=True)
+            own.mark(False, in_step=True)
             own.coming = new, queries
             return
         begin = min(old, past)
@@ -267,7 +241,7 @@ class IndexUpdater:
             or end <= self.first < state.end
             or (isinstance(state.held, Mapping) and not index.traits.snapshots)
         ):
-            own.enter(State.STALE if start > self.first else State.INDEXED)
+            own.mark(start > self.first)
             return
 
         def load() -> None:
@@ -278,7 +252,7 @@ class IndexUpdater:
                 rows = self._nothing(end - self.first)
                 index.build(seq, self.first, rows, rows, self._no_queries())
 
-        self.retriever.submit(self.store.arriving, load, partial(own.enter, State.STALE))
+        self.retriever.submit(self.store.arriving, load, partial(own.mark, True))
         own.upto = end
 
     def commit(self) -> None:
@@ -296,7 +270,7 @@ class IndexUpdater:
             given = [seq], rows, rows, queries[None]
             kept = self.snapshot(seq) if seq in self.sequences.paused and self.builds_beside else None
             if kept is None:
-                own.enter(State.INDEXED)
+                own.mark(False)
                 self._append(*given)
             else:
                 side = self._side(seq)
@@ -329,11 +303,10 @@ class IndexUpdater:
             if before is None:
                 continue
             own.drop_side()
-            if before in (State.STALE, State.BUILDING):
-                if own.state is State.INDEXED:  # with rows of the step
-                    self.begin_again(seq)
-            else:
-                own.enter(State.INDEXED)
+            if not before:
+                own.mark(False)
+            elif not own.stale:  # indexed with rows of the step
+                self.begin_again(seq)
         self.retriever.forget_step()
 
     def flush(self, spans: Sequence[Span], rows: Tensor) -> None:
@@ -368,9 +341,9 @@ class IndexUpdater:
         own, index = self._of[seq], self.retriever.index
         side, own.side = own.side, None
         if side is not None:
-            own.enter(State.INDEXED)
+            own.mark(False)
             self.retriever.submit(
-                self.store.arriving, lambda: index.load(seq, side.export(), side.end), partial(own.enter, State.STALE)
+                self.store.arriving, lambda: index.load(seq, side.export(), side.end), partial(own.mark, True)
             )
             own.upto = side.end
 
@@ -414,7 +387,7 @@ class IndexUpdater:
             return
         self.retriever.recover()
         if own.last == start > self.first:
-            self.retriever.undo(seq, start)
+            self.retriever.truncate(seq, start, exactly=True)
             own.upto = start
         else:
             self.truncate(seq, start)
@@ -425,13 +398,13 @@ class IndexUpdater:
         own.drop_side()
         self.retriever.truncate(seq, end if end > self.first else 0)
         own.upto, own.last = min(own.upto, max(end, self.first)), None
-        if end <= self.first or own.state is State.APPENDING:
-            own.enter(State.INDEXED)
+        if end <= self.first or own.coming is not None:
+            own.mark(False)
 
     def begin_again(self, seq: int) -> None:
         """Drop the index's state of a sequence, and mark the sequence as stale."""
         self.truncate(seq, self.first)
-        self._of[seq].enter(State.STALE)
+        self._of[seq].mark(True)
 
     def branch(self) -> Indexed:
         """Apply updates to a copy of the index until rejoin()."""
@@ -458,11 +431,9 @@ class IndexUpdater:
 
     def clone_from(self, other: IndexUpdater) -> None:
         """Copy the index of another updater with an equal number of sequences."""
-        self.retriever.clone_from(other.retriever)
-        stale = other.stale
-        self._of = [
-            IndexedSequence(own.upto, State.STALE if seq in stale else State.INDEXED) for seq, own in enumerate(other._of)
-        ]
+        other.retriever.wait()
+        self.retriever.index.clone_from(other.retriever.index)
+        self._of = [IndexedSequence(own.upto, own.stale) for own in other._of]
 
     def trim_queries(self) -> None:
         """Free the early queries of indexed prompts, if the method kept all of them until then."""
@@ -472,9 +443,9 @@ class IndexUpdater:
                 self.recent_queries[seq] = known[:, -RECENT_QUERIES:].clone()
 
     def _side(self, seq: int, *, in_step: bool = False) -> SideIndex:
-        """Mark a sequence as BUILDING and return its SideIndex, which is built concurrently with the steps of other sequences."""
+        """Mark a sequence as stale and return its SideIndex, which is built concurrently with the steps of other sequences."""
         own, group = self._of[seq], self.retriever
-        own.enter(State.BUILDING, in_step=in_step)
+        own.mark(True, in_step=in_step)
         own.side = own.side or SideIndex(group.fresh_index(), seq, self.store, group.streams, group.group)
         return own.side
 
@@ -483,9 +454,9 @@ class IndexUpdater:
 
         def failed() -> None:
             own.upto = self.first
-            own.enter(State.STALE)
+            own.mark(True)
 
-        own.enter(State.INDEXED, in_step=in_step)
+        own.mark(False, in_step=in_step)
         self.retriever.submit(
             self.store.arriving, partial(self.retriever.index.build, seq, self.first, keys, values, queries), failed
         )

@@ -36,7 +36,8 @@ class Retriever:
 
     def __init__(self, method: Method, context: IndexContext, seqs: int, rows: int, streams: Streams) -> None:
         self.method, self.context, self.rows = method, context, rows
-        self.index = method.make_index(context)
+        assert context.sequences is not None
+        self.index, self.sequences = self.fresh_index(), context.sequences
         where = torch.device("cpu") if self.index.traits.on_host else context.device
         self.residency = Residency(seqs, context.kv_heads, method.slots(rows), device=where)
         self.reads_blocks = False
@@ -106,8 +107,7 @@ class Retriever:
         """Forget the choices of a failed step, which may have assigned slots without filling them and queried the index."""
         for seq in range(self.residency.slot_row.shape[0]):
             self.residency.clear(seq)
-        sequences = self.context.sequences
-        if sequences is not None and self._asked_by is not None and self._asked_by is sequences.step:
+        if self._asked_by is not None and self._asked_by is self.sequences.step:
             for _ in range(self._asks):
                 self.index.unask()
             self.residency.counts.copy_(self._counted)
@@ -134,8 +134,7 @@ class Retriever:
     @property
     def selections(self) -> int:
         """Number of selections, one per KV head, sequence and decoded token."""
-        sequences = self.context.sequences
-        return self.context.kv_heads * ((0 if sequences is None else sequences.held.steps) + self.asked_again)
+        return self.context.kv_heads * (self.sequences.held.steps + self.asked_again)
 
     @property
     def recalled(self) -> Tensor:
@@ -205,8 +204,7 @@ class Retriever:
         A layer that shares the keys may ask once the step is committed. Does nothing while a step is captured, since a captured
         select() does not run yet.
         """
-        sequences = self.context.sequences
-        step = None if sequences is None or capturing(device) else sequences.latest
+        step = None if capturing(device) else self.sequences.latest
         asks = self._asks + 1 if step is self._asked_by else 1
         if asks == 1 and step is not None:
             self._counted.copy_(self.residency.counts)
@@ -226,8 +224,7 @@ class Retriever:
 
     def _check(self, selection: Selection, query: Tensor) -> None:
         """Check the index's selection: at first for tested indexes, always for others, never while a step is captured."""
-        sequences = self.context.sequences
-        if self._unchecked == 0 or sequences is None or capturing(query.device):
+        if self._unchecked == 0 or capturing(query.device):
             return
         check_selection(
             selection,
@@ -235,7 +232,7 @@ class Retriever:
             self.context,
             query.shape[0],
             self.rows,
-            sequences.on_device.starts[: len(query)],
+            self.sequences.on_device.starts[: len(query)],
         )
         if self._unchecked is not None:
             self._unchecked -= 1
@@ -329,24 +326,13 @@ class Retriever:
         slots, fetch, _ = self.residency.admit(selection.rows, (placed[0], placed[1], placed[2]))
         return Choice(selection, *buffer.parts(here.to(query.device, non_blocking=True))[2:], (slots, fetch))
 
-    def clone_from(self, other: Retriever) -> None:
-        """Copy the index of another group with an equal number of sequences."""
-        other.wait()
-        self.index.clone_from(other.index)
+    def truncate(self, seq: int, length: int, *, exactly: bool = False) -> None:
+        """Remove positions >= length of a sequence.
 
-    def truncate(self, seq: int, length: int) -> None:
-        """Remove positions >= length of a sequence."""
+        exactly: they were appended last, which an index may undo exactly.
+        """
         self.wait()
-        self.index.truncate(seq, length)
-        self._forget_rows(seq, length)
-
-    def undo(self, seq: int, length: int) -> None:
-        """Remove positions >= length of a sequence, which were appended last. Exact if the index can undo."""
-        self.wait()
-        self.index.undo(seq, length)
-        self._forget_rows(seq, length)
-
-    def _forget_rows(self, seq: int, length: int) -> None:
+        (self.index.undo if exactly else self.index.truncate)(seq, length)
         if not self.in_place:  # else no row was ever admitted
             self.residency.clear(seq, length)
 
@@ -358,7 +344,7 @@ class Retriever:
         return before, self.residency.counts.clone()
 
     def fresh_index(self) -> Index:
-        """Return an empty index like this group's."""
+        """Return an empty index of this group."""
         return self.method.make_index(self.context)
 
     def rejoin(self, index: Index, counts: Tensor, lengths: Sequence[int]) -> None:
