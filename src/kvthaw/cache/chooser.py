@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.host_memory import held_bytes
+from kvthaw.cache.host_memory import beyond
 from kvthaw.cache.offloaded_layer import FullLayer, OffloadedLayer
 from kvthaw.cache.passes import take_over
 from kvthaw.cache.plan import Settings
@@ -306,12 +306,8 @@ class Chooser:
         settings, device = self.settings, self.streams.device
         blocks, short = sum(-(-n // settings.block_size) for n in lengths), 0
         for i, layer in self.by_method.items():
-            size, room = (
-                self.block_bytes(i),
-                device.share(layer.number) + device.fixed.get(layer.number, 0) if device.bytes else 0,
-            )
-            held = held_bytes(size, pinned=self.layers[i].read(0, 0, 0).is_cuda)
-            short += max(0, blocks - max(0, room) // size) * held
+            room = device.share(layer.number) + device.fixed.get(layer.number, 0) if device.bytes else 0
+            short += beyond(blocks, room, self.block_bytes(i), pinned=self.layers[i].read(0, 0, 0).is_cuda)
         self.streams.memory.check(lambda: short)
 
     def block_bytes(self, place: int) -> int:

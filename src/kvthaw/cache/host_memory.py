@@ -88,6 +88,14 @@ def held_bytes(size: int, *, pinned: bool) -> int:
     return locked_bytes(size) if pinned else size
 
 
+def beyond(blocks: int, room: int, size: int, *, pinned: bool) -> int:
+    """Return the bytes of host memory for those of `blocks` blocks of `size` bytes for which the device has no room.
+
+    room: bytes on the device.
+    """
+    return max(0, blocks - max(0, room) // size) * held_bytes(size, pinned=pinned)
+
+
 def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, streams: Sequence[torch.cuda.Stream] = ()) -> Tensor:
     """Return an uninitialised tensor in host memory. Raises HostMemoryError if the system has none.
 

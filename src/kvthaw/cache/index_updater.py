@@ -151,6 +151,13 @@ class IndexUpdater:
         """Sequences that must be indexed again before the next step."""
         return {seq for seq, own in enumerate(self._of) if own.stale}
 
+    def takes_whole(self, seq: int) -> bool:
+        """Return whether begin() builds a sequence on the device, from all rows of its prompt.
+
+        The rows pass the device for attention, so they need not cross the bus again.
+        """
+        return self.is_stale(seq) and seq not in self.sequences.paused and not self.retriever.index.traits.on_host
+
     def undisturbed(self, tokens: int) -> int:
         """Return how many of the next tokens come before tokens leave a ring and so change the index."""
         if self.stale:

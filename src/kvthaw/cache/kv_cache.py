@@ -167,7 +167,8 @@ class KVCache:
 
     def _begin(self, rows: int, tokens: int, left_pad: Sequence[int] | None) -> Step:
         self.finish_clear()
-        sequences, failed = self.sequences, self._failed()
+        self._reset_failed_prompt()
+        sequences, failed = self.sequences, self.sequences.step
         pads = left_pad if left_pad is not None else sequences.left_pad or [0] * rows
         if failed is None:
             self._checkpoints.drop()
@@ -199,17 +200,14 @@ class KVCache:
         regions = self.settings.plan(max(lengths), self.sequences.limit).regions
         self.sequences.divide(regions, self.settings.sparse_queries)
 
-    def _failed(self) -> Step | None:
-        """Return the step that was begun and not committed. After a first prompt that failed, everything is reset instead."""
-        step = self.sequences.step
-        if step is not None and not self.sequences.count:
+    def _reset_failed_prompt(self) -> None:
+        """Reset everything if a first prompt failed. No step is under way then."""
+        if self.sequences.step is not None and not self.sequences.count:
             self._unstored.clear()
             for layer in self.layers:
                 layer.reset()
             self.chooser.reset()
             self.sequences.forget_prompt()
-            return None
-        return step
 
     def _rollback(self, failed: Step, *, ahead: bool) -> None:
         """Roll back a failed step."""
@@ -227,8 +225,9 @@ class KVCache:
 
         ahead: see LayerKV.rollback.
         """
-        if (failed := self._failed()) is not None:
-            self._rollback(failed, ahead=ahead)
+        self._reset_failed_prompt()
+        if self.sequences.step is not None:
+            self._rollback(self.sequences.step, ahead=ahead)
         passes.note_lost(self.offloaded, self.streams.deferred.lost)
 
     def _commit(self, step: Step) -> None:
@@ -399,7 +398,10 @@ class KVCache:
 
     def finish_clear(self, most: int | None = None) -> None:
         """Free the layer state of at most `most` queued cleared sequences. Each takes the host about 80 us."""
-        if passes.drop(self._cleared, most):
+        for _ in range(count := len(self._cleared) if most is None else min(most, len(self._cleared))):
+            layer, cleared = self._cleared.popleft()
+            layer.clear(cleared)
+        if count and not self._cleared:
             self.sequences.undropped = 0
             passes.follow_blocks(self.offloaded)  # no step may be captured before
             if not self.sequences.padded_length and self.chooser.returns:

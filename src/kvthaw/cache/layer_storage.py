@@ -12,7 +12,7 @@ from torch import Tensor
 from kvthaw.cache.block_table import follow
 from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import Block
+from kvthaw.cache.host_memory import Block, beyond
 from kvthaw.cache.placement import Placement
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.state import LayerState
@@ -69,7 +69,7 @@ class LayerStorage:
     def host_need(self, blocks: int) -> int:
         """Return the bytes of host memory for `blocks` more blocks, less the blocks that fit on the device."""
         allocator = self.store.allocator
-        return max(0, blocks - self.room // allocator.size) * allocator.held
+        return beyond(blocks, self.room, allocator.size, pinned=allocator.pinned)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a captured step reads and writes."""

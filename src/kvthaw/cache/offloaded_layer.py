@@ -220,7 +220,7 @@ class OffloadedLayer(LayerKV):
         """Attend causally and exactly to all earlier tokens and the new ones.
 
         passed: receives the rows [H, n, 2, D] of sequences whose index is built with this step, with space for the new
-            rows. See _indexes_whole(). Where they take too much memory, kvthaw reads them again after the step.
+            rows. See IndexUpdater.takes_whole. Where they take too much memory, kvthaw reads them again after the step.
         """
         if step.start == 0 and (len(step.parts) == 1 or not (step.parts or any(step.left_pad))):
             return attention.causal(query, key, value)
@@ -233,24 +233,13 @@ class OffloadedLayer(LayerKV):
                 return attention.causal(q, k, v)
             past = self.storage.past(row.seq, row.past, q.shape[2])
             shape = k.shape[1], row.past + k.shape[2], 2, k.shape[3]
-            if (
-                passed is not None
-                and self._indexes_whole(row.seq)
-                and row.seq not in self.sequences.paused
-                and self.streams.device.keeps(math.prod(shape) * k.itemsize, k.device)
-            ):
+            whole = self.updater is not None and self.updater.takes_whole(row.seq)
+            if passed is not None and whole and self.streams.device.keeps(math.prod(shape) * k.itemsize, k.device):
                 passed[row.seq] = k.new_empty(shape)
                 past = copied(past, passed[row.seq])
             return attention.continued(q, k, v, past)
 
         return attend_rows(step, query, attend)
-
-    def _indexes_whole(self, seq: int) -> bool:
-        """Return whether an index on the device is built with the last chunk of a prompt, from all of its rows.
-
-        The rows then pass the device for attention, so they need not cross the bus again.
-        """
-        return self.updater is not None and not self.on_host and self.updater.is_stale(seq)
 
     def append(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor, passed: Mapping[int, Tensor] = MappingProxyType({})

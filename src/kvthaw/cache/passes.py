@@ -6,7 +6,7 @@ ms.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +19,7 @@ from kvthaw.cache.block_table import follow
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.finite import check_prompts
-from kvthaw.cache.host_memory import held_bytes
+from kvthaw.cache.host_memory import beyond
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, PrefillKV
 from kvthaw.cache.layer_storage import offload, offload_prompts
@@ -259,12 +259,10 @@ def check_memory(layers: Sequence[OffloadedLayer], streams: Streams, blocks: int
     streams.device.resolve(device)
     share, pinned = streams.device.share, device.type == "cuda"
 
-    def need() -> int:
-        total = sum(layer.storage.host_need(blocks) for layer in layers if layer.plan is not None)
-        lacking = (max(0, blocks - max(0, share(layer.number)) // size) for layer in layers if layer.plan is None)
-        return total + sum(lacking) * held_bytes(size, pinned=pinned)
+    def need(layer: OffloadedLayer) -> int:
+        return layer.storage.host_need(blocks) if layer.plan else beyond(blocks, share(layer.number), size, pinned=pinned)
 
-    streams.memory.check(need)
+    streams.memory.check(lambda: sum(map(need, layers)))
 
 
 def reserve(layers: Sequence[OffloadedLayer], sequences: Sequences, tokens: int) -> None:
@@ -336,11 +334,3 @@ def follow_blocks(layers: Sequence[OffloadedLayer]) -> None:
         follow([each.store.table for each in own], own[0].slab.data.device)
     for each in own:
         each.follow_blocks()
-
-
-def drop(cleared: deque[tuple[LayerKV, int]], most: int | None) -> bool:
-    """Free the layer state of at most `most` queued sequences. Returns whether there were any and none is left."""
-    for _ in range(count := len(cleared) if most is None else min(most, len(cleared))):
-        layer, seq = cleared.popleft()
-        layer.clear(seq)
-    return bool(count and not cleared)
