@@ -89,9 +89,9 @@ def held_bytes(size: int, *, pinned: bool) -> int:
 
 
 def beyond(blocks: int, room: int, size: int, *, pinned: bool) -> int:
-    """Return the bytes of host memory for those of `blocks` blocks of `size` bytes for which the device has no room.
+    """Return the bytes of host memory that `blocks` blocks of `size` bytes take, less the blocks that fit on the device.
 
-    room: bytes on the device.
+    room: bytes that the device has left.
     """
     return max(0, blocks - max(0, room) // size) * held_bytes(size, pinned=pinned)
 
