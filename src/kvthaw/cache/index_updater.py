@@ -189,11 +189,9 @@ class IndexUpdater:
         """
         index, own, past, new = self.retriever.index, self._of[row.seq], row.past, self.slab.regions.first_indexed(row.length)
         old, paused = own.upto, row.seq in self.sequences.paused
-        if new <= old:
+        if new <= old or own.stale:
             return
         much = (old > self.first or remaining > 0) and 4 * (new - old + remaining) > old - self.first
-        if self.is_stale(row.seq):
-            return
         later = paused and remaining > 0
         if later and old > self.first and index.traits.on_host:
             return  # the last chunk gives it all that it lacks

@@ -304,8 +304,8 @@ class KVCache:
         if self._in_forward or self.sequences.step is not None or not (self._prefilled or self.sequences.full()):
             return
         with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive the caller's mode
-            for layer in self.offloaded if self._prefilled else ():
-                layer.commit()
+            for _, updater in passes.updaters(self.offloaded) if self._prefilled else ():
+                updater.commit()
             self._prefilled = False
             if self._checkpoints.candidates is None and self.sequences.full():
                 passes.take_effect(self.offloaded, self.sequences.leaving())

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,14 +122,12 @@ class OffloadedLayer(LayerKV):
     def fixed_bytes(self) -> int:
         """Return the bytes on the device apart from blocks: the slab and, in a layer that selects, the index without rotary
         tables."""
-        data = self.slab.data
-        counted = [data]
-        if self.own is not None:
-            rotary = self.own.context.rotary
-            shared = [] if rotary is None else [id(rotary.cos), id(rotary.sin)]
-            tensors = [*self.tensors(), *self.own.residency.tensors()]
-            counted = [tensor for tensor in tensors if id(tensor) not in shared]
-        return sum({id(tensor): tensor.nbytes for tensor in counted if tensor.device == data.device}.values())
+        data, own = self.slab.data, self.own
+        if own is None:
+            return data.nbytes
+        tensors, rotary = [*self.tensors(), *own.residency.tensors()], own.context.rotary
+        shared = [] if rotary is None else [id(rotary.cos), id(rotary.sin)]
+        return sum({id(x): x.nbytes for x in tensors if id(x) not in shared and x.device == data.device}.values())
 
     def host_bytes(self, seq: int | None = None) -> int:
         return self.store.nbytes(seq) if self.plan else 0
@@ -158,21 +156,17 @@ class OffloadedLayer(LayerKV):
 
     def allocate(self, step: Step, query: Tensor, key: Tensor, scale: float) -> None:
         """Create slab, store, index and attention, sized by the first tokens: query [., Hq, T, D], key [., H, T, D]."""
-        with self._lasting(key.device):
-            self._allocate(step, query, key, scale)
+        plan, settings, (_, heads, _, dim), seqs = self._sizes(step), self.settings, key.shape, len(step.left_pad)
+        slots, block_size = settings.method.slots(plan.rows), settings.block_size
+        how: dict[str, Any] = {"memory": self.streams.memory, "format": row_format(settings.kv_dtype, dim, key.dtype)}
+        with allocating(self.streams.device.pool(key.device), key.device):
+            slab = Slab(seqs, heads, dim, plan.regions, slots, dtype=key.dtype, device=key.device)
+            store = HostStore(seqs, heads, dim, key.dtype, block_size=block_size, pinned=key.is_cuda, **how)
+            self.storage, self.scale = LayerStorage(store, slab, self.streams), scale
+            self.sparse = self._attention(plan, query, key)
+            self.plan = plan
+            self._make_room()
         self.streams.device.fixed[self.number] = self.fixed_bytes()
-
-    def _allocate(self, step: Step, query: Tensor, key: Tensor, scale: float) -> None:
-        plan, method, (_, heads, _, dim) = self._sizes(step), self.settings.method, key.shape
-        slab = Slab(len(step.left_pad), heads, dim, plan.regions, method.slots(plan.rows), dtype=key.dtype, device=key.device)
-        store = HostStore(
-            len(step.left_pad), heads, dim, key.dtype, block_size=self.settings.block_size, pinned=key.is_cuda,
-            memory=self.streams.memory, format=row_format(self.settings.kv_dtype, dim, key.dtype),
-        )  # fmt: skip
-        self.storage, self.scale = LayerStorage(store, slab, self.streams), scale
-        self.sparse = self._attention(plan, query, key)
-        self.plan = plan
-        self._make_room()
 
     def _sizes(self, step: Step) -> Plan:
         return self.settings.plan(step.longest, self.sequences.limit)
@@ -289,11 +283,6 @@ class OffloadedLayer(LayerKV):
             for row in step.rows():
                 placement.bring(store.blocks(row.seq)[: store.length(row.seq) // store.block_size])
 
-    def commit(self) -> None:
-        """Index the tokens of a prefill that waited for the step's commit."""
-        if self.updater is not None:
-            self.updater.commit()
-
     # Decoding
 
     def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
@@ -355,7 +344,8 @@ class OffloadedLayer(LayerKV):
         then gives more rows."""
         if self.plan is None or self.room >= self.sequences.capacity:
             return
-        with self._lasting(self.slab.data.device):
+        device = self.slab.data.device
+        with allocating(self.streams.device.pool(device), device):
             longer = self.settings.longer(self.plan, self.sequences.longest)
             if longer.rows > self.plan.rows:
                 self.slab.widen(self.settings.method.slots(longer.rows))
@@ -371,9 +361,6 @@ class OffloadedLayer(LayerKV):
         if self.own is not None:
             self.own.make_room(self.room)
         self.storage.make_room(self.room, self.fixed_bytes)
-
-    def _lasting(self, device: torch.device) -> AbstractContextManager[None]:
-        return allocating(self.streams.device.pool(device), device)
 
     def wait(self) -> None:
         """Wait until every token is offloaded and indexed. Raises the error of any job that failed."""
