@@ -357,10 +357,11 @@ class OffloadedLayer(LayerKV):
 
     def _make_room(self) -> None:
         """Allocate for the capacity of the sequences. Until it grows, no tensor that a step reads moves."""
-        self.room = self.sequences.capacity
+        capacity = self.sequences.capacity
         if self.own is not None:
-            self.own.make_room(self.room)
-        self.storage.make_room(self.room, self.fixed_bytes)
+            self.own.make_room(capacity)
+        self.storage.make_room(capacity, self.fixed_bytes)
+        self.room = capacity
 
     def wait(self) -> None:
         """Wait until every token is offloaded and indexed. Raises the error of any job that failed."""
