@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,13 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Traits
-from kvthaw.cache.index_updater import IndexUpdater
+from kvthaw.cache.index_updater import IndexUpdater, SideIndex
 from kvthaw.cache.layer_base import RecentQueries
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row
+from kvthaw.cache.streams import Streams
+from kvthaw.errors import CacheError
 from kvthaw.regions import Regions
 
 SINK, HEADS, DIM = 2, 2, 4
@@ -202,3 +206,40 @@ def test_a_step_that_fails_returns_each_sequence_to_its_state(stale: bool, then:
     getattr(updater, then)()
     assert updater.stale == ({1} if stale == (then == "drop") else set())
     assert updater.indexed(1) == (SINK if then == "drop" else 26) if stale else 12
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_build_thread_reads_the_rows_of_when_it_was_asked(failing: bool) -> None:
+    """The sequence leaves, and another takes its place, before a queued change runs."""
+    store, streams, go, read = (
+        HostStore(2, HEADS, DIM, torch.float32, block_size=8),
+        Streams(),
+        threading.Event(),
+        list[Tensor](),
+    )
+    old, new = torch.randn(2, HEADS, 20, 2, DIM)
+    store.append(1, old)
+
+    class Reads:
+        def __init__(self, own: HostStore) -> None:
+            self.store = own
+
+        def build(self, seq: int) -> None:
+            assert go.wait(20)
+            read.append(self.store.read(seq, 0, self.store.length(seq)).clone())
+            if failing:
+                raise CacheError("a key is not finite")
+
+    index: Any = Reads
+    side = SideIndex(index, 1, store, streams, 0)
+    build: Any = side.index
+    side.change(20, build.build, 1)
+    kept = [weakref.ref(block.data) for block in store.blocks(1)]
+    store.truncate(1, 0)
+    store.append(1, new[:, :9])
+    side.change(9, build.build, 1)
+    go.set()
+    assert side.wait(20)
+    assert torch.equal(read[0], old)
+    assert torch.equal(read[1], new[:, :9])
+    assert all(block() is None for block in kept), "they are freed once they were read"

@@ -305,8 +305,7 @@ def test_no_more_is_pinned_than_every_sequence_needs_next(monkeypatch: pytest.Mo
         monkeypatch.setattr(store.allocator, "shape", (HEADS, BLOCK_SIZE, 2, 2 * DIM))
     passes.preallocate(stack.layers, stack.kv.sequences, 0)  # nothing is due
     assert not kept
-    for layer in stack.layers:
-        monkeypatch.setattr(layer, "preallocate", lambda seq, length: True)
+    monkeypatch.setattr(passes, "_preallocate", lambda layer, seq, length: True)
     monkeypatch.setattr(stack.kv.sequences, "decoded", 1000)
     passes.preallocate(stack.layers, stack.kv.sequences, 0)
     size = HEADS * BLOCK_SIZE * 2 * DIM * 4

@@ -261,6 +261,17 @@ class HostStore:
         )
         self.table.changed(*range(self.seqs))
 
+    def view(self) -> HostStore:
+        """Return a store without rows that a thread of its own may read while this one changes; see hold()."""
+        twin = copy.copy(self)
+        twin.table, twin._length, twin.arriving = BlockTable(self.seqs, self.block_size), [0] * self.seqs, None
+        return twin
+
+    def hold(self, seq: int, blocks: Sequence[Block], length: int) -> None:
+        """Replace the rows of a sequence of a view by `length` rows in `blocks` of another store, which owns them."""
+        self.table.blocks[seq], self._length[seq] = list(blocks), length
+        self.table.changed(seq)
+
     def blocks(self, seq: int) -> list[Block]:
         """Return the blocks of a sequence. Their rows stay where they are while the list is held."""
         return list(self.table.blocks[seq])

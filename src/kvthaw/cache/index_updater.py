@@ -30,16 +30,18 @@ _log = logging.getLogger(__name__)
 class SideIndex:
     """An index on the host of one sequence of a layer, built until the index that steps search takes it over.
 
-    Its changes run in order on a build thread, for which neither searches nor updates of other sequences wait.
+    Its changes run in order on a build thread, for which neither searches nor updates of other sequences wait. Each reads the
+    rows that the store had when change() was called: the store may drop them meanwhile.
 
     end: the position up to which it is given tokens.
-    index: an index whose states may be kept (`Traits.snapshots`).
+    index: an index whose states may be kept (`Traits.snapshots`), over a view of the store.
+    make: makes the index over a store.
     group: number of the layer group, see Streams.build.
     """
 
-    def __init__(self, index: Index, seq: int, store: HostStore, streams: Streams, group: int) -> None:
-        self.end, self._wanted = 0, True
-        self.index, self._seq, self._store, self._streams, self._group = index, seq, store, streams, group
+    def __init__(self, make: Callable[[HostStore], Index], seq: int, store: HostStore, streams: Streams, group: int) -> None:
+        self.end, self._wanted, self._view = 0, True, store.view()
+        self.index, self._seq, self._store, self._streams, self._group = make(self._view), seq, store, streams, group
         self._changes: list[Future[None]] = []
 
     def change(self, end: int, change: Callable[..., None], *given: Any) -> None:
@@ -47,12 +49,16 @@ class SideIndex:
 
         end: where the index ends afterwards.
         """
-        blocks = self._store.blocks(self._seq)
+        blocks, length = self._store.blocks(self._seq), self._store.length(self._seq)
 
         def run() -> None:
-            if self._wanted:
-                change(*given)
-            blocks.clear()  # held until now, so that they are not freed
+            try:
+                if self._wanted:
+                    self._view.hold(self._seq, blocks, length)
+                    change(*given)
+            finally:  # until now blocks are held, so that they are not freed
+                self._view.hold(self._seq, (), 0)
+                blocks.clear()
 
         self._changes.append(self._streams.build(self._store.arriving, run, self._group))
         self.end = end
@@ -451,7 +457,7 @@ class IndexUpdater:
         """Mark a sequence as stale and return its SideIndex, which is built concurrently with the steps of other sequences."""
         own, group = self._of[seq], self.retriever
         own.mark(True, in_step=in_step)
-        own.side = own.side or SideIndex(group.fresh_index(), seq, self.store, group.streams, group.group)
+        own.side = own.side or SideIndex(group.fresh_index, seq, self.store, group.streams, group.group)
         return own.side
 
     def _build(self, seq: int, end: int, keys: Tensor, values: Tensor, queries: Tensor, *, in_step: bool = False) -> None:

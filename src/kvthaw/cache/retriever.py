@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvthaw.cache.choice import Choice, EarlyChoice, HostSelectionBuffer, check_selection
 from kvthaw.cache.device_lengths import to_host
+from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index, IndexContext, Method, Selection
 from kvthaw.cache.pool import Residency
 from kvthaw.cache.step import Step
@@ -343,9 +344,12 @@ class Retriever:
         self.index.clone_from(before)
         return before, self.residency.counts.clone()
 
-    def fresh_index(self) -> Index:
-        """Return an empty index of this group."""
-        return self.method.make_index(self.context)
+    def fresh_index(self, store: HostStore | None = None) -> Index:
+        """Return an empty index of this group.
+
+        store: which it reads, if not the layer's.
+        """
+        return self.method.make_index(self.context if store is None else replace(self.context, store=store))
 
     def rejoin(self, index: Index, counts: Tensor, lengths: Sequence[int]) -> None:
         """Return to the index and counts that branch() returned.
