@@ -250,7 +250,7 @@ def test_flash_attention_4_attends_to_fewer_earlier_keys_than_queries(
         met.append(causal)
         return definition(*given, causal=causal, **how)
 
-    monkeypatch.setattr(flash_attention_4, "serves", lambda query: True)
+    monkeypatch.setattr(flash_attention_4, "serves", lambda query, keys=1: True)
     monkeypatch.setattr(flash_attention_4, "attend", counted)
     shape = Shape(batch=1, heads=2, group=2, head_dim=8, dtype=torch.float32)
     given = shape.query(steps), shape.keys(n), shape.keys(n)

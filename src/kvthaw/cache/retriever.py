@@ -205,7 +205,7 @@ class Retriever:
         A layer that shares the keys may ask once the step is committed. Does nothing while a step is captured, since a captured
         select() does not run yet.
         """
-        step = None if capturing(device) else self.sequences.latest
+        step = None if capturing(device) else self.sequences.step or self.sequences.latest
         asks = self._asks + 1 if step is self._asked_by else 1
         if asks == 1 and step is not None:
             self._counted.copy_(self.residency.counts)
