@@ -34,8 +34,9 @@ def thaw(
     tolerance: a step reads no row whose estimated share of a head's attention is less, and estimates it like the rest. `budget`
         is the most that a head may read; few heads, layers and steps need that. 0: a step reads as many as the budget allows.
     prefetch: choose and fetch rows while the layer before computes its MLP, with the query that the residual stream predicts. The
-        estimate and the attention have the layer's own query. On an H200 a step takes 8 to 13 % less time at 36k to 128k
-        tokens, and 3 % more from 512k on. The divergence is 20 % larger on Qwen2.5-Coder. See docs/notes/decode-path.md.
+        estimate and the attention have the layer's own query. On an H200 a step of 256 rows takes 8 to 13 % less time at 36k to
+        128k tokens. It takes 3 % more from 512k on. A step of 100 rows takes as long at 36k, and 6 % more at 128k. The divergence
+        is 20 % larger on Qwen2.5-Coder. See docs/notes/decode-path.md.
     policy: how the query heads of a group agree on rows. Each of them weighs the remainder by its own query.
 
     The other options are pariskv-plus's. Sink and window are small, since the estimate covers what a long window is for. One
