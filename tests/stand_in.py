@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
 from kvthaw.cache.streams import SegmentedGraph
 from kvthaw.engine import graph_runner
+from kvthaw.kernels.gpu import uncached_casts
 
 
 class StandIn(SegmentedGraph):
     """In the place of a step's graphs. calls: how often the host had something to do between two."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls, self.state = 0, ExitStack()
 
     def __enter__(self) -> StandIn:
+        self.state.enter_context(uncached_casts())
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing is under way."""
+        self.state.close()
 
     def host(self, call: Callable[[], None]) -> None:
         self.calls += 1

@@ -586,6 +586,26 @@ def test_a_compiled_step_is_one_graph_and_gives_the_same_tokens() -> None:
         assert_same_when_compiled(llama, method, ids, made)
 
 
+def test_a_capture_compiles_nothing(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that runs within a capture ends it, so the compiled steps before it ran in the same state of torch."""
+    captured_by(monkeypatch, StandIn)
+    compiled = list[torch.fx.GraphModule]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    cache = kvthaw.Cache(llama, "oracle", budget=64)
+    with torch.no_grad():
+        llama(zoo.prompt(1, 80), past_key_values=cache)
+        made: Any = torch.compile(llama.forward, backend=backend, fullgraph=True, dynamic=False)
+        replay = GraphRunner(made, cache, compiled=True)
+        for at in range(80, 84):
+            replay(torch.tensor([[5]]), torch.tensor([[at]]))
+    assert replay.captures == 1
+    assert len(compiled) == 1
+
+
 def assert_same_when_compiled(llama: PreTrainedModel, method: str, ids: torch.Tensor, made: Callable[..., Any]) -> None:
     tokens = []
     for compiled in (False, True):

@@ -15,7 +15,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from kvthaw.cache.offloaded_layer import FullLayer
 from kvthaw.cache.streams import Observer, SegmentedGraph
 from kvthaw.engine.ops import serving
 from kvthaw.errors import CacheError, KvthawError, first_line
+from kvthaw.kernels.gpu import uncached_casts
 
 _log = logging.getLogger(__name__)
 _Captured = tuple[Tensor, Tensor, Tensor, SegmentedGraph | None, int]
@@ -250,7 +251,9 @@ class GraphRunner:
         # A four-dimensional mask is used unchanged, so a compiled forward needs no length. The layers know their padding.
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self._ids.device) if self.compiled else None
         cache, given = self._cache, {"input_ids": self._ids, "position_ids": self._positions, "attention_mask": mask}
-        with serving(cache.kv), self._kv.counted_forward():
+        # A capture has the same state, else torch would compile the forward again within it.
+        state = uncached_casts() if self.compiled else nullcontext()
+        with state, serving(cache.kv), self._kv.counted_forward():
             out = self._forward(**given, use_cache=True, **{cache.argument: cache})
         logits: Tensor = out.logits
         return logits
