@@ -7,6 +7,7 @@ launch costs its own latency, once whenever tokens leave the ring buffers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -87,41 +88,45 @@ if HAS_TRITON:
     @triton.jit(do_not_specialize=["count", "new"])
     def _page_means(
         numbers, like, count, new, ring, k_seq, k_head, k_token, v_seq, v_head, v_token, HEADS: tl.constexpr, PAGE: tl.constexpr,
-        DIM: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, KEEP: tl.constexpr, FP8: tl.constexpr,
+        DIM: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, KEEP: tl.constexpr, FP8: tl.constexpr,
     ):  # fmt: skip
         # Program (page, counted from the open one; head; sequence of a layer). numbers: the starts, then of each layer the
-        # addresses of keys, values, tail and means, and how many pages a head has room for. KEEP: the program writes the new rows
-        # to the tail, from which no page is read that they overwrite where new is at most PAGE. FP8: bytes of a page's means in
-        # e4m3, None for means in the rows' dtype.
+        # addresses of keys, values, tail and means, and how many pages a head has room for. ALIGN: divides the address of each
+        # row, in bytes, which the compiler cannot infer from an address that it loads. KEEP: the program writes the new rows to
+        # the tail, from which no page is read that they overwrite where new is at most PAGE. FP8: bytes of a page's means in e4m3,
+        # None for means in the rows' dtype.
         h, pair = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
         r, layer = pair % count, numbers + 2 * count + 5 * (pair // count)
         seq, known = tl.load(numbers + 2 * r), tl.load(numbers + 2 * r + 1)
         page = known // PAGE + tl.program_id(0)
         start, end = page * PAGE, known + new
         if start < end:
-            keys, values = tl.load(layer).to(like.dtype), tl.load(layer + 1).to(like.dtype)
-            tail = tl.load(layer + 2).to(like.dtype)
             row = seq * HEADS + h
+            keys = tl.multiple_of(tl.load(layer).to(like.dtype) + (r * k_seq + h * k_head), ALIGN)
+            values = tl.multiple_of(tl.load(layer + 1).to(like.dtype) + (r * v_seq + h * v_head), ALIGN)
+            tail = tl.multiple_of(tl.load(layer + 2).to(like.dtype) + row * ring * (2 * DIM), ALIGN)
             stop = tl.minimum(start + PAGE, end)
             j, d = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_D)
             is_dim = d < DIM
-            key_sum, value_sum = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
+            key_sums, value_sums = tl.zeros((BLOCK_J, BLOCK_D), tl.float32), tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
             for begin in range(0, PAGE, BLOCK_J):
                 t = start + begin + j
-                inside = (begin + j < PAGE) & (t < stop)
-                come, there = inside & (t >= known), inside & (t < known)
-                come, there = come[:, None] & is_dim[None, :], there[:, None] & is_dim[None, :]
-                place = tail + (row * ring + t % ring)[:, None] * (2 * DIM) + d[None, :]
+                inside = ((begin + j < PAGE) & (t < stop))[:, None] & is_dim[None, :]
+                come = inside & (t >= known)[:, None]
                 source = (t - known)[:, None]
-                k = tl.load(keys + r * k_seq + h * k_head + source * k_token + d[None, :], mask=come, other=0.0)
-                v = tl.load(values + r * v_seq + h * v_head + source * v_token + d[None, :], mask=come, other=0.0)
-                old_k = tl.load(place, mask=there, other=0.0)
-                old_v = tl.load(place + DIM, mask=there, other=0.0)
-                if KEEP:
-                    tl.store(place, k, mask=come)
-                    tl.store(place + DIM, v, mask=come)
-                key_sum += tl.sum(k.to(tl.float32) + old_k.to(tl.float32), 0)
-                value_sum += tl.sum(v.to(tl.float32) + old_v.to(tl.float32), 0)
+                k = tl.load(keys + source * k_token + d[None, :], mask=come, other=0.0)
+                v = tl.load(values + source * v_token + d[None, :], mask=come, other=0.0)
+                key_sums += k.to(tl.float32)
+                value_sums += v.to(tl.float32)
+                if start < known or KEEP:
+                    place = tail + (t % ring)[:, None] * (2 * DIM) + d[None, :]
+                    there = inside & (t < known)[:, None]
+                    key_sums += tl.load(place, mask=there, other=0.0).to(tl.float32)
+                    value_sums += tl.load(place + DIM, mask=there, other=0.0).to(tl.float32)
+                    if KEEP:
+                        tl.store(place, k, mask=come)
+                        tl.store(place + DIM, v, mask=come)
+            key_sum, value_sum = tl.sum(key_sums, 0), tl.sum(value_sums, 0)
             size = (stop - start).to(tl.float32)
             out, place = tl.load(layer + 3), row * tl.load(layer + 4) + page
             if FP8 is None:
@@ -153,10 +158,13 @@ def launch(every: Sequence[Added], starts: Sequence[Start], page: int, format: R
         assert max(start.tokens for start in starts) + n <= page * means.shape[2], "no room for the pages"
         numbers += [keys.data_ptr(), values.data_ptr(), own.data_ptr(), means.data_ptr(), means.shape[2]]
     most, block_d = max(start.tokens % page for start in starts) + n, triton_block(dim, 16)
+    strides, size = (*like.stride()[:3], *other.stride()[:3]), like.element_size()
+    addresses = [x.data_ptr() for keys, values, own, _ in every for x in (keys, values, own)]
+    align = math.gcd(16, dim * size, *(size * stride for stride in strides), *addresses)
     _page_means[(-(-most // page), heads, seqs * len(every))](
-        torch.tensor(numbers).to(like.device, non_blocking=True), like, seqs, n, tail.shape[2], *like.stride()[:3],
-        *other.stride()[:3], HEADS=heads, PAGE=page, DIM=dim, BLOCK_J=min(triton_block(page, 16), max(16, 8192 // block_d)),
-        BLOCK_D=block_d, KEEP=n <= page, FP8=format.row_bytes if format.fp8 else None, num_warps=4,
+        torch.tensor(numbers).to(like.device, non_blocking=True), like, seqs, n, tail.shape[2], *strides, HEADS=heads, PAGE=page,
+        DIM=dim, BLOCK_J=min(triton_block(page, 16), max(16, 2048 // block_d)), BLOCK_D=block_d, ALIGN=align, KEEP=n <= page,
+        FP8=format.row_bytes if format.fp8 else None, num_warps=4,
     )  # fmt: skip
     if n > page:
         few = min(n, tail.shape[2])
