@@ -56,18 +56,20 @@ def test_gpu_prompts_attend_by_it(method: str, monkeypatch: pytest.MonkeyPatch, 
     model, ids = build("llama", head_dim=64).to(device, torch.bfloat16), IDS.to(device)
     settings: dict[str, Any] = {} if method == "full" else {"budget": 64}
 
-    def logits(**how: Any) -> Tensor:
-        cache = kvthaw.Cache(model, method, **settings, **how)
-        found: Tensor = model(ids, past_key_values=cache).logits.float()
-        return found
+    def logits(chunk: int = IDS.shape[1]) -> Tensor:
+        cache, found = kvthaw.Cache(model, method, **settings), list[Tensor]()
+        with cache.prompt(ids.shape[1]):
+            for part in ids.split(chunk, dim=1):
+                found.append(model(part, past_key_values=cache).logits.float())
+        return torch.cat(found, dim=1)
 
     with torch.no_grad():
         expected = logits()
         kvthaw.Cache(model, method, **settings)
         model.set_attn_implementation(FLASH_ATTENTION_4)
         met = counted(monkeypatch, "attend")
-        for how in ({}, {"prefill_chunk": 64}):
-            found = logits(**how)
+        for chunk in (200, 64):
+            found = logits(chunk)
             assert met
             met.clear()
             assert float((found - expected).norm() / expected.norm()) < 0.03
@@ -80,7 +82,7 @@ def test_gpu_prompts_of_a_batch_attend_by_it(monkeypatch: pytest.MonkeyPatch, de
     model = build("llama", head_dim=64).to(device, torch.bfloat16)
     if not choose_flash_attention_4(model):
         pytest.skip("no kernels for this GPU")
-    met: dict[str, list[int]] = {name: counted(monkeypatch, name) for name in ("attend", "packed")}
+    met = counted(monkeypatch, "attend")
     batch = kvthaw.Batch(model, "thaw", max_seqs=3, capacity=512, budget=64)
 
     def served(prompts: list[Tensor]) -> list[list[int]]:
@@ -95,9 +97,8 @@ def test_gpu_prompts_of_a_batch_attend_by_it(monkeypatch: pytest.MonkeyPatch, de
 
     prompts = [IDS[0], IDS[1, :130], IDS[0, :70]]
     together = served(prompts)
-    assert met["packed"]
     alone = [served([ids])[0] for ids in prompts]
-    assert met["attend"]
+    assert met
     assert alone == together
 
 
@@ -177,19 +178,10 @@ def test_no_other_kernel_is_loaded_in_its_place(monkeypatch: pytest.MonkeyPatch)
     assert not choose_flash_attention_4(model)
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_all_kernels_of_prompts_are_compiled_before_requests_come(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_kernels_of_prompts_are_compiled_before_requests_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package compiles one for queries of one tile, 128 rows or more, and one for more: each takes three seconds."""
     Installed(monkeypatch)
     met = counted(monkeypatch, "attend")
-    several = list[int]()
-
-    def packed(query: Tensor, keys: Tensor, values: Tensor, ends: Tensor, longest: int, **how: Any) -> tuple[Tensor, Tensor]:
-        several.append(longest)
-        return flash_attention_4.attend(query, keys, values, causal=True, **how)
-
-    monkeypatch.setattr(flash_attention_4, "packed", packed)
-    warm.compile_flash_attention_4(torch.zeros(1, 8, 16, 16), 2, 30.0, together=together)
+    warm.compile_flash_attention_4(torch.zeros(1, 8, 16, 16), 2, 30.0)
     group = 4
     assert {tokens * group > 192 for tokens in met} == {False, True}
-    assert [tokens * group > 192 for tokens in several] == [False, True] * together

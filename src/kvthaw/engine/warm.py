@@ -18,7 +18,7 @@ from kvthaw.engine.chunk_lengths import STEP_TOKENS, YIELDS, chunk_tokens, strea
 from kvthaw.engine.graph_runner import bucket
 from kvthaw.engine.hf.layer import uses_flash_attention_4
 from kvthaw.engine.hf.model import kv_heads, of_layer
-from kvthaw.kernels.dense import BLOCK, LONG, causal_attention, continued, packed_attention, plan, runs
+from kvthaw.kernels.dense import BLOCK, LONG, causal_attention, continued, plan, runs
 from kvthaw.kernels.merge import PARTS
 
 _STEPS = 4  # two eager steps, one capture and one replay
@@ -127,25 +127,21 @@ def plan_attention(batch: Batch) -> None:
             for parts in range(1, 2 * PARTS):
                 continued(few, *own, [own] * parts, scale=1.0, softcap=softcap, flash4=plans_nothing)
             if plans_nothing:
-                compile_flash_attention_4(few, heads, softcap, together=batch.max_seqs > 1)
+                compile_flash_attention_4(few, heads, softcap)
         known.add(kind)
 
 
-def compile_flash_attention_4(like: Tensor, heads: int, softcap: float | None, *, together: bool) -> None:
+def compile_flash_attention_4(like: Tensor, heads: int, softcap: float | None) -> None:
     """Compile the kernels of FlashAttention 4 for causal attention. It has one for prompts of one tile of queries, and one for
     longer prompts.
 
     like: queries [1, Hq, T, D].
     heads: number of KV heads.
-    together: compile those for several prompts in one forward too.
     """
     for tokens in (2, 512):
         query = like.new_zeros(1, tokens, like.shape[1], like.shape[3]).transpose(1, 2)
         keys = query[:, :heads]
         causal_attention(query, keys, keys, scale=1.0, softcap=softcap, flash4=True)
-        if together:
-            ends = torch.tensor([0, tokens], dtype=torch.int32, device=like.device)
-            packed_attention(query, keys, keys, [tokens], ends, scale=1.0, softcap=softcap, flash4=True)
 
 
 def _lengths(capacity: int, most: int, *, streams: bool) -> set[tuple[int, int]]:

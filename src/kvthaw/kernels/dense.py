@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -137,20 +138,19 @@ def packed_attention(
     keys, values: [1, H, T, D].
     lengths: tokens of each prompt, T in all.
     ends: 0, and the sums of the first lengths, [prompts + 1] int32 on the device.
-    flash4: see attend().
+    flash4: see attend(). Not used where torch's kernel for several prompts serves: of FlashAttention 4's, a prompt's values that
+        are not finite would reach the prompt before it.
 
     Returns [1, Hq, T, D] in the dtype of query.
     """
-    if flash4 and flash_attention_4.serves(query, max(lengths)):
-        found = flash_attention_4.packed(query, keys, values, ends, max(lengths), scale=scale, softcap=softcap)
-        return with_sinks(*found, sinks).to(query.dtype)
     if query.is_cuda and _flash(query) and softcap is None and sinks is None:
         q, k, v = (x[0].transpose(0, 1) for x in (query, keys, values))  # [T, heads, D]
         most = max(lengths)
         out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, most, most, 0.0, True, False, scale=scale)[0]
         return out.transpose(0, 1)[None]
     parts = zip(*(x.split(list(lengths), dim=2) for x in (query, keys, values)), strict=True)
-    return torch.cat([causal_attention(*part, scale=scale, softcap=softcap, sinks=sinks) for part in parts], dim=2)
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "flash4": flash4}
+    return torch.cat([causal_attention(*part, **how) for part in parts], dim=2)
 
 
 def continued(

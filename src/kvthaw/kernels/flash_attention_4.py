@@ -44,47 +44,25 @@ def attend(
 
     The last dimension of each tensor is contiguous. Raises ImportError if flash-attn-4 is not installed.
     """
-    one, _ = _functions()
-    out, lse = _quietly(
-        one, *(x.transpose(1, 2) for x in (query, keys, values)), softmax_scale=scale, causal=causal, softcap=softcap or 0.0
-    )
+    given = (x.transpose(1, 2) for x in (query, keys, values))
+    out, lse = _quietly(*given, softmax_scale=scale, causal=causal, softcap=softcap or 0.0)
     return out.transpose(1, 2), lse
 
 
-def packed(
-    query: Tensor, keys: Tensor, values: Tensor, ends: Tensor, longest: int, *, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute causal attention of several prompts in one row, each to itself alone. No tensor is empty.
-
-    query: [1, Hq, T, D].
-    keys, values: [1, H, T, D].
-    ends: 0, and the sums of the first lengths, [prompts + 1] int32 on the device.
-    longest: tokens of the longest prompt.
-
-    Returns (out [1, Hq, T, D] in the dtype of query, lse [1, Hq, T] float32).
-    """
-    _, several = _functions()
-    out, lse = _quietly(
-        several, *(x[0].transpose(0, 1) for x in (query, keys, values)), cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest,
-        max_seqlen_k=longest, softmax_scale=scale, causal=True, softcap=softcap or 0.0,
-    )  # fmt: skip
-    return out.transpose(0, 1)[None], lse[None]
-
-
 @cache
-def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+def _function() -> Callable[..., Any]:
+    from flash_attn.cute import flash_attn_func
 
-    return flash_attn_func, flash_attn_varlen_func
+    return flash_attn_func  # type: ignore[no-any-return]
 
 
-def _quietly(function: Callable[..., Any], *tensors: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
-    """Call a function of the package. It warns about the package's own code when it compiles a kernel."""
+def _quietly(*tensors: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    """Call the package, which warns about its own code when it compiles a kernel."""
     query, keys, _ = tensors
-    kind = function, query.dtype, query.shape[-1], query.shape[-2] // keys.shape[-2], how["causal"], how["softcap"]
+    kind = query.dtype, query.shape[-1], query.shape[-2] // keys.shape[-2], how["causal"], how["softcap"]
     with nullcontext() if kind in _COMPILED else warnings.catch_warnings():
         if kind not in _COMPILED:
             warnings.simplefilter("ignore")
-        out, lse = function(*tensors, return_lse=True, **how)
+        out, lse = _function()(*tensors, return_lse=True, **how)
     _COMPILED.add(kind)
     return out, lse
