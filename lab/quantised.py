@@ -30,8 +30,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvthaw.bench.card import noted
 from kvthaw.bench.decode import free
 from kvthaw.bench.settings import STEPS
-from kvthaw.bench.steps import WARM, attention, most_warm, replayed, take
-from kvthaw.engine.graph_runner import compiled_step
+from kvthaw.bench.steps import WARM, attention, forwards_of, most_warm, replayed, take
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import plain_weights
 from kvthaw.errors import one_of
@@ -261,7 +260,7 @@ def main() -> None:
             WEIGHTS[name](model)
             free()
             size = sum(weight.nbytes for _, weight in plain_weights(model))
-            forwards = {"captured": model.forward, "compiled": compiled_step(model.forward)}
+            forwards = forwards_of(model)
             ways = [way for way in STEPS if way == "eager" or way in wanted]
             line = {} if given.unchecked else checked(model, forwards, methods[0], ways, given.limit)
             report({"weight_bytes": torch.cuda.memory_allocated(device) if device.type == "cuda" else size, **line})

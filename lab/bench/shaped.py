@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.bench.decode import Bench, free
-from kvthaw.bench.steps import attention
-from kvthaw.engine.graph_runner import compiled_step
+from kvthaw.bench.steps import attention, forwards_of
 from kvthaw.evaluate.results import Record
 from lab.bench.card import provenance
 from lab.bench.check import Checks
@@ -45,7 +44,7 @@ class ShapeBench(Bench[ShapeSetting]):
             del self.model, self.check
             free()
         self.model = build(shape, self.device, seed=seed, tp=self.tp)
-        self.forwards = {"captured": self.model.forward, "compiled": compiled_step(self.model.forward)}
+        self.forwards = forwards_of(self.model)
         self.check = self.checks(self.model, self.forwards)
         self._shape = shape, seed
 

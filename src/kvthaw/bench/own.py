@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kvthaw.bench.decode import Bench, Measures
 from kvthaw.bench.settings import HF, DecodeSetting, possible, values
-from kvthaw.bench.steps import WARM, Steps, replayed, take
-from kvthaw.engine.graph_runner import compiled_step
+from kvthaw.bench.steps import WARM, Steps, forwards_of, replayed, take
 from kvthaw.engine.hf import DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.errors import CacheError, HostMemoryError
@@ -86,7 +85,7 @@ class OwnBench(Bench[OwnSetting]):
     def __init__(self, reading: Reading, known: ResultsFile, **how: Any) -> None:
         super().__init__(known, **how)
         self.model, self.attends = reading.model, reading.model.config._attn_implementation
-        self.forwards = {"captured": self.model.forward, "compiled": compiled_step(self.model.forward)}
+        self.forwards = forwards_of(self.model)
         self.unfit: list[OwnSetting] = []
         self._ids = reading.ids()
 

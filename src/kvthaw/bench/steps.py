@@ -15,9 +15,10 @@ from torch import Tensor
 
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.decode import decode
-from kvthaw.engine.graph_runner import GraphRunner, capturable
+from kvthaw.engine.graph_runner import GraphRunner, capturable, compiled_step
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.cache_argument import CACHE
+from kvthaw.engine.hf.fused import fusing
 from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError
 from kvthaw.evaluate.machine import now
@@ -158,6 +159,11 @@ def take(
         raise CacheError("the model's logits are not finite at the end of the steps that were timed")
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return Steps(tuple(gaps[skipped:]), (before, Counts.of(cache)), peak, tuple(chosen[skipped:]))
+
+
+def forwards_of(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
+    """Return a model's forward for each of STEPS that is not eager, as `kvthaw.attach` takes them."""
+    return {"captured": fusing(model, model.forward), "compiled": compiled_step(model.forward)}
 
 
 def replayed(cache: DynamicCache, steps: str, forwards: dict[str, Callable[..., Any]]) -> GraphRunner | None:
