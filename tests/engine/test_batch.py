@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 import kvthaw
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine import graph_runner
@@ -126,6 +127,36 @@ def test_a_prompt_in_chunks_equals_one_pass(llama: PreTrainedModel, method: str)
         batch.step()
     assert request.tokens == alone(llama, method, ids, 12, **settings)
     assert other.tokens == alone(llama, method, prompt(1, 60, seed=1)[0], 12, **settings)
+
+
+@pytest.mark.parametrize(("method", "again"), [("thaw", False), ("pariskv-plus", False), ("clusterkv-plus", True)])
+def test_codes_of_a_joining_prompt_come_with_its_last_chunk(
+    llama: PreTrainedModel, method: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the rows that attention read, so that they cross the bus once. Clusters take longer, between two steps of the others."""
+    read, rebuild = list[int](), IndexUpdater.rebuild
+
+    def counted(self: IndexUpdater, seq: int, end: int) -> None:
+        read.append(seq)
+        rebuild(self, seq, end)
+
+    monkeypatch.setattr(IndexUpdater, "rebuild", counted)
+    settings = settings_of(method)
+    batch = Batch(llama, method, max_seqs=2, capacity=CAPACITY, **settings)
+    prompts = [prompt(1, length)[0] for length in (90, 110)]
+    first = prefilled(batch, prompts[0], max_new_tokens=12, stop=())
+    second = batch.join(prompts[1], max_new_tokens=8, stop=())
+    read.clear()
+    for _ in range(3):
+        batch.prefill(second, 40)
+        batch.launch()
+        batch.read()
+    batch.start()
+    assert bool(read) == again
+    while batch.requests:
+        batch.step()
+    assert first.tokens == alone(llama, method, prompts[0], 12, **settings)
+    assert second.tokens == alone(llama, method, prompts[1], 8, **settings)
 
 
 def test_a_draw_is_the_same_in_any_company(llama: PreTrainedModel) -> None:

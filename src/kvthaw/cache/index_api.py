@@ -118,6 +118,9 @@ class Traits:
     grows: bool = True
     """append() of a long chunk is as good as build() of all tokens, so a chunked prompt is indexed chunk by chunk. If False,
     the index is built once, with the last chunk."""
+    light: bool = False
+    """build() takes a GPU less time than reading the rows from the host. The index of a joining prompt is then built with its
+    last chunk, from the rows that attention read, though other sequences wait for it."""
     on_host: bool = False
     """The index works on the CPU and reads keys from the store. A worker thread calls build() and append() once the rows are
     there, with keys and values of D = 0; select() gets its query on the CPU."""

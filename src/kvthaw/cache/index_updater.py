@@ -162,7 +162,8 @@ class IndexUpdater:
 
         The rows pass the device for attention, so they need not cross the bus again.
         """
-        return self.is_stale(seq) and seq not in self.sequences.paused and not self.retriever.index.traits.on_host
+        traits = self.retriever.index.traits
+        return self.is_stale(seq) and not traits.on_host and (traits.light or seq not in self.sequences.paused)
 
     def undisturbed(self, tokens: int) -> int:
         """Return how many of the next tokens come before tokens leave a ring and so change the index."""
@@ -185,7 +186,8 @@ class IndexUpdater:
         remaining: tokens of the same prompt that are still to come.
 
         A paused sequence is indexed with its last chunk, because no step may select from a part of it. An index on the host
-        is then built concurrently with steps of other sequences; see begin() and take_built().
+        is then built concurrently with steps of other sequences; see begin() and take_built(). An index on the device that is
+        not light is built between such steps.
 
         An index on the host cannot undo an append exactly, so commit() appends to it.
 

@@ -39,7 +39,7 @@ class LayerStorage:
         self.tabled = False
         self._latest: dict[int, tuple[int, int]] = {}  # rows before and after the latest copy from a ring
         if self.on_gpu:  # compiled now, which takes a third of a second: no step should wait for that
-            _copy([self], [(0, 0, 0, 0)])
+            streams.deferred.once(("freeze", self.kind), lambda: _copy([self], [(0, 0, 0, 0)]))
 
     @property
     def on_gpu(self) -> bool:
@@ -58,7 +58,7 @@ class LayerStorage:
         memory.resolve(self.slab.data.device)
         if memory.bytes:
             blocks.device = DeviceBlocks(memory, layer, blocks.shape, blocks.dtype, self.slab.data.device)
-            self.store.crossed = self.store.crossed.to(self.slab.data.device)
+            self.store.crossed = torch.zeros_like(self.store.crossed, device=self.slab.data.device)
             self.placement = Placement(self.store, blocks.device, self.streams)
 
     @property

@@ -96,20 +96,21 @@ class CodesIndex(Index, tested=True):
         self.context, self.policy, self.ratios = context, policy, ratios or Ratios()
         self.dense_below = dense_below
         self._enough(context.rows)
-        self.rotation = make_rotation(context.head_dim, context.seed, device=context.device)
-        self.quantizer = make_quantizer(context.device, code_bits)
+        self._deferred = context.deferred or DeferredBatch()
+        dim, seed, device = context.head_dim, context.seed, context.device
+        self.rotation = self._deferred.once(("rotation", dim, seed, device), lambda: make_rotation(dim, seed, device=device))
+        self.quantizer = self._deferred.once(("quantizer", code_bits, device), lambda: make_quantizer(device, code_bits))
         subs = self.rotation.padded // SUB
         scored = 1 if policy == "mean_query" else context.group
         self._combine: Combine = "sum" if policy == "mean" else "max"
         self._merge: Merge = "mean" if policy == "mean" else "max"
         self.graded, self.centred = graded, centre
-        self._alike = context.seed, graded, centre, code_bits, context.device
+        self._alike = seed, graded, centre, code_bits, device
         self._shift = shift(most_votes(subs, scored, self._combine))
-        self.traits = Traits(graph_safe=True, grows=not centre, reversible=True, attends=dense_below > 0)
+        self.traits = Traits(graph_safe=True, grows=not centre, light=True, reversible=True, attends=dense_below > 0)
         self._first, self._k = context.regions.sink, 1
-        self._deferred = context.deferred or DeferredBatch()
         self.counts: list[int] = []
-        heads, dim = context.kv_heads, context.head_dim
+        heads = context.kv_heads
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "ids": ((heads, subs, 0), torch.uint8),
             **self.quantizer.tables(heads, subs),

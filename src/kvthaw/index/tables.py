@@ -11,7 +11,8 @@ def grown(table: Tensor, *least: int) -> Tensor:
     if shape == list(table.shape):
         return table
     larger = table.new_zeros(shape)
-    larger[tuple(slice(0, n) for n in table.shape)] = table
+    if table.numel():
+        larger[tuple(slice(0, n) for n in table.shape)] = table
     return larger
 
 
