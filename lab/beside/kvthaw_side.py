@@ -1,7 +1,7 @@
 """kvthaw's side: `python -m lab.beside.kvthaw_side PLAN`.
 
-One model of random weights serves all cases of the process. One prompt and its tokens go through a `Batch` whose steps are compiled
-and captured. Many requests go through a `Scheduler` over a `Batch` that was warmed.
+One model of random weights serves all cases of the process. A `Scheduler` serves one prompt over a `Batch` whose steps are compiled
+and captured, and many requests over a `Batch` that was warmed.
 """
 
 from __future__ import annotations
@@ -178,10 +178,11 @@ def room_of(case: Case) -> int:
 
 
 def timed(batch: Batch, prompt: Tensor, new: int) -> list[float]:
-    """Serve one request. Returns the seconds until each of its tokens."""
-    begin, request, times = time.perf_counter(), batch.join(prompt, max_new_tokens=new, stop=()), list[float]()
-    while not request.finished:
-        told = batch.step()
+    """Serve one request by a Scheduler, as `kvthaw serve` does. Returns the seconds until each of its tokens."""
+    scheduler, begin, times = Scheduler(batch), time.perf_counter(), list[float]()
+    request = scheduler.submit(prompt, max_new_tokens=new, stop=())
+    while scheduler.busy:
+        told = scheduler.step()
         times += [time.perf_counter() - begin] * len(told)
     if request.error is not None:
         raise request.error
@@ -198,7 +199,8 @@ def together(batch: Batch, prompts: list[Tensor], new: int) -> list[float]:
         batch.read()
     times = list[float]()
     while batch.requests:
-        for request in batch.step():
+        batch.launch()
+        for request in batch.read(ahead=True):
             if request.error is not None:
                 raise request.error
         times.append(time.perf_counter())
