@@ -447,6 +447,22 @@ def test_steps_of_every_number_of_rows_are_captured_again_for_an_observer(
     assert captures(8) == 4, "steps of both numbers of rows were captured without it"
 
 
+def test_steps_under_autocast_have_a_capture_of_their_own(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its products are others."""
+    captured_by(monkeypatch, StandIn)
+    llama = llama.to(torch.bfloat16)
+    cache, places = kvthaw.Cache(llama, "oracle", budget=64), itertools.count(80)
+    runner, made = GraphRunner(llama.forward, cache), list[int]()
+    with torch.no_grad():
+        llama(zoo.prompt(1, 80), past_key_values=cache)
+        for enabled in (False, True, False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                for _ in range(4):
+                    runner(torch.tensor([[5]]), torch.tensor([[next(places)]]))
+            made.append(runner.captures)
+    assert made == [1, 2, 2, 2]
+
+
 class Helper:
     """An object of an own index, with a tensor in it."""
 

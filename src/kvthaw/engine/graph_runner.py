@@ -27,10 +27,12 @@ from kvthaw.cache.offloaded_layer import FullLayer
 from kvthaw.cache.streams import Observer, SegmentedGraph
 from kvthaw.engine.ops import serving
 from kvthaw.errors import CacheError, KvthawError, first_line
-from kvthaw.kernels.gpu import uncached_casts
+from kvthaw.kernels.gpu import autocast_dtype, uncached_casts
 
 _log = logging.getLogger(__name__)
 _Captured = tuple[Tensor, Tensor, Tensor, SegmentedGraph | None, int]
+_Kind = tuple[int, int, torch.dtype | None]
+"""Rows and bucket of a step, and the dtype to which autocast casts."""
 _CLEARS = 8  # layers that drop a cleared sequence during one step; takes the host 0.6 ms besides index updates
 _WARM = 2  # eager steps before a capture; they compile and tune kernels
 
@@ -119,7 +121,7 @@ def compiled_step(forward: Callable[..., Any]) -> Callable[..., Any]:
 class GraphRunner:
     """Run one-token decode steps of a cache by replaying a captured forward.
 
-    Steps with other numbers of rows, or with sequences in another bucket, have graphs of their own.
+    Steps with other numbers of rows, with sequences in another bucket, or under another autocast have graphs of their own.
 
     forward: forward(input_ids=, position_ids=, use_cache=, attention_mask=, and the cache), the model's own or compiled.
     capture: False: run every step eagerly.
@@ -136,8 +138,8 @@ class GraphRunner:
         self._steady = 0
         self._observers: list[Observer] = []  # observers that the graph includes
         self._ids = self._positions = self._logits = torch.empty(0)
-        self._kind = 0, 0  # rows and bucket of the current graph
-        self._others: dict[tuple[int, int], _Captured] = {}
+        self._kind: _Kind = 0, 0, None
+        self._others: dict[_Kind, _Captured] = {}
 
     def __call__(self, ids: Tensor, positions: Tensor, *, ahead: bool = True) -> Tensor:
         """Return logits [B, 1, V] for one token per row, valid until the next step.
@@ -180,7 +182,7 @@ class GraphRunner:
                 sequences.known[id(self)] = sequences.padded_length
 
     def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
-        kind = len(ids), bucket(self._kv, len(ids))
+        kind = len(ids), bucket(self._kv, len(ids)), autocast_dtype(ids.device)
         switches = self._kind != kind or self._ids.shape != ids.shape or self._ids.device != ids.device
         if switches:
             self._switch(kind, ids, positions)
@@ -228,7 +230,7 @@ class GraphRunner:
         sequences.known[id(self)] = sequences.padded_length  # no tensor has moved at this length
         return self._logits
 
-    def _switch(self, kind: tuple[int, int], ids: Tensor, positions: Tensor) -> None:
+    def _switch(self, kind: _Kind, ids: Tensor, positions: Tensor) -> None:
         """Switch to the inputs, the graph and the output of one kind of step."""
         self._others[self._kind] = self._ids, self._positions, self._logits, self._graph, self._steady
         captured = self._others.pop(kind, None)

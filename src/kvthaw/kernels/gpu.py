@@ -38,6 +38,11 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype to which autocast casts products on a device; None if it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
 @contextmanager
 def uncached_casts() -> Iterator[None]:
     """Context in which autocast neither keeps weights that it casts nor reads the ones it kept.
