@@ -61,6 +61,20 @@ def test_a_dropped_cache_is_freed(llama: PreTrainedModel, method: str) -> None:
     assert twin.get_seq_length() == 96
 
 
+@pytest.mark.parametrize("steps", [0, 6])
+@pytest.mark.parametrize("method", kvthaw.METHODS)
+def test_a_reset_cache_holds_nothing(llama: PreTrainedModel, method: str, steps: int) -> None:
+    """Not in the queue of its indexes' work either."""
+    cache = kvthaw.Cache(llama, method, **({} if method == "full" else {"budget": 64}))
+    decode(llama, cache, steps)
+    found = [weakref.ref(layer.store) for layer in cache.kv.offloaded]
+    found += [weakref.ref(layer.retriever.index) for layer in cache.kv.offloaded if layer.retriever is not None]
+    cache.reset()
+    cache.kv.streams.drain()  # a job that began before holds its index
+    gc.collect()
+    assert not [ref() for ref in found if ref() is not None]
+
+
 @pytest.mark.parametrize("method", ["full", "oracle", "icecache-digest", "clusterkv"])
 def test_generate_keeps_one_cache_and_detach_none(llama: PreTrainedModel, method: str) -> None:
     handle = kvthaw.attach(llama, method, **({} if method == "full" else {"budget": 64}))

@@ -59,6 +59,12 @@ class DeferredBatch:
                 self.lost.update(*(seqs for _, _, seqs in waiting[i:]))
                 raise
 
+    def clear(self) -> None:
+        """Drop all queued work, whose owners are gone. Else it would hold them, and the blocks that they read."""
+        self._waiting.clear()
+        self.owners.clear()
+        self.lost.clear()
+
     def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
         """Return make(), cached per key. The eight latest keys are kept. The result is read-only and used on the current
         stream."""

@@ -512,7 +512,7 @@ class KVCache:
         self._cleared.clear()
         self._unstored.clear()
         self._checkpoints.drop()
-        self.streams.deferred.lost.clear()
+        self.streams.deferred.clear()
         self.streams.device.reset()
         self.chooser.reset()
         self.sequences.reset()
