@@ -90,7 +90,7 @@ class Chooser:
     @property
     def in_blocks(self) -> bool:
         """Whether full attention is in force with its KV in blocks."""
-        return any(isinstance(layer, FullLayer) for layer in self.layers)
+        return any(layer.attends_to_all for layer in self.offloaded)
 
     @property
     def returns(self) -> bool:
@@ -198,7 +198,7 @@ class Chooser:
 
     def _spills(self) -> bool:
         """Return whether blocks of full attention lie on the host because the device is full."""
-        layers = (layer for layer in self.layers if isinstance(layer, FullLayer))
+        layers = (layer for layer in self.offloaded if layer.attends_to_all)
         return any(one.store.table.some_on_host and one.storage.room < one.store.allocator.size for one in layers)
 
     def _spilled(self) -> str | None:

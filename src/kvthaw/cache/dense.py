@@ -29,6 +29,8 @@ class DenseLayer(DeviceLayer):
     Tokens behind a sequence's length are never read, so a failed step needs no cleanup.
     """
 
+    attends_to_all = True
+
     def __init__(self, number: int, sequences: Sequences, prompt_queries: int | None) -> None:
         self.number, self.sequences, self.prompt_queries = number, sequences, prompt_queries
         self.reset()

@@ -125,7 +125,7 @@ class KVCache:
         """
         place, step = self._places.get(number), self.sequences.step
         layer = None if place is None else self.chooser.layers[place]
-        ahead = layer.ahead(tokens) if isinstance(layer, OffloadedLayer) else None
+        ahead = None if layer is None else layer.ahead(tokens)
         if step is not None and not step.dense and ahead is not None:
             with torch.inference_mode(False), torch.no_grad():
                 ahead.choose_early(step, predict, *reads)
@@ -324,11 +324,15 @@ class KVCache:
         if done and len(layers) == len(self.offloaded):
             self.sequences.known["flushed"] = self.sequences.padded_length
 
+    @property
+    def allocated(self) -> list[OffloadedLayer]:
+        """Offloaded layers that have had tokens: all or none."""
+        return [layer for layer in self.offloaded if layer.plan is not None]
+
     def after_step(self) -> None:
         """Preallocate host memory for coming tokens, and continue work that is spread over steps."""
-        layers = self.offloaded
-        first = next(iter(layers), None)
-        if first is None or first.plan is None or (first.store.pinned and torch.cuda.is_current_stream_capturing()):
+        layers = self.allocated
+        if not layers or (layers[0].store.pinned and torch.cuda.is_current_stream_capturing()):
             return  # where a step is captured nothing can be pinned; afterwards this is called again
         passes.preallocate(layers, self.sequences, self._preallocated)
         self._preallocated = self.sequences.decoded
@@ -471,7 +475,7 @@ class KVCache:
         """Raise CacheError if crop(drop) needs tokens that a sliding-window layer has overwritten."""
         if drop and ((step := self._checkpoints.restorable(self.offloaded)) is None or drop > step.tokens):
             for layer in self.layers:
-                if isinstance(layer, WindowLayer):
+                if not layer.keeps_all:
                     layer.crop(0, 0, 0)
 
     def crop(self, drop: int) -> None:

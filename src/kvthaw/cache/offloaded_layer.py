@@ -60,7 +60,6 @@ class OffloadedLayer(LayerKV):
     leader: the anchor whose index and selections this layer follows; None: it has its own.
     rotary: for a method that asks for it.
     plan: the sizes; None before the first prompt.
-    updater: feeds the index; None for a layer without an index of its own.
     room: tokens per sequence that there is device memory for.
     asked_again: decode steps with another layer's queries.
     extremes: of keys and values of prompts, not known to be finite.
@@ -82,7 +81,7 @@ class OffloadedLayer(LayerKV):
         self.storage = LayerStorage(HostStore(0, 0, 0, torch.float32), none, self.streams)
         self.sparse = SparseAttention(self.storage, self.sequences)
         self.plan, self.room, self.scale, self.asked_again = None, 0, 0.0, 0
-        self.updater: IndexUpdater | None = None
+        self.updater = None
         self.recent_queries = RecentQueries(self.settings.method.prompt_queries)
         self._taken: tuple[Step | None, int] = None, 0  # a decode step, and how many of its tokens came
         self._again: tuple[Step | None, int] = None, 0  # the last step whose queries came again, and asked_again before it
@@ -310,7 +309,6 @@ class OffloadedLayer(LayerKV):
         return out
 
     def ahead(self, tokens: int) -> Ahead | None:
-        """Return what chooses ahead for a step of `tokens` tokens; None if this layer's own index selects no rows for it."""
         return self.sparse.ahead if self.sequences.decodes(tokens) else None
 
     def drop_search(self) -> None:
@@ -452,6 +450,8 @@ class FullLayer(OffloadedLayer):
     short sequences with a large capacity may attend to everything. If the device is full, a block lies on the host and
     attention reads it over the bus.
     """
+
+    attends_to_all = True
 
     def _sizes(self, step: Step) -> Plan:
         return replace(super()._sizes(step), rows=0)

@@ -317,7 +317,7 @@ def expect(layers: Sequence[OffloadedLayer], streams: Streams, seq: int, tokens:
     Chunks of its prompt, for which other sequences wait, then find pinned memory. With 0 tokens, nothing more is pinned.
     """
     needs = Counter[int]()
-    for store in (layer.store for layer in layers if layer.plan is not None):
+    for store in (layer.store for layer in layers):
         blocks = -(-tokens // store.block_size) + 1 - store.reserved(seq) // store.block_size
         needs[store.allocator.size] += store.allocator.lacks(seq, blocks) if tokens and store.pinned else 0
     for size, count in needs.items():

@@ -33,7 +33,6 @@ from kvthaw.cache.prefix_kept import (
 from kvthaw.cache.prefix_tree import Node, PrefixTree, common
 from kvthaw.cache.state import IndexState, LayerState
 from kvthaw.cache.step import Step
-from kvthaw.cache.window import WindowLayer
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError, at_least
 from kvthaw.formatting import read_bytes
 from kvthaw.typecheck import check_type
@@ -358,7 +357,7 @@ class PrefixCache:
 
     def _keep_rows(self, kv: KVCache, ids: Tensor, seq: int, salt: str) -> str:
         """Share the blocks of a sequence's first tokens, as many as memory allows. Returns their salt."""
-        layers = [layer for layer in kv.layers if not isinstance(layer, WindowLayer)]
+        layers = [layer for layer in kv.layers if layer.keeps_all]
         tree = self._open(kv, {layer.number: LayerShape.of(layer, seq, kv.settings.kv_dtype) for layer in layers})
         last, salt = None, self._own(kv, salt)
         try:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.layer_base import LayerKV
-from kvthaw.cache.offloaded_layer import FullLayer, OffloadedLayer
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Held
@@ -132,7 +131,7 @@ class Stats:
 
 def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV], reason: str = "") -> Stats:
     """Return statistics of the layers of a cache. Waits for the device."""
-    offloaded = [layer for layer in layers if isinstance(layer, OffloadedLayer) and not isinstance(layer, FullLayer)]
+    offloaded = [layer for layer in layers if isinstance(layer, OffloadedLayer) and not layer.attends_to_all]
     plan, held = (offloaded[0].plan, sequences.held) if offloaded else (None, Held())
     searching = [(layer, layer.retriever) for layer in offloaded if layer.retriever is not None]
     groups = {group: group.residency.counted() for _, group in searching}
@@ -154,7 +153,7 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV],
         regions=plan.regions if plan else None,
         paper_regions=settings.method.regions if plan else None,
         layers=len(layers),
-        dense_layers=sum(isinstance(layer, DenseLayer | FullLayer) for layer in layers),
+        dense_layers=sum(layer.attends_to_all for layer in layers),
         batch=sequences.count,
         tokens=sequences.padded_length,
         sparse_steps=held.tokens * len(offloaded) + sum(layer.asked_again for layer in offloaded),

@@ -32,6 +32,8 @@ class WindowLayer(DeviceLayer):
         one.
     """
 
+    keeps_all = False
+
     def __init__(self, number: int, sequences: Sequences, span: Span, leader: WindowLayer | None = None) -> None:
         self.number, self.sequences, self.span, self.leader = number, sequences, span, leader
         self.reset()

@@ -57,7 +57,7 @@ class Admission:
         free, new = kv.streams.memory.free(), sum(max(0, self._blocks(one) - self._has(one)) for one in every)
         if free is None or kv.chooser.full:
             return free is None or self._on_host(every) <= free
-        return sum(layer.storage.host_need(new) for layer in kv.offloaded if layer.plan) <= free
+        return sum(layer.storage.host_need(new) for layer in kv.allocated) <= free
 
     def leaves_room(self) -> bool:
         """Return whether named entries leave host memory for a request of maximum length, or half of it. They then block no
@@ -85,7 +85,7 @@ class Admission:
             coming = [(layer.number, kv.chooser.block_bytes(place)) for place, layer in kv.chooser.by_method.items()]
             sizes = [(number, size, held_bytes(size, pinned=self._pinned)) for number, size in coming]
         else:
-            allocators = {layer.number: layer.store.allocator for layer in kv.offloaded if layer.plan}
+            allocators = {layer.number: layer.store.allocator for layer in kv.allocated}
             sizes = [(number, one.size, one.held) for number, one in allocators.items()]
         found = []
         for number, size, held in sizes:

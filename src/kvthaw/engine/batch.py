@@ -183,7 +183,7 @@ class Batch:
     def streams_back(self, request: Request) -> bool:
         """Return whether the next chunk of a prompt may read earlier KV over the bus."""
         kv, split = self.cache.kv, self.cache.kv.settings.ranks.size > 1  # where blocks lie may differ between processes
-        stores = [layer.store for layer in kv.offloaded if layer.plan and self.model.device.type == "cuda"]
+        stores = [layer.store for layer in kv.allocated if self.model.device.type == "cuda"]
         return any(split or not block.on_device for store in stores for block in store.blocks(request.seq))
 
     def left(self, request: Request) -> int:
@@ -263,7 +263,7 @@ class Batch:
             request.prefilled = stop
             if start or stop < request.prompt:
                 coming = request.prompt if stop < request.prompt else 0
-                expect(self.cache.kv.offloaded, self.cache.kv.streams, request.seq, coming)
+                expect(self.cache.kv.allocated, self.cache.kv.streams, request.seq, coming)
             self.cache.kv.finite.prompt([request.seq], self.cache.kv.offloaded)
             if stop == request.prompt:
                 self._indexing[request] = logits
@@ -669,7 +669,7 @@ class Batch:
             with suppress(Exception):
                 self._check_prompt(request)
         if 0 < request.prefilled < request.prompt:
-            expect(self.cache.kv.offloaded, self.cache.kv.streams, request.seq, 0)
+            expect(self.cache.kv.allocated, self.cache.kv.streams, request.seq, 0)
         self._indexing.pop(request, None)
         if later and request.unread:  # a step that was launched before it ended
             self.cache.kv.pause(request.seq)

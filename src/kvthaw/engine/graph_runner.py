@@ -23,7 +23,6 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.offloaded_layer import FullLayer
 from kvthaw.cache.streams import Observer, SegmentedGraph
 from kvthaw.engine.ops import serving
 from kvthaw.errors import CacheError, KvthawError, first_line
@@ -73,7 +72,7 @@ def capturable(cache: ModelCache) -> str | None:
 def search_needs_host(kv: KVCache) -> str | None:
     """Return why steps of the method in force cannot be captured; None if they can."""
     method, layers = kv.settings.method, kv.offloaded
-    if method.index is not None and layers and not isinstance(layers[0], FullLayer):
+    if method.index is not None and layers and not layers[0].attends_to_all:
         index = None if layers[0].retriever is None else layers[0].retriever.index
         return needs_host(method, safe=index is not None and (index.traits.graph_safe or index.traits.on_host))
     return None
@@ -97,7 +96,7 @@ def bucket(kv: KVCache, rows: int) -> int:
     Returns 0 if nothing is selected on the device, so that one capture serves all lengths.
     """
     first = next(iter(kv.offloaded), None)
-    on_device = first is not None and (isinstance(first, FullLayer) or (first.retriever is not None and not first.on_host))
+    on_device = first is not None and (first.attends_to_all or (first.retriever is not None and not first.on_host))
     return kv.sequences.bucket(rows) if on_device else 0
 
 

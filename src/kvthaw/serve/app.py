@@ -13,7 +13,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.hf.model import kv_bytes
 from kvthaw.engine.tool_calls import CallReader
 from kvthaw.errors import ConfigError
@@ -258,9 +257,7 @@ def _card(service: Service) -> Json:
     more = {
         "method": batch.method,
         "methods": [*METHODS],
-        "kv_bytes_per_token": kv_bytes(
-            batch.model, (one.number for one in batch.cache.kv.layers if not isinstance(one, WindowLayer))
-        ),
+        "kv_bytes_per_token": kv_bytes(batch.model, (one.number for one in batch.cache.kv.layers if one.keeps_all)),
     }
     return card | {"max_model_len": batch.capacity, "chat_template": service.chats, **more}
 

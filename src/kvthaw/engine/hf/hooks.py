@@ -17,8 +17,6 @@ from torch.nn import Linear
 from transformers import PreTrainedModel
 
 from kvthaw.cache.index_api import Rotary
-from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.window import WindowLayer
 from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.fused import fused, swapped
 from kvthaw.engine.hf.layer import HOOKED, CacheLayer, QueryAskedError
@@ -214,7 +212,7 @@ def _prefetch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """
     for name, given in kwargs.items():
         every = [layer for layer in getattr(given, "layers", []) if isinstance(layer, CacheLayer)]
-        ours = [layer for layer in every if not isinstance(layer.kv, WindowLayer)]
+        ours = [layer for layer in every if layer.kv.keeps_all]
         if not ours or ours[0].shared.kv.settings.method.prefetches != "attention":
             continue
         at = next((i for i, layer in enumerate(ours) if layer.module is not None and layer.module() is module), len(ours))
@@ -222,7 +220,7 @@ def _prefetch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         kv, following = (ours[at + 1].kv, ours[at + 1].module) if prefetches else (None, None)
         hidden = args[0] if args else kwargs["hidden_states"]
         attention = None if following is None else following()
-        ahead = kv.ahead(hidden.shape[1]) if isinstance(kv, OffloadedLayer) else None
+        ahead = None if kv is None else kv.ahead(hidden.shape[1])
         if attention is None or ahead is None:
             continue
         ahead.prefetch(_query(attention, {**kwargs, name: None, **({"hidden_states": hidden} if args else {})}))
