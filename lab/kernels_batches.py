@@ -20,7 +20,7 @@ from kvthaw.kernels.decode_step import DecodeStep, InSlab
 from kvthaw.kernels.flash_decode import definition, flash_decode
 from kvthaw.kernels.row_format import E4M3, RowFormat
 from kvthaw.regions import Regions
-from lab import kernels_pages, kernels_pariskv
+from lab import definitions, kernels_pages, kernels_pariskv
 from lab.kernels import BUS_GBPS, DEVICE_GBPS, DIM, GROUP, HEADS, SHAPE, agree, rates, replay_time
 from lab.kernels_decode import gather
 from lab.script import run_kernels
@@ -82,7 +82,7 @@ def attention(method: str, tokens: int, batch: int, *, eight: bool) -> dict[str,
     tickets = torch.zeros((batch, 1 + HEADS), dtype=torch.int32, device="cuda")
     mine = rows.int()[:1].contiguous()
     first = replace(chosen[-1], rows=mine, table=table[:1])
-    keys, values = in_place.definition(first, [list(blocks[: table.shape[1]])], step.keys[:1], step.values[:1], regions.held)
+    keys, values = definitions.in_place(first, [list(blocks[: table.shape[1]])], step.keys[:1], step.values[:1], regions.held)
     copied = InSlab(regions, lengths[:1], starts[:1], (new[0, :1], new[1, :1]), mine >= 0)
     want = definition(replace(step, query=step.query[:1], keys=keys, values=values), copied).out
     error = agree(flash_decode(step, every[-1], tickets)[:1], want, "flash_decode over rows in blocks")

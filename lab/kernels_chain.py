@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import flash_decode as flash
-from kvthaw.kernels import in_place, unit_select
+from kvthaw.kernels import unit_select
 from kvthaw.kernels.admit import admit
 from kvthaw.kernels.decode_step import DecodeStep, InSlab, TokenOrder
 from kvthaw.kernels.in_place import InPlace, Selected
@@ -27,7 +27,7 @@ from kvthaw.kernels.split import Split, split_for
 from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.uva_gather import uva_gather
 from kvthaw.regions import Regions
-from lab import kernels_pariskv
+from lab import definitions, kernels_pariskv
 from lab.kernels import DIM, GROUP, HEADS, SHAPE, agree, demand, differing, micros, replay_time
 from lab.kernels_pages import ROWS, Tables, tables, window
 from lab.script import run_kernels
@@ -210,7 +210,7 @@ def stored_rows(tokens: int, device: str = "cuda") -> dict[str, Any]:
     selected = Selected(every, None, table, BLOCK, None, format)
     step, places = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], scale=DIM**-0.5), InPlace(*held, selected)
     found = flash.flash_decode(step, places)
-    keys, values = in_place.definition(selected, [list(blocks)], step.keys, step.values, REGIONS.held)
+    keys, values = definitions.in_place(selected, [list(blocks)], step.keys, step.values, REGIONS.held)
     seen = torch.ones(1, HEADS, tokens, dtype=torch.bool, device=device)
     copied = replace(step, keys=keys, values=values)
     agree(found, flash.definition(copied, InSlab(*held, seen)).out, "attention over stored rows", 2e-2)

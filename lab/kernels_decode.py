@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvthaw.kernels import flash_decode as flash
 from kvthaw.kernels.admit import admit
-from kvthaw.kernels.admit import definition as admit_definition
 from kvthaw.kernels.decode_step import AnyOrder, DecodeStep, TokenOrder
 from kvthaw.kernels.uva_gather import uva_gather
+from lab.definitions import admit as admit_definition
 from lab.kernels import BUS_GBPS, COLD, DIM, GROUP, HEADS, agree, copies, demand, micros, rates, replay_time, rotated
 from lab.script import run_kernels
 

@@ -24,6 +24,7 @@ from kvthaw.kernels import signs as signing
 from kvthaw.kernels import tiers as tiering
 from kvthaw.kernels import topk as choosing
 from kvthaw.regions import Regions
+from lab import definitions
 from lab.kernels import (
     DIM,
     GROUP,
@@ -218,7 +219,7 @@ class Chain:
         agree(made, estimate, "rerank: estimates", 2**-12)
         rows, counts = self.topk(now)
         merged = choosing.merge(made.masked_fill(~known[:, :, None], -torch.inf), self.scale, "max")
-        best, wanted = choosing.definition(merged, candidates, K, SINK)
+        best, wanted = definitions.topk(merged, candidates, K, SINK)
         demand(torch.equal(counts, wanted) and differing(rows, best) <= 1, "topk: rows differ")
 
     def moved(self) -> dict[str, int]:

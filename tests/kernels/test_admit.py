@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.pool import Residency
-from kvthaw.kernels.admit import Placed, admit, definition
+from kvthaw.kernels.admit import Placed, admit
+from lab.definitions import admit as definition
 
 pytest.importorskip("triton")
 

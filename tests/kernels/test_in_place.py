@@ -14,11 +14,12 @@ from kvthaw.kernels import flash_decode as module
 from kvthaw.kernels.decode_step import DecodeStep, InSlab
 from kvthaw.kernels.flash_decode import definition as attention
 from kvthaw.kernels.flash_decode import flash_decode
-from kvthaw.kernels.in_place import Every, InPlace, Selected, definition
+from kvthaw.kernels.in_place import Every, InPlace, Selected
 from kvthaw.kernels.row_format import row_format
 from kvthaw.kernels.sparse_decode import sparse_decode
 from kvthaw.kernels.split import Split
 from kvthaw.regions import Regions
+from lab.definitions import in_place as definition
 from shapes import DTYPES, TOLERANCE
 
 pytest.importorskip("triton")

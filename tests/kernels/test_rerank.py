@@ -13,6 +13,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.kernels import HAS_TRITON, topk
 from kvthaw.kernels import rerank as op
 from kvthaw.kernels.query import Rotated, in_bytes, rotate_queries
+from lab.definitions import topk as definition
 
 pytestmark = pytest.mark.slow
 
@@ -176,7 +177,7 @@ def test_topk_kernel(
     check_scores(before, found, at, rows, 4)
     live = torch.arange(width, device=device) < count[:, None, None]
     merged = topk.merge(before.masked_fill(~live[:, :, None], -torch.inf), 1.0, policy, held)
-    want, want_counts = topk.definition(merged, at.masked_fill(~live, -1), k, 4)
+    want, want_counts = definition(merged, at.masked_fill(~live, -1), k, 4)
     assert torch.equal(counts, want_counts)
     if group == 1 and not shared:
         assert torch.equal(rows, want)
@@ -192,7 +193,7 @@ def test_rows_below_a_floor_go_from_long_sequences() -> None:
     torch.manual_seed(0)
     merged, at = torch.randn(2, 3, 40), torch.arange(40, dtype=torch.int32).expand(2, 3, -1)
     floor = topk.Floor(0.4, torch.zeros(2, 3, 1), torch.tensor([31, 30], dtype=torch.int32), 30)
-    rows, counts = topk.definition(merged, at, 12, 7, floor)
+    rows, counts = definition(merged, at, 12, 7, floor)
     for b in range(2):
         for h in range(3):
             best = merged[b, h].argsort(descending=True)[:12].tolist()
@@ -223,7 +224,7 @@ def test_topk_kernel_with_a_floor(
     with poisoned():
         rows, counts = topk.launch(found, at, count, k, 4, 1.0, policy, floor)
     check_scores(before, found, at, rows, 4)
-    want, want_counts = topk.definition(merged, at.masked_fill(~live, -1), k, 4, floor)
+    want, want_counts = definition(merged, at.masked_fill(~live, -1), k, 4, floor)
     assert torch.equal(counts, want_counts)
     assert torch.equal(rows < 0, want < 0)
     weights = [torch.where(one >= 0, merged.gather(2, (one - 4).clamp(min=0).long()), 0.0) for one in (rows, want)]
@@ -246,7 +247,7 @@ def test_topk_kernel_where_the_best_stand_together(spread: str, device: torch.de
     before = found.scores.clone()
     rows, _ = topk.launch(found, at, torch.tensor([3000], dtype=torch.int32, device=device), 50, 0, 1.0, "max")
     check_scores(before, found, at, rows, 0)
-    want, _ = topk.definition(before[:, :, 0].masked_fill(~known, -torch.inf), at.masked_fill(~known, -1), 50, 0)
+    want, _ = definition(before[:, :, 0].masked_fill(~known, -torch.inf), at.masked_fill(~known, -1), 50, 0)
     assert torch.equal(rows, want)
 
 

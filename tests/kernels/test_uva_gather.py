@@ -9,7 +9,8 @@ import torch
 
 from kvthaw.cache.host import HostStore
 from kvthaw.kernels import uva_gather as op
-from kvthaw.kernels.uva_gather import COUNTERS, crossing, definition, uva_gather
+from kvthaw.kernels.uva_gather import COUNTERS, crossing, uva_gather
+from lab.definitions import uva_gather as definition
 from shapes import DTYPES, HEAD_DIMS, poisoned
 
 pytest.importorskip("triton")

@@ -25,7 +25,7 @@ class Placed:
     latest: Tensor
 
     def split(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return rows [B, H, M] with -1 in place of rows on the device, and add these to counts as in `definition`."""
+        """Return rows [B, H, M] with -1 in place of rows on the device, and add these to counts as `admit` does."""
         self.latest[:, :, : rows.shape[2]] = rows
         number = (rows.long() // self.block_size).clamp_(min=0)
         there = ~self.on_host[torch.arange(len(rows), device=rows.device)[:, None, None], number] & (rows >= 0)
@@ -33,59 +33,6 @@ class Placed:
         counts[3] += there.sum()
         counts[2] = torch.maximum(counts[2], (rows >= 0).sum(dim=2).max())
         return torch.where(there, -1, rows)
-
-
-def definition(
-    rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, counts: Tensor, placed: Placed | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Assign a slot to every row; evict the slots used least recently. Ties go to the lower slot.
-
-    rows [B, H, M] int32, -1 padded, without duplicates, M <= C. The tables are updated in place: row_slot [B, H, T + 1] int32
-    or int16, the slot of a row or -1; slot_row [B, H, C + 1] int32, the row in a slot or -1; used [B, H, C + 1] int32, the step
-    that last used a slot. The last column of row_slot and slot_row takes discarded writes; the last column of `used` holds the
-    number of the last step and is incremented. counts [4] int64: the numbers of selected rows and of misses are added to the
-    first two; the third is the largest number of rows that a head selected in one step; the rows that get no slot since they
-    lie in blocks on the device, see Placed, are added to the last.
-
-    Returns slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32, the rows that must be fetched, else -1; live [B,
-    H, C] bool, the slots that hold a row of this step. The i-th miss takes the i-th slot in the order (used, slot).
-    """
-    if placed is not None:
-        rows = placed.split(rows, counts)
-    trash_row, count = row_slot.shape[2] - 1, slot_row.shape[2] - 1
-    wanted = rows >= 0
-    row = torch.where(wanted, rows, trash_row).long()
-    slot = row_slot.gather(2, row).int()
-    hit, miss = wanted & (slot >= 0), wanted & (slot < 0)
-    step = used[:, :, count:] + 1
-    now = step.expand(slot.shape)
-    used.scatter_(2, torch.where(hit, slot, count).long(), now)
-    order = torch.sort(used[:, :, :count], dim=2, stable=True).indices
-    rank = (torch.cumsum(miss, dim=2) - 1).clamp_(0, count - 1)
-    victim = torch.where(miss, order.gather(2, rank), count)
-    old = slot_row.gather(2, victim).long()
-    row_slot.scatter_(2, torch.where(miss & (old >= 0), old, trash_row), -1)
-    row_slot.scatter_(2, torch.where(miss, row, trash_row), victim.to(row_slot.dtype))
-    row_slot[:, :, trash_row] = -1
-    slot_row.scatter_(2, victim, torch.where(miss, rows, -1))
-    slot_row[:, :, count] = -1
-    used.scatter_(2, victim, now)
-    used[:, :, count:] = step
-    count_rows(counts, wanted, miss)
-    slots = torch.where(hit, slot, torch.where(miss, victim.int(), -1))
-    live = used[:, :, :count] == step
-    return slots, torch.where(miss, rows, -1), live
-
-
-def count_rows(counts: Tensor, wanted: Tensor, miss: Tensor) -> None:
-    """Add one step to counts, see `definition`.
-
-    wanted, miss: [B, H, M] bool.
-    """
-    each = wanted.sum(dim=2)
-    counts[0] += each.sum()
-    counts[1] += miss.sum()
-    counts[2] = torch.maximum(counts[2], each.max())
 
 
 if TYPE_CHECKING:
@@ -159,7 +106,17 @@ elif HAS_TRITON:
 def admit(
     rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, counts: Tensor, placed: Placed | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel: as `definition`, without a sync. Leaves the columns of discarded writes unchanged.
+    """Assign a slot to every row; evict the slots used least recently. Ties go to the lower slot. Launches without a sync.
+
+    rows [B, H, M] int32, -1 padded, without duplicates, M <= C. The tables are updated in place: row_slot [B, H, T + 1] int32
+    or int16, the slot of a row or -1; slot_row [B, H, C + 1] int32, the row in a slot or -1; used [B, H, C + 1] int32, the step
+    that last used a slot. The last column of row_slot and slot_row is unused; the last column of `used` holds the number of the
+    last step and is incremented. counts [4] int64: the numbers of selected rows and of misses are added to the first two; the
+    third is the largest number of rows that a head selected in one step; the rows that get no slot since they lie in blocks on
+    the device, see Placed, are added to the last.
+
+    Returns slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32, the rows that must be fetched, else -1; live [B,
+    H, C] bool, the slots that hold a row of this step. The i-th miss takes the i-th slot in the order (used, slot).
 
     8 heads of 1024 rows read and write about 200 KB, which is negligible. The latency is four dependent memory accesses and
     about two rounds of reductions over the slots. The accesses are rows, their slots, the steps in `used`, and the order of

@@ -22,7 +22,7 @@ from kvthaw.kernels.split import multiprocessors, shared_memory, split_for, stag
 
 def definition(step: DecodeStep, places: Places) -> Partial:
     """Compute softmax attention over the visible keys in float32. lse includes sinks and partials. A head without visible keys
-    returns 0 with lse -inf. Rows that are read in place must be copied first, as in_place.definition does."""
+    returns 0 with lse -inf. Rows that are read in place must be copied first, as InPlace.copied does."""
     places.write(step.keys, step.values)
     query, seen, keys, values = step.query, places.seen(step.keys), step.keys.float(), step.values.float()
     scores = torch.einsum("bhgd,bhnd->bhgn", query.float().unflatten(1, (keys.shape[1], -1)), keys) * step.scale

@@ -9,7 +9,6 @@ more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +43,7 @@ class Selected:
     format: RowFormat | None = None
 
     def gather(self, keys: Tensor, values: Tensor, held: int) -> tuple[Tensor, Tensor]:
-        """Gather as `definition` does, by C++ and for blocks in the CPU's memory, and count the rows."""
+        """Return keys and values of `pooled`, by C++ and for blocks in the CPU's memory, and count the rows."""
         batch, heads, _, dim = keys.shape
         rows = self.rows if self.slots is None else torch.where(self.slots < 0, self.rows, -1)
         format, found = self.format or RowFormat(dim, keys.dtype), torch.zeros((rows.numel(), 2, dim), dtype=keys.dtype)
@@ -57,7 +56,7 @@ class Selected:
             totals[0] += counts.sum()
             totals[3] += counts.sum()
             totals[2] = torch.maximum(totals[2], counts.max())
-        return _pooled(there, self, keys, values, held)
+        return pooled(there, self, keys, values, held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,25 +105,7 @@ class InPlace:
         return *selected.gather(keys, values, self.regions.held), slab
 
 
-def definition(
-    selected: Selected, blocks: Sequence[Sequence[Tensor]], keys: Tensor, values: Tensor, held: int
-) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, H, held + M, D] of sink, ring and the selected rows; zeros for missing rows.
-
-    keys, values [B, H, N, D]: a slab whose first `held` slots are sink and ring. blocks[b][e]: block e of sequence b, whose
-    address the table has.
-    """
-    rows, format = selected.rows, selected.format or RowFormat(keys.shape[3], keys.dtype)
-    there = keys.new_zeros((*rows.shape, 2, keys.shape[3]))
-    lies = rows >= 0 if selected.slots is None else (rows >= 0) & (selected.slots < 0)
-    for b, own in enumerate(blocks):
-        for h in range(rows.shape[1] if own else 0):
-            of_head = format.decode(torch.cat([block[h] for block in own]))
-            there[b, h, lies[b, h]] = of_head[rows[b, h, lies[b, h]].long()]
-    return _pooled(there, selected, keys, values, held)
-
-
-def _pooled(there: Tensor, selected: Selected, keys: Tensor, values: Tensor, held: int) -> tuple[Tensor, Tensor]:
+def pooled(there: Tensor, selected: Selected, keys: Tensor, values: Tensor, held: int) -> tuple[Tensor, Tensor]:
     """Return keys and values of sink and ring, followed by the M selected rows, read from their slots or their blocks."""
     parts = []
     for slab, read in ((keys, there[:, :, :, 0]), (values, there[:, :, :, 1])):

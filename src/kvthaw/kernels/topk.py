@@ -85,7 +85,7 @@ def _ordered(number: float) -> int:
 
 
 def heaviest(merged: Tensor, candidates: Tensor, k: int, floor: Floor | None = None) -> Tensor:
-    """Return which of the candidates are the k largest of merged, bool [L, H, width]; arguments as in `definition`."""
+    """Return which of the candidates are the k largest of merged, bool [L, H, width]; -1 pads candidates."""
     order = torch.sort(merged, dim=2, descending=True, stable=True).indices[:, :, :k]
     keep = torch.zeros_like(candidates, dtype=torch.bool).scatter_(2, order, True) & (candidates >= 0)
     if floor is not None:
@@ -93,25 +93,8 @@ def heaviest(merged: Tensor, candidates: Tensor, k: int, floor: Floor | None = N
     return keep
 
 
-def definition(
-    merged: Tensor,
-    candidates: Tensor,
-    k: int,
-    first: int,
-    floor: Floor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the rows of the k largest of merged [L, H, width], and counts [L, H].
-
-    The rows [L, H, k] int32 are ascending positions + first, -1 padded.
-
-    candidates [L, H, width] int32: ascending positions, -1 padded, where merged is -inf.
-    floor: as in `topk`.
-    """
-    return positions(heaviest(merged, candidates, k, floor), candidates, k, first)
-
-
 def positions(keep: Tensor, candidates: Tensor, k: int, first: int) -> tuple[Tensor, Tensor]:
-    """Return rows and counts, as `definition` does, of the candidates to keep, at most k for each head."""
+    """Return rows and counts, as `topk` does, of the candidates to keep, at most k for each head."""
     at = compact(keep, k)
     rows = torch.where(at >= 0, candidates.gather(2, at.clamp(min=0).long()) + first, -1)
     return rows.int(), keep.sum(dim=2).int()

@@ -24,28 +24,6 @@ def crossing(on_host: Tensor, block_size: int, fetch: Tensor) -> Tensor:
     return on_host[torch.arange(len(fetch), device=fetch.device)[:, None, None], number] & (fetch >= 0)
 
 
-def definition(
-    table: Tensor,
-    block_size: int,
-    slab: Tensor,
-    fetch: Tensor,
-    slots: Tensor,
-    offset: int,
-    format: RowFormat | None = None,
-) -> None:
-    """Copy row fetch[b, h, m] of sequence b to slab[b, h, offset + slots[b, h, m]]; fetch -1 skips.
-
-    table[b][e]: block e of sequence b, a tensor [H, block_size, *tail] of a format, None for the slab's; the launcher takes the
-    blocks' addresses.
-    """
-    format = format or RowFormat(slab.shape[4], slab.dtype)
-    for b, h, m in (fetch >= 0).nonzero().tolist():
-        row = int(fetch[b, h, m])
-        slab[b, h, offset + int(slots[b, h, m])] = format.decode(table[b][row // block_size][h, row % block_size]).to(
-            slab.device
-        )
-
-
 if HAS_TRITON:
     import triton
     import triton.language as tl
@@ -109,7 +87,9 @@ def uva_gather(
     format: RowFormat | None = None,
     programs: int = PROGRAMS,
 ) -> None:
-    """Launch the kernel: as `definition`, on the current stream, without a sync. Blocks lie in pinned or device memory.
+    """Copy row fetch[b, h, m] of sequence b to slab[b, h, offset + slots[b, h, m]]; fetch -1 skips.
+
+    Launches on the current stream, without a sync. Blocks lie in pinned or device memory.
 
     count: on_host of `crossing`, strided as table, and counters [COUNTERS] int64, to whose sum the rows that lie on the host are
     added.

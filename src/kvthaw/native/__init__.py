@@ -107,7 +107,7 @@ def admit(
     counts: Tensor,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Assign slots on the host, as `kvthaw.kernels.admit.definition` does. Leaves the last columns of row_slot and slot_row
+    """Assign slots on the host, as `kvthaw.kernels.admit.admit` does. Leaves the last columns of row_slot and slot_row
     unchanged.
 
     out: tensors that receive slots, fetch and live; None allocates them.
