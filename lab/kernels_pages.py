@@ -132,15 +132,18 @@ def kmeans_time(method: str, tokens: int, *, iterations: int) -> dict[str, Any]:
     count = tokens // _METHODS[method]
     start = first_of_prompt(keys, count)
 
-    def call() -> object:
-        return kmeans.launch(keys, first_of_prompt(keys, count), distance="cosine", iterations=iterations)
+    def clusters(start: Tensor) -> kmeans.Clusters:
+        return kmeans.whole(kmeans.launch_in_pieces(keys, start, distance="cosine", iterations=iterations))
 
-    _, order, stops = kmeans.launch(keys, start, distance="cosine", iterations=iterations)
+    def call() -> object:
+        return clusters(first_of_prompt(keys, count))
+
+    _, order, stops = clusters(start)
     whole = torch.arange(tokens, device="cuda", dtype=torch.int32).expand(HEADS, -1)
     demand(torch.equal(order.sort(dim=1).values, whole), "k-means' clusters are not a partition")
     demand(bool((stops.diff(dim=1) >= 0).all()) and bool((stops[:, -1] == tokens).all()), "k-means' stops are not in order")
     seconds, first = eager_time(call), eager_time(lambda: first_of_prompt(keys, count))
-    plain = eager_time(lambda: kmeans.definition(keys, start, distance="cosine", iterations=1), 2)
+    plain = eager_time(lambda: kmeans.whole(kmeans.definition_in_pieces(keys, start, distance="cosine", iterations=1)), 2)
     work = 2 * HEADS * tokens * count * DIM * iterations
     return {
         "op": "kmeans",

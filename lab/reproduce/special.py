@@ -18,7 +18,7 @@ from kvthaw.evaluate.probe import exact_scores
 from kvthaw.evaluate.results import Record, mean
 from kvthaw.evaluate.variant import Variant, complete, fork, whole
 from kvthaw.index.hybrid import HybridIndex
-from kvthaw.kernels.kmeans import kmeans
+from kvthaw.kernels import kmeans
 from kvthaw.methods import resolve
 from lab.evaluate.published import BENCHMARKS
 from lab.reproduce.experiment import Cell, Cells, Measurement
@@ -189,9 +189,8 @@ def drifted(lab: Lab, rows: Sequence[str], source: View) -> tuple[Found, str]:
         for row, known in zip(rows, (keys[:, : len(prompt)], keys), strict=True):
             generator = torch.Generator().manual_seed(layer.number)
             start = torch.randperm(known.shape[1], generator=generator)[: max(2, len(prompt) // 80)].to(keys.device)
-            means, _, _ = kmeans(
-                known.contiguous(), start.expand(keys.shape[0], -1).contiguous(), distance="cosine", iterations=20
-            )
+            starts = start.expand(keys.shape[0], -1).contiguous()
+            means, _, _ = kmeans.whole(kmeans.kmeans_in_pieces(known.contiguous(), starts, distance="cosine", iterations=20))
             nearest = (made @ torch.nn.functional.normalize(means.float(), dim=2).transpose(1, 2)).amax(dim=2)
             far[row].append(float(1 - nearest.mean()))
     return {row: {"distance": mean(of) or 0.0} for row, of in far.items()}, f"{small.length:,} + {small.steps:,} tokens"

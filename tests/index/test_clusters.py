@@ -20,7 +20,7 @@ from kvthaw.index import batches as module
 from kvthaw.index.batches import BatchedIndex
 from kvthaw.index.clusters import ClusterIndex, covering
 from kvthaw.index.nodes import NodeConfig, NodeIndex
-from kvthaw.kernels.kmeans import kmeans, whole
+from kvthaw.kernels.kmeans import kmeans_in_pieces, whole
 from kvthaw.kernels.rerank import TILE
 
 SMALL = partial(ClusterIndex, tokens_per_cluster=10, batch=40, clusters_per_batch=4)
@@ -72,7 +72,7 @@ def test_the_prompts_clusters_are_kmeans_of_its_keys() -> None:
     keys = seqs.keys[0][:, FIRST : FIRST + 120]
     drawn = sample_positions(FIRST + torch.arange(120), 6, seed=7, layer=3, heads=2)
     start = whole(covering(keys, drawn, 12))
-    means, order, stops = kmeans(keys, start, distance="cosine", iterations=8)
+    means, order, stops = whole(kmeans_in_pieces(keys, start, distance="cosine", iterations=8))
     torch.testing.assert_close(index.digests[0, :, :12], means)
     assert torch.equal(index.order[0, :, :120], order + FIRST)
     assert torch.equal(index.stops[0, :, :13], stops)

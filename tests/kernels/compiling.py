@@ -56,7 +56,7 @@ def units(dtype: torch.dtype, dim: int) -> None:
     from kvthaw.kernels import kmeans, observe, page_bounds, unit_select
 
     keys = empty(HEADS, 700, dim, dtype=dtype)
-    kmeans.launch(keys, empty(HEADS, 30, dtype=torch.int64), distance="cosine", iterations=2)
+    kmeans.whole(kmeans.launch_in_pieces(keys, empty(HEADS, 30, dtype=torch.int64), distance="cosine", iterations=2))
     page_bounds.launch(keys, 16, spread="mean")
     observe.launch(empty(HEADS, 32, dim, dtype=dtype), keys, empty(HEADS, 32, dtype=torch.float32), scale=0.1)
     query, counts, stops = empty(3, HEADS * GROUP, dim, dtype=dtype), empty(3), empty(3, HEADS, 71)
@@ -117,7 +117,7 @@ def clusters(dtype: torch.dtype, dim: int) -> None:
     for tokens, count in ((36864, 1152), (320, 10), (1003, 31)):
         keys, which = empty(HEADS, tokens, dim, dtype=dtype), empty(HEADS, count, dtype=torch.int64)
         cover.launch(empty(HEADS, tokens, dtype=torch.float32), keys, which)
-        kmeans.launch(keys, which, distance="cosine", iterations=1)
+        kmeans.whole(kmeans.launch_in_pieces(keys, which, distance="cosine", iterations=1))
 
 
 def moves(dtype: torch.dtype, dim: int) -> None:
@@ -192,7 +192,11 @@ def elsewhere(dtype: torch.dtype, dim: int) -> None:
     for form in (4, 3):
         summaries, quantizer = quantized(3, subs, form)
         rerank.launch(rotated, summaries, empty(3, HEADS, 640), empty(3), quantizer, 0.1, 64)
-    kmeans.launch(empty(HEADS, 700, dim, dtype=dtype), empty(HEADS, 30, dtype=torch.int64), distance="l2", iterations=1)
+    kmeans.whole(
+        kmeans.launch_in_pieces(
+            empty(HEADS, 700, dim, dtype=dtype), empty(HEADS, 30, dtype=torch.int64), distance="l2", iterations=1
+        )
+    )
     slab = empty(3, HEADS, 500, 2, dim, dtype=dtype)
     flash_decode.flash_decode(DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], scale=0.1), TokenOrder(empty(3)))
 

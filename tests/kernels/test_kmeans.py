@@ -61,7 +61,7 @@ def plain(keys: Tensor, start: Tensor, distance: Distance) -> tuple[Tensor, Tens
 def test_the_definition_is_plain_kmeans(shape: tuple[int, int, int, int], distance: Distance) -> None:
     keys, start = blobs(*shape)
     means, labels = plain(keys, start, distance)
-    found, *clusters = op.definition(keys, start, distance=distance)
+    found, *clusters = op.whole(op.definition_in_pieces(keys, start, distance=distance))
     assert all(torch.equal(a, b) for a, b in zip(clusters, op.grouped(labels, start.shape[1]), strict=True))
     torch.testing.assert_close(found, means, rtol=1e-5, atol=1e-5)
 
@@ -80,8 +80,8 @@ def test_kernels_are_the_definition(
 ) -> None:
     keys, start = blobs(*shape)
     keys, start = keys.to(dtype).to(device), start.to(device)
-    means, order, stops = op.definition(keys, start, distance=distance, iterations=2)
-    found, found_order, found_stops = op.launch(keys, start, distance=distance, iterations=2)
+    means, order, stops = op.whole(op.definition_in_pieces(keys, start, distance=distance, iterations=2))
+    found, found_order, found_stops = op.whole(op.launch_in_pieces(keys, start, distance=distance, iterations=2))
     assert torch.equal(found_stops, stops)
     assert torch.equal(found_order, order)
     torch.testing.assert_close(found, means, rtol=1e-5, atol=1e-5)
@@ -92,7 +92,7 @@ def test_kernels_assign_to_a_nearest_centroid(device: torch.device) -> None:
     keys = torch.randn(1, 300, 64, device=device)
     start = torch.arange(0, 300, 30, device=device)[None]
     for distance in ("cosine", "l2", "inner"):
-        means, order, stops = op.launch(keys, start, distance=distance, iterations=1)
+        means, order, stops = op.whole(op.launch_in_pieces(keys, start, distance=distance, iterations=1))
         first = keys[:, start[0]].float()
         m, b = op.probes(first, distance)
         scores = (keys @ m.transpose(1, 2) + b[:, None])[0]
@@ -124,7 +124,7 @@ def test_products_are_of_shapes_that_a_gpu_multiplies(
 
     monkeypatch.setattr(op, "_assign", Watched())
     keys, start = blobs(1, 30, 2, dim)
-    op.launch(keys.to(device, dtype), start.to(device), distance="l2", iterations=2)
+    op.whole(op.launch_in_pieces(keys.to(device, dtype), start.to(device), distance="l2", iterations=2))
     assert len(given) == 2
     for shape in given:
         assert min(shape["BM"], shape["BN"], shape["DP"]) >= 16
@@ -135,7 +135,7 @@ def test_products_are_of_shapes_that_a_gpu_multiplies(
 def test_stops_early_and_keeps_empty_clusters() -> None:
     keys = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]])
     start = torch.tensor([[0, 1, 2]])  # the second centroid equals the first: of equal ones the first takes all
-    means, order, stops = op.kmeans(keys, start, distance="cosine", iterations=10_000_000)
+    means, order, stops = op.whole(op.kmeans_in_pieces(keys, start, distance="cosine", iterations=10_000_000))
     assert stops.tolist() == [[0, 3, 3, 4]]
     assert order.tolist() == [[0, 1, 3, 2]]
     assert means[0, 1].tolist() == [1.0, 0.0]
@@ -143,17 +143,17 @@ def test_stops_early_and_keeps_empty_clusters() -> None:
 
 def test_problems_do_not_mix() -> None:
     keys, start = torch.randn(3, 90, 64), torch.stack([torch.randperm(90)[:6] for _ in range(3)])
-    together = op.kmeans(keys, start, distance="cosine")
+    together = op.whole(op.kmeans_in_pieces(keys, start, distance="cosine"))
     for n in range(3):
-        alone = op.kmeans(keys[n : n + 1], start[n : n + 1], distance="cosine")
+        alone = op.whole(op.kmeans_in_pieces(keys[n : n + 1], start[n : n + 1], distance="cosine"))
         assert all(torch.equal(a[n : n + 1], b) for a, b in zip(together[1:], alone[1:], strict=True))
 
 
 def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, start = blobs(2, 100, 5, 64)
-    whole = op.definition(keys, start, distance="cosine")
+    whole = op.whole(op.definition_in_pieces(keys, start, distance="cosine"))
     monkeypatch.setattr(op, "SCORES", 64)
-    parts = op.definition(keys, start, distance="cosine")
+    parts = op.whole(op.definition_in_pieces(keys, start, distance="cosine"))
     assert torch.equal(whole[1], parts[1])
     assert torch.equal(whole[2], parts[2])
     torch.testing.assert_close(whole[0], parts[0])

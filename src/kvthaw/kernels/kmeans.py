@@ -251,14 +251,4 @@ def launch_in_pieces(
     return means, order, torch.nn.functional.pad(ends, (1, 0)).int()
 
 
-def definition(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> Clusters:
-    """As `definition_in_pieces`, at once."""
-    return whole(definition_in_pieces(keys, start, distance=distance, iterations=iterations))
-
-
-def launch(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> Clusters:
-    """As `launch_in_pieces`, at once."""
-    return whole(launch_in_pieces(keys, start, distance=distance, iterations=iterations))
-
-
-kmeans, kmeans_in_pieces = by_device(launch, definition), by_device(launch_in_pieces, definition_in_pieces)
+kmeans_in_pieces = by_device(launch_in_pieces, definition_in_pieces)

@@ -12,7 +12,7 @@ from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError, at_least, within
 from kvthaw.index.draws import drawn, stream
 from kvthaw.index.tokens import Policy, TokenIndex
-from kvthaw.kernels.kmeans import kmeans
+from kvthaw.kernels.kmeans import kmeans_in_pieces, whole
 
 _BLOCK = 4096
 """Points that are compared with centroids at once."""
@@ -64,7 +64,7 @@ class ProductIndex(TokenIndex, tested=True):
         positions = torch.arange(self.first, self.first + tokens, device=keys.device)
         streams = stream(context, self.parts) + torch.arange(heads * self.parts, device=keys.device)
         starts = drawn(positions, count, streams[:, None])
-        means = kmeans(points.flatten(0, 1), starts, distance="l2", iterations=self.iterations)[0]
+        means = whole(kmeans_in_pieces(points.flatten(0, 1), starts, distance="l2", iterations=self.iterations))[0]
         table = self.learned["centroids"][seq]
         table[:, :, :count] = means.view(heads, self.parts, count, -1)
         table[:, :, count:] = table[:, :, :1]  # of equal ones the first is the nearest
