@@ -19,6 +19,7 @@ from kvthaw.cache.state import SequenceState
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, Layers
+from kvthaw.engine.hf.model import positions
 from kvthaw.errors import ConfigError, UnsupportedModelError
 from kvthaw.kernels.local import Span
 
@@ -145,7 +146,7 @@ def packs(cache: BatchCache) -> bool:
 
 def check_positions(model: PreTrainedModel, capacity: int) -> None:
     """Raise an error for models whose positions end before the capacity, or depend on the rest of the batch."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = positions(model)
     if limit is not None and capacity > limit:
         raise ConfigError(f"capacity is {capacity}; the model's positions end at {limit}")
     kind = turns_by_length(model)

@@ -42,7 +42,7 @@ from kvthaw.engine.hf.hooks import choose_early, prefetch, rotary, turns_by_leng
 from kvthaw.engine.hf.identity import Origin, adapters
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
 from kvthaw.engine.hf.masks import as_bool
-from kvthaw.engine.hf.model import head_dim, kv_bytes, kv_heads, of_layer
+from kvthaw.engine.hf.model import head_dim, kv_bytes, kv_heads, of_layer, positions
 from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
 from kvthaw.formatting import counted, human
@@ -411,10 +411,10 @@ def _that_fits(
 
     layers: the layers that keep KV of all tokens.
     """
-    processes, own = ranks(model), model.config.get_text_config(decoder=True)
+    processes = ranks(model)
     memory = DeviceMemory(config.device_memory or "auto", (), processes)
     memory.resolve(model.device)
-    rows, tokens, new = sized_for or (1, min(getattr(own, "max_position_embeddings", None) or _LONGEST, _LONGEST), 0)
+    rows, tokens, new = sized_for or (1, min(positions(model) or _LONGEST, _LONGEST), 0)
     every = kv_bytes(model, layers) // processes.all_heads(1)
     if not memory.bytes or rows * (tokens + new) * every <= memory.bytes:  # an index takes less than all KV
         return methods[0], ""
