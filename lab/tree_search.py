@@ -89,7 +89,7 @@ def search(layer: int, queries: Tensor, keys: Tensor, rows: int, options: dict[s
         share = (scores * dim**-0.5).softmax(1)
         means["mass"] += float(((share * got).sum(1) / share.topk(rows).values.sum(1)).sum())
     count = asked.shape[1] * heads
-    products = index.products() / count
+    products = index.forest.products() / count
     means = {name: value if name == "build_us_a_key" else value / count for name, value in means.items()}
     return {**means, "products": products, "products_share": products / held.shape[1]}
 

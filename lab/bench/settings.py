@@ -39,6 +39,11 @@ class ShapeSetting(DecodeSetting):
             raise ConfigError(f"hits is {self.hits}; with prompt='text' the text says which rows are found")
         DecodeSetting.__post_init__(self)
 
+    @property
+    def dense(self) -> bool:
+        """Whether every layer keeps all of its KV on the device."""
+        return self.method == HF[0] or (not self.hf and self.resolved().dense)
+
     def __str__(self) -> str:
         return DecodeSetting.__str__(self) + ("" if self.hits is None else f", hits {self.hits}")
 

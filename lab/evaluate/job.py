@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from kvthaw.engine.chat_template import Chat
 from kvthaw.errors import ConfigError, at_least
@@ -29,6 +29,11 @@ def check_question(question: str) -> None:
     """Raise ConfigError for one that is none of QUESTIONS."""
     if question not in QUESTIONS:
         raise ConfigError(f"question is {question!r}; it must be {' or '.join(QUESTIONS)}")
+
+
+def template_setting(chat: Chat) -> dict[str, Any]:
+    """Return the given options of the chat template, on which a record depends."""
+    return {name: value for name, value in asdict(chat).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from kvthaw.evaluate.results import BYTES, Record, Setting, asked_budget, larges
 from kvthaw.evaluate.row_stats import PerRequestStats
 from kvthaw.evaluate.variant import Variant, setting_of
 from lab.evaluate.answers import Answers, spoken
-from lab.evaluate.job import Job, SampleKey
+from lab.evaluate.job import Job, SampleKey, template_setting
 from lab.evaluate.metrics import CHAT, paired, wilson
 from lab.evaluate.probe import QUALITY, Probe
 from lab.evaluate.tasks import Sample, Task, find
@@ -58,7 +58,7 @@ class Runner(Evaluator[Job, SampleKey]):
             "question": work.question,
             "probe": work.probe,
             "source": fingerprint_of(work.text, work.data),
-            **({} if work.chat is None else {"chat": True, **work.chat.setting()}),
+            **({} if work.chat is None else {"chat": True, **template_setting(work.chat)}),
             **({} if own else {"max_new_tokens": work.limit(find(work.task, work.data))}),
         }
         return [[{**same, "seed": seed, "depth": depth}] for seed, depth in places]

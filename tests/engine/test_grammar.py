@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import bytemodel
 from kvthaw import Batch, Scheduler
 from kvthaw.engine import grammar
-from kvthaw.engine.grammar import Grammar, Grammars, TokenMasks
+from kvthaw.engine.grammar import OBJECT, Grammar, Grammars, TokenMasks
 from kvthaw.engine.json_schema import check_schema
 from kvthaw.engine.sampling import Sampler, Sampling
 from kvthaw.errors import CacheError, ConfigError
@@ -27,6 +27,10 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+
+
+def of_schema(grammars: Grammars, schema: Any) -> Grammar:
+    return grammars.compile(grammars.read(schema)[0])
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +47,7 @@ def grammars(loaded: tuple[Any, Any]) -> Grammars:
 
 @pytest.fixture(scope="module")
 def person(grammars: Grammars) -> Grammar:
-    return grammars.json_schema(PERSON)
+    return of_schema(grammars, PERSON)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,7 @@ def shipped() -> tuple[Any, Grammar]:
     from kvthaw.engine.hf.model import load
 
     model, tokenizer = load("shipped")
-    return tokenizer, Grammars(tokenizer, model.config.vocab_size).json_schema(PERSON)
+    return tokenizer, of_schema(Grammars(tokenizer, model.config.vocab_size), PERSON)
 
 
 def follow(grammar: Grammar, tokenizer: Any, text: str) -> bool:
@@ -95,7 +99,7 @@ def test_a_batch_follows_each_request_s_own_grammar(loaded: tuple[Any, Any], gra
     model, tokenizer = loaded
     prompt = tokenizer("Tell me of a man: ")["input_ids"]
     plain = Sampling(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
-    guided = Sampling(temperature=temperature, seed=5, grammar=grammars.json_schema(PERSON), frequency_penalty=0.5)
+    guided = Sampling(temperature=temperature, seed=5, grammar=of_schema(grammars, PERSON), frequency_penalty=0.5)
 
     def run(*samplings: Sampling, preempted: int = -1) -> list[Any]:
         batch = Batch(model, "clusterkv-plus", max_seqs=3, capacity=512, budget=64, block_size=64)
@@ -109,7 +113,7 @@ def test_a_batch_follows_each_request_s_own_grammar(loaded: tuple[Any, Any], gra
                 break
         return requests
 
-    one, free, listed = run(guided, plain, Sampling(temperature=temperature, grammar=grammars.json(), max_tokens=60))
+    one, free, listed = run(guided, plain, Sampling(temperature=temperature, grammar=grammars.compile(OBJECT), max_tokens=60))
     assert one.finished == "stop"
     said = json.loads(one.text)
     assert set(said) == {"name", "age"}
@@ -132,7 +136,7 @@ def test_what_a_grammar_cannot_stand_beside(loaded: tuple[Any, Any], grammars: G
 
 def test_an_output_that_no_token_continues_ends_with_an_error(loaded: tuple[Any, Any], grammars: Grammars) -> None:
     batch = Batch(loaded[0], "full", max_seqs=1, capacity=64)
-    request = batch.request([1, 2], sampling=Sampling(grammar=grammars.json(), max_tokens=9))
+    request = batch.request([1, 2], sampling=Sampling(grammar=grammars.compile(OBJECT), max_tokens=9))
     request.take(5, None, 0)
     assert request.finished == "error"
     assert isinstance(request.error, ConfigError)
@@ -144,7 +148,7 @@ def test_a_token_without_text_continues_no_output() -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(BPE(vocab=special, merges=[])), pad_token="<none>", eos_token="<end>"
     )
-    matcher = Grammars(tokenizer, 4).json_schema({"type": "string", "pattern": "a*"}).matcher([3])
+    matcher = of_schema(Grammars(tokenizer, 4), {"type": "string", "pattern": "a*"}).matcher([3])
     assert [matcher.accept(token) for token in (1, 0, 2, 0, 1, 3)] == [True, False, True, False, True, True]
 
 
@@ -203,7 +207,7 @@ def test_a_token_without_text_continues_no_output() -> None:
 )
 def test_a_schema_that_would_not_be_met_to_the_letter_is_refused(grammars: Grammars, schema: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        grammars.json_schema(schema)
+        of_schema(grammars, schema)
 
 
 def test_a_schema_may_not_be_nested_without_end(grammars: Grammars) -> None:
@@ -211,7 +215,7 @@ def test_a_schema_may_not_be_nested_without_end(grammars: Grammars) -> None:
     for _ in range(100):
         schema = {"type": "array", "items": schema}
     with pytest.raises(ConfigError, match="deep"):
-        grammars.json_schema(schema)
+        of_schema(grammars, schema)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +231,7 @@ def test_a_schema_may_not_be_nested_without_end(grammars: Grammars) -> None:
     ],
 )  # fmt: skip
 def test_a_schema_that_something_finite_meets_is_served(grammars: Grammars, schema: Any) -> None:
-    grammars.json_schema(schema)
+    of_schema(grammars, schema)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +244,7 @@ def test_a_schema_that_something_finite_meets_is_served(grammars: Grammars, sche
 )  # fmt: skip
 def test_a_pattern_that_a_text_goes_through_in_many_ways_is_refused(grammars: Grammars, pattern: str) -> None:
     with pytest.raises(ConfigError, match=r"pattern (has|lets|repeats)"):
-        grammars.json_schema({"type": "string", "pattern": pattern})
+        of_schema(grammars, {"type": "string", "pattern": pattern})
 
 
 @pytest.mark.parametrize(
@@ -249,20 +253,20 @@ def test_a_pattern_that_a_text_goes_through_in_many_ways_is_refused(grammars: Gr
 def test_a_group_that_may_be_empty_is_not_repeated(grammars: Grammars, pattern: str) -> None:
     """xgrammar looks for a way through it without end."""
     with pytest.raises(ConfigError, match="may be empty"):
-        grammars.json_schema({"type": "string", "pattern": pattern})
+        of_schema(grammars, {"type": "string", "pattern": pattern})
 
 
 @pytest.mark.parametrize("pattern", [r".(([a-z]+){6}){5}((..é[0-9a-f]){4})?\d", "(.+[^x][^x]*(.|日|. )){5}", ".*.*.*.*.*é"])
 def test_beyond_ascii_a_text_may_go_on_in_few_ways(grammars: Grammars, pattern: str) -> None:
     with pytest.raises(ConfigError, match="too many ways"):
-        grammars.json_schema({"type": "string", "pattern": pattern})
+        of_schema(grammars, {"type": "string", "pattern": pattern})
 
 
 @pytest.mark.parametrize(
     "pattern", ["[一-鿿]{1,60}", "(rouge|bleu|doré)(, (rouge|bleu|doré))*", "[a-zà-ÿ]+( [a-zà-ÿ]+)*", ".*é.*"]
 )
 def test_usual_patterns_beyond_ascii_are_served(grammars: Grammars, pattern: str) -> None:
-    grammars.json_schema({"type": "string", "pattern": pattern})
+    of_schema(grammars, {"type": "string", "pattern": pattern})
 
 
 @pytest.mark.parametrize(
@@ -285,7 +289,7 @@ def test_usual_patterns_beyond_ascii_are_served(grammars: Grammars, pattern: str
 )
 def test_a_character_that_no_text_has_is_refused(grammars: Grammars, pattern: str) -> None:
     with pytest.raises(ConfigError, match="matches no character that JSON writes as itself"):
-        grammars.json_schema({"type": "string", "pattern": pattern})
+        of_schema(grammars, {"type": "string", "pattern": pattern})
 
 
 @pytest.mark.parametrize(
@@ -293,19 +297,19 @@ def test_a_character_that_no_text_has_is_refused(grammars: Grammars, pattern: st
     [r"[\n ]", r"[^\n]", r"[^ -~]", "[^é]", r"\s", r"\S\W\D\w\d", "[é-ü]", r"[\d\]]", r"\.\/", "[^a]", "[a-]", r"[+\-]", "日"],
 )
 def test_characters_that_some_text_has_are_served(grammars: Grammars, pattern: str) -> None:
-    grammars.json_schema({"type": "string", "pattern": pattern})
+    of_schema(grammars, {"type": "string", "pattern": pattern})
 
 
 @pytest.mark.parametrize("pattern", ["a$b", "a^", "^a$|^b$", r"\ba", "(^a)", r"a\b", "$a"])
 def test_an_anchor_within_a_pattern_is_refused(grammars: Grammars, pattern: str) -> None:
     """xgrammar passes over it."""
     with pytest.raises(ConfigError, match="anchor"):
-        grammars.json_schema({"type": "string", "pattern": pattern})
+        of_schema(grammars, {"type": "string", "pattern": pattern})
 
 
 @pytest.mark.parametrize("pattern", ["^a$", r"\^a\$", "[$^]a", r"[\]^]"])
 def test_what_only_looks_like_an_anchor_is_served(grammars: Grammars, pattern: str) -> None:
-    grammars.json_schema({"type": "string", "pattern": pattern})
+    of_schema(grammars, {"type": "string", "pattern": pattern})
 
 
 @pytest.mark.parametrize(
@@ -333,7 +337,7 @@ def test_a_schema_that_takes_long_to_compile_for_a_vocabulary_is_refused(
     assert source == (json.dumps(schema), "open")
     monkeypatch.setattr(grammar, "MOST_TRIES", tries - 1)
     with pytest.raises(ConfigError, match="passes over a vocabulary of 258 tokens"):
-        grammars.json_schema(schema)
+        of_schema(grammars, schema)
 
 
 def test_a_grammar_that_was_compiled_is_known(grammars: Grammars) -> None:
@@ -355,7 +359,7 @@ def test_a_grammar_that_was_compiled_is_known(grammars: Grammars) -> None:
     ],
 )
 def test_usual_patterns_are_served(grammars: Grammars, loaded: tuple[Any, Any], pattern: str, text: str, fits: bool) -> None:
-    grammar = grammars.json_schema({"type": "string", "pattern": pattern})
+    grammar = of_schema(grammars, {"type": "string", "pattern": pattern})
     assert follow(grammar, loaded[1], json.dumps(text)) == fits
 
 
@@ -364,9 +368,9 @@ def test_counts_of_a_whole_schema_are_bounded(grammars: Grammars) -> None:
         return {"type": "object", "properties": {str(i): {**one, "title": str(i)} for i in range(100)}}
 
     with pytest.raises(ConfigError, match="counts"):
-        grammars.json_schema(properties({"type": "string", "maxLength": 4000}))
+        of_schema(grammars, properties({"type": "string", "maxLength": 4000}))
     with pytest.raises(ConfigError, match="multipleOf"):
-        grammars.json_schema(properties({"type": "integer", "multipleOf": 100}))
+        of_schema(grammars, properties({"type": "integer", "multipleOf": 100}))
 
 
 def test_a_grammar_sees_each_token_first(loaded: tuple[Any, Any], person: Grammar) -> None:

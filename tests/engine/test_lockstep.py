@@ -32,7 +32,7 @@ def test_no_step_waits_for_a_grammar(loaded: tuple[Any, Any], monkeypatch: pytes
     model, tokenizer = loaded
     batch = Batch(model, "full", max_seqs=2, capacity=bytemodel.POSITIONS)
     other = batch.request(tokenizer("Hi")["input_ids"], max_new_tokens=60, stop=())
-    grammar = Grammars(tokenizer, batch.vocabulary).json()
+    grammar = Grammars(tokenizer, batch.vocabulary).compile(OBJECT)
     guided = batch.request(tokenizer("Hi")["input_ids"], sampling=Sampling(grammar=grammar), max_new_tokens=6)
     compile, goes_on, waited = Grammars.compile, threading.Event(), list[int]()
 

@@ -61,7 +61,7 @@ def run(sampler: Sampler, seqs: list[int], steps: int, dtype: torch.dtype = torc
         logits = random_logits(sampler.seqs, seed=1000 + step, dtype=dtype)
         for i, seq in enumerate(seqs):
             logits[seq] = random_logits(1, seed=step * 100 + i, dtype=dtype)[0]
-        chosen = sampler(logits, torch.full((sampler.seqs,), len(PROMPT) + step)).read()[0]
+        chosen = sampler(logits, torch.full((sampler.seqs,), len(PROMPT) + step)).fetch()()[0]
         for i, seq in enumerate(seqs):
             tokens[i].append(chosen[seq])
     return tokens
@@ -91,7 +91,7 @@ def test_tokens_equal_the_definition_in_any_company(dtype: torch.dtype) -> None:
         alone = Sampler(1, VOCAB)
         alone.join(0, Sampling(seed=i, **kind), PROMPT, STOPS)
         logits = [random_logits(1, seed=step * 100 + i, dtype=dtype) for step in range(steps)]
-        assert [alone(x, torch.tensor([len(PROMPT) + n])).read()[0][0] for n, x in enumerate(logits)] == expected[i]
+        assert [alone(x, torch.tensor([len(PROMPT) + n])).fetch()()[0][0] for n, x in enumerate(logits)] == expected[i]
 
 
 @pytest.mark.parametrize(("penalty", "seen"), [(5e-324, True), (1e-300, True), (1e-30, True), (1e300, False), (1.7e308, False)])
@@ -105,7 +105,7 @@ def test_a_penalty_of_any_size_is_served(penalty: float, seen: bool, more: dict[
     sampler = Sampler(20, VOCAB)
     for seq in range(20):
         sampler.join(seq, Sampling(repetition_penalty=penalty, seed=seq, **more), [1498, 1499])
-    tokens = sampler(logits, torch.full((20,), 2)).read()[0]
+    tokens = sampler(logits, torch.full((20,), 2)).fetch()()[0]
     assert all((token in (1498, 1499)) == seen for token in tokens)
     assert 0 not in tokens
 
@@ -117,12 +117,12 @@ def test_a_sequence_of_a_batch_is_sampled_by_itself() -> None:
     for sampler, seq in ((batch, 1), (alone, 0)):
         sampler.join(seq, sampling, PROMPT)
     logits, at = random_logits(3), torch.tensor([len(PROMPT)])
-    first = batch(logits[:1], at, slice(1, 2)).read()
-    assert first == alone(logits[:1], at).read()
-    together = batch(logits, (at + 1).expand(3)).read()[0]
-    assert together[1] == alone(logits[1:2], at + 1).read()[0][0]
+    first = batch(logits[:1], at, slice(1, 2)).fetch()()
+    assert first == alone(logits[:1], at).fetch()()
+    together = batch(logits, (at + 1).expand(3)).fetch()()[0]
+    assert together[1] == alone(logits[1:2], at + 1).fetch()()[0][0]
     batch.leave(1)
-    assert batch(logits, at.expand(3)).read()[0] == logits.argmax(dim=1).tolist()
+    assert batch(logits, at.expand(3)).fetch()()[0] == logits.argmax(dim=1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_the_distribution_is_that_of_transformers(settings: dict[str, Any], proc
         sampler = Sampler(50, VOCAB)
         for seq in range(50):
             sampler.join(seq, Sampling(seed=seq, **settings), PROMPT + output)
-        tokens = sampler(logits.expand(50, -1), torch.full((50,), len(PROMPT) + 3)).read()[0]
+        tokens = sampler(logits.expand(50, -1), torch.full((50,), len(PROMPT) + 3)).fetch()()[0]
         draws += 50
         allowed += sum(expected[token] > 0 for token in tokens)
     assert allowed == draws
@@ -214,7 +214,7 @@ def test_one_possible_token_is_drawn(how: dict[str, Any]) -> None:
         sampler = Sampler(4, VOCAB)
         for seq in range(4):
             sampler.join(seq, Sampling(temperature=temperature, seed=seq, **how))
-        assert sampler(logits, torch.arange(4)).read()[0] == [0, 7, 700, VOCAB - 1]
+        assert sampler(logits, torch.arange(4)).fetch()()[0] == [0, 7, 700, VOCAB - 1]
 
 
 def test_equal_logits_are_ranked_by_the_lowest_id() -> None:
@@ -273,7 +273,7 @@ def test_each_output_token_counts_once() -> None:
         sampler.join(0, sampling, [0])
         for position in range(1, 7):
             assert int(distribution(logits, sampling, prompt=[0], output=output).argmax()) == expected[position - 1]
-            output.extend(sampler(logits[None], torch.tensor([position])).read()[0])
+            output.extend(sampler(logits[None], torch.tensor([position])).fetch()()[0])
         assert output == expected
 
 
@@ -283,7 +283,7 @@ def test_a_penalty_of_one_rounds_nothing_of_another() -> None:
     sampler = Sampler(2, VOCAB)
     sampler.join(0, Sampling(frequency_penalty=1.0))
     for expected in ([901, 901], [900, 901]):
-        assert sampler(logits, torch.arange(2)).read()[0] == expected
+        assert sampler(logits, torch.arange(2)).fetch()()[0] == expected
 
 
 def test_min_tokens_keeps_stop_tokens_back() -> None:
@@ -291,7 +291,7 @@ def test_min_tokens_keeps_stop_tokens_back() -> None:
     for seq, sampling in enumerate((Sampling(min_tokens=2), Sampling(min_tokens=2, temperature=1.0, top_k=2))):
         sampler.join(seq, sampling, [1, 2, 3], stops=[5, 4])
     logits = torch.tensor([0.0, 1.0, 2.0, 3.0, 50.0, 60.0]).expand(2, -1)
-    found = [sampler(logits, torch.full((2,), position)).read()[0] for position in (3, 4, 5)]
+    found = [sampler(logits, torch.full((2,), position)).fetch()()[0] for position in (3, 4, 5)]
     assert [row[0] for row in found] == [3, 3, 5]
     assert max(found[0][1], found[1][1]) < 4 <= found[2][1]
 
@@ -302,7 +302,7 @@ def test_logprobs_are_those_of_the_model(dtype: torch.dtype) -> None:
     sampler, logits = Sampler(3, VOCAB), random_logits(3, dtype=dtype)
     sampler.join(0, Sampling(temperature=1.0, logit_bias={3: 100.0}, logprobs=2))
     sampler.join(1, Sampling(logprobs=0))
-    tokens, found = sampler(logits, torch.arange(3)).read()
+    tokens, found = sampler(logits, torch.arange(3)).fetch()()
     assert found is not None
     exact = torch.log_softmax(logits.double(), dim=1)
     ranked = logits.sort(dim=1, descending=True, stable=True).indices
@@ -314,7 +314,7 @@ def test_logprobs_are_those_of_the_model(dtype: torch.dtype) -> None:
     assert tokens[0] == 3
     sampler.leave(0)
     sampler.leave(1)
-    assert sampler(logits, torch.arange(3)).read() == (logits.argmax(dim=1).tolist(), None)
+    assert sampler(logits, torch.arange(3)).fetch()() == (logits.argmax(dim=1).tolist(), None)
 
 
 def test_scores_of_many_rows_are_those_of_each() -> None:
@@ -335,7 +335,7 @@ def test_inference_mode_may_come_and_go() -> None:
             sampler.join(1, sampling, PROMPT, STOPS)
         for i in (2, 3):
             with torch.inference_mode(modes[i]):
-                found.append(sampler(random_logits(2, seed=i), torch.full((2,), len(PROMPT) + i)).read())
+                found.append(sampler(random_logits(2, seed=i), torch.full((2,), len(PROMPT) + i)).fetch()())
     assert found[:2] == found[2:]
 
 
@@ -362,7 +362,7 @@ def test_a_step_can_be_captured() -> None:
         for seq, kind in enumerate(SETTINGS):
             sampler.join(seq, Sampling(seed=seq, logprobs=2, **kind), PROMPT, STOPS)
         logits, positions = inputs[0].clone(), torch.full((len(SETTINGS),), len(PROMPT), device="cuda")
-        steps = [sampler(logits, positions).read()]
+        steps = [sampler(logits, positions).fetch()()]
         graph = torch.cuda.CUDAGraph()
         if captured:
             gc.disable()  # collecting a graph of another test would end the capture
@@ -378,7 +378,7 @@ def test_a_step_can_be_captured() -> None:
                 graph.replay()
             else:
                 drawn = sampler(logits, positions)
-            steps.append(drawn.read())
+            steps.append(drawn.fetch()())
         found.append(steps)
     assert found[0] == found[1]
 

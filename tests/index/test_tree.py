@@ -417,7 +417,7 @@ def test_prioritized_dci_spares_true_products() -> None:
         index.build(0, 0, keys[None])
         for query in queries:
             index.select_host(query[None, None], 36)
-        return index.products()
+        return index.forest.products()
 
     every = len(queries) * len(keys)
     assert products(query_retrieve_share=1.0) == every

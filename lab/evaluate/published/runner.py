@@ -19,7 +19,7 @@ from kvthaw.evaluate.prefills import Tell
 from kvthaw.evaluate.results import Record, Setting
 from kvthaw.evaluate.variant import FULL, Variant, setting_of
 from lab.evaluate.answers import Answers, spoken
-from lab.evaluate.job import Question, check_question
+from lab.evaluate.job import Question, check_question, template_setting
 from lab.evaluate.prefills import KeptPrefills, OwnPrefills
 from lab.evaluate.probe import QUALITY, Probe
 
@@ -102,7 +102,7 @@ class Examiner(Evaluator[Run, Item]):
             "length": work.length,
             "question": work.question,
             "chat": work.chat is not None,
-            **({} if work.chat is None else work.chat.setting()),
+            **({} if work.chat is None else template_setting(work.chat)),
             **({"probe": work.probe} if work.probe else {}),
             "max_new_tokens": work.generation.max_new_tokens,
             "stops": list(work.generation.stops),

@@ -61,11 +61,6 @@ class DecodeSetting:
         """Whether transformers' own cache serves it."""
         return self.method in HF
 
-    @property
-    def dense(self) -> bool:
-        """Whether every layer keeps all of its KV on the device."""
-        return self.method == HF[0] or (not self.hf and self.resolved().dense)
-
     def resolved(self) -> Method:
         """Return the method, new at every call."""
         return resolve(self.method)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from types import MappingProxyType
@@ -131,10 +131,6 @@ class Chat:
 
     system: str | None = None
     thinking: bool | None = None
-
-    def setting(self) -> dict[str, Any]:
-        """Return the given options of the template, on which a record depends."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
     def check(self, tokenizer: Any) -> None:
         """Raise ConfigError if the tokenizer's template does not support these options."""

@@ -127,19 +127,6 @@ class Grammars:
         self._lock = threading.Lock()
         self._kept: OrderedDict[Source, Grammar] = OrderedDict()  # the most recently used last
 
-    def json(self) -> Grammar:
-        """Return the grammar of a JSON object."""
-        return self.compile(OBJECT)
-
-    def json_schema(self, schema: Any, *, strict: bool = False) -> Grammar:
-        """Return the grammar of the JSON that a schema describes.
-
-        strict: objects may only have members that the schema names.
-
-        Raises ConfigError if some keyword could not be enforced, or if the schema takes too long to compile; see `read`.
-        """
-        return self.compile(self.read(schema, strict=strict)[0])
-
     def read(self, schema: Any, *, strict: bool = False) -> tuple[Source, int]:
         """Return the source of a schema's grammar, and how often compiling it tries a token.
 

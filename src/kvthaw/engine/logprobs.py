@@ -39,10 +39,6 @@ class Drawn:
     tokens: Tensor
     scores: Tensor | None = None
 
-    def read(self) -> tuple[list[int], list[TokenLogprobs] | None]:
-        """Return tokens and log-probabilities in one transfer to the host."""
-        return self.fetch()()
-
     def fetch(self) -> Callable[[], tuple[list[int], list[TokenLogprobs] | None]]:
         """Start the transfer. Returns a function that waits for it, but not for later work of the device, and returns both."""
         numbers = Download(self.tokens if self.scores is None else self.scores)

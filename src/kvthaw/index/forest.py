@@ -181,10 +181,6 @@ class TreeIndex(Index, tested=True):
         """Where a sequence's positions end: it holds [first, length)."""
         return self.forest.first(seq) + self.forest.size(seq)
 
-    def products(self) -> int:
-        """How many inner products of a query with a key all selections took so far."""
-        return self.forest.products()
-
     def nbytes(self) -> int:
         """Bytes of host memory that the trees hold, shared ones once."""
         return self.forest.nbytes()
