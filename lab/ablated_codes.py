@@ -16,7 +16,7 @@ from kvthaw.index.codes import CodesIndex
 from kvthaw.index.joined import joined
 from kvthaw.kernels.encode import CENTROIDS, SUB, count
 from kvthaw.kernels.query import Rotated, in_bytes, rotate_queries
-from kvthaw.kernels.srht import Rotation, make_rotation, srht
+from kvthaw.kernels.srht import Rotation, padded, srht
 from kvthaw.kernels.tiers import definition, pack
 from kvthaw.methods.pariskv import pariskv
 from kvthaw.methods.pariskv_plus import pariskv_plus
@@ -32,7 +32,8 @@ class PlainCodesIndex(CodesIndex, tested=True):
 
     def __init__(self, context: IndexContext, *, rotate: bool = False, **options: Any) -> None:
         super().__init__(replace(context, deferred=None), **options)
-        self.rotation = make_rotation(context.head_dim, context.seed, rotate=rotate, device=context.device)
+        if not rotate:
+            self.rotation = identity(context.head_dim, context.device)
 
 
 class LearnedCodesIndex(PlainCodesIndex, tested=True):
@@ -96,6 +97,14 @@ class EachHeadCodesIndex(CodesIndex, tested=True):
         every = torch.cat(each, dim=2).sort(dim=2, descending=True).values
         again = torch.nn.functional.pad(every[..., 1:] == every[..., :-1], (1, 0))
         return every.masked_fill(again, -1).sort(dim=2, descending=True).values
+
+
+def identity(dim: int, device: torch.device | str = "cpu") -> Rotation:
+    """Return the rotation that changes no vector, with the same padding."""
+    width = padded(dim)
+    basis = torch.zeros((max(16, width), max(16, width)), dtype=torch.int8)
+    basis[:dim, :dim] = torch.eye(dim, dtype=torch.int8)
+    return Rotation(dim, width, 1.0, basis.to(device))
 
 
 def subspaces(keys: Tensor, rotation: Rotation, *, normalise: bool) -> Tensor:

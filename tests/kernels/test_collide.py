@@ -10,6 +10,7 @@ from kvthaw.kernels import HAS_TRITON, tiers
 from kvthaw.kernels import collide as op
 from kvthaw.kernels.query import rotate_queries
 from kvthaw.kernels.srht import make_rotation
+from lab.ablated_codes import identity
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +132,7 @@ def test_scores_kernel_drops_low_bits(subs: int, group: int, combine: tiers.Comb
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 def test_tiers_kernel_at_its_edges(device: torch.device) -> None:
     """Keys behind the query, queries that are as similar to all patterns or to half of them, and no keys."""
-    rotation = make_rotation(8, SEED, rotate=False, device=device)
+    rotation = identity(8, device)
     query = torch.randn(5, 1, 8, device=device)
     query[1] = 0.0
     query[2, :, 3:] = 0.0  # many equal ones, half of them 0 where two numbers cancel

@@ -8,11 +8,15 @@ from paris import SEED
 
 from kvthaw.kernels import query as op
 from kvthaw.kernels.srht import make_rotation, srht
+from lab.ablated_codes import identity
 
 
 @pytest.mark.parametrize("rotate", [True, False])
 def test_bytes_err_by_half_of_a_power_of_two(rotate: bool) -> None:
-    rotation, query = make_rotation(96, SEED, rotate=rotate), torch.randn(2, 6, 96) * torch.logspace(-30, 30, 6)[:, None]
+    rotation, query = (
+        make_rotation(96, SEED) if rotate else identity(96),
+        torch.randn(2, 6, 96) * torch.logspace(-30, 30, 6)[:, None],
+    )
     query[1, 2] = 0.0
     found = op.in_bytes(op.rotate_queries(query, 3, rotation, mean=False))
     y = srht(query.reshape(2, 3, 2, 96), rotation).reshape(2, 3, 2, 16, 8)

@@ -8,6 +8,7 @@ from paris import poisoned
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels import srht as op
+from lab.ablated_codes import identity
 
 
 def butterfly(x: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
@@ -44,7 +45,7 @@ def test_seeds_differ_and_repeat_and_the_identity_pads() -> None:
     assert torch.equal(bases[0], bases[1])
     assert not torch.equal(bases[0], bases[2])
     x = torch.randn(4, 80)
-    plain = op.srht(x, op.make_rotation(80, 0, rotate=False))
+    plain = op.srht(x, identity(80))
     assert torch.equal(plain[:, :80], x)
     assert not plain[:, 80:].any()
 

@@ -67,11 +67,10 @@ class TextStream:
         self,
         tokenizer: Any,
         *,
-        skip_special_tokens: bool = True,
         marks: Mapping[int, str] = _NONE,
         after: Sequence[int] = (),
     ) -> None:
-        self._tokenizer, self._skip, self._marks = tokenizer, skip_special_tokens, marks
+        self._tokenizer, self._marks = tokenizer, marks
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._given = self._end_of(after)  # the tokens of the last piece
         self._held: list[int] = []  # tokens after it
@@ -103,12 +102,12 @@ class TextStream:
         try:
             piece: str | None = self._stream.step(self._backend, token)
         except Exception:  # later bytes invalidated a character, and tokenizers' stream cannot undo it
-            self._stream = DecodeStream(ids=[token], skip_special_tokens=self._skip)
+            self._stream = DecodeStream(ids=[token], skip_special_tokens=True)
             return self._rest()
         return piece
 
     def _new_stream(self) -> DecodeStream:
-        return DecodeStream(ids=self._given, skip_special_tokens=self._skip)
+        return DecodeStream(ids=self._given, skip_special_tokens=True)
 
     def _end_of(self, tokens: Sequence[int]) -> list[int]:
         """Return the fewest last tokens that decode to visible text of whole characters; none if there are none."""
@@ -122,7 +121,7 @@ class TextStream:
         return self._decode(self._given + self._held)[len(self._decode(self._given)) :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return decode(self._tokenizer, tokens, special=not self._skip)
+        return decode(self._tokenizer, tokens, special=False)
 
 
 class StopStrings:

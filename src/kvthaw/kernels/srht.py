@@ -45,19 +45,16 @@ def signs(dim: int, seed: int) -> Tensor:
     return torch.randint(0, 2, (padded(dim),), generator=generator, dtype=torch.int8) * 2 - 1
 
 
-def make_rotation(dim: int, seed: int, *, rotate: bool = True, device: torch.device | str = "cpu") -> Rotation:
-    """Make the rotation for a seed; with rotate=False the identity with the same padding (for the ablation)."""
+def make_rotation(dim: int, seed: int, *, device: torch.device | str = "cpu") -> Rotation:
+    """Make the rotation for a seed."""
     width = padded(dim)
     square = max(16, width)
     basis = torch.zeros((square, square), dtype=torch.int8)
-    if rotate:
-        i = torch.arange(width)
-        both = i[:, None] & i[None, :]
-        parity = sum(((both >> bit) & 1 for bit in range(width.bit_length())), torch.zeros_like(both)) % 2
-        basis[:dim, :width] = (signs(dim, seed)[:, None] * (1 - 2 * parity).to(torch.int8))[:dim]
-    else:
-        basis[:dim, :dim] = torch.eye(dim, dtype=torch.int8)
-    return Rotation(dim, width, width**-0.5 if rotate else 1.0, basis.to(device))
+    i = torch.arange(width)
+    both = i[:, None] & i[None, :]
+    parity = sum(((both >> bit) & 1 for bit in range(width.bit_length())), torch.zeros_like(both)) % 2
+    basis[:dim, :width] = (signs(dim, seed)[:, None] * (1 - 2 * parity).to(torch.int8))[:dim]
+    return Rotation(dim, width, width**-0.5, basis.to(device))
 
 
 def definition(x: Tensor, rotation: Rotation) -> Tensor:
