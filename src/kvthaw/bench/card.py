@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 import sys
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from kvthaw.engine.hf.model import find_device
+from kvthaw.evaluate.machine import versions
 
 
 def provenance() -> dict[str, Any]:
@@ -23,10 +23,8 @@ def provenance() -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cpu": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
+        **versions(),
         "triton": triton_version,
-        "python": platform.python_version(),
     }
 
 
