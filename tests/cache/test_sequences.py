@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvthaw.cache import device_lengths
 from kvthaw.cache.device_lengths import DeviceLengths
-from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.sequences import Known, Sequences
 from kvthaw.regions import Regions
 
 CPU = torch.device("cpu")
@@ -214,12 +214,13 @@ def prefill(of: Sequences, tokens: dict[int, int]) -> None:
         of.commit(of.begin(sum(tokens.values())))
 
 
+KNOWN = Known(7, (5, 0), None, (40, False), 7, 90, {1: 7})
 CHANGES: dict[str, Callable[[Sequences], object]] = {
     "crop": lambda of: of.crop(3),
     "reorder": lambda of: of.reorder([1, 0, 1]),
     "set_length": lambda of: of.set_length(0, 2),
     "pause": lambda of: of.pause(1),
-    "resume": lambda of: (of.pause(1), of.known.update(old=1), of.resume(1)),
+    "resume": lambda of: (of.pause(1), setattr(of, "known", KNOWN), of.resume(1)),
     "clear": lambda of: of.clear(0),
     "narrow": lambda of: of.narrow(1),
     "widen": lambda of: of.widen(),
@@ -236,17 +237,17 @@ CHANGES: dict[str, Callable[[Sequences], object]] = {
 
 def test_decoded_tokens_leave_what_is_known() -> None:
     of = prompted([5, 9], Regions(1, 2, 2))
-    version, of.known["old"] = of.version, 1
+    version, of.known.prepared = of.version, (40, False)
     for _ in range(20):
         decode(of)
-    assert (of.version, of.known["old"]) == (version, 1)
+    assert (of.version, of.known.prepared) == (version, (40, False))
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_any_other_change_makes_all_that_is_known_void(change: str) -> None:
     """Else a captured step would go on with addresses and lengths of before."""
     of = prompted([5, 9], Regions(1, 2, 2))
-    version, of.known["old"] = of.version, 1
+    version, of.known = of.version, KNOWN
     CHANGES[change](of)
     assert of.version > version
-    assert "old" not in of.known
+    assert (of.known.prepared, of.known.flushed, of.known.captured) == (None, -1, {})

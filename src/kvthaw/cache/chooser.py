@@ -125,12 +125,12 @@ class Chooser:
         sequences = self.sequences
         if not self.full or self._short:
             return False
-        if "crossing" not in sequences.known:  # the padded length at which the tokens are too many
+        if sequences.known.crossing is None:
             live = [sequences.length(seq) for seq in range(sequences.count) if seq not in sequences.idle]
             left = self.crossing.total(len(live)) - sum(live)
-            sequences.known["crossing"] = sequences.padded_length + max(0, left // max(1, len(live)))
+            sequences.known.crossing = sequences.padded_length + max(0, left // max(1, len(live)))
         spills = self.settings.ranks.size == 1 and self._spills()  # processes agree with the next prompt
-        return spills or sequences.padded_length >= sequences.known["crossing"] or sequences.capacity <= sequences.longest
+        return spills or sequences.padded_length >= sequences.known.crossing or sequences.capacity <= sequences.longest
 
     def before_step(self) -> None:
         """Switch if needed, before a decode step."""

@@ -18,7 +18,7 @@ from kvthaw.cache.finite import FiniteCheck, check_prompts
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerPrompt, LayerShape, PrefillKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
-from kvthaw.cache.sequences import WHOLE, Sequences, roomier
+from kvthaw.cache.sequences import WHOLE, Known, Sequences, roomier
 from kvthaw.cache.state import LayerState, SequenceState
 from kvthaw.cache.stats import Stats, collect
 from kvthaw.cache.step import Step
@@ -104,7 +104,7 @@ class KVCache:
         if step is None:
             raise CacheError(f"layer {layer.number} was given tokens that the first layer was not")
         if step.tokens == 1 and not step.dense:
-            if self.sequences.known.get("placed") != (step, 0):  # by the first layer, or after one that shares another's keys
+            if self.sequences.known.placed != (step, 0):  # by the first layer, or after one that shares another's keys
                 self.sequences.place(step, 0, query.device)
             out = layer.decode(step, 0, query[:, :, 0], (key[:, :, 0], value[:, :, 0]), attention)[:, :, None]
         elif isinstance(layer, OffloadedLayer) and not step.dense:
@@ -211,7 +211,7 @@ class KVCache:
 
     def _rollback(self, failed: Step, *, ahead: bool) -> None:
         """Roll back a failed step."""
-        self.sequences.known.clear()
+        self.sequences.known = Known()
         self.sequences.step = failed
         self._unstored.clear()
         self._checkpoints.restore(failed)
@@ -260,11 +260,11 @@ class KVCache:
         """Return whether the next decode step needs work on the host first."""
         sequences, known = self.sequences, self.sequences.known
         return (
-            known.get("prepared") != (sequences.capacity, self.streams.device.spills)
+            known.prepared != (sequences.capacity, self.streams.device.spills)
             or bool(self.streams.deferred.lost)
             or sequences.capacity <= sequences.longest
             or self.chooser.due()
-            or (sequences.full() and known.get("flushed") != sequences.padded_length)
+            or (sequences.full() and known.flushed != sequences.padded_length)
             # Where some blocks lie on the device and some on the host, requests that come and go move the blocks of others too.
             or (sequences.room > 0 and bool(self.streams.device.limit) and self.streams.device.spills)
         )
@@ -288,7 +288,8 @@ class KVCache:
             if self._capacity != sequences.capacity:
                 self.streams.device.fixed[layer.number] = layer.fixed_bytes()
         self._capacity = sequences.capacity
-        sequences.known |= {"prepared": (sequences.capacity, self.streams.device.spills), "flushed": sequences.padded_length}
+        sequences.known.prepared = sequences.capacity, self.streams.device.spills
+        sequences.known.flushed = sequences.padded_length
 
     def run_ahead(self, *, certain: bool = False) -> None:
         """Run the host-side work of the next decode step while the device is busy.
@@ -322,7 +323,7 @@ class KVCache:
         for layer in layers:
             layer.storage.update_table()
         if done and len(layers) == len(self.offloaded):
-            self.sequences.known["flushed"] = self.sequences.padded_length
+            self.sequences.known.flushed = self.sequences.padded_length
 
     @property
     def allocated(self) -> list[OffloadedLayer]:
@@ -393,12 +394,11 @@ class KVCache:
     def _for_one(self) -> Iterator[None]:
         """Context in which one sequence changes. What is known of the next step stays, since it holds for the others, whose
         padded length may change."""
-        known, length = self.sequences.known, self.sequences.padded_length
-        prepared, flushed = known.get("prepared"), known.get("flushed") == length
+        before, length = self.sequences.known, self.sequences.padded_length
         yield
-        known["prepared"] = prepared
-        if flushed:
-            known["flushed"] = self.sequences.padded_length
+        self.sequences.known.prepared = before.prepared
+        if before.flushed == length:
+            self.sequences.known.flushed = self.sequences.padded_length
 
     def finish_clear(self, most: int | None = None) -> None:
         """Free the layer state of at most `most` queued cleared sequences. Each takes the host about 80 us."""

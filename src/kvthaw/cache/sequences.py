@@ -24,6 +24,28 @@ WHOLE = Regions(0, 1 << 60, 1)
 """Regions of sequences that are not divided: every token is in the window."""
 
 
+@dataclass(slots=True)
+class Known:
+    """What is known of the next step. Every change of the sequences but decoded tokens makes it void.
+
+    full: the padded length at which the next ring is full; -1: unknown.
+    placed: what the device's lengths are set to, a step and its token, or a padded length and the device.
+    packed: a step, and what packed_ends() returned for it.
+    prepared: the capacity for which layers have done their host work, and whether blocks spilled then.
+    flushed: the padded length at which all tokens that leave rings are stored and indexed; -1: unknown.
+    crossing: the padded length at which the tokens are too many for full attention.
+    captured: by the id of a GraphRunner, the padded length at which no tensor that its graph reads had moved.
+    """
+
+    full: int = -1
+    placed: tuple[Step | int, int | torch.device] | None = None
+    packed: tuple[Step, Tensor] | None = None
+    prepared: tuple[int, bool] | None = None
+    flushed: int = -1
+    crossing: int | None = None
+    captured: dict[int, int] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class Sequences:
     """Lengths of the sequences of one cache.
@@ -86,8 +108,7 @@ class Sequences:
         return self.room or self.positions
 
     def __post_init__(self) -> None:
-        self.known: dict[object, Any] = {}
-        """Memo of values that depend on the sequences. Every change but decoded tokens clears it."""
+        self.known = Known()
         self.filling: dict[int, int] = {}
         """Where the announced prompts of single sequences end, by sequence. It is empty if the prompt belongs to all."""
         self.ends: dict[int, int] = {}
@@ -109,9 +130,9 @@ class Sequences:
         return self.ends.get(seq, 1 << 60)
 
     def changed(self) -> None:
-        """Count a change other than decoded tokens, and clear the memo that layers and captured steps rely on."""
+        """Count a change other than decoded tokens. What layers and captured steps knew is void."""
         self.version += 1
-        self.known.clear()
+        self.known = Known()
 
     def open(self, count: int, capacity: int) -> None:
         """Hold `count` idle sequences with room for `capacity` tokens each."""
@@ -183,10 +204,9 @@ class Sequences:
     def full(self, taken: int = 0) -> bool:
         """Return whether any ring is full after `taken` more tokens."""
         at = self.padded_length + taken
-        next_full: int = self.known.get("full", -1)
-        if next_full < self.padded_length:
-            next_full = self.known["full"] = self._next_full()
-        return at == next_full or (at > next_full and bool(self.leaving(taken)))
+        if self.known.full < self.padded_length:
+            self.known.full = self._next_full()
+        return at == self.known.full or (at > self.known.full and bool(self.leaving(taken)))
 
     def leaving(self, taken: int = 0) -> list[tuple[int, int, int]]:
         """Return (sequence, start, stop) for every ring that is full after `taken` more tokens.
@@ -347,25 +367,24 @@ class Sequences:
     def place(self, step: Step, token: int, device: torch.device) -> None:
         """Set the device's lengths to token `token` of the step, counted from 0."""
         self._set(step.lengths(token + 1), device)
-        self.known["placed"] = step, token
+        self.known.placed = step, token
 
     def packed_ends(self, step: Step, device: torch.device) -> Tensor:
         """Return the prefix sums of the lengths of a step's prompts, which share one row: [prompts + 1] int32, 0 first."""
-        known = self.known.get("packed")
+        known = self.known.packed
         if known is None or known[0] is not step:
             ends = upload([0, *accumulate(tokens for _, tokens in step.parts)], torch.int32, device)
-            known = self.known["packed"] = step, ends
-        found: Tensor = known[1]
-        return found
+            known = self.known.packed = step, ends
+        return known[1]
 
     def place_before_step(self, device: torch.device) -> None:
         """Set the device's lengths to the committed ones, and its ring starts as of the next token.
 
         A captured step advances the lengths itself. Does nothing if they are set already.
         """
-        if self.known.get("placed") != (self.padded_length, device):
+        if self.known.placed != (self.padded_length, device):
             self._set(self._live_lengths(), device, coming=1)
-            self.known["placed"] = self.padded_length, device
+            self.known.placed = self.padded_length, device
 
     def place_again(self, step: Step, device: torch.device) -> None:
         """Set the device's lengths as after the last token of the latest step, committed or not, for layers that reuse another
@@ -378,12 +397,12 @@ class Sequences:
     def count_replay(self) -> None:
         """Record that a replayed step has advanced the device's lengths by a token."""
         self.on_device.advance()
-        self.known.pop("placed", None)
+        self.known.placed = None
 
     def forget_device(self) -> None:
         """Mark the device's lengths as unknown after a replayed step failed."""
         self.on_device.forget()
-        self.known.pop("placed", None)
+        self.known.placed = None
 
     def _live_lengths(self) -> list[int]:
         return [0 if seq in self.idle else self.length(seq) for seq in range(self.count)]
@@ -394,7 +413,7 @@ class Sequences:
         if self.ring_start:
             starts = [self.indexed(seq, n + coming * new) for seq, (n, new) in enumerate(zip(lengths, live, strict=True))]
         self.on_device.set(lengths, starts, live, device)
-        self.known.pop("placed", None)
+        self.known.placed = None
 
     # Changes from outside
 

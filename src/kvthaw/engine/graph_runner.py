@@ -178,7 +178,7 @@ class GraphRunner:
         if self._captures and sequences.step is None:
             with suppress(Exception), torch.inference_mode(False), torch.no_grad():
                 self._prepare()
-                sequences.known[id(self)] = sequences.padded_length
+                sequences.known.captured[id(self)] = sequences.padded_length
 
     def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
         kind = len(ids), bucket(self._kv, len(ids)), autocast_dtype(ids.device)
@@ -197,7 +197,12 @@ class GraphRunner:
         if self._observers != observers:
             self._graph, self._steady, self._observers = None, 0, list(observers)
             self._others.clear()
-        if switches or self._graph is None or sequences.known.get(id(self)) != sequences.padded_length or kv.needs_host():
+        if (
+            switches
+            or self._graph is None
+            or sequences.known.captured.get(id(self)) != sequences.padded_length
+            or kv.needs_host()
+        ):
             self._prepare()
         if self._graph is None:
             kv.finish_clear()  # a capture must not contain this
@@ -226,7 +231,7 @@ class GraphRunner:
             self.capture = self._captures = False
             return logits
         kv.after_step()
-        sequences.known[id(self)] = sequences.padded_length  # no tensor has moved at this length
+        sequences.known.captured[id(self)] = sequences.padded_length  # no tensor has moved at this length
         return self._logits
 
     def _switch(self, kind: _Kind, ids: Tensor, positions: Tensor) -> None:
