@@ -125,7 +125,7 @@ class KVCache:
         """
         place, step = self._places.get(number), self.sequences.step
         layer = None if place is None else self.chooser.layers[place]
-        ahead = None if layer is None else layer.ahead(tokens)
+        ahead = layer.ahead(tokens) if isinstance(layer, OffloadedLayer) else None
         if step is not None and not step.dense and ahead is not None:
             with torch.inference_mode(False), torch.no_grad():
                 ahead.choose_early(step, predict, *reads)

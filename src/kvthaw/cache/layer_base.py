@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +17,6 @@ from kvthaw.config import KvDtype
 from kvthaw.kernels.dense import causal_attention, continued, packed_attention
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import RowFormat, row_format
-
-if TYPE_CHECKING:
-    from kvthaw.cache.index_updater import IndexUpdater
-    from kvthaw.cache.sparse_attention import Ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +159,6 @@ class LayerKV(Protocol):
     sequences: Sequences
     scale: float
     recent_queries: RecentQueries
-    updater: IndexUpdater | None = None
-    """What feeds the layer's own index; None for a layer without one."""
     attends_to_all: bool = False
     """Whether every step attends to all tokens."""
     keeps_all: bool = True
@@ -196,10 +190,6 @@ class LayerKV(Protocol):
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> PrefillKV | None:
         """Append tokens as prefill() does, without attention. Returns the KV that KVCache must store; None if the layer has
         stored it."""
-
-    def ahead(self, tokens: int) -> Ahead | None:
-        """Return what chooses ahead for a step of `tokens` tokens; None if this layer's own index selects no rows for it."""
-        return None
 
     def before_step(self) -> None:
         """Run all host-side work that the next decode step needs, except for full rings. Idempotent."""

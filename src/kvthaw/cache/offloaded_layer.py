@@ -61,6 +61,7 @@ class OffloadedLayer(LayerKV):
     rotary: for a method that asks for it.
     plan: the sizes; None before the first prompt.
     room: tokens per sequence that there is device memory for.
+    updater: feeds the index; None for a layer without an index of its own.
     asked_again: decode steps with another layer's queries.
     extremes: of keys and values of prompts, not known to be finite.
     """
@@ -81,7 +82,7 @@ class OffloadedLayer(LayerKV):
         self.storage = LayerStorage(HostStore(0, 0, 0, torch.float32), none, self.streams)
         self.sparse = SparseAttention(self.storage, self.sequences)
         self.plan, self.room, self.scale, self.asked_again = None, 0, 0.0, 0
-        self.updater = None
+        self.updater: IndexUpdater | None = None
         self.recent_queries = RecentQueries(self.settings.method.prompt_queries)
         self._taken: tuple[Step | None, int] = None, 0  # a decode step, and how many of its tokens came
         self._again: tuple[Step | None, int] = None, 0  # the last step whose queries came again, and asked_again before it
@@ -309,6 +310,7 @@ class OffloadedLayer(LayerKV):
         return out
 
     def ahead(self, tokens: int) -> Ahead | None:
+        """Return what chooses ahead for a step of `tokens` tokens; None if this layer's own index selects no rows for it."""
         return self.sparse.ahead if self.sequences.decodes(tokens) else None
 
     def drop_search(self) -> None:

@@ -17,6 +17,7 @@ from torch.nn import Linear
 from transformers import PreTrainedModel
 
 from kvthaw.cache.index_api import Rotary
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.fused import fused, swapped
 from kvthaw.engine.hf.layer import HOOKED, CacheLayer, QueryAskedError
@@ -220,7 +221,7 @@ def _prefetch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         kv, following = (ours[at + 1].kv, ours[at + 1].module) if prefetches else (None, None)
         hidden = args[0] if args else kwargs["hidden_states"]
         attention = None if following is None else following()
-        ahead = None if kv is None else kv.ahead(hidden.shape[1])
+        ahead = kv.ahead(hidden.shape[1]) if isinstance(kv, OffloadedLayer) else None
         if attention is None or ahead is None:
             continue
         ahead.prefetch(_query(attention, {**kwargs, name: None, **({"hidden_states": hidden} if args else {})}))

@@ -111,7 +111,7 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
         layer.begin(step, own.shape, own.states)
         own.release()
         indexed = any(state.index is not None for state in own.states.values())
-        rebuilt[layer.number] = not indexed and layer.updater is not None
+        rebuilt[layer.number] = not indexed and isinstance(layer, OffloadedLayer) and layer.updater is not None
 
     kv.append_stored_prompt(tokens, left_pad, fill)
     held.close()
@@ -284,8 +284,9 @@ def _tensors(kv: KVCache, layers: Sequence[Any]) -> Iterator[Part]:
             format = row_format(kv.settings.kv_dtype, own[0].shape[3], own[0].dtype)
             rows = {f"rows.{seq}": format.encode(each) for seq, each in own.items()}
             queries = {f"queries.{seq}": found for seq, found in layer.recent_queries.items()}
-            found = {} if layer.updater is None else {seq: layer.updater.snapshot(seq) for seq in range(sequences.count)}
-            held = rows | queries | index_tensors(layer.updater, found)
+            updater = layer.updater if isinstance(layer, OffloadedLayer) else None
+            found = {} if updater is None else {seq: updater.snapshot(seq) for seq in range(sequences.count)}
+            held = rows | queries | index_tensors(updater, found)
             yield _name(number), layer.scale, {name: each.cpu().contiguous() for name, each in held.items()}
         elif isinstance(other, DynamicLayer):
             held = {"keys": other.keys, "values": other.values}
