@@ -1,8 +1,129 @@
-"""Tables on the device, a row for each sequence, that grow."""
+"""Tables on the device and counts on the host, an entry for each sequence, that grow and follow every change of the batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any, TypeVar
+
+import torch
 from torch import Tensor
+
+Held = tuple[dict[str, Tensor], list[Any]]
+"""A sequence's row of each column, in host memory, and its items of the lists."""
+T = TypeVar("T")
+
+
+class SequenceTables(dict[str, Tensor]):
+    """Columns by name, tensors [B, *shape] with a row for each sequence, and lists on the host with an item for each.
+
+    A name among the sizes of a shape is a dimension that grows. A tensor keeps its address while there is room and the
+    number of sequences stays.
+
+    seqs: B.
+    room: the size of each dimension that grows, by name.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.seqs = device, 0
+        self.room: dict[str, int] = {}
+        self._columns: dict[str, tuple[tuple[int | str, ...], torch.dtype, float]] = {}
+        self._lists: list[tuple[list[Any], Callable[[], Any]]] = []
+
+    def add(self, name: str, shape: Sequence[int | str], dtype: torch.dtype, fill: float = 0) -> None:
+        """Add a column, whose new entries are `fill`."""
+        self._columns[name] = tuple(shape), dtype, fill
+        self.room = {size: 0 for size in shape if isinstance(size, str)} | self.room
+        self[name] = self._empty(name)
+
+    def host(self, make: Callable[[], T]) -> list[T]:
+        """Return a list on the host with an item for each sequence. Only the items change, never the list's identity.
+
+        make: returns the item of an empty sequence. `copy.copy` of an item must not share what changes.
+        """
+        items = [make() for _ in range(self.seqs)]
+        self._lists.append((items, make))
+        return items
+
+    def lacks(self, seqs: int, **least: int) -> bool:
+        """Return whether reserve() would move tensors."""
+        return seqs > self.seqs or any(size > self.room[name] for name, size in least.items())
+
+    def reserve(self, seqs: int, **least: int) -> None:
+        """Make room for `seqs` sequences and for dimensions by name, and keep the content.
+
+        Raises KeyError for a dimension that no column has.
+        """
+        if not self.lacks(seqs, **least):
+            return
+        self.seqs = max(seqs, self.seqs)
+        self.room |= {name: max(size, self.room[name]) for name, size in least.items()}
+        for name, old in self.items():
+            larger = self._empty(name)
+            if larger.shape != old.shape:
+                larger[tuple(slice(size) for size in old.shape)] = old
+                self[name] = larger
+        for items, make in self._lists:
+            items += [make() for _ in range(self.seqs - len(items))]
+
+    def resize(self, dimension: str, size: int) -> None:
+        """Give a dimension another size, and drop the content of its columns."""
+        self.room[dimension] = size
+        for name, (shape, _, _) in self._columns.items():
+            if dimension in shape:
+                self[name] = self._empty(name)
+
+    def reorder(self, seqs: Sequence[int]) -> None:
+        """Replace sequence i by the former sequence seqs[i], in place if the number of sequences stays."""
+        self.reserve(max(seqs) + 1)
+        which = torch.tensor(seqs, device=self.device)
+        for name, table in self.items():
+            moved = table.index_select(0, which)
+            if moved.shape == table.shape:
+                table.copy_(moved)
+            else:
+                self[name] = moved
+        for items, _ in self._lists:
+            items[:] = [copy(items[seq]) for seq in seqs]
+        self.seqs = len(seqs)
+
+    def export(self, seq: int, **lengths: int) -> Held:
+        """Return copies of a sequence's rows and items.
+
+        lengths: how many entries of a dimension to return, by name; all where it is not given.
+        """
+        self.reserve(seq + 1)
+        cuts = {
+            name: tuple(slice(lengths.get(size) if isinstance(size, str) else size) for size in shape)
+            for name, (shape, _, _) in self._columns.items()
+        }
+        rows = {name: table[seq][cuts[name]].to("cpu", copy=True) for name, table in self.items()}
+        return rows, [copy(items[seq]) for items, _ in self._lists]
+
+    def load(self, seq: int, held: Held) -> None:
+        """Copy what export() returned to a sequence. There must be room, and entries behind it stay."""
+        rows, items = held
+        for name, row in rows.items():
+            self[name][seq][tuple(slice(size) for size in row.shape)].copy_(row)
+        for (own, _), item in zip(self._lists, items, strict=True):
+            own[seq] = copy(item)
+
+    def tensors(self) -> list[Tensor]:
+        """Return all columns."""
+        return list(self.values())
+
+    def clone_from(self, other: SequenceTables) -> None:
+        """Take copies of the content of tables with the same columns and lists."""
+        self.seqs, self.room = other.seqs, dict(other.room)
+        self.update({name: table.clone() for name, table in other.items()})
+        for (own, _), (items, _) in zip(self._lists, other._lists, strict=True):
+            own[:] = [copy(item) for item in items]
+
+    def _empty(self, name: str) -> Tensor:
+        shape, dtype, fill = self._columns[name]
+        sizes = (self.room[size] if isinstance(size, str) else size for size in shape)
+        return torch.full((self.seqs, *sizes), fill, dtype=dtype, device=self.device)
 
 
 def grown(table: Tensor, *least: int) -> Tensor:

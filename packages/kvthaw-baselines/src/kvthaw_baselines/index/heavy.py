@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import one_of
+from kvthaw.index.tables import Held
 from kvthaw.kernels.places import held, newest_place, place_of
 from kvthaw_baselines.index.kept import Agree, KeptIndex, observed
 
@@ -35,14 +36,11 @@ class HeavyIndex(KeptIndex, tested=True):
         one_of(get_args(Score), score=score)
         super().__init__(context, agree=agree, with_keys=True)
         self.score, self.queries = score, queries
-        device = context.device
-        self.tables |= {
-            # The last place takes what belongs to no token.
-            "near": torch.zeros((0, context.kv_heads, context.regions.held + 1), device=device),
-            "asked": torch.zeros((0, context.q_heads, context.head_dim), dtype=context.dtype, device=device),  # not added yet
-            "length": torch.zeros(0, dtype=torch.int64, device=device),  # tokens up to its own; 0: there is none
-            "ends": torch.zeros(0, dtype=torch.int64, device=device),  # where the ring begins
-        }
+        # The last place takes what belongs to no token.
+        self.tables.add("near", (context.kv_heads, context.regions.held + 1), torch.float32)
+        self.tables.add("asked", (context.q_heads, context.head_dim), context.dtype)  # not added yet
+        self.tables.add("length", (), torch.int64)  # tokens up to its own; 0: there is none
+        self.tables.add("ends", (), torch.int64)  # where the ring begins
 
     def observe(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
         mass = observed(queries[:, :, -(self.queries or keys.shape[1]) :], keys, scale=self.context.scale, agree=self.agree)
@@ -93,7 +91,7 @@ class HeavyIndex(KeptIndex, tested=True):
     def unask(self) -> None:
         self.tables["length"].zero_()
 
-    def export(self, seq: int) -> Any:
+    def export(self, seq: int) -> Held:
         self.add()
         return super().export(seq)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import one_of
-from kvthaw.index.tables import grown, row_from_host, row_to_host
+from kvthaw.index.tables import Held, SequenceTables
 
 Agree = Literal["mean", "max"]
 """How the query heads of a group agree on a token: the mean or the largest of the attention that each pays to it."""
@@ -55,14 +55,13 @@ class KeptIndex(Index):
         one_of(get_args(Agree), agree=agree)
         self.context, self.agree = context, agree
         self.first, self.rows = context.regions.sink, context.rows
-        size, device = (0, context.kv_heads, context.rows), context.device
-        self.tables = {
-            "kept": torch.full(size, -1, dtype=torch.int32, device=device),
-            "scores": torch.zeros(size, dtype=torch.float32, device=device),
-        }
+        self.tables, size = SequenceTables(context.device), (context.kv_heads, "rows")
+        self.tables.add("kept", size, torch.int32, -1)
+        self.tables.add("scores", size, torch.float32)
         if with_keys:
-            self.tables["keys"] = torch.zeros((*size, context.head_dim), dtype=context.dtype, device=device)
-        self.tokens: list[int] = []  # that a sequence was given
+            self.tables.add("keys", (*size, context.head_dim), context.dtype)
+        self.tables.reserve(0, rows=context.rows)
+        self.tokens = self.tables.host(int)  # that a sequence was given
 
     # What a method adds
 
@@ -85,25 +84,25 @@ class KeptIndex(Index):
     # Index
 
     def make_room(self, seqs: int, tokens: int) -> None:
-        self.reserve(seqs)
+        self.tables.reserve(seqs)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index. Without tokens behind these in the store it is no prompt: the first that leave the ring."""
         self.truncate(seq, 0)
         self.first = first
-        self.reserve(seq + 1)
+        self.tables.reserve(seq + 1)
         self._take(seq, keys, queries)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index. With queries it is a dense pass."""
-        self.reserve(max(seqs) + 1)
+        self.tables.reserve(max(seqs) + 1)
         for i, seq in enumerate(seqs):
             self._take(seq, keys[i], None if queries is None else queries[i])
 
     def select(self, query: Tensor, budget: int) -> Selection:
         batch = query.shape[0]
-        self.reserve(batch)
-        if budget != self.tables["kept"].shape[2]:
+        self.tables.reserve(batch)
+        if budget != self.tables.room["rows"]:
             self.resize(budget)
         rows = self.tables["kept"][:batch].clone()
         return Selection(rows, (rows >= 0).sum(dim=2, dtype=torch.int32))
@@ -115,47 +114,30 @@ class KeptIndex(Index):
             self._fill(seq, own | {"kept": own["kept"].masked_fill(own["kept"] >= length, -1)})
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        self.reserve(max(seqs) + 1)
-        which = torch.tensor(seqs, device=self.context.device)
-        self.tables = {name: table.index_select(0, which) for name, table in self.tables.items()}
-        self.tokens = [self.tokens[seq] for seq in seqs]
+        self.tables.reorder(seqs)
 
-    def export(self, seq: int) -> Any:
-        self.reserve(seq + 1)
-        return {name: row_to_host(table, seq) for name, table in self.tables.items()}, self.tokens[seq]
+    def export(self, seq: int) -> Held:
+        return self.tables.export(seq)
 
-    def load(self, seq: int, held: Any, end: int) -> None:
-        self.reserve(seq + 1)
+    def load(self, seq: int, held: Held, end: int) -> None:
+        self.tables.reserve(seq + 1)
         self.tables["kept"][seq] = -1
-        rows, self.tokens[seq] = held
-        for name, row in rows.items():
-            row_from_host(self.tables[name], seq, row)
+        self.tables.load(seq, held)
 
     def tensors(self) -> list[Tensor]:
-        return list(self.tables.values())
+        return self.tables.tensors()
 
     def clone_from(self, other: Self) -> None:
-        self.tables = {name: table.clone() for name, table in other.tables.items()}
-        self.tokens, self.first, self.rows = list(other.tokens), other.first, other.rows
+        self.tables.clone_from(other.tables)
+        self.first, self.rows = other.first, other.rows
 
     # Inside
-
-    def reserve(self, seqs: int) -> None:
-        """Make room for `seqs` sequences."""
-        have = self.tables["kept"].shape[0]
-        if seqs > have:
-            self.tables = {name: grown(table, seqs) for name, table in self.tables.items()}
-            self.tables["kept"][have:] = -1
-            self.tokens += [0] * (seqs - len(self.tokens))
 
     def resize(self, rows: int) -> None:
         """Keep the best `rows` rows from now on."""
         seqs = [self._own(seq) for seq in range(len(self.tokens))]
         self.rows = rows
-        for name in ("kept", "scores", "keys"):
-            if name in self.tables:
-                old = self.tables[name]
-                self.tables[name] = old.new_zeros((old.shape[0], old.shape[1], rows, *old.shape[3:]))
+        self.tables.resize("rows", rows)
         for seq, own in enumerate(seqs):
             self._fill(seq, own)
 
@@ -190,12 +172,10 @@ class KeptIndex(Index):
     def _fill(self, seq: int, some: dict[str, Tensor]) -> None:
         """Keep the best of some rows. Missing rows (-1) rank last, and earlier rows rank before equal ones."""
         rows = some["kept"]
-        if not self.rows and rows.shape[1] > self.tables["kept"].shape[2]:
-            for name in self._own(seq):
-                self.tables[name] = grown(self.tables[name], 0, 0, rows.shape[1])
-            self.tables["kept"][:seq, :, -1] = self.tables["kept"][seq + 1 :, :, -1] = -1
+        if not self.rows:
+            self.tables.reserve(0, rows=rows.shape[1])
         rank = self.rank(seq, rows, some["scores"]).masked_fill(rows < 0, -torch.inf)
-        limit = self.tables["kept"].shape[2]
+        limit = self.tables.room["rows"]
         order = torch.sort(rank, dim=1, descending=True, stable=True).indices[:, :limit]
         n = order.shape[1]
         for name in self._own(seq):

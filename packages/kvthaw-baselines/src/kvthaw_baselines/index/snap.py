@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, at_least, one_of
+from kvthaw.index.tables import Held
 from kvthaw_baselines.index.kept import Agree, KeptIndex, observed
 
 Pooling = Literal["avg", "max"]
@@ -56,11 +57,9 @@ class FreshSnapIndex(SnapIndex, tested=True):
         at_least(1, interval=interval)
         super().__init__(context, **options)
         self.interval = interval
-        self.tables["recent"] = torch.zeros(
-            (0, context.q_heads, self.width, context.head_dim), dtype=context.dtype, device=context.device
-        )
+        self.tables.add("recent", (context.q_heads, self.width, context.head_dim), context.dtype)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=context.device)  # counts steps; a captured one counts on
-        self.since: list[int] = []
+        self.since = self.tables.host(int)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         selection = super().select(query, budget)
@@ -88,33 +87,26 @@ class FreshSnapIndex(SnapIndex, tested=True):
                 behind = slab.read(seq, stop, stop - n + self.context.regions.ring)[:, :, 0]  # the ring is full
                 self.choose_again(seq, self.tables["recent"][seq].index_select(1, self._oldest_first()), behind)
 
-    def reserve(self, seqs: int) -> None:
-        super().reserve(seqs)
-        self.since += [0] * (seqs - len(self.since))
-
     def truncate(self, seq: int, length: int) -> None:
         super().truncate(seq, length)
         if seq < len(self.tokens) and not self.tokens[seq]:
             self.since[seq] = 0
             self.tables["recent"][seq].zero_()
 
-    def reorder(self, seqs: Sequence[int]) -> None:
-        super().reorder(seqs)
-        self.since = [self.since[seq] for seq in seqs]
-
     def unask(self) -> None:
         """See Index: the next queries take the places of the last ones."""
         self.cursor.sub_(1)
 
-    def export(self, seq: int) -> Any:
+    def export(self, seq: int) -> Held:
         """Return the last queries from the oldest on, because the step count continues meanwhile; see Tables."""
-        held, last = super().export(seq), self.tables["recent"][seq].index_select(1, self._oldest_first())
-        return held, last.cpu(), self.since[seq]
+        held = super().export(seq)
+        held[0]["recent"] = self.tables["recent"][seq].index_select(1, self._oldest_first()).cpu()
+        return held
 
-    def load(self, seq: int, held: Any, end: int) -> None:
-        kept, last, self.since[seq] = held
-        super().load(seq, kept, end)
-        self.tables["recent"][seq].index_copy_(1, self._oldest_first(), last.to(self.cursor.device))
+    def load(self, seq: int, held: Held, end: int) -> None:
+        super().load(seq, held, end)
+        last = self.tables["recent"][seq]
+        last.index_copy_(1, self._oldest_first(), last.clone())
 
     def _oldest_first(self) -> Tensor:
         """Return the places of the last queries, from the oldest on."""
@@ -125,4 +117,4 @@ class FreshSnapIndex(SnapIndex, tested=True):
 
     def clone_from(self, other: Self) -> None:
         super().clone_from(other)
-        self.cursor, self.since = other.cursor.clone(), list(other.since)
+        self.cursor = other.cursor.clone()
