@@ -34,8 +34,7 @@ def test_addresses_change_only_where_room_was_lacking(make: Make) -> None:
     assert isinstance(index, TokenIndex)
 
     def addresses() -> list[int]:
-        tensors = [*index.tables.values(), *index.learned.values(), index.known]
-        return [tensor.data_ptr() for tensor in tensors]
+        return [tensor.data_ptr() for tensor in index.tensors()]
 
     before = addresses()
     for _ in range(4):
@@ -43,7 +42,7 @@ def test_addresses_change_only_where_room_was_lacking(make: Make) -> None:
         index.select(seqs.query(), 40)
     seqs.truncate(1, 60)
     assert addresses() == before
-    assert index.capacity == 300
+    assert index.tables.room["tokens"] == 300
 
 
 def test_of_equal_scores_the_earlier_token() -> None:

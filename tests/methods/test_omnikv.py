@@ -100,4 +100,4 @@ def test_options_reach_the_index(llama: PreTrainedModel) -> None:
         for kv in handle.cache.kv.offloaded:
             assert kv.retriever is not None
             assert isinstance(kv.retriever.index, FilterIndex)
-            assert set(kv.retriever.index.tables) == {"keys"}
+            assert set(kv.retriever.index.tables) == {"keys", "known"}

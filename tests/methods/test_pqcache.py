@@ -78,7 +78,7 @@ def test_options_reach_the_index(llama: PreTrainedModel) -> None:
         generate(llama, {"input_ids": prompt(1, 200)}, 4)
         for index in indices(handle):
             assert isinstance(index, ProductIndex)
-            assert index.learned["centroids"].shape[2:4] == (4, 16)
+            assert index.tables["centroids"].shape[2:4] == (4, 16)
 
 
 @pytest.mark.parametrize(

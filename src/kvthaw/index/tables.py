@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -124,6 +124,22 @@ class SequenceTables(dict[str, Tensor]):
         shape, dtype, fill = self._columns[name]
         sizes = (self.room[size] if isinstance(size, str) else size for size in shape)
         return torch.full((self.seqs, *sizes), fill, dtype=dtype, device=self.device)
+
+
+class Column:
+    """A class attribute that reads the column of its name from an index's `tables`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, index: HasTables, owner: type) -> Tensor:
+        return index.tables[self.name]
+
+
+class HasTables(Protocol):
+    """An object with tables."""
+
+    tables: SequenceTables
 
 
 def grown(table: Tensor, *least: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import one_of
-from kvthaw.index.tables import grown, row_from_host, row_to_host
+from kvthaw.index.tables import Column, Held, SequenceTables
 from kvthaw.index.target import Full, Target
 
 Policy = Literal["max", "mean", "mean_query"]
@@ -32,12 +32,15 @@ class TokenIndex(Index):
     """Tables with an entry for every token, and selection by a score per token.
 
     columns: tables per token, name -> (shape, dtype); each table is [B, H, capacity, *shape].
-    learned: tables per sequence, [B, H, *shape].
+    learned: tables per sequence, [B, H, *shape], which `learn` writes.
 
-    All tables are on the device, with a capacity that doubles, and are written in place.
+    All `tables` are on the device, with a capacity that doubles, and are written in place.
+
+    known: [B] int64, the numbers of tokens.
     """
 
     traits = Traits(graph_safe=True, reversible=True)
+    known = Column()
 
     def __init__(
         self, context: IndexContext, *, columns: Columns, learned: Columns | None = None, policy: Policy = "max"
@@ -46,15 +49,13 @@ class TokenIndex(Index):
         self.context, self.policy, self.scale = context, policy, context.scale
         self.first = context.regions.sink
         self._deferred = context.deferred or DeferredBatch()
-        heads, device = context.kv_heads, context.device
-        self.tables = {
-            name: torch.zeros((0, heads, 0, *size), dtype=dtype, device=device) for name, (size, dtype) in columns.items()
-        }
-        self.learned = {
-            name: torch.zeros((0, heads, *size), dtype=dtype, device=device) for name, (size, dtype) in (learned or {}).items()
-        }
-        self.counts: list[int] = []
-        self.known = torch.zeros(0, dtype=torch.int64, device=device)  # the same on the device
+        self.tables = SequenceTables(context.device)
+        for name, (size, dtype) in columns.items():
+            self.tables.add(name, (context.kv_heads, "tokens", *size), dtype)
+        for name, (size, dtype) in (learned or {}).items():
+            self.tables.add(name, (context.kv_heads, *size), dtype)
+        self.tables.add("known", (), torch.int64)
+        self.counts = self.tables.host(int)  # the same on the host
 
     # What a method adds
 
@@ -74,7 +75,6 @@ class TokenIndex(Index):
 
     def make_room(self, seqs: int, tokens: int) -> None:
         self.reserve(seqs, tokens)
-        self.sync_counts()
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         self.truncate(seq, 0)
@@ -110,51 +110,30 @@ class TokenIndex(Index):
             self.sync_counts()
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        self.reserve(max(seqs) + 1, 0)
-        which = torch.tensor(seqs, device=self.context.device)
-        for tables in (self.tables, self.learned):
-            for name, table in tables.items():
-                tables[name] = table.index_select(0, which)
-        self.counts = [self.counts[seq] for seq in seqs]
-        self.sync_counts()
+        self.tables.reorder(seqs)
 
-    def export(self, seq: int) -> tuple[dict[str, Tensor], int]:
+    def export(self, seq: int) -> Held:
         self.reserve(seq + 1, 0)
-        n = self.counts[seq]
-        held = {name: row_to_host(table[:, :, :n], seq) for name, table in self.tables.items()}
-        return held | {name: row_to_host(table, seq) for name, table in self.learned.items()}, n
+        return self.tables.export(seq, tokens=self.counts[seq])
 
-    def load(self, seq: int, held: tuple[dict[str, Tensor], int], end: int) -> None:
-        rows, n = held
-        self.reserve(seq + 1, n)
-        for name, table in (self.tables | self.learned).items():
-            row_from_host(table, seq, rows[name])
-        self.counts[seq] = n
-        self.sync_counts()
+    def load(self, seq: int, held: Held, end: int) -> None:
+        self.reserve(seq + 1, int(held[0]["known"]))
+        self.tables.load(seq, held)
 
     def tensors(self) -> list[Tensor]:
-        return [*self.tables.values(), *self.learned.values(), self.known]
+        return self.tables.tensors()
 
     def clone_from(self, other: Self) -> None:
-        self.tables = {name: table.clone() for name, table in other.tables.items()}
-        self.learned = {name: table.clone() for name, table in other.learned.items()}
-        self.counts, self.first = list(other.counts), other.first
-        self.sync_counts()
+        self.tables.clone_from(other.tables)
+        self.first = other.first
 
     # Inside
 
     def ready(self, query: Tensor) -> int:
         """Room for the sequences of a query [B, Hq, D]. Returns how many places select() looks at."""
         batch = query.shape[0]
-        if batch > len(self.counts):
-            self.reserve(batch, 0)
-            self.sync_counts()
-        return self.context.looked_at(self.counts[:batch], self.capacity)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that there is room for."""
-        return int(next(iter(self.tables.values())).shape[2])
+        self.reserve(batch, 0)
+        return self.context.looked_at(self.counts[:batch], self.tables.room["tokens"])
 
     def held(self, seqs: int, tokens: int) -> Tensor:
         """Which of the first places hold a token, [B, 1, tokens] bool."""
@@ -183,7 +162,7 @@ class TokenIndex(Index):
 
     def of(self, name: str, seqs: Sequence[int]) -> Tensor:
         """What was learned of some sequences, [R, H, ...]."""
-        learned = self.learned[name]
+        learned = self.tables[name]
         if len(seqs) == 1:
             return learned[seqs[0] : seqs[0] + 1]
         return learned.index_select(0, self._deferred.numbers([(seq,) for seq in seqs], learned.device)[:, 0])
@@ -199,15 +178,9 @@ class TokenIndex(Index):
 
     def sync_counts(self) -> None:
         """Copy the counts to the device."""
-        if len(self.known) != len(self.counts):
-            self.known = torch.empty(len(self.counts), dtype=torch.int64, device=self.context.device)
-        if self.counts:
-            self.known.copy_(self._deferred.numbers([tuple(self.counts)], self.known.device)[0])
+        self.known.copy_(self._deferred.numbers([tuple(self.counts)], self.known.device)[0])
 
     def reserve(self, seqs: int, tokens: int) -> None:
         """Make room for `seqs` sequences of `tokens` tokens and keep the content. Addresses change only if room was lacking."""
-        self.counts += [0] * (seqs - len(self.counts))
-        many, have = len(self.counts), self.capacity
-        capacity = have if tokens <= have else max(tokens, 2 * have, 64)
-        self.tables = {name: grown(table, many, 0, capacity) for name, table in self.tables.items()}
-        self.learned = {name: grown(table, many) for name, table in self.learned.items()}
+        have = self.tables.room["tokens"]
+        self.tables.reserve(seqs, tokens=tokens if tokens <= have else max(tokens, 2 * have, 64))

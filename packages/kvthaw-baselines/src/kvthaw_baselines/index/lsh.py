@@ -53,7 +53,7 @@ class HashIndex(TokenIndex, tested=True):
         self.planes = Planes(context, tables=tables, bits=bits)
 
     def learn(self, seq: int, keys: Tensor) -> None:
-        self.learned["mean"][seq] = keys.float().contiguous().mean(dim=1)  # the same sum however the keys lie in memory
+        self.tables["mean"][seq] = keys.float().contiguous().mean(dim=1)  # the same sum however the keys lie in memory
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         return {"codes": self.code(keys - self.of("mean", seqs)[:, :, None]), "keys": keys}
@@ -80,7 +80,7 @@ class HashIndex(TokenIndex, tested=True):
         rows = torch.full((batch, heads, budget), -1, dtype=torch.int32, device=query.device)
         rows[:, :, :width] = torch.where(taken, top + self.first, -1).int()
         keys = self.tables["keys"][:batch].gather(2, top[..., None].expand(-1, -1, -1, query.shape[2])).float()
-        centred = keys - self.learned["mean"][:batch, :, None]
+        centred = keys - self.tables["mean"][:batch, :, None]
         cosine = torch.nn.functional.normalize(grouped.float(), dim=3) @ torch.nn.functional.normalize(
             centred, dim=3
         ).transpose(2, 3)

@@ -65,7 +65,7 @@ class ProductIndex(TokenIndex, tested=True):
         streams = stream(context, self.parts) + torch.arange(heads * self.parts, device=keys.device)
         starts = drawn(positions, count, streams[:, None])
         means = whole(kmeans_in_pieces(points.flatten(0, 1), starts, distance="l2", iterations=self.iterations))[0]
-        table = self.learned["centroids"][seq]
+        table = self.tables["centroids"][seq]
         table[:, :, :count] = means.view(heads, self.parts, count, -1)
         table[:, :, count:] = table[:, :, :1]  # of equal ones the first is the nearest
 
@@ -76,7 +76,7 @@ class ProductIndex(TokenIndex, tested=True):
     def estimate(self, query: Tensor, tokens: int) -> Tensor:
         batch, ids = query.shape[0], self.tables["ids"][: query.shape[0], :, None, :tokens]
         asked = query.float().unflatten(3, (self.parts, -1))
-        products: Tensor = torch.einsum("bhgps,bhpcs->bhgpc", asked, self.learned["centroids"][:batch])
+        products: Tensor = torch.einsum("bhgps,bhpcs->bhgpc", asked, self.tables["centroids"][:batch])
         where = ids.expand(-1, -1, query.shape[2], -1, -1).long()
         scores = products.new_zeros(where.shape[:4])
         for part in range(self.parts):

@@ -55,7 +55,7 @@ class SkewedIndex(TokenIndex, tested=True):
         turn = principal(queries).float()  # [H, D, D], V of queries = U S V^T
         asked, held = ((rows @ turn).abs().mean(dim=1) for rows in (queries, keys.float()))
         kept = torch.topk(asked.nan_to_num() + held, self.width, dim=1).indices
-        self.learned["skew"][seq] = turn.gather(2, kept[:, None].expand(-1, keys.shape[2], -1))
+        self.tables["skew"][seq] = turn.gather(2, kept[:, None].expand(-1, keys.shape[2], -1))
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         return {"partial": (keys.float() @ self.of("skew", seqs)).to(keys.dtype)}
@@ -63,7 +63,7 @@ class SkewedIndex(TokenIndex, tested=True):
     def estimate(self, query: Tensor, tokens: int) -> Tensor:
         batch = query.shape[0]
         partial = self.tables["partial"][:batch, :, :tokens].float()
-        return query.float() @ self.learned["skew"][:batch] @ partial.mT
+        return query.float() @ self.tables["skew"][:batch] @ partial.mT
 
     def select(self, query: Tensor, budget: int) -> Selection:
         tokens = self.ready(query)
