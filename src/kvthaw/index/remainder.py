@@ -23,7 +23,7 @@ from kvthaw.cache.deferred_batch import AuxStream, DeferredBatch
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Tables
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.around import AroundIndex
-from kvthaw.index.tables import grown, row_from_host, row_to_host
+from kvthaw.index.tables import Column, Held, SequenceTables
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.page_means import RING, Added, Start, page_means
 from kvthaw.kernels.remainder import remainder
@@ -46,30 +46,26 @@ class PageMeans(Tables):
     stored: build() and append() take the rows from the store, as an index on the host does.
     """
 
+    means = Column()
+    tail = Column()
+    known = Column()
+
     def __init__(self, context: IndexContext, page: int, *, stored: bool = False) -> None:
         at_least(1, remainder=page)
         self.context, self.page, self.first = context, page, context.regions.sink
         self.stored = stored
         heads, dim = context.kv_heads, context.head_dim
         self.format = (RowFormat if context.device.type == "cpu" else E4M3)(dim, context.dtype)
-        self.means = torch.zeros((0, heads, 0, *self.format.tail), dtype=self.format.stored, device=context.device)
-        self.tail = torch.zeros((0, heads, RING * page, 2, dim), dtype=context.dtype, device=context.device)
-        self.known = torch.zeros(0, dtype=torch.int32, device=context.device)
-        self.counts: list[int] = []
-        self._oldest: list[int] = []  # of each sequence the first token in the tail
+        self.tables = SequenceTables(context.device)
+        self.tables.add("means", (heads, "pages", *self.format.tail), self.format.stored)
+        self.tables.add("tail", (heads, RING * page, 2, dim), context.dtype)
+        self.tables.add("known", (), torch.int32)
+        self.counts = self.tables.host(int)
+        self._oldest = self.tables.host(int)  # of each sequence the first token in the tail
         self._deferred = context.deferred or DeferredBatch()
 
-    def reserve(self, seqs: int, tokens: int) -> None:
-        """Allocate room for `seqs` sequences of `tokens` tokens; keep what is stored."""
-        many, pages = max(seqs, len(self.counts)), -(-tokens // self.page)
-        if many > len(self.counts):
-            self.counts += [0] * (many - len(self.counts))
-            self._oldest += [0] * (many - len(self._oldest))
-            self.tail, self.known = grown(self.tail, many), grown(self.known, many)
-        self.means = grown(self.means, many, 0, -(-pages // 16) * 16)
-
     def make_room(self, seqs: int, tokens: int) -> None:
-        self.reserve(seqs, tokens)
+        self.tables.reserve(seqs, pages=-(-tokens // (16 * self.page)) * 16)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         self.truncate(seq, 0)
@@ -86,7 +82,7 @@ class PageMeans(Tables):
 
     def read(self, seq: int, n: int) -> None:
         """Append the next n rows of a sequence from the store, a stretch at a time."""
-        self.reserve(seq + 1, 0)
+        self.make_room(seq + 1, 0)
         while n > 0:
             begin, some = self.first + self.counts[seq], min(n, _STRETCH)
             rows = self.context.store.read(seq, begin, begin + some).to(self.tail)
@@ -95,10 +91,10 @@ class PageMeans(Tables):
 
     def _append(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> None:
         n = keys.shape[2]
-        self.reserve(max(seqs) + 1, 0)
+        self.make_room(max(seqs) + 1, 0)
         starts = tuple(Start(seq, self.counts[seq]) for seq in seqs)
         stop, room = max(start.tokens for start in starts) + n, self.means.shape[2] * self.page
-        self.reserve(0, stop if stop <= room else stop + stop // 8)
+        self.make_room(0, stop if stop <= room else stop + stop // 8)
         for seq in seqs:
             self.counts[seq] += n
             self._oldest[seq] = max(self._oldest[seq], self.counts[seq] - self.tail.shape[2])
@@ -131,43 +127,33 @@ class PageMeans(Tables):
             rows = self.tail[seq].index_select(1, self._places(begin, keep))
             self.means[seq, :, page] = self.format.encode(rows.mean(dim=1, dtype=torch.float32))
         self._oldest[seq] = min(self._oldest[seq], begin)
-        self._sync()
+        self.known.copy_(self.numbers())
 
     def reorder(self, seqs: Sequence[int]) -> None:
         """Replace sequence i by the former sequence seqs[i]."""
         self.join()
-        self.reserve(max(seqs) + 1, 0)
-        which = torch.tensor(seqs, device=self.context.device)
-        self.means, self.tail = self.means.index_select(0, which), self.tail.index_select(0, which)
-        self.counts, self._oldest = [self.counts[seq] for seq in seqs], [self._oldest[seq] for seq in seqs]
-        self.known = self.known.new_empty(len(seqs))
-        self._sync()
+        self.tables.reorder(seqs)
 
-    def export(self, seq: int) -> Any:
+    def export(self, seq: int) -> Held:
         """Return all that is kept of a sequence, in host memory."""
         self.join()
-        self.reserve(seq + 1, 0)
-        pages = -(-self.counts[seq] // self.page)
-        return row_to_host(self.means[:, :, :pages], seq), row_to_host(self.tail, seq), self.counts[seq], self._oldest[seq]
+        self.make_room(seq + 1, 0)
+        return self.tables.export(seq, pages=-(-self.counts[seq] // self.page))
 
-    def load(self, seq: int, held: Any, end: int) -> None:
+    def load(self, seq: int, held: Held, end: int) -> None:
         """Restore a sequence from what export() returned."""
         self.join()
-        means, tail, count, oldest = held
-        self.reserve(seq + 1, count)
-        row_from_host(self.means, seq, means)
-        row_from_host(self.tail, seq, tail)
-        self.counts[seq], self._oldest[seq] = count, oldest
-        self._sync()
+        self.make_room(seq + 1, int(held[0]["known"]))
+        self.tables.load(seq, held)
 
     def tensors(self) -> list[Tensor]:
-        return [self.means, self.tail, self.known]
+        return self.tables.tensors()
 
     def clone_from(self, other: Self) -> None:
         other.join()
         self.join()
-        self.means, self.tail, self.known = other.means.clone(), other.tail.clone(), other.known.clone()
-        self.counts, self._oldest, self.first = list(other.counts), list(other._oldest), other.first
+        self.tables.clone_from(other.tables)
+        self.first = other.first
 
     def looked_at(self, batch: int) -> int:
         """Return how many pages of the first sequences a step reads."""
@@ -176,10 +162,6 @@ class PageMeans(Tables):
 
     def _places(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop, device=self.tail.device) % self.tail.shape[2]
-
-    def _sync(self) -> None:
-        """Copy the counts to the device."""
-        self.known.copy_(self.numbers())
 
     def numbers(self) -> Tensor:
         """Return the tokens of all sequences, on the device."""
@@ -223,7 +205,7 @@ class RemainderIndex(AroundIndex, tested=True):
                 "index on the device, as thaw has"
             )
         self.pages = PageMeans(replace(context, deferred=None) if traits.on_host else context, page, stored=traits.on_host)
-        self.pages.reserve(context.store.seqs, 0)
+        self.pages.make_room(context.store.seqs, 0)
         super().__init__(context, inner, self.pages)
         self.traits = replace(self.traits, attends=True, snapshots=traits.snapshots)
         self._beside = context.aux or AuxStream()
@@ -263,7 +245,7 @@ class RemainderIndex(AroundIndex, tested=True):
         pages.join()
         if found.log_weight is not None:
             raise ConfigError(f"remainder is {pages.page}; it must be 0 where each query head has rows or weights of its own")
-        pages.reserve(batch, 0)
+        pages.make_room(batch, 0)
         means = pages.means[:batch, :, : pages.looked_at(batch)]
         known, scale, estimates = pages.known[:batch], self.context.scale, list[Partial]()
 
