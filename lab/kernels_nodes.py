@@ -82,7 +82,8 @@ def select_time(tokens: int, field: int, seqs: int = 1) -> dict[str, Any]:
     twins = [index]
     for _ in range(1, copies(index.digests.nbytes)):
         twins.append(copy.copy(index))
-        twins[-1].digests = index.digests.clone()
+        twins[-1].tables = copy.copy(index.tables)
+        twins[-1].tables["digests"] = index.digests.clone()
     asked = queries(max(32, len(twins)), seqs, device)
     pairs = [(twins[i % len(twins)], query) for i, query in enumerate(asked)]
     store, order = index.context.store, index.order

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import SpreadWork
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import ConfigError
 from kvthaw.index.observed import ObservedIndex
 from kvthaw.index.reordering import PendingReordering, Reordering, StaticChoice
+from kvthaw.index.tables import Held
 from kvthaw.index.unit_counts import Seq
 from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.page_bounds import Spread
@@ -36,6 +36,10 @@ class Static:
 
     share: float | None = None
     pending: PendingReordering | None = None
+
+    def to(self, device: torch.device) -> Static:
+        """Return a copy with the reordering on a device."""
+        return replace(self, pending=self.pending and self.pending.to(device))
 
 
 def overlap_share(queries: Tensor, keys: Tensor, rows: int, page: int, ranks: Ranks = ALONE) -> float:
@@ -87,7 +91,7 @@ class HybridIndex(ObservedIndex, tested=True):
         super().__init__(
             context, page=page, spread=spread, policy=policy, share=known, interval=interval, window=_WINDOW_QUERIES
         )
-        self.statics: list[Static] = []
+        self.statics = self.tables.host(Static)
 
     @property
     def reversible(self) -> bool:
@@ -144,27 +148,19 @@ class HybridIndex(ObservedIndex, tested=True):
             if static.pending is not None:
                 static.pending.take()  # while the sequences have the numbers that its work knows
         super().reorder(seqs)
-        self.statics = [replace(self.statics[seq]) for seq in seqs]
 
     def clone_from(self, other: Self) -> None:
         super().clone_from(other)
-        self.statics = [replace(static, pending=static.pending and static.pending.copy()) for static in other.statics]
+        self.statics[:] = [static.to(self.steps.device) for static in self.statics]
 
-    def export(self, seq: int) -> Any:
+    def export(self, seq: int) -> Held:
         """See Tables: with the plan that the next append would put in place."""
-        held, static = super().export(seq), self.statics[seq]
-        return held, static.share, None if static.pending is None else static.pending.take().to(torch.device("cpu"))
+        rows, (*items, static) = super().export(seq)
+        return rows, [*items, static.to(torch.device("cpu"))]
 
-    def load(self, seq: int, held: Any, end: int) -> None:
-        pages, share, plan = held
-        super().load(seq, pages, end)
-        device = self.steps.device
-        again = plan and PendingReordering(seq, {seq: plan.to(device)}, self._side, SpreadWork(device))
-        self.statics[seq] = Static(share, again)
-
-    def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
-        super().reserve(seqs, units, tokens)
-        self.statics += [Static() for _ in range(len(self.seqs) - len(self.statics))]
+    def load(self, seq: int, held: Held, end: int) -> None:
+        super().load(seq, held, end)
+        self.statics[seq] = self.statics[seq].to(self.steps.device)
 
     # The static set
 

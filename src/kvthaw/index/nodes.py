@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, get_args
@@ -15,6 +15,7 @@ from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import at_least, one_of, proportion, within
 from kvthaw.index.batches import BatchedIndex, BatchGroup, Formed
 from kvthaw.index.draws import drawn
+from kvthaw.index.tables import Column
 from kvthaw.index.target import Full
 from kvthaw.kernels import HAS_TRITON, node_scores
 from kvthaw.kernels.extend import Destination
@@ -76,14 +77,14 @@ class NodeIndex(BatchedIndex, tested=True):
     Device memory: digests and the map, (1 + outliers) D + 8 elements per node and 4 bytes per key.
     """
 
-    tables: Mapping[str, str | None] = {**BatchedIndex.tables, "wanted": None}
+    wanted = Column()
 
     def __init__(self, context: IndexContext, config: NodeConfig | None = None) -> None:
         self.config = config or NodeConfig()
         batch, width = self.config.size * self.config.nodes_per_batch, row_width(context.head_dim, self.config.outliers)
         super().__init__(context, batch=batch, per_batch=self.config.nodes_per_batch, width=width, policy=self.config.policy)
         self.width = self._field(context.rows)
-        self.wanted = torch.zeros(0, dtype=torch.int32, device=context.device)
+        self.tables.add("wanted", (), torch.int32)
 
     # Index
 

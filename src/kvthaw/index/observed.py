@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import at_least
 from kvthaw.index.bounds import BoundIndex
+from kvthaw.index.tables import Column, Held
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy
@@ -38,7 +39,8 @@ class ObservedIndex(BoundIndex):
 
     traits = replace(BoundIndex.traits, grows=False, remembers=True)
     mapped = True
-    tables: Mapping[str, str | None] = {**BoundIndex.tables, "queries": None, "seen": None}
+    queries = Column()
+    seen = Column()
 
     def __init__(
         self, context: IndexContext, *, page: int, spread: Spread, policy: Policy, share: float, interval: int, window: int
@@ -49,11 +51,10 @@ class ObservedIndex(BoundIndex):
         self.early = int(interval * _spread(context.layer))
         self.rows = context.rows  # 0 until select() is first asked
         self.window = max(1, min(context.regions.window, window))
-        device, heads = context.device, context.q_heads
-        self.queries = torch.zeros((0, heads, self.window, context.head_dim), dtype=context.dtype, device=device)
-        self.seen = torch.zeros((0, self.window), dtype=torch.float32, device=device)
-        self.steps = torch.zeros(1, dtype=torch.int64, device=device)
-        self.turns: list[Turn] = []
+        self.tables.add("queries", (context.q_heads, self.window, context.head_dim), context.dtype)
+        self.tables.add("seen", (self.window,), torch.float32)
+        self.steps = torch.zeros(1, dtype=torch.int64, device=context.device)
+        self.turns = self.tables.host(lambda: Turn(since=self.early))
 
     def recent_queries(self, seqs: int) -> RecentQueries:
         """See UnitIndex: the observation window."""
@@ -81,27 +82,22 @@ class ObservedIndex(BoundIndex):
         self.turns[seq].since = self.turns[seq].before
         super().undo(seq, length)
 
-    def reorder(self, seqs: Sequence[int]) -> None:
-        super().reorder(seqs)
-        self.turns = [replace(self.turns[seq]) for seq in seqs]
-
     def unask(self) -> None:
         """See Index: the next query takes the place of the last one."""
         self.steps.sub_(1)
 
-    def export(self, seq: int) -> Any:
+    def export(self, seq: int) -> Held:
         """Return the window from the oldest query on, because the step count continues meanwhile; see Tables."""
-        held, order = super().export(seq), self._oldest_first()
-        window = self.queries[seq].index_select(1, order).cpu(), self.seen[seq].index_select(0, order).cpu()
-        return held, window, replace(self.turns[seq])
+        (rows, items), order = super().export(seq), self._oldest_first()
+        rows["queries"] = self.queries[seq].index_select(1, order).cpu()
+        rows["seen"] = self.seen[seq].index_select(0, order).cpu()
+        return rows, items
 
-    def load(self, seq: int, held: Any, end: int) -> None:
-        units, (queries, seen), turn = held
-        super().load(seq, units, end)
-        order, device = self._oldest_first(), self.steps.device
-        self.queries[seq].index_copy_(1, order, queries.to(device))
-        self.seen[seq].index_copy_(0, order, seen.to(device))
-        self.turns[seq] = replace(turn)
+    def load(self, seq: int, held: Held, end: int) -> None:
+        super().load(seq, held, end)
+        order, queries, seen = self._oldest_first(), self.queries[seq], self.seen[seq]
+        queries.index_copy_(1, order, queries.clone())
+        seen.index_copy_(0, order, seen.clone())
 
     def _oldest_first(self) -> Tensor:
         """Return the places of the window's queries, from the oldest on."""
@@ -113,11 +109,6 @@ class ObservedIndex(BoundIndex):
     def clone_from(self, other: Self) -> None:
         super().clone_from(other)
         self.steps, self.rows = other.steps.clone(), other.rows
-        self.turns = [replace(turn) for turn in other.turns]
-
-    def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
-        super().reserve(seqs, units, tokens)
-        self.turns += [Turn(since=self.early) for _ in range(len(self.seqs) - len(self.turns))]
 
     # The static set
 

@@ -71,9 +71,9 @@ class PendingReordering:
         made.done = self.work.done
         return made
 
-    def copy(self) -> PendingReordering:
-        """Return a copy, made on the current stream."""
-        return PendingReordering(0, {0: self.take().to(self.work.device)}, self.aux, SpreadWork(self.work.device))
+    def to(self, device: torch.device) -> PendingReordering:
+        """Return a copy on a device, made on the current stream."""
+        return PendingReordering(0, {0: self.take().to(device)}, self.aux, SpreadWork(device))
 
 
 def choose_static(mass: Tensor, count: int, first: int) -> Tensor:

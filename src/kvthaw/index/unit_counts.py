@@ -44,8 +44,7 @@ class Seq:
         self.tokens, self.units = begin + n, before + -(-n // size)
         return starts[: n // batch]
 
-    def copy(self) -> Seq:
-        """Return a copy."""
+    def __copy__(self) -> Seq:
         return replace(self, marks=list(self.marks))
 
 

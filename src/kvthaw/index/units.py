@@ -7,7 +7,7 @@ Their digests are recomputed with every append, so every token can be selected a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self, get_args
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvthaw.cache.deferred_batch import AuxStream, DeferredBatch
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import one_of
-from kvthaw.index.tables import grown, row_from_host, row_to_host
+from kvthaw.index.tables import Column, Held, SequenceTables
 from kvthaw.index.target import Full, Target
 from kvthaw.index.unit_counts import Before, Seq
 from kvthaw.kernels.extend import Added, Destination, Tables, extend, means
@@ -32,13 +32,13 @@ class UnitIndex(Index):
     A digest is the mean of a unit's keys, or the box around them (`spread`). A subclass with digests of another kind overrides
     both digest() and extend(), as NodeIndex does. A subclass with another score replaces `choice`.
 
-    All tables are on the device, with a capacity that doubles, and are written in place. Data that an append overwrites is
+    All `tables` are on the device, with a capacity that doubles, and are written in place. Data that an append overwrites is
     kept, or can be recomputed, until the next append, so that undo() works.
 
     digests: [B, H, U, E].
     stops: [B, H, U + 1] int32.
     counts: [B] int32.
-    order: [B, H, T] int32; an empty tensor means text order.
+    order: [B, H, T] int32; only if `mapped`.
     recent: [B, H, batch + buffer, D], the keys of the last tokens, a ring by their places in the map. It holds the last
         batch and all tokens that leave the window at once.
     """
@@ -52,8 +52,11 @@ class UnitIndex(Index):
     """A digest is the box around a unit's keys; None: their mean."""
     choice = staticmethod(unit_select)
     """Ranks units for a query and returns rows and counts. It takes the arguments of `unit_select` and reads only tables."""
-    tables: Mapping[str, str | None] = {"digests": "units", "stops": "ends", "counts": None, "recent": None, "order": "tokens"}
-    """Attributes that are tensors of all sequences, by what their third dimension counts."""
+    digests = Column()
+    stops = Column()
+    counts = Column()
+    recent = Column()
+    order = Column()
 
     def __init_subclass__(cls, *, tested: bool = False) -> None:
         super().__init_subclass__(tested=tested)
@@ -64,14 +67,14 @@ class UnitIndex(Index):
         one_of(get_args(Policy), policy=policy)
         self.context, self.size, self.batch, self.policy = context, size, batch, policy
         self.first = context.regions.sink
-        heads, device = context.kv_heads, context.device
-        self.digests = torch.zeros((0, heads, 0, width), dtype=context.dtype, device=device)
-        self.stops = torch.zeros((0, heads, 1), dtype=torch.int32, device=device)
-        self.counts = torch.zeros(0, dtype=torch.int32, device=device)
-        self.order = torch.zeros((0, heads, 0), dtype=torch.int32, device=device)
-        length = batch + context.regions.buffer
-        self.recent = torch.zeros((0, heads, length, context.head_dim), dtype=context.dtype, device=device)
-        self.seqs: list[Seq] = []
+        heads, self.tables = context.kv_heads, SequenceTables(context.device)
+        self.tables.add("digests", (heads, "units", width), context.dtype)
+        self.tables.add("stops", (heads, "ends"), torch.int32)
+        self.tables.add("counts", (), torch.int32)
+        self.tables.add("recent", (heads, batch + context.regions.buffer, context.head_dim), context.dtype)
+        if self.mapped:
+            self.tables.add("order", (heads, "tokens"), torch.int32)
+        self.seqs = self.tables.host(Seq)
         self._before: dict[int, Before] = {}
         self._side = context.aux or AuxStream()
         self._deferred = context.deferred or DeferredBatch()
@@ -187,7 +190,7 @@ class UnitIndex(Index):
             return
         self.join()
         for name, start, part in last.parts:
-            getattr(self, name)[seq, :, start : start + part.shape[1]] = part
+            self.tables[name][seq, :, start : start + part.shape[1]] = part
         marks = self.seqs[seq].marks
         del marks[last.marks :]
         if last.kept in (0, self.batch):
@@ -198,39 +201,28 @@ class UnitIndex(Index):
     def reorder(self, seqs: Sequence[int]) -> None:
         self.join()
         self.reserve(max(seqs) + 1)
-        which = torch.tensor(seqs, device=self.counts.device)
-        for name in self._tables():
-            setattr(self, name, getattr(self, name).index_select(0, which))
-        self.seqs = [self.seqs[seq].copy() for seq in seqs]
+        self.tables.reorder(seqs)
         self._before = {i: self._before[seq].copy() for i, seq in enumerate(seqs) if seq in self._before}
 
-    def export(self, seq: int) -> Any:
+    def export(self, seq: int) -> Held:
         self.join()
         self.reserve(seq + 1)
-        host, held = self.seqs[seq].copy(), dict[str, Tensor]()
-        lengths = {"units": host.units, "ends": host.units + 1, "tokens": host.tokens}
-        for name in self._tables():
-            table, counted = getattr(self, name), self.tables[name]
-            held[name] = row_to_host(table if counted is None else table[:, :, : lengths[counted]], seq)
-        return held, host
+        return self.tables.export(seq, **self._lengths(self.seqs[seq].units, self.seqs[seq].tokens))
 
-    def load(self, seq: int, held: Any, end: int) -> None:
-        rows, host = held
+    def load(self, seq: int, held: Held, end: int) -> None:
+        host: Seq = held[1][0]
         self.clear(seq, self.first)
         self.reserve(0, host.units, host.tokens)
-        for name, row in rows.items():
-            row_from_host(getattr(self, name), seq, row)
-        self._set(seq, host.copy())
+        self.tables.load(seq, held)
+        self.sync_counts([seq])
 
     def tensors(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self._tables()]
+        return self.tables.tensors()
 
     def clone_from(self, other: Self) -> None:
         self.join()
         other.join()
-        for name in self._tables():
-            setattr(self, name, getattr(other, name).clone())
-        self.seqs = [seq.copy() for seq in other.seqs]
+        self.tables.clone_from(other.tables)
         self._before = {seq: last.copy() for seq, last in other._before.items()}
         self.first = other.first
 
@@ -275,20 +267,17 @@ class UnitIndex(Index):
     def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
         """Make room for `seqs` sequences with `units` units and `tokens` tokens, and keep the content. Addresses change only
         if room was lacking."""
-        self.seqs += [Seq() for _ in range(seqs - len(self.seqs))]
-        many, have, known = len(self.seqs), self.digests.shape[2], self.order.shape[2]
-        if many <= self.counts.shape[0] and units <= have and (not self.mapped or tokens <= known):
+        if not self.tables.lacks(seqs, **self._lengths(units, tokens)):
             return
         self.join()
+        have, known = self.tables.room["units"], self.tables.room.get("tokens", 0)
         units = have if units <= have else max(units + units // 4 + 64, 2 * have)
         tokens = known if tokens <= known else max(tokens + tokens // 4 + 64, 2 * known)
-        lengths = {"units": units, "ends": units + 1, "tokens": tokens}
-        for name in self._tables():
-            counted = self.tables[name]
-            setattr(self, name, grown(getattr(self, name), many, *(() if counted is None else (0, lengths[counted]))))
+        self.tables.reserve(seqs, **self._lengths(units, tokens))
 
-    def _tables(self) -> list[str]:
-        return [name for name in self.tables if self.mapped or name != "order"]
+    def _lengths(self, units: int, tokens: int) -> dict[str, int]:
+        """Return the sizes of the dimensions that `units` and `tokens` need in the tables."""
+        return {"units": units, "ends": units + 1} | ({"tokens": tokens} if self.mapped else {})
 
     def _set(self, seq: int, host: Seq) -> None:
         self.seqs[seq] = host
@@ -305,7 +294,7 @@ class UnitIndex(Index):
         """Return the data that an append of n tokens will overwrite, except what the kept keys can restore."""
         host = self.seqs[seq]
         lost = host.kept and not self._fits(seq, n)
-        parts = tuple((name, 0, getattr(self, name)[seq].clone()) for name in self._rings()) if lost else ()
+        parts = tuple((name, 0, self.tables[name][seq].clone()) for name in self._rings()) if lost else ()
         return Before(host.tokens, host.units, host.kept, len(host.marks), parts)
 
     def _rings(self) -> list[str]:

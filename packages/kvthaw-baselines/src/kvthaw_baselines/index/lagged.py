@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import within
 from kvthaw.index.bounds import BoundIndex
+from kvthaw.index.tables import Column
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 
@@ -28,15 +27,15 @@ class LaggedIndex(BoundIndex, tested=True):
     asked: [B, 64] int64, n + 1 of each place, 0 for none.
     """
 
-    tables: Mapping[str, str | None] = {**BoundIndex.tables, "previous": None, "asked": None}
+    previous = Column()
+    asked = Column()
 
     def __init__(self, context: IndexContext, *, page: int, spread: Spread, policy: Policy, tau: float) -> None:
         within(-1, 1, tau=tau)
         super().__init__(context, page=page, spread=spread, policy=policy)
         self.tau = tau
-        device = context.device
-        self.previous = torch.zeros((0, _KEPT, context.q_heads, context.head_dim), dtype=context.dtype, device=device)
-        self.asked = torch.zeros((0, _KEPT), dtype=torch.int64, device=device)
+        self.tables.add("previous", (_KEPT, context.q_heads, context.head_dim), context.dtype)
+        self.tables.add("asked", (_KEPT,), torch.int64)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         super().build(seq, first, keys, values, queries)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import at_least
-from kvthaw.index.tables import grown
+from kvthaw.index.tables import Column
 from kvthaw.index.unit_counts import Seq
 from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.unit_select import Policy
@@ -35,9 +35,12 @@ class ShadowIndex(UnitIndex, tested=True):
 
     traits = replace(UnitIndex.traits, rebuilds=True)
     mapped = shuffled = True
-    tables: Mapping[str, str | None] = {
-        **UnitIndex.tables, **dict.fromkeys(("factors", "basis", "exact", "known", "total", "turned")),
-    }  # fmt: skip
+    factors = Column()
+    basis = Column()
+    exact = Column()
+    known = Column()
+    total = Column()
+    turned = Column()
 
     def __init__(
         self, context: IndexContext, *, chunk: int = 8, rank: int = 160, outliers: int = 48, policy: Policy = "max"
@@ -45,15 +48,15 @@ class ShadowIndex(UnitIndex, tested=True):
         at_least(1, chunk=chunk, rank=rank)
         at_least(0, outliers=outliers)
         super().__init__(context, size=chunk, batch=chunk, width=context.head_dim, policy=policy)
-        heads, dim, device = context.kv_heads, context.head_dim, context.device
+        heads, dim = context.kv_heads, context.head_dim
         self.rank = min(rank, context.ranks.all_heads(heads) * dim)
         self.outliers = min(outliers, context.rows // (4 * chunk)) if context.rows else outliers
-        self.factors = torch.zeros((0, 1, 0, self.rank), dtype=context.dtype, device=device)
-        self.basis = torch.zeros((0, self.rank, heads, dim), dtype=context.dtype, device=device)
-        self.exact = torch.zeros((0, heads, 0), dtype=torch.bool, device=device)
-        self.known = torch.zeros(0, dtype=torch.int32, device=device)
-        self.total = torch.zeros_like(self.known)
-        self.turned = torch.zeros(0, dtype=torch.bool, device=device)
+        self.tables.add("factors", (1, "prompt", self.rank), context.dtype)
+        self.tables.add("basis", (self.rank, heads, dim), context.dtype)
+        self.tables.add("exact", (heads, "prompt"), torch.bool)
+        self.tables.add("known", (), torch.int32)
+        self.tables.add("total", (), torch.int32)
+        self.tables.add("turned", (), torch.bool)
 
     # Index
 
@@ -162,6 +165,6 @@ class ShadowIndex(UnitIndex, tested=True):
 
     def _reserve_factors(self, tokens: int) -> None:
         """Make room for the factors of a prompt's `tokens` tokens."""
-        self.factors, self.exact = (grown(table, len(self.seqs), 0, tokens) for table in (self.factors, self.exact))
+        self.tables.reserve(0, prompt=tokens)
         if self.context.rotary is not None:
             self.context.rotary.reserve(self.first + tokens, self.context.device)

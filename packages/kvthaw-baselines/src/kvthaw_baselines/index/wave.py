@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, within
 from kvthaw.index.clusters import ClusterIndex, Start
+from kvthaw.index.tables import Column
 from kvthaw.index.target import Full, Target
 from kvthaw.kernels import unit_scores
 from kvthaw.kernels.merge import Partial
@@ -29,7 +30,9 @@ class WaveIndex(ClusterIndex, tested=True):
     units that are clusters.
     """
 
-    tables: Mapping[str, str | None] = {**ClusterIndex.tables, "values": "units", "recent_values": None, "closed": None}
+    values = Column()
+    recent_values = Column()
+    closed = Column()
 
     def __init__(
         self,
@@ -60,9 +63,9 @@ class WaveIndex(ClusterIndex, tested=True):
         )
         self.segment, self.estimated = segment, estimated
         self.traits = replace(ClusterIndex.traits, attends=estimated > 0)
-        self.values = torch.zeros_like(self.digests)
-        self.recent_values = torch.zeros_like(self.recent)
-        self.closed = torch.zeros_like(self.counts)
+        self.tables.add("values", (context.kv_heads, "units", context.head_dim), context.dtype)
+        self.tables.add("recent_values", self.recent.shape[1:], context.dtype)
+        self.tables.add("closed", (), torch.int32)
         self._arriving: dict[int, Tensor] = {}  # values of a sequence's batches, [H, n, D], while many tokens come
 
     # Index
