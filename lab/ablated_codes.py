@@ -46,8 +46,7 @@ class LearnedCodesIndex(PlainCodesIndex, tested=True):
     def __init__(self, context: IndexContext, *, rotate: bool, normalise: bool, **options: Any) -> None:
         super().__init__(context, rotate=rotate, **options)
         self.normalise, self.traits = normalise, replace(self.traits, grows=False)
-        size = len(self.counts), context.kv_heads, self.rotation.padded // SUB, CENTROIDS, SUB
-        self.tables["learned"] = torch.zeros(size, device=context.device)
+        self.tables.add("learned", (context.kv_heads, self.rotation.padded // SUB, CENTROIDS, SUB), torch.float32)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         self._reserve(seq + 1, 0)

@@ -183,13 +183,18 @@ class Chain:
         return choosing.launch(self.made, self.chosen, self.wanted, K, SINK, self.scale, "max")
 
     def select(self, one: encoding.Summaries) -> object:
-        self.index.summaries = one
+        self.enter(one)
         return self.index.select(self.query, K)
+
+    def enter(self, one: encoding.Summaries) -> None:
+        """Give the index other tables."""
+        tables = {"ids": one.ids, "codes": one.codes, "weights": one.weights, "sizes": one.sizes}
+        self.index.tables.update({name: table for name, table in tables.items() if table is not None})
 
     def seconds(self, step: str, replays: int = 20) -> float:
         """Of a step of this name."""
         seconds = replay_time(rotated(getattr(self, step), self.sets), replays)
-        self.index.summaries = self.now
+        self.enter(self.now)
         return seconds
 
     def check(self) -> None:

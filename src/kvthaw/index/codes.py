@@ -20,7 +20,7 @@ from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import ConfigError, at_least, one_of, within
 from kvthaw.index.ratios import Ratios
-from kvthaw.index.tables import grown, row_from_host, row_to_host
+from kvthaw.index.tables import Held, SequenceTables
 from kvthaw.index.tokens import Policy
 from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.collide import BINS, CHUNK, collide, shift
@@ -63,7 +63,6 @@ class CodesIndex(Index, tested=True):
         many as it may.
 
     tables: all tensors of the sequences, by name.
-    summaries: the tables that kernels read.
     counts: tokens of each sequence.
 
     make_room gives summaries their capacity; an append beyond it doubles it. Otherwise no tensor moves. Lengths and limits are
@@ -109,10 +108,9 @@ class CodesIndex(Index, tested=True):
         self._shift = shift(most_votes(subs, scored, self._combine))
         self.traits = Traits(graph_safe=True, grows=not centre, light=True, reversible=True, attends=dense_below > 0)
         self._first, self._k = context.regions.sink, 1
-        self.counts: list[int] = []
         heads = context.kv_heads
-        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "ids": ((heads, subs, 0), torch.uint8),
+        columns: dict[str, tuple[tuple[int | str, ...], torch.dtype]] = {
+            "ids": ((heads, subs, "tokens"), torch.uint8),
             **self.quantizer.tables(heads, subs),
             "sizes": ((heads, subs, 0 if graded else CENTROIDS), torch.int32),  # only tiers ask how many keys a cluster has
             "lengths": ((), torch.int32),
@@ -120,12 +118,13 @@ class CodesIndex(Index, tested=True):
             "limits": ((6,), torch.int32),
         }
         if dense_below:
-            sizes |= dict.fromkeys(("keys", "values"), ((heads, dense_below, dim), context.dtype))
+            columns |= dict.fromkeys(("keys", "values"), ((heads, dense_below, dim), context.dtype))
         if centre:
-            sizes["centre"] = ((heads, dim), torch.float32)
-        self.tables = {
-            name: torch.zeros((0, *size), dtype=dtype, device=context.device) for name, (size, dtype) in sizes.items()
-        }
+            columns["centre"] = (heads, dim), torch.float32
+        self.tables = SequenceTables(context.device)
+        for name, (shape, dtype) in columns.items():
+            self.tables.add(name, shape, dtype)
+        self.counts = self.tables.host(int)
         self._reserve(context.store.seqs, 0)
 
     # Changes
@@ -180,33 +179,17 @@ class CodesIndex(Index, tested=True):
 
     def reorder(self, seqs: Sequence[int]) -> None:
         self.join()
-        self._reserve(max(seqs) + 1, 0)
-        index = torch.tensor(seqs, device=self.context.device)
-        for name, tensor in self.tables.items():
-            moved = tensor[index]
-            if moved.shape == tensor.shape:
-                tensor.copy_(moved)
-            else:
-                self.tables[name] = moved
-        self.counts = [self.counts[seq] for seq in seqs]
-        self._bind()
-        self._update()
+        self.tables.reorder(seqs)
 
-    def export(self, seq: int) -> tuple[dict[str, Tensor], int]:
+    def export(self, seq: int) -> Held:
         self.join()
         self._reserve(seq + 1, 0)
-        n = self.counts[seq]
-        cut = {"ids": (3, 0, n), "codes": (2, 0, n), "weights": (2, 0, n)}
-        tables = {name: table.narrow(*cut[name]) if name in cut else table for name, table in self.tables.items()}
-        return {name: row_to_host(table, seq) for name, table in tables.items()}, n
+        return self.tables.export(seq, tokens=self.counts[seq])
 
-    def load(self, seq: int, held: tuple[dict[str, Tensor], int], end: int) -> None:
-        rows, n = held
+    def load(self, seq: int, held: Held, end: int) -> None:
         self.join()
-        self._reserve(seq + 1, n)
-        for name, row in rows.items():
-            row_from_host(self.tables[name], seq, row)
-        self.counts[seq] = n
+        self._reserve(seq + 1, int(held[0]["lengths"]))
+        self.tables.load(seq, held)
         self._update()
 
     # Queries
@@ -276,8 +259,7 @@ class CodesIndex(Index, tested=True):
         """Run the first stage. Returns rotated queries [B, H, P, 8, subspaces], candidates [B, H, width] with their marks, and how
         many of them each sequence uses [B]."""
         batch = query.shape[0]
-        if batch > len(self.counts):
-            self._reserve(batch, 0)
+        self._reserve(batch, 0)
         if budget != self._k:
             self._k = budget
             self._update()
@@ -329,32 +311,26 @@ class CodesIndex(Index, tested=True):
     # State
 
     def tensors(self) -> list[Tensor]:
-        return [*self.tables.values(), self.rotation.basis, self.quantizer.thresholds, self.quantizer.levels]
+        return [*self.tables.tensors(), self.rotation.basis, self.quantizer.thresholds, self.quantizer.levels]
 
     def clone_from(self, other: Self) -> None:
         self.join()
         other.join()
-        self.tables = {name: tensor.clone() for name, tensor in other.tables.items()}
-        self.counts, self._first, self._k = list(other.counts), other._first, other._k
-        self._bind()
-        self._update()
+        self.tables.clone_from(other.tables)
+        self._first, self._k = other._first, other._k
 
-    def _bind(self) -> None:
+    @property
+    def summaries(self) -> Summaries:
+        """Tables that kernels read."""
         data = self.tables
-        self.summaries = Summaries(data["ids"], data["codes"], data.get("weights"), data["sizes"])
+        return Summaries(data["ids"], data["codes"], data.get("weights"), data["sizes"])
 
     def _reserve(self, seqs: int, length: int) -> None:
         """Grow the tables to hold `seqs` sequences of `length` positions, and keep their content."""
-        have = self.tables["ids"].shape[3]
-        if seqs <= len(self.counts) and length <= have and have:
-            return
-        self.join()
-        self.counts += [0] * (seqs - len(self.counts))
-        capacity = max(have, CHUNK, -(-length // CHUNK) * CHUNK)
-        places = {"ids": (0, 0, capacity), "codes": (0, capacity), "weights": (0, capacity)}
-        for name, table in self.tables.items():
-            self.tables[name] = grown(table, len(self.counts), *places.get(name, ()))
-        self._bind()
+        tokens = max(CHUNK, -(-length // CHUNK) * CHUNK)
+        if self.tables.lacks(seqs, tokens=tokens):
+            self.join()
+            self.tables.reserve(seqs, tokens=tokens)
 
     def _update(self) -> None:
         """Update lengths, numbers of candidates and tier limits on the device in place from the counts, once for all layers."""

@@ -65,10 +65,10 @@ class Quantizer:
     constants: tuple[tuple[float, ...], tuple[float, ...]]
     slope: float
 
-    def tables(self, heads: int, subs: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of a sequence's tables, by name, for no keys: axis 1 is of keys."""
+    def tables(self, heads: int, subs: int) -> dict[str, tuple[tuple[int | str, ...], torch.dtype]]:
+        """Return shape and dtype of a sequence's tables, by name; axis 1 grows with its tokens."""
         kinds = {"codes": torch.int32} | ({} if self.bits == 3 else {"weights": torch.bfloat16})
-        return {name: ((heads, 0, subs), dtype) for name, dtype in kinds.items()}
+        return {name: ((heads, "tokens", subs), dtype) for name, dtype in kinds.items()}
 
     @property
     def unit(self) -> float:
