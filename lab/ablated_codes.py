@@ -49,7 +49,7 @@ class LearnedCodesIndex(PlainCodesIndex, tested=True):
         self.tables.add("learned", (context.kv_heads, self.rotation.padded // SUB, CENTROIDS, SUB), torch.float32)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        self._reserve(seq + 1, 0)
+        self.make_room(seq + 1, 0)
         if keys.shape[1]:
             points = subspaces(keys, self.rotation, normalise=self.normalise)
             self.truncate(seq, 0)

@@ -23,7 +23,7 @@ def tables(*, seqs: int, tokens: int) -> tuple[SequenceTables, list[int], list[l
 
 
 def addresses(made: SequenceTables) -> list[int]:
-    return [table.data_ptr() for table in made.tensors()]
+    return [table.data_ptr() for table in made.values()]
 
 
 def test_growing_keeps_content_and_addresses_while_there_is_room() -> None:
@@ -62,6 +62,7 @@ def test_reordering_is_in_place_while_the_number_of_sequences_stays() -> None:
     assert (made["codes"][:, 0, 0, 0].tolist(), counts, marks) == ([2, 0, 0], [7, 5, 5], [[2], [0], [0]])
     marks[1].append(9)
     assert marks[2] == [0]
+    made.reserve(5)
     made.reorder([1, 4])
     assert (made["codes"][:, 0, 0, 0].tolist(), counts, made.seqs) == ([0, -1], [5, 0], 2)
 

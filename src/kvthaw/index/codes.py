@@ -15,12 +15,11 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import ConfigError, at_least, one_of, within
 from kvthaw.index.ratios import Ratios
-from kvthaw.index.tables import Held, SequenceTables
+from kvthaw.index.tables import Held, TablesOnDevice
 from kvthaw.index.tokens import Policy
 from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.collide import BINS, CHUNK, collide, shift
@@ -42,7 +41,7 @@ _SHORT = 1 << 22
 """Largest size of a layer's keys, in bytes, that is summarised together with other layers' keys."""
 
 
-class CodesIndex(Index, tested=True):
+class CodesIndex(TablesOnDevice, Index, tested=True):
     """Collisions choose candidates, codes of 4 or 3 bits rank them.
 
     policy: how the G query heads of a KV head agree. "max" and "mean" compute votes and softmax weights for each head, and
@@ -92,10 +91,9 @@ class CodesIndex(Index, tested=True):
         if tolerance and policy == "mean_query":
             raise ConfigError(f"tolerance is {tolerance:g}; with policy={policy!r} it must be 0, since that one weighs no rows")
         self._least = math.log(tolerance) if tolerance else None
-        self.context, self.policy, self.ratios = context, policy, ratios or Ratios()
-        self.dense_below = dense_below
+        super().__init__(context)
+        self.policy, self.ratios, self.dense_below = policy, ratios or Ratios(), dense_below
         self._enough(context.rows)
-        self._deferred = context.deferred or DeferredBatch()
         dim, seed, device = context.head_dim, context.seed, context.device
         self.rotation = self._deferred.once(("rotation", dim, seed, device), lambda: make_rotation(dim, seed, device=device))
         self.quantizer = self._deferred.once(("quantizer", code_bits, device), lambda: make_quantizer(device, code_bits))
@@ -107,8 +105,7 @@ class CodesIndex(Index, tested=True):
         self._alike = seed, graded, centre, code_bits, device
         self._shift = shift(most_votes(subs, scored, self._combine))
         self.traits = Traits(graph_safe=True, grows=not centre, light=True, reversible=True, attends=dense_below > 0)
-        self._first, self._k = context.regions.sink, 1
-        heads = context.kv_heads
+        self._k, heads = 1, context.kv_heads
         columns: dict[str, tuple[tuple[int | str, ...], torch.dtype]] = {
             "ids": ((heads, subs, "tokens"), torch.uint8),
             **self.quantizer.tables(heads, subs),
@@ -121,31 +118,34 @@ class CodesIndex(Index, tested=True):
             columns |= dict.fromkeys(("keys", "values"), ((heads, dense_below, dim), context.dtype))
         if centre:
             columns["centre"] = (heads, dim), torch.float32
-        self.tables = SequenceTables(context.device)
         for name, (shape, dtype) in columns.items():
             self.tables.add(name, shape, dtype)
         self.counts = self.tables.host(int)
-        self._reserve(context.store.seqs, 0)
+        self.make_room(context.store.seqs, 0)
 
     # Changes
 
     def make_room(self, seqs: int, tokens: int) -> None:
-        self._reserve(seqs, tokens)
+        capacity = max(CHUNK, -(-tokens // CHUNK) * CHUNK)
+        if self.tables.lacks(seqs, tokens=capacity):
+            self.join()
+            self.tables.reserve(seqs, tokens=capacity)
+
+    def lengths(self, seq: int) -> dict[str, int]:
+        return {"tokens": self.counts[seq]}
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        self.truncate(seq, 0)
-        self._first = first
-        self._reserve(seq + 1, 0)
+        self.clear(seq, first)
         if self.centred and keys.shape[1]:
             self.tables["centre"][seq] = keys.mean(dim=1, dtype=torch.float32).to(keys.dtype)
         self.append([seq], keys[None], values[None], None)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         n = keys.shape[2]
-        self._reserve(max(seqs) + 1, 0)
+        self.make_room(max(seqs) + 1, 0)
         starts = [self.counts[seq] for seq in seqs]
         have, stop = self.summaries.capacity, max(starts) + n
-        self._reserve(0, stop if stop <= have else max(stop, 2 * have))
+        self.make_room(0, stop if stop <= have else max(stop, 2 * have))
         waits = self.context.deferred is not None and 0 < keys.nbytes <= _SHORT
         if not waits:
             _summarise([(self, keys)], seqs, starts)
@@ -161,15 +161,10 @@ class CodesIndex(Index, tested=True):
         else:
             self._update()
 
-    def join(self) -> None:
-        """Run work that was queued with other layers."""
-        if self in self._deferred.owners:
-            self._deferred.flush()
-
     def truncate(self, seq: int, length: int) -> None:
         if seq < len(self.counts):
             old = self.counts[seq]
-            new = min(old, max(0, length - self._first))
+            new = min(old, max(0, length - self.first))
             if new < old:
                 self.join()
                 if not self.graded:
@@ -177,19 +172,8 @@ class CodesIndex(Index, tested=True):
                 self.counts[seq] = new
                 self._update()
 
-    def reorder(self, seqs: Sequence[int]) -> None:
-        self.join()
-        self.tables.reorder(seqs)
-
-    def export(self, seq: int) -> Held:
-        self.join()
-        self._reserve(seq + 1, 0)
-        return self.tables.export(seq, tokens=self.counts[seq])
-
     def load(self, seq: int, held: Held, end: int) -> None:
-        self.join()
-        self._reserve(seq + 1, int(held[0]["lengths"]))
-        self.tables.load(seq, held)
+        super().load(seq, held, end)
         self._update()
 
     # Queries
@@ -220,7 +204,7 @@ class CodesIndex(Index, tested=True):
         rotated, (candidates, marks), wanted = self._collect(query, budget)
         run = run_length(candidates.shape[2], budget) or TILE
         found = rerank(rotated, self.summaries, candidates, wanted, self.quantizer, scale, run)
-        selected = topk(found, candidates, wanted, budget, self._first, scale, self._merge, floor)
+        selected = topk(found, candidates, wanted, budget, self.first, scale, self._merge, floor)
         scores = found.scores if isinstance(found, Estimates) else found
         if scores.shape[2] < self.context.group:  # estimates of the group's mean query
             return Selection(*selected)
@@ -253,13 +237,13 @@ class CodesIndex(Index, tested=True):
         self._enough(budget)
         _, (places, _), wanted = self._collect(query, budget)
         known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
-        return torch.where(known[:, None], places + self._first, -1)
+        return torch.where(known[:, None], places + self.first, -1)
 
     def _collect(self, query: Tensor, budget: int) -> tuple[Rotated, tuple[Tensor, Tensor], Tensor]:
         """Run the first stage. Returns rotated queries [B, H, P, 8, subspaces], candidates [B, H, width] with their marks, and how
         many of them each sequence uses [B]."""
         batch = query.shape[0]
-        self._reserve(batch, 0)
+        self.make_room(batch, 0)
         if budget != self._k:
             self._k = budget
             self._update()
@@ -311,26 +295,17 @@ class CodesIndex(Index, tested=True):
     # State
 
     def tensors(self) -> list[Tensor]:
-        return [*self.tables.tensors(), self.rotation.basis, self.quantizer.thresholds, self.quantizer.levels]
+        return [*super().tensors(), self.rotation.basis, self.quantizer.thresholds, self.quantizer.levels]
 
     def clone_from(self, other: Self) -> None:
-        self.join()
-        other.join()
-        self.tables.clone_from(other.tables)
-        self._first, self._k = other._first, other._k
+        super().clone_from(other)
+        self._k = other._k
 
     @property
     def summaries(self) -> Summaries:
         """Tables that kernels read."""
         data = self.tables
         return Summaries(data["ids"], data["codes"], data.get("weights"), data["sizes"])
-
-    def _reserve(self, seqs: int, length: int) -> None:
-        """Grow the tables to hold `seqs` sequences of `length` positions, and keep their content."""
-        tokens = max(CHUNK, -(-length // CHUNK) * CHUNK)
-        if self.tables.lacks(seqs, tokens=tokens):
-            self.join()
-            self.tables.reserve(seqs, tokens=tokens)
 
     def _update(self) -> None:
         """Update lengths, numbers of candidates and tier limits on the device in place from the counts, once for all layers."""

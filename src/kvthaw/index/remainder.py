@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import AuxStream, DeferredBatch
-from kvthaw.cache.index_api import Index, IndexContext, Selection, Tables
+from kvthaw.cache.deferred_batch import AuxStream
+from kvthaw.cache.index_api import Index, IndexContext, Selection
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.around import AroundIndex
-from kvthaw.index.tables import Column, Held, SequenceTables
+from kvthaw.index.tables import Column, TablesOnDevice
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.page_means import RING, Added, Start, page_means
 from kvthaw.kernels.remainder import remainder
@@ -35,7 +35,7 @@ _STRETCH = 1 << 13
 """How many rows are read from the store at once."""
 
 
-class PageMeans(Tables):
+class PageMeans(TablesOnDevice):
     """Mean key and mean value of each page of the tokens that an index holds, computed again after a change of their number.
 
     means [B, H, P, *format.tail], in the model's dtype on a CPU, else in e4m3 with two scales a page. tail [B, H, RING page, 2,
@@ -52,24 +52,24 @@ class PageMeans(Tables):
 
     def __init__(self, context: IndexContext, page: int, *, stored: bool = False) -> None:
         at_least(1, remainder=page)
-        self.context, self.page, self.first = context, page, context.regions.sink
-        self.stored = stored
+        super().__init__(context)
+        self.page, self.stored = page, stored
         heads, dim = context.kv_heads, context.head_dim
         self.format = (RowFormat if context.device.type == "cpu" else E4M3)(dim, context.dtype)
-        self.tables = SequenceTables(context.device)
         self.tables.add("means", (heads, "pages", *self.format.tail), self.format.stored)
         self.tables.add("tail", (heads, RING * page, 2, dim), context.dtype)
         self.tables.add("known", (), torch.int32)
         self.counts = self.tables.host(int)
         self._oldest = self.tables.host(int)  # of each sequence the first token in the tail
-        self._deferred = context.deferred or DeferredBatch()
 
     def make_room(self, seqs: int, tokens: int) -> None:
         self.tables.reserve(seqs, pages=-(-tokens // (16 * self.page)) * 16)
 
+    def lengths(self, seq: int) -> dict[str, int]:
+        return {"pages": -(-self.counts[seq] // self.page)}
+
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        self.truncate(seq, 0)
-        self.first = first
+        self.clear(seq, first)
         self.append([seq], keys[None], values[None], None)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
@@ -105,11 +105,6 @@ class PageMeans(Tables):
             alike = starts, keys.shape, keys.stride(), values.stride(), keys.dtype, self.page, self.context.device
             self._deferred.defer(self, (PageMeans, *alike), partial(_enter, starts=starts), (self, keys, values), seqs)
 
-    def join(self) -> None:
-        """Run what was queued with other layers' work."""
-        if self in self._deferred.owners:
-            self._deferred.flush()
-
     def truncate(self, seq: int, length: int) -> None:
         """Forget positions >= length of a sequence; 0 empties it."""
         keep = max(0, length - self.first)
@@ -128,32 +123,6 @@ class PageMeans(Tables):
             self.means[seq, :, page] = self.format.encode(rows.mean(dim=1, dtype=torch.float32))
         self._oldest[seq] = min(self._oldest[seq], begin)
         self.known.copy_(self.numbers())
-
-    def reorder(self, seqs: Sequence[int]) -> None:
-        """Replace sequence i by the former sequence seqs[i]."""
-        self.join()
-        self.tables.reorder(seqs)
-
-    def export(self, seq: int) -> Held:
-        """Return all that is kept of a sequence, in host memory."""
-        self.join()
-        self.make_room(seq + 1, 0)
-        return self.tables.export(seq, pages=-(-self.counts[seq] // self.page))
-
-    def load(self, seq: int, held: Held, end: int) -> None:
-        """Restore a sequence from what export() returned."""
-        self.join()
-        self.make_room(seq + 1, int(held[0]["known"]))
-        self.tables.load(seq, held)
-
-    def tensors(self) -> list[Tensor]:
-        return self.tables.tensors()
-
-    def clone_from(self, other: Self) -> None:
-        other.join()
-        self.join()
-        self.tables.clone_from(other.tables)
-        self.first = other.first
 
     def looked_at(self, batch: int) -> int:
         """Return how many pages of the first sequences a step reads."""
@@ -222,8 +191,7 @@ class RemainderIndex(AroundIndex, tested=True):
             super().load(seq, held, end)
             return
         self.inner.load(seq, held, end)
-        self.pages.truncate(seq, 0)
-        self.pages.first = self.context.regions.sink
+        self.pages.clear(seq, self.context.regions.sink)
         self.pages.read(seq, end - self.pages.first)
 
     def select(self, query: Tensor, budget: int) -> Selection:

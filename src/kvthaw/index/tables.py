@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any, Protocol, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
+
+from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.index_api import IndexContext, Tables
 
 Held = tuple[dict[str, Tensor], list[Any]]
 """A sequence's row of each column, in host memory, and its items of the lists."""
@@ -76,7 +79,6 @@ class SequenceTables(dict[str, Tensor]):
 
     def reorder(self, seqs: Sequence[int]) -> None:
         """Replace sequence i by the former sequence seqs[i], in place if the number of sequences stays."""
-        self.reserve(max(seqs) + 1)
         which = torch.tensor(seqs, device=self.device)
         for name, table in self.items():
             moved = table.index_select(0, which)
@@ -93,7 +95,6 @@ class SequenceTables(dict[str, Tensor]):
 
         lengths: how many entries of a dimension to return, by name; all where it is not given.
         """
-        self.reserve(seq + 1)
         cuts = {
             name: tuple(slice(lengths.get(size) if isinstance(size, str) else size) for size in shape)
             for name, (shape, _, _) in self._columns.items()
@@ -108,10 +109,6 @@ class SequenceTables(dict[str, Tensor]):
             self[name][seq][tuple(slice(size) for size in row.shape)].copy_(row)
         for (own, _), item in zip(self._lists, items, strict=True):
             own[seq] = copy(item)
-
-    def tensors(self) -> list[Tensor]:
-        """Return all columns."""
-        return list(self.values())
 
     def clone_from(self, other: SequenceTables) -> None:
         """Take copies of the content of tables with the same columns and lists."""
@@ -132,11 +129,58 @@ class Column:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, index: HasTables, owner: type) -> Tensor:
+    def __get__(self, index: TablesOnDevice, owner: type) -> Tensor:
         return index.tables[self.name]
 
 
-class HasTables(Protocol):
-    """An object with tables."""
+class TablesOnDevice(Tables):
+    """Data that lie in `tables`, with work on them that may be queued with other layers' work.
 
-    tables: SequenceTables
+    first: the position where they begin.
+    """
+
+    def __init__(self, context: IndexContext) -> None:
+        self.context, self.first = context, context.regions.sink
+        self.tables = SequenceTables(context.device)
+        self._deferred = context.deferred or DeferredBatch()
+
+    def lengths(self, seq: int) -> dict[str, int]:
+        """Return how many entries of a dimension, by name, export() copies of a sequence; all where it is not given."""
+        return {}
+
+    def make_room(self, seqs: int, tokens: int) -> None:
+        self.tables.reserve(seqs)
+
+    def clear(self, seq: int, first: int) -> None:
+        """Empty a sequence, whose positions begin at `first` from now on."""
+        self.truncate(seq, 0)
+        self.first = first
+        self.make_room(seq + 1, 0)
+
+    def reorder(self, seqs: Sequence[int]) -> None:
+        self.join()
+        self.make_room(max(seqs) + 1, 0)
+        self.tables.reorder(seqs)
+
+    def export(self, seq: int) -> Held:
+        self.join()
+        self.make_room(seq + 1, 0)
+        return self.tables.export(seq, **self.lengths(seq))
+
+    def load(self, seq: int, held: Held, end: int) -> None:
+        self.join()
+        self.make_room(seq + 1, max(0, end - self.first))
+        self.tables.load(seq, held)
+
+    def join(self) -> None:
+        if self in self._deferred.owners:
+            self._deferred.flush()
+
+    def tensors(self) -> list[Tensor]:
+        return list(self.tables.values())
+
+    def clone_from(self, other: Self) -> None:
+        self.join()
+        other.join()
+        self.tables.clone_from(other.tables)
+        self.first = other.first

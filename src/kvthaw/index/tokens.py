@@ -4,15 +4,14 @@ in common."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import one_of
-from kvthaw.index.tables import Column, Held, SequenceTables
+from kvthaw.index.tables import Column, TablesOnDevice
 from kvthaw.index.target import Full, Target
 
 Policy = Literal["max", "mean", "mean_query"]
@@ -28,7 +27,7 @@ def log_shares(logits: Tensor) -> Tensor:
     return logits - torch.where(total == -torch.inf, 0.0, total)
 
 
-class TokenIndex(Index):
+class TokenIndex(TablesOnDevice, Index):
     """Tables with an entry for every token, and selection by a score per token.
 
     columns: tables per token, name -> (shape, dtype); each table is [B, H, capacity, *shape].
@@ -46,10 +45,8 @@ class TokenIndex(Index):
         self, context: IndexContext, *, columns: Columns, learned: Columns | None = None, policy: Policy = "max"
     ) -> None:
         one_of(get_args(Policy), policy=policy)
-        self.context, self.policy, self.scale = context, policy, context.scale
-        self.first = context.regions.sink
-        self._deferred = context.deferred or DeferredBatch()
-        self.tables = SequenceTables(context.device)
+        super().__init__(context)
+        self.policy, self.scale = policy, context.scale
         for name, (size, dtype) in columns.items():
             self.tables.add(name, (context.kv_heads, "tokens", *size), dtype)
         for name, (size, dtype) in (learned or {}).items():
@@ -74,20 +71,22 @@ class TokenIndex(Index):
     # Index
 
     def make_room(self, seqs: int, tokens: int) -> None:
-        self.reserve(seqs, tokens)
+        have = self.tables.room["tokens"]
+        self.tables.reserve(seqs, tokens=tokens if tokens <= have else max(tokens, 2 * have, 64))
+
+    def lengths(self, seq: int) -> dict[str, int]:
+        return {"tokens": self.counts[seq]}
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        self.truncate(seq, 0)
-        self.first = first
-        self.reserve(seq + 1, 0)
+        self.clear(seq, first)
         if keys.shape[1]:
             self.learn(seq, keys)
         self.append([seq], keys[None], values[None], None)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         n = keys.shape[2]
-        self.reserve(max(seqs) + 1, 0)
-        self.reserve(0, max(self.counts[seq] for seq in seqs) + n)
+        self.make_room(max(seqs) + 1, 0)
+        self.make_room(0, max(self.counts[seq] for seq in seqs) + n)
         places = self._places(seqs, n)
         for name, kept in self.encode(seqs, keys, values).items():
             self.tables[name][places] = kept[0] if len(seqs) == 1 else kept
@@ -109,30 +108,12 @@ class TokenIndex(Index):
             self.counts[seq] = min(self.counts[seq], max(0, length - self.first))
             self.sync_counts()
 
-    def reorder(self, seqs: Sequence[int]) -> None:
-        self.tables.reorder(seqs)
-
-    def export(self, seq: int) -> Held:
-        self.reserve(seq + 1, 0)
-        return self.tables.export(seq, tokens=self.counts[seq])
-
-    def load(self, seq: int, held: Held, end: int) -> None:
-        self.reserve(seq + 1, int(held[0]["known"]))
-        self.tables.load(seq, held)
-
-    def tensors(self) -> list[Tensor]:
-        return self.tables.tensors()
-
-    def clone_from(self, other: Self) -> None:
-        self.tables.clone_from(other.tables)
-        self.first = other.first
-
     # Inside
 
     def ready(self, query: Tensor) -> int:
         """Room for the sequences of a query [B, Hq, D]. Returns how many places select() looks at."""
         batch = query.shape[0]
-        self.reserve(batch, 0)
+        self.make_room(batch, 0)
         return self.context.looked_at(self.counts[:batch], self.tables.room["tokens"])
 
     def held(self, seqs: int, tokens: int) -> Tensor:
@@ -179,8 +160,3 @@ class TokenIndex(Index):
     def sync_counts(self) -> None:
         """Copy the counts to the device."""
         self.known.copy_(self._deferred.numbers([tuple(self.counts)], self.known.device)[0])
-
-    def reserve(self, seqs: int, tokens: int) -> None:
-        """Make room for `seqs` sequences of `tokens` tokens and keep the content. Addresses change only if room was lacking."""
-        have = self.tables.room["tokens"]
-        self.tables.reserve(seqs, tokens=tokens if tokens <= have else max(tokens, 2 * have, 64))

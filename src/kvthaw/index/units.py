@@ -14,10 +14,10 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import AuxStream, DeferredBatch
+from kvthaw.cache.deferred_batch import AuxStream
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import one_of
-from kvthaw.index.tables import Column, Held, SequenceTables
+from kvthaw.index.tables import Column, Held, TablesOnDevice
 from kvthaw.index.target import Full, Target
 from kvthaw.index.unit_counts import Before, Seq
 from kvthaw.kernels.extend import Added, Destination, Tables, extend, means
@@ -26,7 +26,7 @@ from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy, unit_select
 
 
-class UnitIndex(Index):
+class UnitIndex(TablesOnDevice, Index):
     """Tables of units, and selection by digest. Subclasses say how a batch becomes units.
 
     A digest is the mean of a unit's keys, or the box around them (`spread`). A subclass with digests of another kind overrides
@@ -65,9 +65,9 @@ class UnitIndex(Index):
 
     def __init__(self, context: IndexContext, *, size: int, batch: int, width: int, policy: Policy) -> None:
         one_of(get_args(Policy), policy=policy)
-        self.context, self.size, self.batch, self.policy = context, size, batch, policy
-        self.first = context.regions.sink
-        heads, self.tables = context.kv_heads, SequenceTables(context.device)
+        super().__init__(context)
+        self.size, self.batch, self.policy = size, batch, policy
+        heads = context.kv_heads
         self.tables.add("digests", (heads, "units", width), context.dtype)
         self.tables.add("stops", (heads, "ends"), torch.int32)
         self.tables.add("counts", (), torch.int32)
@@ -77,7 +77,6 @@ class UnitIndex(Index):
         self.seqs = self.tables.host(Seq)
         self._before: dict[int, Before] = {}
         self._side = context.aux or AuxStream()
-        self._deferred = context.deferred or DeferredBatch()
         self._done: torch.cuda.Event | None = None
 
     # What a method adds
@@ -111,8 +110,10 @@ class UnitIndex(Index):
     # Index
 
     def make_room(self, seqs: int, tokens: int) -> None:
-        self.reserve(seqs)
-        self.reserve(0, self.most_units(tokens), tokens)
+        self.reserve(seqs, self.most_units(tokens) if tokens else 0, tokens)
+
+    def lengths(self, seq: int) -> dict[str, int]:
+        return self._lengths(self.seqs[seq].units, self.seqs[seq].tokens)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         self.clear(seq, first)
@@ -199,38 +200,18 @@ class UnitIndex(Index):
             self._again(seq, *marks[-1], last.kept, marks)
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        self.join()
-        self.reserve(max(seqs) + 1)
-        self.tables.reorder(seqs)
+        super().reorder(seqs)
         self._before = {i: self._before[seq].copy() for i, seq in enumerate(seqs) if seq in self._before}
-
-    def export(self, seq: int) -> Held:
-        self.join()
-        self.reserve(seq + 1)
-        return self.tables.export(seq, **self._lengths(self.seqs[seq].units, self.seqs[seq].tokens))
 
     def load(self, seq: int, held: Held, end: int) -> None:
         host: Seq = held[1][0]
-        self.clear(seq, self.first)
-        self.reserve(0, host.units, host.tokens)
-        self.tables.load(seq, held)
+        self.reserve(seq + 1, host.units, host.tokens)
+        super().load(seq, held, end)
         self.sync_counts([seq])
 
-    def tensors(self) -> list[Tensor]:
-        return self.tables.tensors()
-
     def clone_from(self, other: Self) -> None:
-        self.join()
-        other.join()
-        self.tables.clone_from(other.tables)
+        super().clone_from(other)
         self._before = {seq: last.copy() for seq, last in other._before.items()}
-        self.first = other.first
-
-    def clear(self, seq: int, first: int) -> None:
-        """Empty a sequence, whose positions begin at `first` from now on."""
-        self.truncate(seq, 0)
-        self.first = first
-        self.reserve(seq + 1)
 
     # Work on the side stream, and work of several layers
 
@@ -248,8 +229,7 @@ class UnitIndex(Index):
 
     def join(self) -> None:
         """Run deferred work, and have the current stream wait for the side stream; the host does not wait."""
-        if self in self._deferred.owners:
-            self._deferred.flush()
+        super().join()
         if self._done is not None:
             torch.cuda.current_stream(self.context.device).wait_event(self._done)
             self._done = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import one_of
-from kvthaw.index.tables import Held, SequenceTables
+from kvthaw.index.tables import TablesOnDevice
 
 Agree = Literal["mean", "max"]
 """How the query heads of a group agree on a token: the mean or the largest of the attention that each pays to it."""
@@ -37,7 +37,7 @@ def observed(queries: Tensor, keys: Tensor, *, scale: float, agree: Agree) -> Te
     return total.mean(dim=1) if agree == "mean" else total.amax(dim=1)
 
 
-class KeptIndex(Index):
+class KeptIndex(TablesOnDevice, Index):
     """Keep at most the rows that select() may return, each with a score. Of new rows, the best are kept.
 
     A row that is not kept is never selected again, although the store has it. Exception: a dense pass that gives the
@@ -53,9 +53,9 @@ class KeptIndex(Index):
 
     def __init__(self, context: IndexContext, *, agree: Agree, with_keys: bool = False) -> None:
         one_of(get_args(Agree), agree=agree)
-        self.context, self.agree = context, agree
-        self.first, self.rows = context.regions.sink, context.rows
-        self.tables, size = SequenceTables(context.device), (context.kv_heads, "rows")
+        super().__init__(context)
+        self.agree, self.rows = agree, context.rows
+        size = context.kv_heads, "rows"
         self.tables.add("kept", size, torch.int32, -1)
         self.tables.add("scores", size, torch.float32)
         if with_keys:
@@ -83,14 +83,9 @@ class KeptIndex(Index):
 
     # Index
 
-    def make_room(self, seqs: int, tokens: int) -> None:
-        self.tables.reserve(seqs)
-
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index. Without tokens behind these in the store it is no prompt: the first that leave the ring."""
-        self.truncate(seq, 0)
-        self.first = first
-        self.tables.reserve(seq + 1)
+        self.clear(seq, first)
         self._take(seq, keys, queries)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
@@ -113,23 +108,9 @@ class KeptIndex(Index):
             own = self._own(seq)
             self._fill(seq, own | {"kept": own["kept"].masked_fill(own["kept"] >= length, -1)})
 
-    def reorder(self, seqs: Sequence[int]) -> None:
-        self.tables.reorder(seqs)
-
-    def export(self, seq: int) -> Held:
-        return self.tables.export(seq)
-
-    def load(self, seq: int, held: Held, end: int) -> None:
-        self.tables.reserve(seq + 1)
-        self.tables["kept"][seq] = -1
-        self.tables.load(seq, held)
-
-    def tensors(self) -> list[Tensor]:
-        return self.tables.tensors()
-
     def clone_from(self, other: Self) -> None:
-        self.tables.clone_from(other.tables)
-        self.first, self.rows = other.first, other.rows
+        super().clone_from(other)
+        self.rows = other.rows
 
     # Inside
 

@@ -83,7 +83,7 @@ class PrunedIndex(AroundIndex, tested=True):
             raise ConfigError(
                 f"base is a method that weighs or estimates, {type(self.inner).__name__}; its rows cannot be pruned"
             )
-        self.keys.reserve(0, 1)  # rows that are none are looked up too
+        self.keys.make_room(0, 1)  # rows that are none are looked up too
         self.keys.ready(query)
         batch, rows = query.shape[0], proposed.rows
         here = (rows >= 0)[:, :, None]

@@ -64,6 +64,9 @@ class ShadowIndex(UnitIndex, tested=True):
         super().make_room(seqs, tokens)
         self._reserve_factors(tokens)
 
+    def lengths(self, seq: int) -> dict[str, int]:
+        return super().lengths(seq) | {"prompt": self.seqs[seq].tokens}
+
     def sync_counts(self, seqs: Sequence[int]) -> None:
         self.total.copy_(torch.tensor([seq.tokens for seq in self.seqs], dtype=torch.int32), non_blocking=True)
 

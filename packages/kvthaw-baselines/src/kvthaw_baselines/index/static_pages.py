@@ -99,7 +99,7 @@ class StaticPageIndex(ObservedIndex, tested=True):
     def make_room(self, seqs: int, tokens: int) -> None:
         """See Index. Compiles the kernels of a refresh before there are tokens: no step should wait for that."""
         super().make_room(seqs, tokens)
-        if self.rows and self.context.device.type == "cuda" and not any(host.tokens for host in self.seqs):
+        if tokens and self.rows and self.context.device.type == "cuda" and not any(host.tokens for host in self.seqs):
             self._heaviest(range(seqs), int(self.share * self.rows + 1e-6))
 
     # Inside
