@@ -45,6 +45,17 @@ def test_a_dimension_that_no_column_has_is_refused() -> None:
         made.reserve(1, pages=3)
 
 
+def test_where_memory_is_short_nothing_changes() -> None:
+    made = SequenceTables(torch.device("cpu"))
+    made.add("small", (), torch.int32)
+    made.add("large", ("tokens",), torch.int32)
+    with pytest.raises(RuntimeError):
+        made.reserve(2, tokens=1 << 58)
+    assert (made.seqs, made.room, made["small"].shape) == (0, {"tokens": 0}, (0,))
+    made.reserve(1, tokens=4)
+    assert (made["small"].shape, made["large"].shape) == ((1,), (1, 4))
+
+
 def test_resizing_drops_the_columns_of_that_dimension_alone() -> None:
     made, counts, _ = tables(seqs=2, tokens=5)
     made["late"][1] = True

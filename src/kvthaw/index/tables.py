@@ -31,14 +31,14 @@ class SequenceTables(dict[str, Tensor]):
         super().__init__()
         self.device, self.seqs = device, 0
         self.room: dict[str, int] = {}
-        self._columns: dict[str, tuple[tuple[int | str, ...], torch.dtype, float]] = {}
+        self._columns: dict[str, tuple[tuple[int | str, ...], float]] = {}
         self._lists: list[tuple[list[Any], Callable[[], Any]]] = []
 
     def add(self, name: str, shape: Sequence[int | str], dtype: torch.dtype, fill: float = 0) -> None:
         """Add a column, whose new entries are `fill`."""
-        self._columns[name] = tuple(shape), dtype, fill
+        self._columns[name] = tuple(shape), fill
         self.room = {size: 0 for size in shape if isinstance(size, str)} | self.room
-        self[name] = self._empty(name)
+        self[name] = torch.full(self._shape(name, self.seqs, self.room), fill, dtype=dtype, device=self.device)
 
     def host(self, make: Callable[[], T]) -> list[T]:
         """Return a list on the host with an item for each sequence. Only the items change, never the list's identity.
@@ -56,26 +56,28 @@ class SequenceTables(dict[str, Tensor]):
     def reserve(self, seqs: int, **least: int) -> None:
         """Make room for `seqs` sequences and for dimensions by name, and keep the content.
 
-        Raises KeyError for a dimension that no column has.
+        Raises KeyError for a dimension that no column has. If memory is short, nothing changes.
         """
         if not self.lacks(seqs, **least):
             return
-        self.seqs = max(seqs, self.seqs)
-        self.room |= {name: max(size, self.room[name]) for name, size in least.items()}
+        seqs, made = max(seqs, self.seqs), dict[str, Tensor]()
+        room = self.room | {name: max(size, self.room[name]) for name, size in least.items()}
         for name, old in self.items():
-            larger = self._empty(name)
-            if larger.shape != old.shape:
-                larger[tuple(slice(size) for size in old.shape)] = old
-                self[name] = larger
+            shape = self._shape(name, seqs, room)
+            if shape != old.shape:
+                made[name] = old.new_full(shape, self._columns[name][1])
+                made[name][tuple(slice(size) for size in old.shape)] = old
+        self.update(made)
+        self.seqs, self.room = seqs, room
         for items, make in self._lists:
-            items += [make() for _ in range(self.seqs - len(items))]
+            items += [make() for _ in range(seqs - len(items))]
 
     def resize(self, dimension: str, size: int) -> None:
         """Give a dimension another size, and drop the content of its columns."""
-        self.room[dimension] = size
-        for name, (shape, _, _) in self._columns.items():
-            if dimension in shape:
-                self[name] = self._empty(name)
+        room, columns = self.room | {dimension: size}, self._columns.items()
+        those = {name: fill for name, (shape, fill) in columns if dimension in shape}
+        self.update({name: self[name].new_full(self._shape(name, self.seqs, room), fill) for name, fill in those.items()})
+        self.room = room
 
     def reorder(self, seqs: Sequence[int]) -> None:
         """Replace sequence i by the former sequence seqs[i], in place if the number of sequences stays."""
@@ -97,7 +99,7 @@ class SequenceTables(dict[str, Tensor]):
         """
         cuts = {
             name: tuple(slice(lengths.get(size) if isinstance(size, str) else size) for size in shape)
-            for name, (shape, _, _) in self._columns.items()
+            for name, (shape, _) in self._columns.items()
         }
         rows = {name: table[seq][cuts[name]].to("cpu", copy=True) for name, table in self.items()}
         return rows, [copy(items[seq]) for items, _ in self._lists]
@@ -112,15 +114,13 @@ class SequenceTables(dict[str, Tensor]):
 
     def clone_from(self, other: SequenceTables) -> None:
         """Take copies of the content of tables with the same columns and lists."""
-        self.seqs, self.room = other.seqs, dict(other.room)
         self.update({name: table.clone() for name, table in other.items()})
+        self.seqs, self.room = other.seqs, dict(other.room)
         for (own, _), (items, _) in zip(self._lists, other._lists, strict=True):
             own[:] = [copy(item) for item in items]
 
-    def _empty(self, name: str) -> Tensor:
-        shape, dtype, fill = self._columns[name]
-        sizes = (self.room[size] if isinstance(size, str) else size for size in shape)
-        return torch.full((self.seqs, *sizes), fill, dtype=dtype, device=self.device)
+    def _shape(self, name: str, seqs: int, room: dict[str, int]) -> tuple[int, ...]:
+        return seqs, *(room[size] if isinstance(size, str) else size for size in self._columns[name][0])
 
 
 class Column:
