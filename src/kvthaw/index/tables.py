@@ -66,7 +66,8 @@ class SequenceTables(dict[str, Tensor]):
             shape = self._shape(name, seqs, room)
             if shape != old.shape:
                 made[name] = old.new_full(shape, self._columns[name][1])
-                made[name][tuple(slice(size) for size in old.shape)] = old
+                if old.numel():
+                    made[name][tuple(slice(size) for size in old.shape)] = old
         self.update(made)
         self.seqs, self.room = seqs, room
         for items, make in self._lists:
