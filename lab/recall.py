@@ -27,7 +27,6 @@ from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.passages import text_name
 from kvthaw.evaluate.results import Record, ResultsFile, Setting, shared
 from kvthaw.evaluate.variant import Variant, complete, fork, setting_of, whole
-from kvthaw.methods import resolve
 from lab.ablations import registered
 from lab.evaluate import plot
 from lab.evaluate.probe import Probe, Quality
@@ -92,7 +91,7 @@ def run(
     Raises ConfigError, before any work, for a setting that no cache would take, and for a method that attends to everything.
     """
     for variant in variants:
-        if resolve(variant.method).dense:
+        if variant.resolved.dense:
             raise ConfigError(f"method is {variant.method!r}; it attends to everything, so there is nothing to compare")
     same, wanted = identity(model, name), [complete(model, variant) for variant in variants]
     check_prompt(model, study.length + study.steps)

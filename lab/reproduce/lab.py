@@ -18,7 +18,6 @@ from kvthaw.evaluate.evaluator import Progress
 from kvthaw.evaluate.machine import identity
 from kvthaw.evaluate.results import ResultsFile
 from kvthaw.evaluate.variant import FULL, Variant, read_variant
-from kvthaw.methods import resolve
 from lab.bench.shaped import ShapeBench
 from lab.evaluate.assets import read_own
 from lab.evaluate.published import Benchmark, Item
@@ -124,7 +123,7 @@ class Lab:
         It has the regions of that budget. Every query head of a KV head selects the budget's remaining rows, and the union is not
         cut. The regions of a fraction are of the whole.
         """
-        method, config = resolve(variant.method), self.loaded[0].config.get_text_config(decoder=True)
+        method, config = variant.resolved, self.loaded[0].config.get_text_config(decoder=True)
         if not variant.method.startswith("icecache") or variant.budget is None:
             return variant
         group = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

@@ -111,7 +111,7 @@ def generate(
     from kvthaw.engine.hf.model import check_prompt, positions
     from kvthaw.evaluate.machine import now, versions
 
-    caches = [way.cache for way in ways] or [(method, config)]
+    caches = (way.cache for way in ways) if several else [(method, config)]
     llm, tokenizer = loading.load(caches, asked, None if cut else text, template.template())
     undecided = template.chat is None and asked is None
     if undecided:

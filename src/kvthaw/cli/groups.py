@@ -17,6 +17,7 @@ from kvthaw.config import CacheConfig
 from kvthaw.regions import BUDGET
 
 if TYPE_CHECKING:
+    from kvthaw.cache.index_api import Method
     from kvthaw.engine.chat_template import Chat
     from kvthaw.engine.hf import PreTrainedModel
     from kvthaw.engine.sampling import Sampling
@@ -71,7 +72,7 @@ class ModelOptions:
 
     def load(
         self,
-        caches: Iterable[tuple[str, CacheConfig]] = (),
+        caches: Iterable[tuple[str | Method, CacheConfig]] = (),
         chat: Chat | None = None,
         text: str | None = None,
         template: str | None = None,

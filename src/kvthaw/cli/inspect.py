@@ -49,7 +49,7 @@ def inspect(
     from kvthaw.evaluate.variant import check_retrieves, complete
 
     for each in variants:  # what is wrong costs no loading
-        check_retrieves(each.method)
+        check_retrieves(each)
     from kvthaw.engine.chat_template import Chat, has_template
     from kvthaw.engine.generation_config import stop_tokens
     from kvthaw.engine.sampling import Sampling

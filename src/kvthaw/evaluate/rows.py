@@ -10,7 +10,6 @@ from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.model import kv_bytes
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.variant import Variant, fork
-from kvthaw.methods import resolve
 
 MOST_ROWS = 64
 """Default for the rows of one cache."""
@@ -63,10 +62,9 @@ class Forks:
         kept = self._that_serves(variant)
         if kept is None:
             self._drop()
-            method = resolve(variant.method)
-            if not method.any_budget:
-                return fork(self._base, variant)
-            kept = fork(self._base, variant, method)
+            kept = fork(self._base, variant)
+            if not variant.resolved.any_budget:
+                return kept
             self._kept = variant, kept
         return fork(kept, variant, kept.settings.method)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvthaw.cache.index_api import Method
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kvthaw.engine.hf import Cache, PreTrainedModel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Variant:
     """One way to attend. dense_layers None: what `kvthaw.Cache` takes for the model."""
 
@@ -29,15 +30,20 @@ class Variant:
     retrieved: int | float | None = None
     dense_layers: int | None = None
 
+    @cached_property
+    def resolved(self) -> Method:
+        """The method, made once. Raises ConfigError for a name or an option that there is not."""
+        return resolve(self.method)
+
     @property
     def limits(self) -> dict[str, Any]:
         """Settings of its `kvthaw.Cache`."""
         return {"budget": self.budget, "retrieved": self.retrieved, "dense_layers": self.dense_layers}
 
     @property
-    def cache(self) -> tuple[str, CacheConfig]:
+    def cache(self) -> tuple[Method, CacheConfig]:
         """The method and the settings of its `kvthaw.Cache`."""
-        return self.method, CacheConfig(**self.limits)
+        return self.resolved, CacheConfig(**self.limits)
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Variant:
@@ -93,12 +99,12 @@ def read_variants(
     found: dict[Variant, None] = {}
     for written in itertools.chain.from_iterable(map(split_names, [methods] if isinstance(methods, str) else methods)):
         own = read_variant(written)
-        method = resolve(own.method)
-        if method.dense and own != Variant(own.method):
-            raise ConfigError(f"method is {written!r}; {method.name} attends to everything, under no limit")
+        dense = own.resolved.dense
+        if dense and own != Variant(own.method):
+            raise ConfigError(f"method is {written!r}; {own.resolved.name} attends to everything, under no limit")
         for limit, kept in itertools.product(limits or [(None, None)], dense_layers or (None,)):
-            variant = own if method.dense else read_variant(written, *limit, kept)
-            Settings(method, **variant.limits)
+            variant = own if dense else read_variant(written, *limit, kept)
+            Settings(own.resolved, **variant.limits)
             found[variant] = None
     return list(found)
 
@@ -107,9 +113,9 @@ def complete(model: PreTrainedModel, variant: Variant) -> Variant:
     """Return the variant with nothing left open. Raises ConfigError for settings that no cache of the model would take."""
     from kvthaw.engine.hf import Cache  # imports transformers, for which no wrong option need wait
 
-    if resolve(variant.method).dense:
+    if variant.resolved.dense:
         return FULL
-    cache = Cache(model, variant.method, **variant.limits)
+    cache = Cache(model, variant.resolved, **variant.limits)
     budget = BUDGET if variant.budget is None and variant.retrieved is None else variant.budget
     return replace(variant, budget=budget, dense_layers=cache.settings.dense_layers)
 
@@ -118,22 +124,22 @@ def whole(model: PreTrainedModel, variants: Iterable[Variant], seed: int = 0) ->
     """An empty cache of full attention whose prompts these variants may fork."""
     from kvthaw.engine.hf import Cache
 
-    queries = [resolve(variant.method).prompt_queries for variant in variants]
+    queries = [variant.resolved.prompt_queries for variant in variants]
     return Cache(model, resolve("full", queries=None) if None in queries else "full", seed=seed)
 
 
 def setting_of(variant: Variant) -> dict[str, Any]:
     """Return the fields of a setting that describe a complete variant."""
-    return {**asdict(variant), "dense_layers": variant.dense_layers or 0, "options": digest(resolve(variant.method))}
+    return {**asdict(variant), "dense_layers": variant.dense_layers or 0, "options": digest(variant.resolved)}
 
 
 def fork(base: Cache, variant: Variant, method: Method | None = None, **settings: Any) -> Cache:
     """Return a cache's tokens under a variant, offloaded and indexed.
 
-    method: the variant's, if it has been made already.
+    method: the base's, whose indexes are copied; None: the variant's.
     settings: further ones of the cache. Full attention takes none.
     """
-    chosen, limits = method or resolve(variant.method), variant.limits
+    chosen, limits = method or variant.resolved, variant.limits
     if variant.dense_layers is None:
         limits.pop("dense_layers")
     cache = base.fork(chosen, **({} if chosen.dense else settings | limits))
@@ -141,7 +147,7 @@ def fork(base: Cache, variant: Variant, method: Method | None = None, **settings
     return cache
 
 
-def check_retrieves(method: str) -> None:
+def check_retrieves(variant: Variant) -> None:
     """Raise ConfigError for a method that retrieves nothing that could be shown."""
-    if resolve(method).index is None:
-        raise ConfigError(f"method is {method!r}, which retrieves nothing that could be shown")
+    if variant.resolved.index is None:
+        raise ConfigError(f"method is {variant.method!r}, which retrieves nothing that could be shown")

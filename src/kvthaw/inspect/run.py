@@ -72,7 +72,7 @@ def inspect(
     """
     at_least(1, max_new_tokens=limit)
     for variant in variants:
-        check_retrieves(variant.method)
+        check_retrieves(variant)
     if chat is not None:
         chat.check(tokenizer)
     check_text(tokenizer, document, positions(model))
@@ -115,8 +115,8 @@ def replay(
     Yields the run after each chunk and each token, so that a caller may do other work between. The last one completes the
     run. Raises ConfigError for a method that retrieves nothing.
     """
-    check_retrieves(variant.method)
-    cache, run = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved), Run(variant)
+    check_retrieves(variant)
+    cache, run = Cache(model, variant.resolved, budget=variant.budget, retrieved=variant.retrieved), Run(variant)
     logits = torch.empty(0)
     for after in chunks(model, cache, prompt, chunk=chunk):
         logits = after

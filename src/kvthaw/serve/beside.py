@@ -20,7 +20,6 @@ from kvthaw.evaluate.variant import Variant
 from kvthaw.inspect.page import label, passage_data
 from kvthaw.inspect.passages import RECENT
 from kvthaw.inspect.recorder import Recorder, Recording
-from kvthaw.methods import resolve
 from kvthaw.serve.answers import Json
 from kvthaw.serve.errors import as_api_error
 from kvthaw.serve.watcher import MOST_TOKENS
@@ -47,11 +46,11 @@ class Beside:
     ) -> None:
         self._model, self._tokenizer, self._request, self._variant = model, tokenizer, request, variant
         self._chunk, self._prefix, self._recording, self._prompt = chunk, prefix, Recording(), request.ids.tolist()
-        dense = resolve(variant.method).dense
+        dense = variant.resolved.dense
         limits: dict[str, Any] = {"budget": variant.budget, "retrieved": variant.retrieved}
         if dense:
             settings, limits = settings | {"kv_dtype": None}, {}
-        self._cache = Cache(model, variant.method, **settings, **limits)
+        self._cache = Cache(model, variant.resolved, **settings, **limits)
         self._name = "full attention" if dense else label(variant.method, variant.budget, variant.retrieved)
         self._pieces = self._answer()
         self._said: Answer | None = None

@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 _LONGEST = 131072  # tokens to choose a method for, if the model has more positions or does not say
 
 
-def check_settings(config: PreTrainedConfig, method: str, given: CacheConfig) -> None:
+def check_settings(config: PreTrainedConfig, method: str | Method, given: CacheConfig) -> None:
     """Raise ConfigError, before weights are read, for a method and settings that no cache of a model with this configuration
     takes."""
     config = config.get_text_config(decoder=True)
