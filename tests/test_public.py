@@ -133,11 +133,12 @@ def test_settings_and_results_are_frozen() -> None:
 
 
 def test_every_setting_is_an_argument_with_its_default() -> None:
+    import dataclasses
     import inspect
 
     from kvthaw.config import CacheConfig
 
     for function in (kvthaw.Cache, kvthaw.attach):
         arguments = inspect.signature(function).parameters
-        settings = CacheConfig().keywords()
+        settings = dataclasses.asdict(CacheConfig())
         assert {name: arguments[name].default for name in settings} == settings

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvthaw import Batch, Sampling, Scheduler
 from kvthaw.bench.card import where
 from kvthaw.cache.host_memory import available_host_memory
+from kvthaw.config import CacheConfig
 from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.engine.hf.attention import choose_flash_attention_4
 from kvthaw.engine.hf.cache import sequence_bytes
@@ -124,7 +125,7 @@ class Side:
         if not cuda:
             return max(1, min(4, host))
         free, dense = torch.cuda.mem_get_info()[0] - MARGIN, resolve(method).dense
-        each = rows if dense else sequence_bytes(self.model, method, capacity, **self.sizes(method))
+        each = rows if dense else sequence_bytes(self.model, method, capacity, CacheConfig(**self.sizes(method)))
         return max(1, free // each if dense else min(host, free // each))
 
     def short(self, case: Case) -> dict[str, Any]:

@@ -127,13 +127,15 @@ class CacheConfig:
         return Crossing(((1, self.full_below),)) if isinstance(self.full_below, int) else self.full_below
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> CacheConfig:
-        """Return the configuration among the arguments of a function."""
-        return cls(**{name: value for name, value in arguments.items() if name in SETTINGS})
+    def split(cls, arguments: Mapping[str, Any]) -> tuple[CacheConfig, dict[str, Any]]:
+        """Return the settings among the arguments of a function, and the other arguments.
 
-    def keywords(self) -> dict[str, Any]:
-        """Return the settings by name, as keyword arguments."""
-        return {name: getattr(self, name) for name in SETTINGS}
+        A caller that has made its CacheConfig gives it as `config`, instead of settings by name.
+        """
+        others = {name: value for name, value in arguments.items() if name not in SETTINGS}
+        if isinstance(others.get("config"), CacheConfig):
+            return others.pop("config"), others
+        return CacheConfig(**{name: arguments[name] for name in SETTINGS if name in arguments}), others
 
 
 SETTINGS = tuple(each.name for each in fields(CacheConfig))

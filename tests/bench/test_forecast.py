@@ -15,6 +15,7 @@ from kvthaw import Cache, ConfigError
 from kvthaw.bench.forecast import Forecast, Forecaster
 from kvthaw.bench.gpus import GPUS, Machine, find_gpu, known_gpu
 from kvthaw.bench.shapes import config
+from kvthaw.config import CacheConfig
 from kvthaw.methods.auto import BEST
 from zoo import build
 
@@ -47,7 +48,8 @@ def scripted(setting: dict[str, Any], told: Forecast) -> int:
 def on(gpu: str | None, *, memory: float | None = None, shape: str = "llama-3.1-8b", **asked: Any) -> Forecaster:
     known = None if gpu is None else GPUS[gpu]
     machine = Machine(gpu=known, gpu_memory=None if memory is None else int(memory * GIB), host_memory=asked.pop("host", None))
-    return Forecaster(config(shape), torch.bfloat16, machine, **asked)
+    settings, others = CacheConfig.split(asked)
+    return Forecaster(config(shape), torch.bfloat16, machine, settings, **others)
 
 
 def test_forecasts_are_near_what_was_measured() -> None:
@@ -55,11 +57,12 @@ def test_forecasts_are_near_what_was_measured() -> None:
     assert len(lines) > 20
     for line in lines:
         setting = line["setting"]
-        sizes = {part: setting[part] for part in ("batch", "new_tokens", "budget", "retrieved", "dense_layers")}
-        gpu, key = known_gpu(setting["device"]), f"{setting['device']} {sizes}"
+        settings, _ = CacheConfig.split(setting)
+        sizes = {part: setting[part] for part in ("batch", "new_tokens")}
+        gpu, key = known_gpu(setting["device"]), f"{setting['device']} {sizes} {settings}"
         assert gpu is not None
         if key not in made:
-            made[key] = Forecaster(config(setting["shape"]), torch.bfloat16, Machine(gpu=gpu), **sizes)
+            made[key] = Forecaster(config(setting["shape"]), torch.bfloat16, Machine(gpu=gpu), settings, **sizes)
         forecaster = made[key]
         told = forecaster.forecast(re.sub("^pariskv-plus", "pariskv-plus:code_bits=4", setting["method"]), setting["length"])
         slots = setting["batch"] * told.needs.searching * told.needs.capacity if not told.needs.host_index else 0

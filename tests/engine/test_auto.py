@@ -152,7 +152,7 @@ def test_fewer_sequences_where_device_memory_holds_no_more_under_the_method(
     """The method follows when four have grown, or when a long prompt comes that is the last of them: tokens are those of full
     attention, which is in force again once all have left."""
     settings: dict[str, Any] = {"capacity": 512, **SMALL, "budget": 4096}
-    one = sequence_bytes(llama, "oracle", **settings)
+    one = sequence_bytes(llama, "oracle", 512, CacheConfig.split(settings)[0])
     more: dict[str, Any] = {"full_below": 100, "device_memory": 5 * one // 2}
     schedulers = [
         Scheduler(Batch(llama, name, max_seqs=4, **settings, **own), step_tokens=64)
@@ -555,7 +555,7 @@ def test_gpu_fewer_sequences_under_the_method(device: torch.device) -> None:
     """Captured before and behind the change, and before another one: tokens are those of full attention."""
     model = build("tiny", device).float()
     how: dict[str, Any] = {"capacity": 2048, "block_size": 64, "dense_layers": 1}
-    memory = 7 * sequence_bytes(model, "oracle", **how, budget=2048) // 2
+    memory = 7 * sequence_bytes(model, "oracle", 2048, CacheConfig.split({**how, "budget": 2048})[0]) // 2
     some: dict[str, Any] = {"budget": 2048, "full_below": 500, "device_memory": memory}
     schedulers = [
         Scheduler(Batch(model, "oracle", max_seqs=6, **how, **some), step_tokens=500),

@@ -14,6 +14,7 @@ from kvthaw import Batch, Cache
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Needs
+from kvthaw.config import CacheConfig
 from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.errors import CacheError
 from kvthaw.index.remainder import RemainderIndex
@@ -144,4 +145,4 @@ def test_what_a_sequence_of_a_batch_takes(method: str) -> None:
     batch = Batch(llama, method, max_seqs=4, capacity=200, **how)
     batch.prefill(batch.join(prompt(1, 90)[0]))
     held = sum(layer.fixed_bytes() - wider(layer) for layer in batch.cache.kv.layers)
-    assert sequence_bytes(llama, method, 200, full_below=50, **how) == pytest.approx(held / 4, rel=0.02)
+    assert sequence_bytes(llama, method, 200, CacheConfig(full_below=50, **how)) == pytest.approx(held / 4, rel=0.02)

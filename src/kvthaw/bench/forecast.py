@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from kvthaw.bench.gpus import Basis, Machine, step_seconds
 from kvthaw.cache.device_memory import spare
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.plan import Needs
+from kvthaw.config import CacheConfig
 from kvthaw.engine.hf import Cache, PreTrainedConfig
 from kvthaw.engine.hf.dry_run import weight_bytes
 from kvthaw.engine.hf.model import build, kv_heads, positions
@@ -66,15 +66,15 @@ class Forecaster:
     """Answers for one model on one machine, for `batch` sequences with prompts of a length and answers of `new_tokens` at most.
 
     weights: bytes of them, for a model that is quantised; None: all weights are of the dtype.
-    settings: of a `Cache`.
+    settings: of a `Cache`; None: the defaults.
     """
 
     def __init__(
-        self, config: PreTrainedConfig, dtype: torch.dtype, machine: Machine, *, batch: int = 1, new_tokens: int = 256,
-        weights: int | None = None, **settings: Any,
+        self, config: PreTrainedConfig, dtype: torch.dtype, machine: Machine, settings: CacheConfig | None = None, *,
+        batch: int = 1, new_tokens: int = 256, weights: int | None = None,
     ) -> None:  # fmt: skip
         self.model, self.machine, self.batch = build(config, torch.device("meta"), dtype), machine, batch
-        self.new_tokens, self.settings = new_tokens, settings
+        self.new_tokens, self.settings = new_tokens, settings or CacheConfig()
         check_type(int | None, weights=weights)
         self._whole = weight_bytes(self.model)
         self.weights = self._whole if weights is None else weights
@@ -124,9 +124,8 @@ class Forecaster:
         many = next((n for n in range(self.batch - 1, 0, -1) if self._with(batch=n)._holds(method, length)), 0)
         if many:
             found.append(f"--batch {many}")
-        if self.settings.get("kv_dtype") is None and self._with(settings=self.settings | {"kv_dtype": "fp8"})._holds(
-            method, length
-        ):
+        eight = self._with(settings=replace(self.settings, kv_dtype="fp8"))
+        if self.settings.kv_dtype is None and eight._holds(method, length):
             found.append("--kv-dtype fp8")
         smaller = {bits: self._quantised(bits) for bits in _QUANTISED if self.weights == self._whole}
         held = next((bits for bits, one in smaller.items() if one._holds(method, length)), None)
@@ -154,31 +153,28 @@ class Forecaster:
         return bool(self._fits(self._needs(method, length)[0]))
 
     def _needs(self, name: str, length: int) -> tuple[Needs, Method]:
-        machine, settings = self.machine, dict(self.settings)
-        name, own = take(name, OWN)
+        machine, (name, own) = self.machine, take(name, OWN)
         if "budget" in own or "retrieved" in own:
-            settings |= {"budget": None, "retrieved": None}
-        settings |= own
-        names = [name]
+            own = {"budget": None, "retrieved": None} | own
+        settings, names = replace(self.settings, **own), [name]
         if name == AUTO:
             best = best_on("cpu" if machine.cpu else machine.gpu.name if machine.gpu else "")
             names = list(best.methods)
-            settings["full_below"] = best.crossing
-            settings["device_memory"] = settings.get("device_memory") or "auto"
+            settings = replace(settings, full_below=best.crossing, device_memory=settings.device_memory or "auto")
         methods = [resolve(one) for one in names]
         chosen = fastest(methods, lambda method: self._needs_of(method, length, settings), self._limits)
         reason = "; ".join(filter(None, (chosen.needs.reason, chosen.reason)))
         return replace(chosen.needs, reason=reason), chosen.method
 
-    def _needs_of(self, method: Method, length: int, settings: Mapping[str, Any]) -> Needs:
-        settings, machine = dict(settings), self.machine
+    def _needs_of(self, method: Method, length: int, settings: CacheConfig) -> Needs:
+        cpu = self.machine.cpu
         if method.index is None:
-            settings |= {"retrieved": None} | ({"budget": None} if method.dense else {})
+            settings = replace(settings, retrieved=None)
         if method.dense:  # --kv-dtype is for the others; an option of its own name is refused
-            settings["kv_dtype"] = None
-        if settings.get("device_memory") == "auto":
-            settings["device_memory"] = None if machine.cpu else self.room
-        return Cache(self.model, method, **settings).needs(self.batch, length, self.new_tokens, pinned=not machine.cpu)
+            settings = replace(settings, budget=None, kv_dtype=None)
+        if settings.device_memory == "auto":
+            settings = replace(settings, device_memory=None if cpu else self.room)
+        return Cache(self.model, method, config=settings).needs(self.batch, length, self.new_tokens, pinned=not cpu)
 
     def _limits(self, needs: Needs) -> Limits:
         host = needs.host + (needs.device + self.weights if self.machine.cpu else 0)

@@ -52,9 +52,7 @@ class DecodeSetting:
         at_least(2, length=self.length, new_tokens=self.new_tokens)
         at_least(1, batch=self.batch)
         if not self.hf:
-            Settings(
-                self.resolved(), budget=self.budget, retrieved=self.retrieved, dense_layers=self.dense_layers or 0
-            )  # refuse bad ones now
+            Settings.of(self.resolved(), CacheConfig.split(asdict(self))[0])  # refuse bad ones now
 
     @property
     def hf(self) -> bool:
@@ -134,7 +132,7 @@ def caches(methods: Iterable[str], **wanted: Any) -> list[tuple[str, CacheConfig
     methods, wanted: as for `values`.
     """
     every = [values(written, **wanted) for written in methods]
-    return [(one["method"], CacheConfig.of(one)) for one in every if one["method"] not in HF]
+    return [(one["method"], CacheConfig.split(one)[0]) for one in every if one["method"] not in HF]
 
 
 S = TypeVar("S", bound=DecodeSetting)

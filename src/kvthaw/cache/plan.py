@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from kvthaw.cache.host_memory import HostMemory, held_bytes
 from kvthaw.cache.index_api import Index, IndexContext, Method
 from kvthaw.cache.page_locked import HUGE
 from kvthaw.cache.ranks import ALONE, Ranks
-from kvthaw.config import CacheConfig, Crossing
+from kvthaw.config import SETTINGS, CacheConfig, Crossing
 from kvthaw.errors import ConfigError
 from kvthaw.regions import BUDGET, Regions
 
@@ -133,6 +134,12 @@ class Settings(CacheConfig):
             raise ConfigError(f"retrieved is {self.retrieved}; it must be at least 1, for a method that retrieves")
         if isinstance(self.budget, int):
             self.plan(0)
+
+    @classmethod
+    def of(cls, method: Method, config: CacheConfig, **resolved: Any) -> Settings:
+        """Return a method's settings: a configuration's, `resolved` in their place, and defaults for what is open."""
+        given = {name: value for name in SETTINGS if (value := getattr(config, name)) is not None}
+        return cls(method, **given | resolved)
 
     def __str__(self) -> str:
         if self.method.dense:

@@ -120,7 +120,7 @@ def chat(
             f"{model} has no chat template: it continues your line. --chat-template FILE gives it one."
             + SHIPPED * (model == "shipped")
         )
-    talk = Conversation(llm, tokenizer, Cache(llm, settings.method, **config.keywords()), asked, prefill_chunk=prefill_chunk)
+    talk = Conversation(llm, tokenizer, Cache(llm, settings.method, config=config), asked, prefill_chunk=prefill_chunk)
     if document is not None:
         limit = positions(llm)
         if cut and limit is not None:

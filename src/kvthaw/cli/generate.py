@@ -128,13 +128,13 @@ def generate(
     longest = max(map(len, prompts))
     check_prompt(llm, longest)
     live = stream and not as_json
-    cache = None if ways else Cache(llm, method, sized_for=(1, longest, max_new_tokens), **config.keywords())
+    cache = None if ways else Cache(llm, method, sized_for=(1, longest, max_new_tokens), config=config)
     if undecided and not as_json:  # nothing is refused any more
         tell_template(loading.model, tokenizer, taken=asked is not None)
     sampling = as_its_makers(sampling, drawing.given, llm)
     if cache is None:
         side_by_side.answer_all(
-            llm, tokenizer, parts, questions, ways, config.keywords(), sampling,
+            llm, tokenizer, parts, questions, ways, config, sampling,
             goes_on=asked is None, chunk=prefill_chunk, live=live, as_json=as_json,
         )  # fmt: skip
         return

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import typer
@@ -163,15 +163,9 @@ class CacheOptions:
 
     def config(self, seed: int = 0) -> CacheConfig:
         """Return the settings, checked before a model is loaded."""
-        return CacheConfig(
-            budget=options.one_budget(self.budget),
-            retrieved=self.retrieved,
-            dense_layers=options.dense_of(self.dense_layers),
-            seed=seed,
-            host_bytes=options.host_bytes_of(self.host_memory),
-            device_memory=self.device_memory,
-            kv_dtype=self.kv_dtype,  # type: ignore[arg-type]  # CacheConfig checks it
-        )
+        budget, dense_layers = options.one_budget(self.budget), options.dense_of(self.dense_layers)
+        read = {"budget": budget, "dense_layers": dense_layers, "host_bytes": options.host_bytes_of(self.host_memory)}
+        return CacheConfig.split(asdict(self) | read | {"seed": seed})[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,9 +94,7 @@ def plan(
 
         about_model = _config(model, shape, rope_scaling)
         kind = read_dtype(dtype, cuda=not machine.cpu)
-        forecaster = Forecaster(
-            about_model, kind, machine, batch=batch, new_tokens=new_tokens, weights=whole, **config.keywords()
-        )
+        forecaster = Forecaster(about_model, kind, machine, config, batch=batch, new_tokens=new_tokens, weights=whole)
         tokens = asked or min(_LENGTH, forecaster.most)
         found = [forecaster.forecast(name, tokens) for name in names]
     about = {

@@ -148,7 +148,7 @@ def serve(
         "tp": tp,
         "device": device,
         "dtype": dtype,
-        **config.keywords(),
+        "config": config,
     }
 
     with _ends_on_sigterm(), _listen(host, port) as listener:  # a taken address costs no loading either

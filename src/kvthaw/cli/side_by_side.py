@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from kvthaw.method_names import AUTO
 
 if TYPE_CHECKING:
     from kvthaw.cli.groups import CacheOptions
+    from kvthaw.config import CacheConfig
     from kvthaw.engine.hf import Cache, PreTrainedModel
     from kvthaw.engine.sampling import Sampling
     from kvthaw.evaluate.variant import Variant
@@ -41,7 +42,7 @@ def answer_all(
     parts: Sequence[tuple[list[int], list[int]]],
     questions: Sequence[str],
     ways: Sequence[Variant],
-    settings: Mapping[str, Any],
+    config: CacheConfig,
     sampling: Sampling,
     *,
     goes_on: bool,
@@ -52,7 +53,7 @@ def answer_all(
     """Prefill the prompt once under full attention, and answer each question under each method from a fork of it.
 
     parts: for each prompt, the tokens before its question, and the tokens of its question.
-    settings: settings of all caches, without the limits of `ways`.
+    config: settings of all caches, without the limits of `ways`.
     goes_on: the answer's text continues the prompt's.
     live: print an answer as it comes.
     as_json: print an object for each answer instead.
@@ -72,7 +73,7 @@ def answer_all(
             if not as_json and questions[number]:
                 print(f"> {questions[number]}")
             for way in ways:
-                cache = fork(own, way, **settings)
+                cache = fork(own, way, config=config)
                 answer = Answer(model, tokenizer, cache, after, sampling=sampling, prompt=ids, after=ids if goes_on else ())
                 if as_json:
                     text = "".join(answer)

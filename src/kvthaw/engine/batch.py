@@ -113,8 +113,9 @@ class Batch:
         check_type(int, max_seqs=max_seqs, capacity=capacity, prefill_chunk=prefill_chunk)
         at_least(1, max_seqs=max_seqs, capacity=capacity, prefill_chunk=prefill_chunk)
         for name in ("budget", "retrieved"):
-            if isinstance(settings.get(name), float):
-                raise ConfigError(f"{name} is {settings[name]}; a batch needs a number of tokens, no fraction of a prompt")
+            limit = settings.get(name, getattr(settings.get("config"), name, None))
+            if isinstance(limit, float):
+                raise ConfigError(f"{name} is {limit}; a batch needs a number of tokens, no fraction of a prompt")
         model = unwrap(model)
         if is_attached(model):
             raise CacheError("the model is attached; detach its handle first")
@@ -138,9 +139,7 @@ class Batch:
         self.prompt_graphs = prompt_graphs(model, self.cache) if self._capture else None
         if not compile and not self.cache.states:  # their steps always compute all sequences
             self.cache.kv.chooser.seq_bytes = functools.cache(
-                functools.partial(
-                    sequence_bytes, model, self.cache.settings.method if method == AUTO else method, capacity, **settings
-                )
+                functools.partial(sequence_bytes, model, self.cache.settings.method, capacity, self.cache.config)
             )
         self.method = method.partition(":")[0] if isinstance(method, str) else method.name  # as asked, "auto" among them
         self.launched: Callable[[], object] = lambda: None  # called when a step is on the device, before its tokens are read

@@ -38,7 +38,8 @@ class Variant:
     @property
     def limits(self) -> dict[str, Any]:
         """Settings of its `kvthaw.Cache`."""
-        return {"budget": self.budget, "retrieved": self.retrieved, "dense_layers": self.dense_layers}
+        dense = {} if self.dense_layers is None else {"dense_layers": self.dense_layers}
+        return {"budget": self.budget, "retrieved": self.retrieved} | dense
 
     @property
     def cache(self) -> tuple[Method, CacheConfig]:
@@ -104,7 +105,7 @@ def read_variants(
             raise ConfigError(f"method is {written!r}; {own.resolved.name} attends to everything, under no limit")
         for limit, kept in itertools.product(limits or [(None, None)], dense_layers or (None,)):
             variant = own if dense else read_variant(written, *limit, kept)
-            Settings(own.resolved, **variant.limits)
+            Settings.of(own.resolved, variant.cache[1])
             found[variant] = None
     return list(found)
 
@@ -133,16 +134,16 @@ def setting_of(variant: Variant) -> dict[str, Any]:
     return {**asdict(variant), "dense_layers": variant.dense_layers or 0, "options": digest(variant.resolved)}
 
 
-def fork(base: Cache, variant: Variant, method: Method | None = None, **settings: Any) -> Cache:
+def fork(base: Cache, variant: Variant, method: Method | None = None, config: CacheConfig | None = None) -> Cache:
     """Return a cache's tokens under a variant, offloaded and indexed.
 
     method: the base's, whose indexes are copied; None: the variant's.
-    settings: further ones of the cache. Full attention takes none.
+    config: further settings of the cache. Full attention takes none.
     """
     chosen, limits = method or variant.resolved, variant.limits
-    if variant.dense_layers is None:
-        limits.pop("dense_layers")
-    cache = base.fork(chosen, **({} if chosen.dense else settings | limits))
+    if config is not None:
+        limits = {"config": replace(config, **limits)}
+    cache = base.fork(chosen, **({} if chosen.dense else limits))
     cache.wait()
     return cache
 

@@ -125,5 +125,4 @@ def best_on(name: str) -> Best:
 
 def check_settings(method: str | Method, given: CacheConfig) -> None:
     """Raise ConfigError, without a model, for a name that is no method's, and for options and settings that it does not take."""
-    settings = {name: value for name, value in given.keywords().items() if value is not None}
-    Settings(find(method, torch.device("cpu"))[0], **settings)
+    Settings.of(find(method, torch.device("cpu"))[0], given)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvthaw.answering import Answer
 from kvthaw.cache.prefix import PrefixCache
+from kvthaw.config import CacheConfig
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.prefill import chunks
 from kvthaw.engine.request import Request
@@ -29,7 +30,7 @@ from kvthaw.serve.worker import Worker
 class Beside:
     """A second answer to a request's prompt. The worker's thread calls its methods.
 
-    settings: the block size and the kv_dtype of the server's cache, which kept blocks have too.
+    config: the block size and the kv_dtype of the server's cache, which kept blocks have too.
     prefix: keeps prompts; it may have this one's KV, or a part of it.
     chunk: tokens of the prompt that a step takes.
     """
@@ -40,17 +41,15 @@ class Beside:
         tokenizer: Any,
         request: Request,
         variant: Variant,
-        settings: dict[str, Any],
+        config: CacheConfig,
         prefix: PrefixCache | None,
         chunk: int,
     ) -> None:
         self._model, self._tokenizer, self._request, self._variant = model, tokenizer, request, variant
         self._chunk, self._prefix, self._recording, self._prompt = chunk, prefix, Recording(), request.ids.tolist()
         dense = variant.resolved.dense
-        limits: dict[str, Any] = {"budget": variant.budget, "retrieved": variant.retrieved}
-        if dense:
-            settings, limits = settings | {"kv_dtype": None}, {}
-        self._cache = Cache(model, variant.resolved, **settings, **limits)
+        own: Any = {"kv_dtype": None} if dense else {"budget": variant.budget, "retrieved": variant.retrieved}
+        self._cache = Cache(model, variant.resolved, config=replace(config, **own))
         self._name = "full attention" if dense else label(variant.method, variant.budget, variant.retrieved)
         self._pieces = self._answer()
         self._said: Answer | None = None

@@ -67,12 +67,13 @@ def build(
     """
     for title in contexts:
         check_kept_name(title, "contexts")
+    own, options = CacheConfig.split(settings)
 
     def check(tokenizer: Any, config: Any) -> None:
         most = positions(config)
         if max_len is not None and most is not None and max_len > most:
             raise ConfigError(f"max_len is {max_len:,}; the model's positions end at {most:,}: rope_scaling gives it more")
-        check_settings(config, method, CacheConfig.of(settings))
+        check_settings(config, method, own)
         for title, text in contexts.items():
             try:
                 check_text(tokenizer, text, most)
@@ -91,7 +92,7 @@ def build(
         folder = None if prefix_disk is None else kv_dir
         prefix = PrefixCache(host_bytes=prefix_memory, kv_dir=folder, disk_bytes=prefix_disk)
         length = max_len or min(LENGTH, positions(llm) or LENGTH)
-        batch = Batch(llm, method, max_seqs=max_seqs, capacity=length, prefix_cache=prefix, **settings)
+        batch = Batch(llm, method, max_seqs=max_seqs, capacity=length, prefix_cache=prefix, config=own, **options)
         warm(batch)
     library = None if kv_dir is None else Library(batch.cache, prefix, kv_dir, batch.admission.leaves_room)
     with progress("restoring documents"):

@@ -10,6 +10,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
+from kvthaw.config import CacheConfig
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.variant import Variant
 from kvthaw.inspect.page import asset, label, passage_data, replay_data, run_data, served, text_data, texts, words
@@ -117,9 +118,9 @@ async def answer(name: str, body: RecallRun, http: Request) -> StreamingResponse
         raise ApiError(400, "method: a split model, and a prompt of embeddings, are answered under one method", param="method")
     mine = batch.cache.settings
     variant = Variant(body.method or mine.method.name, body.budget, body.retrieved)
-    settings = {"block_size": mine.block_size, "kv_dtype": mine.kv_dtype}
+    config = CacheConfig(block_size=mine.block_size, kv_dtype=mine.kv_dtype)
     chunk = service.worker.scheduler.step_tokens
-    make = partial(Beside, batch.model, service.tokenizer, found.request, variant, settings, batch.prefix_cache, chunk)
+    make = partial(Beside, batch.model, service.tokenizer, found.request, variant, config, batch.prefix_cache, chunk)
     try:
         second = await service.worker.call(make)
     except ConfigError as error:

@@ -32,7 +32,7 @@ from kvthaw.cache.passes import reserve
 from kvthaw.cache.plan import Needs, Settings, default_block_size, no_effect, stays_on_host, try_index
 from kvthaw.cache.stats import Stats
 from kvthaw.cache.window import WindowLayer
-from kvthaw.config import CacheConfig, Crossing, KvDtype
+from kvthaw.config import SETTINGS, CacheConfig, Crossing, KvDtype
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf import saving
 from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
@@ -63,8 +63,8 @@ def check_settings(config: PreTrainedConfig, method: str | Method, given: CacheC
     layers = DynamicCache(config=config).layers
     chosen, full = find(method, torch.device("cpu"))[0], _full(layers)
     if full and not chosen.dense:
-        resolved = {"block_size": 1, "full_below": None, "dense_layers": _dense_layers(chosen, given, len(layers))}
-        offloaded_numbers(Settings(chosen, **given.keywords() | resolved), full, len(layers))
+        dense_layers = _dense_layers(chosen, given, len(layers))
+        offloaded_numbers(Settings.of(chosen, given, dense_layers=dense_layers), full, len(layers))
         for dim in {head_dim(of_layer(config, number)) for number in full}:
             try_index(chosen, dim)
 
@@ -128,7 +128,9 @@ class Cache(DynamicCache):
         sized_for: tuple[int, int, int] | None = None,
         **options: Any,
     ) -> None:
-        self.config = given = CacheConfig.of(locals())
+        self.config = given = CacheConfig.split(locals() | options)[0]
+        if options.get("config") is given:
+            del options["config"]
         model = unwrap(model)
         use_kvthaw_attention(model)
         methods, crossing = candidates(method, model.device, **options)
@@ -149,17 +151,17 @@ class Cache(DynamicCache):
         self.shares_kv = bool(getattr(config, "num_kv_shared_layers", 0))
         processes, layer = ranks(model), of_layer(config, full[0])
         heads = kv_heads(layer) // processes.all_heads(1)
-        row_bytes = row_format(kv_dtype or chosen.kv_dtype, head_dim(layer), model.dtype).row_bytes
+        row_bytes = row_format(given.kv_dtype or chosen.kv_dtype, head_dim(layer), model.dtype).row_bytes
         known = given.crossing or crossing
         resolved = {
             "dense_layers": _dense_layers(chosen, given, len(self.layers)),
             # Layers that share KV ask after the index has gone on, so several tokens at once are dense.
-            "sparse_queries": 1 if self.shares_kv else sparse_queries,
-            "block_size": block_size or default_block_size(heads * row_bytes),
-            "device_memory": "auto" if crossing is not None and device_memory is None else device_memory,
+            "sparse_queries": 1 if self.shares_kv else given.sparse_queries,
+            "block_size": given.block_size or default_block_size(heads * row_bytes),
+            "device_memory": "auto" if crossing is not None and given.device_memory is None else given.device_memory,
             "full_below": known and known.on(2 * heads * head_dim(layer) * model.dtype.itemsize, model.device),
         }
-        self.settings = Settings(chosen, ranks=processes, **given.keywords() | resolved)
+        self.settings = Settings.of(chosen, given, ranks=processes, **resolved)
         self.kv = KVCache(self.settings, full, len(self.layers), self._windows(config))
         if len(full) == len(self.layers):
             self.kv.origin = Origin(model)
@@ -316,12 +318,11 @@ class Cache(DynamicCache):
         """
         model, mine = self.model, self.settings
         kv_dtype = None if find(method, model.device)[0].dense else mine.kv_dtype
-        inherited = replace(
-            self.config, block_size=mine.block_size, device_memory=mine.device_memory, full_below=None, kv_dtype=kv_dtype
-        ).keywords()
+        own: dict[str, Any] = {"block_size": mine.block_size, "device_memory": mine.device_memory, "kv_dtype": kv_dtype}
         if "budget" in settings or "retrieved" in settings:
-            del inherited["budget"], inherited["retrieved"]
-        twin = Cache(model, method, **{"sized_for": self._sized_for, **inherited, **settings})
+            own |= {"budget": None, "retrieved": None}
+        own |= {"full_below": None} | {name: settings.pop(name) for name in SETTINGS if name in settings}
+        twin = Cache(model, method, **{"sized_for": self._sized_for, "config": replace(self.config, **own), **settings})
         self.kv.rollback_failed_step()
         clone(twin.kv, self.kv.sequences, self.kv.layers)
         for i, layer in enumerate(self.layers):
@@ -390,12 +391,9 @@ class Cache(DynamicCache):
         )
 
 
-def sequence_bytes(model: PreTrainedModel, method: str | Method, capacity: int, **settings: Any) -> int:
-    """Return the device bytes that a sequence of a running batch takes under the method, with its rows on the host.
-
-    settings: as for `Batch`.
-    """
-    cache = Cache(model, method, **settings | {"full_below": 0, "device_memory": 0})
+def sequence_bytes(model: PreTrainedModel, method: str | Method, capacity: int, config: CacheConfig) -> int:
+    """Return the device bytes that a sequence of a running batch takes under the method, with its rows on the host."""
+    cache = Cache(model, method, config=replace(config, full_below=0, device_memory=0))
     cache.kv.sequences.room = capacity
     return cache.needs(1, capacity, 0, pinned=False).device
 
@@ -422,7 +420,7 @@ def _that_fits(
     host = None if free is None else processes.least(free)
 
     def needs(method: Method) -> Needs:
-        cache = Cache(model, method, **replace(config, device_memory=memory.bytes, full_below=None).keywords())
+        cache = Cache(model, method, config=replace(config, device_memory=memory.bytes, full_below=None))
         return cache.needs(rows, tokens, new, pinned=model.device.type == "cuda")
 
     def limits(needs: Needs) -> Limits:
