@@ -16,6 +16,16 @@ class ConfigError(KvthawError, ValueError):
     """A setting is out of range or conflicts with another one."""
 
 
+class TooLongError(ConfigError):
+    """A prompt of `tokens` tokens and the `wanted` new ones, None for all that fit, do not fit into the `room` of a sequence."""
+
+    def __init__(self, tokens: int, wanted: int | None, room: int) -> None:
+        super().__init__(
+            f"the prompt has {tokens} tokens and max_new_tokens is {wanted}; a sequence has room for {room} in all"
+        )
+        self.tokens, self.wanted, self.room = tokens, wanted, room
+
+
 class UnsupportedModelError(KvthawError, TypeError):
     """kvthaw does not support the model; the message says why."""
 

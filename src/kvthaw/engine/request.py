@@ -17,7 +17,7 @@ from kvthaw.engine.grammar import Matcher
 from kvthaw.engine.logprobs import TokenLogprobs
 from kvthaw.engine.sampling import GREEDY, Sampling
 from kvthaw.engine.text import Detokenizer
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, TooLongError
 from kvthaw.typecheck import check_type
 
 if TYPE_CHECKING:
@@ -278,9 +278,7 @@ def new_request(
     if tokens < 1:
         raise ConfigError("the prompt is empty")
     if limit < 1 or tokens + limit > capacity:
-        raise ConfigError(
-            f"the prompt has {tokens} tokens and max_new_tokens is {wanted}; a sequence has room for {capacity} in all"
-        )
+        raise TooLongError(tokens, wanted, capacity)
     if sampling.min_tokens > limit:
         raise ConfigError(f"min_tokens is {sampling.min_tokens}; it must be at most {limit}, the tokens that may come")
     if sampling.stop and tokenizer is None:

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 from kvthaw.cache.prefix_kept import Key
 from kvthaw.engine.request import hidden_salt
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, TooLongError
 from kvthaw.serve.answers import Json
 from kvthaw.serve.bodies import BodyRoute
 from kvthaw.serve.clients import attended, client_of, service_of
@@ -43,12 +43,12 @@ async def create(body: ContextRequest, http: Request) -> Response:
     else:
         param = "text"
         ids = await service.encode(body.text or "", param="text", client=client_of(http))
-    if len(ids) + 1 > service.batch.capacity:
-        raise too_long(len(ids), 1, service.batch.capacity, param)
     try:
         request = service.batch.request(
             ids, max_new_tokens=1, cache_salt=body.cache_salt, client=client_of(http), name=body.name, about=about
         )
+    except TooLongError as error:
+        raise too_long(error, param) from None
     except ConfigError as error:
         raise ApiError(400, str(error), param=param) from None
     service.admit(1)

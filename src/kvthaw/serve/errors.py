@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 from kvthaw.cache.prefix_kept import NotKeptError
-from kvthaw.errors import ConfigError, HostMemoryError
+from kvthaw.errors import ConfigError, HostMemoryError, TooLongError
 from kvthaw.formatting import counted
 
 
@@ -63,10 +63,10 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers=self.headers)
 
 
-def too_long(prompt: int, new: int, limit: int, param: str) -> ApiError:
+def too_long(error: TooLongError, param: str) -> ApiError:
     """Return the error for a prompt that leaves no room for the new tokens."""
-    has, most = counted(prompt, "token"), counted(limit, "token")
-    message = f"the prompt has {has}, and {new:,} more may follow; the context length of this server is {most}"
+    has, most = counted(error.tokens, "token"), counted(error.room, "token")
+    message = f"the prompt has {has}, and {error.wanted or 1:,} more may follow; the context length of this server is {most}"
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 

@@ -22,7 +22,7 @@ from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.scheduler import Scheduler
 from kvthaw.engine.text import decode
 from kvthaw.engine.tool_calls import CallReader, ToolFormat
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, TooLongError
 from kvthaw.serve.compilers import Compilers
 from kvthaw.serve.documents import Documents
 from kvthaw.serve.errors import ApiError, shutting_down, too_long
@@ -229,10 +229,6 @@ class Service:
         name: name of the answer.
         client: the slots and the prefill are shared between clients.
         """
-        limit = self.batch.capacity
-        for ids in prompts:
-            if len(ids) + (sampling.max_tokens or 1) > limit:
-                raise too_long(len(ids), sampling.max_tokens or 1, limit, param)
         samplings = sampling.split(body.outputs)
         tensors = [torch.from_numpy(np.array(ids, dtype=np.int64)) for ids in prompts]  # numpy reads lists faster than torch
         afters = [list(ids[-FOLLOWED:]) if isinstance(body, CompletionRequest) else [] for ids in prompts]
@@ -261,5 +257,7 @@ class Service:
 
 def refused(body: Body, error: ConfigError, param: str) -> ApiError:
     """Return the error response for a setting that the engine rejects, with the first field in its message."""
+    if isinstance(error, TooLongError):
+        return too_long(error, param)
     words = [param if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
     return ApiError(400, str(error), param=next((word for word in words if word in type(body).model_fields), None))
