@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ class FilledBench(ShapeBench):
             method = scripted(method, one.hits)
         if one.prompt == "text" and method.index is not None:
             method = self._text(one).asked(method)
-        return Cache(self.model, method, **one.sizes(), host_bytes=self.host_bytes)
+        return Cache(self.model, method, config=replace(one.config, host_bytes=self.host_bytes))
 
     def begin(self, one: ShapeSetting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, Measures]:
         if one.prompt != "text":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ class Checks:
         self.near(self.decode(cache, setting.steps), setting, "transformers at a budget above the length")
 
     def cache(self, setting: ShapeSetting, budget: int) -> Cache:
-        sizes = {**setting.sizes(), "budget": None if setting.dense else budget, "retrieved": None}
-        return Cache(self.model, setting.resolved(), **sizes)
+        config = replace(setting.config, budget=None if setting.dense else budget, retrieved=None)
+        return Cache(self.model, setting.resolved(), config=config)
 
     def _same_cache(self, setting: ShapeSetting) -> None:
         cache = self.begun(setting)

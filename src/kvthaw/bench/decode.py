@@ -6,6 +6,7 @@ import gc
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -120,7 +121,7 @@ class Bench(ABC, Generic[S]):
         """Return an empty cache of a setting."""
         if one.hf:
             return hf_cache(self.model, one.method)
-        return Cache(self.model, one.resolved(), **one.sizes(), host_bytes=self.host_bytes)
+        return Cache(self.model, one.resolved(), config=replace(one.config, host_bytes=self.host_bytes))
 
     def runs(self, one: S) -> Sequence[str]:
         """Return the prefixes of the measures of each run of a prompt. A cold one comes first; it compiles kernels and touches host

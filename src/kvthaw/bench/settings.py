@@ -52,7 +52,7 @@ class DecodeSetting:
         at_least(2, length=self.length, new_tokens=self.new_tokens)
         at_least(1, batch=self.batch)
         if not self.hf:
-            Settings.of(self.resolved(), CacheConfig.split(asdict(self))[0])  # refuse bad ones now
+            Settings.of(self.resolved(), self.config)  # refuse bad ones now
 
     @property
     def hf(self) -> bool:
@@ -63,9 +63,10 @@ class DecodeSetting:
         """Return the method, new at every call."""
         return resolve(self.method)
 
-    def sizes(self) -> dict[str, Any]:
+    @property
+    def config(self) -> CacheConfig:
         """Settings of its `kvthaw.Cache`."""
-        return {"budget": self.budget, "retrieved": self.retrieved, "dense_layers": self.dense_layers, "seed": self.seed}
+        return CacheConfig.split(asdict(self))[0]
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dict, for a record."""

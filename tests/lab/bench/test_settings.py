@@ -94,7 +94,7 @@ def tiny() -> PreTrainedModel:
 )
 def test_what_is_possible_is_what_a_cache_says_of_itself(tiny: PreTrainedModel, method: str) -> None:
     captured, compiled = _all(method=(method,), steps=("captured", "compiled"), budget=256)
-    cache = Cache(tiny, captured.method, **captured.sizes())
+    cache = Cache(tiny, captured.method, config=captured.config)
     with torch.no_grad():
         tiny(torch.arange(3, 20)[None], past_key_values=cache)
     for one, why in ((captured, capturable), (compiled, compilable)):
