@@ -98,10 +98,8 @@ def chat(
             "answers one below the other"
         )
     config, model = settings.config(drawing.seed), loading.model
-    document, place = (
-        None if file is None else prompt_text(None, file),
-        None if context is None else _place(kv_dir, context, "--context"),
-    )
+    document = None if file is None else prompt_text(None, file)
+    place = None if context is None else _place(kv_dir, context, "--context")
     if place is not None and document is None and not place.exists():
         raise ConfigError(f"nothing is kept in {place}; give a text for it as --file")
     from kvthaw.methods.auto import check_settings

@@ -159,10 +159,8 @@ def generate(
             if len(prompts) > 1 and not as_json:
                 print(f"> {questions[number]}")
             ids = prompts[number]
-            answer, first = (
-                Answer(llm, tokenizer, own, after, sampling=sampling, prompt=ids, after=ids if asked is None else ()),
-                now(llm.device) - start,
-            )
+            answer = Answer(llm, tokenizer, own, after, sampling=sampling, prompt=ids, after=ids if asked is None else ())
+            first = now(llm.device) - start
             for piece in answer:
                 if live:
                     sys.stdout.write(piece)
