@@ -21,6 +21,7 @@ from transformers import (
 
 import kvthaw
 from kvthaw import CacheError, ConfigError, HostMemoryError, UnsupportedModelError
+from kvthaw.config import CacheConfig
 from kvthaw.engine.hf.cache_argument import CACHE
 from zoo import REFUSED, ROLLS_BACK_SLIDING, build, prompt, ragged
 
@@ -55,6 +56,19 @@ def test_what_is_no_model_is_refused() -> None:
     for make in (kvthaw.attach, kvthaw.Cache):
         with pytest.raises(UnsupportedModelError, match="model is a str; it must be a model of transformers"):
             make("meta-llama/Llama-3.1-8B", "oracle")  # type: ignore[operator]
+
+
+def test_settings_that_are_checked_are_handed_on(llama: PreTrainedModel) -> None:
+    config = CacheConfig(budget=64, dense_layers=0)
+    batch = kvthaw.Batch(llama, "quest", max_seqs=1, capacity=64, config=config)
+    assert batch.cache.config is kvthaw.Cache(llama, "quest:sink=4", config=config).config is config
+    with kvthaw.attach(llama, "quest", config=config) as handle:
+        assert handle._forward.settings.budget == 64
+    for make in (kvthaw.attach, kvthaw.Cache):
+        with pytest.raises(ConfigError, match="method quest has no option 'config'"):
+            make(llama, "quest", config={"budget": 64})  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=r"budget is 0\.5; a batch needs a number of tokens"):
+        kvthaw.Batch(llama, "quest", max_seqs=1, capacity=64, config=CacheConfig(budget=0.5))
 
 
 def test_unknown_option(llama: PreTrainedModel) -> None:

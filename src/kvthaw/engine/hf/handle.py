@@ -361,7 +361,7 @@ def attach(
 
     Example: ``with kvthaw.attach(model, "icecache-digest", budget=256): model.generate(**inputs)``
     """
-    config, _ = CacheConfig.split(locals())
+    config, _ = CacheConfig.split(locals() | options)
     model = unwrap(model)
     check_type(int, prefill_chunk=prefill_chunk)
     check_type(PrefixCache | None, prefix_cache=prefix_cache)
@@ -375,7 +375,7 @@ def attach(
     served = attends(model)
 
     def make(sized_for: tuple[int, int, int] | None) -> Cache:
-        return Cache(model, method, sized_for=sized_for, config=config, **options)
+        return Cache(model, method, **{"sized_for": sized_for, "config": config} | options)
 
     try:
         settings = make(None).settings  # refuse bad settings now, not at the first token
