@@ -134,16 +134,17 @@ class UnitIndex(TablesOnDevice, Index):
         self._add(seqs, keys)
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        batch = query.shape[0]
+        batch, tables = query.shape[0], self.tables
         self.join()
-        self.reserve(batch)
+        if batch > tables.seqs:
+            self.reserve(batch)
         units = self.looked_at(batch)
         rows, counts = self.choice(
             query,
-            self.digests[:batch, :, :units],
-            self.stops[:batch, :, : units + 1],
-            self.order[:batch] if self.mapped else None,
-            self.counts[:batch],
+            tables["digests"][:batch, :, :units],
+            tables["stops"][:batch, :, : units + 1],
+            tables["order"][:batch] if self.mapped else None,
+            tables["counts"][:batch],
             first=self.first,
             budget=budget,
             scale=self.context.scale,
@@ -229,7 +230,8 @@ class UnitIndex(TablesOnDevice, Index):
 
     def join(self) -> None:
         """Run deferred work, and have the current stream wait for the side stream; the host does not wait."""
-        super().join()
+        if self in self._deferred.owners:
+            super().join()
         if self._done is not None:
             torch.cuda.current_stream(self.context.device).wait_event(self._done)
             self._done = None
@@ -238,7 +240,7 @@ class UnitIndex(TablesOnDevice, Index):
 
     def looked_at(self, batch: int) -> int:
         """Return how many units of the first sequences select() looks at."""
-        return self.context.looked_at([seq.units for seq in self.seqs[:batch]], self.digests.shape[2], self.most_units)
+        return self.context.looked_at([seq.units for seq in self.seqs[:batch]], self.tables.room["units"], self.most_units)
 
     def most_units(self, tokens: int) -> int:
         """Return an upper bound on the units of `tokens` tokens that come in pieces of any size."""
