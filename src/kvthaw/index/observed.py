@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import torch
@@ -54,7 +55,7 @@ class ObservedIndex(BoundIndex):
         self.tables.add("queries", (context.q_heads, self.window, context.head_dim), context.dtype)
         self.tables.add("seen", (self.window,), torch.float32)
         self.steps = torch.zeros(1, dtype=torch.int64, device=context.device)
-        self.turns = self.tables.host(lambda: Turn(since=self.early))
+        self.turns = self.tables.host(partial(Turn, since=self.early))  # without a reference to the index
 
     def recent_queries(self, seqs: int) -> RecentQueries:
         """See UnitIndex: the observation window."""
