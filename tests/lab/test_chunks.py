@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kvthaw import Batch, Scheduler
@@ -12,16 +13,18 @@ from lab.fill import prompts_drawn
 from lab.joining import Watch
 
 
-def test_the_end_of_a_prompt_and_single_chunks() -> None:
-    batch = Batch(build("tiny", torch.device("cpu"), layers=2), "pariskv-plus", max_seqs=2, capacity=400, budget=64)
+@pytest.mark.parametrize(("method", "indexed"), [("pariskv-plus", [0, 2]), ("clusterkv-plus", [0, 0, 2])])
+def test_the_end_of_a_prompt_and_single_chunks(method: str, indexed: list[int]) -> None:
+    """Clusters are built in a step of their own, codes with the last chunk."""
+    batch = Batch(build("tiny", torch.device("cpu"), layers=2), method, max_seqs=2, capacity=400, budget=64)
     scheduler = Scheduler(batch, step_tokens=40)
     with prompts_drawn(batch.model):
         scheduler.submit(random_prompt(batch.vocabulary, 50, 0), max_new_tokens=200, stop=())
         while not batch.decoding:
             scheduler.step()
     found = end_of(scheduler, 300, 250)
-    assert [step["chunks"] for step in found["steps"]] == [[(39, 250)], [(11, 289)], []]
-    assert [step["indexed"] for step in found["steps"]] == [0, 0, 2]
+    assert [step["chunks"] for step in found["steps"]] == [[(39, 250)], [(11, 289)], []][: len(indexed)]
+    assert [step["indexed"] for step in found["steps"]] == indexed
     assert found["max_ms"] == max(step["ms"] for step in found["steps"])
     request = batch.join(random_prompt(batch.vocabulary, 300, 1), stop=())
     line = timed(batch, request, 20, decoding=True)
