@@ -327,7 +327,7 @@ class KVCache:
 
     @property
     def allocated(self) -> list[OffloadedLayer]:
-        """Offloaded layers that have had tokens: all or none."""
+        """Offloaded layers that have had tokens: all or none, except after a first prompt that failed between layers."""
         return [layer for layer in self.offloaded if layer.plan is not None]
 
     def after_step(self) -> None:
