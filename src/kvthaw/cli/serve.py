@@ -134,11 +134,22 @@ def serve(
     local = Path(model).expanduser()
     name = served_model_name or (local.resolve().name.removesuffix(".gguf") if local.exists() else model)
     how: dict[str, Any] = {
-        "max_seqs": max_seqs, "max_len": max_len, "max_waiting": max_waiting, "prefix_memory": prefix_memory,
-        "prefix_disk": prefix_disk, "kv_dir": None if kv_dir is None else kv_dir.absolute(), "contexts": contexts, "name": name,
-        "chat_template": options.words(chat_template), "generation_config": generation_config, "rope_scaling": rope_scaling,
-        "tp": tp, "device": device, "dtype": dtype, "config": config,
-    }  # fmt: skip
+        "max_seqs": max_seqs,
+        "max_len": max_len,
+        "max_waiting": max_waiting,
+        "prefix_memory": prefix_memory,
+        "prefix_disk": prefix_disk,
+        "kv_dir": None if kv_dir is None else kv_dir.absolute(),
+        "contexts": contexts,
+        "name": name,
+        "chat_template": options.words(chat_template),
+        "generation_config": generation_config,
+        "rope_scaling": rope_scaling,
+        "tp": tp,
+        "device": device,
+        "dtype": dtype,
+        "config": config,
+    }
 
     with _ends_on_sigterm(), _listen(host, port) as listener:  # a taken address costs no loading either
         from kvthaw.engine.processes import spawned
