@@ -25,6 +25,10 @@ class TooLongError(ConfigError):
         )
         self.tokens, self.wanted, self.room = tokens, wanted, room
 
+    def __reduce__(self) -> tuple[type[TooLongError], tuple[int, int | None, int]]:
+        """Pickle the numbers, from which the message is made."""
+        return type(self), (self.tokens, self.wanted, self.room)
+
 
 class UnsupportedModelError(KvthawError, TypeError):
     """kvthaw does not support the model; the message says why."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import random
 import resource
 from pathlib import Path
@@ -23,7 +24,7 @@ from kvthaw.engine.batch import Batch
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampler, Sampling
-from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
+from kvthaw.errors import CacheError, ConfigError, TooLongError, UnsupportedModelError
 from kvthaw.index import batches
 from sampled import sample
 from stand_in import StandIn, captured_by
@@ -216,6 +217,12 @@ def alone_stats(model: PreTrainedModel, tokens: int) -> kvthaw.Stats:
     with kvthaw.attach(model, "oracle", budget=48) as handle:
         model.generate(prompt(1, tokens), max_new_tokens=2, do_sample=False)
         return handle.stats()
+
+
+def test_an_error_of_a_long_prompt_crosses_processes() -> None:
+    error = pickle.loads(pickle.dumps(TooLongError(60, None, 64)))
+    assert (str(error), error.wanted) == (str(TooLongError(60, None, 64)), None)
+    assert isinstance(error, TooLongError)
 
 
 def test_a_prompt_that_fails_leaves_the_batch_as_it_was(llama: PreTrainedModel) -> None:
