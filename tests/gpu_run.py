@@ -2,7 +2,7 @@
 
 Tests that take longest come first, so that processes end together. Each that ends becomes a line of JSON in FILE at once, with
 what it failed by, so that a run that is cut off still tells which passed. A process whose CUDA context is lost to a kernel is
-replaced, so that the tests after it do not fail for it.
+replaced, so that the tests after it do not fail for it. With --gpus N each worker of pytest-xdist sees one of N GPUs.
 """
 
 from __future__ import annotations
@@ -49,9 +49,13 @@ class Told:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--told", type=Path, help="append a line of JSON for each test to this file")
+    parser.addoption("--gpus", type=int, default=1, help="spread the workers over this number of GPUs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    worker, gpus = os.environ.get("PYTEST_XDIST_WORKER"), config.getoption("--gpus")
+    if worker is not None and gpus > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % gpus)
     config.pluginmanager.register(Told(config.getoption("--told")))
 
 
