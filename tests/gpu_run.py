@@ -1,7 +1,7 @@
 """A pytest plugin for long runs on a GPU: `-p gpu_run --told FILE`.
 
-Tests that take longest come first, so that processes end together. Each that ends becomes a line of JSON in FILE at once, with
-what it failed by, so that a run that is cut off still tells which passed. A process whose CUDA context is lost to a kernel is
+Tests that take longest come first, so that processes end together. Each test that ends becomes a line of JSON in FILE at once,
+with its error. So a run that is cut off still tells which tests passed. A process whose CUDA context is lost to a kernel is
 replaced, so that the tests after it do not fail for it. With --gpus N each worker of pytest-xdist sees one of N GPUs.
 """
 

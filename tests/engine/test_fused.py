@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import kvthaw
-from kvthaw.engine.hf import fused
-from kvthaw.kernels import gated, rms_norm, rotate
+from kvthaw.engine.hf import fused, one_token
+from kvthaw.kernels import gated, linear, rms_norm, rotate
 from zoo import MODELS, build, prompt
 
-KINDS = {"llama": {"_norm": 5, "_mlp": 2, "forward": 2}, "gemma3": {"_mlp": 0, "_norm": 0}, "gpt2": {}}
+KINDS = {
+    "llama": {"_norm": 5, "_mlp": 2, "forward": 2, "_layer": 2},
+    "gemma3": {"_mlp": 0, "_norm": 0, "_layer": 0},
+    "gpt2": {},
+}
 """Modules of some models that have kernels, by their forward."""
 
 
@@ -55,6 +59,97 @@ def test_kernels_give_the_logits(device: torch.device, monkeypatch: pytest.Monke
     with fused.swapped(modules(model)):
         assert torch.allclose(logits(model), plain, rtol=1e-4, atol=1e-4)
     assert [launched.count(name) for name in ("rms_norm", "gated", "rotate")] == [9, 2, 2]
+
+
+@torch.no_grad()
+def steps(model: PreTrainedModel, ids: Tensor, count: int = 4) -> Tensor:
+    """The logits of steps of one token behind a prompt."""
+    cache, found = DynamicCache(config=model.config), list[Tensor]()
+    last = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    for _ in range(count):
+        last = model(last.argmax(-1), past_key_values=cache).logits
+        found.append(last)
+    return torch.cat(found, 1)
+
+
+JOINED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""Architectures whose layers join the launches of a step."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in JOINED else pytest.mark.slow) for name in MODELS])
+def test_steps_of_one_token_give_the_same_logits(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By definitions on the CPU and by the kernels on a GPU, in prompts' forwards and steps, of one row and of two."""
+    model, met = build(name).to(device), list[int]()
+
+    def noted(x: Tensor, weights: Sequence[Tensor], *given: Any, **how: Any) -> list[Tensor]:
+        met.append(len(weights))
+        return linear.linear(x, weights, *given, **how)
+
+    monkeypatch.setattr(one_token, "linear", noted)
+    for rows in (1, 2):
+        ids = prompt(rows, 30).to(device)
+        plain = steps(model, ids)
+        met.clear()
+        with fused.swapped(modules(model)):
+            found = steps(model, ids)
+        assert met == ([3, 1, 2, 1] * 2 * 4 if rows == 1 and name in JOINED else [])
+        assert torch.allclose(found, plain, rtol=1e-4, atol=1e-4)
+        assert device.type != "cpu" or torch.equal(found, plain)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_biases_and_dtypes_are_those_of_the_modules(device: torch.device) -> None:
+    model = build("llama", attention_bias=True, mlp_bias=True).to(device, torch.float64)
+    ids = prompt(1, 30).to(device)
+    plain = steps(model, ids)
+    with fused.swapped(modules(model)):
+        assert torch.equal(steps(model, ids), plain)  # float64 has no kernels
+    model.float()
+    plain = steps(model, ids)
+    with fused.swapped(modules(model)):
+        assert torch.allclose(steps(model, ids), plain, rtol=1e-4, atol=1e-4)
+
+
+def test_hooks_see_what_they_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module whose input or output somebody reads computes by itself."""
+    model, ids = build("llama"), prompt(1, 30)
+
+    def seen(model: PreTrainedModel) -> list[Tensor]:
+        found = list[Tensor]()
+        handles = []
+        for layer in model.model.layers:
+            for module in (layer.self_attn, layer.mlp, layer.input_layernorm, layer.self_attn.q_proj, layer.mlp.down_proj):
+                handles.append(module.register_forward_hook(lambda module, given, out: found.append(_first(out))))
+            handles.append(layer.mlp.register_forward_pre_hook(lambda module, given: found.append(given[0])))
+        steps(model, ids, 1)
+        for handle in handles:
+            handle.remove()
+        return found
+
+    plain = seen(model)
+    with fused.swapped(modules(model)):
+        found = seen(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("of", ["self_attn", "mlp", "self_attn.q_proj", "mlp.down_proj", "input_layernorm"])
+def test_one_hook_is_enough(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, found = build("llama"), prompt(1, 30), list[Tensor]()
+    hooked = model.model.layers[1].get_submodule(of)
+    hooked.register_forward_hook(lambda module, given, out: found.append(_first(out)))
+    plain = steps(model, ids)
+    expected, count = list(found), list[int]()
+    found.clear()
+    monkeypatch.setattr(one_token, "linear", lambda *given, **how: (count.append(1), linear.linear(*given, **how))[1])
+    with fused.swapped(modules(model)):
+        assert torch.equal(steps(model, ids), plain)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(count) == 4 * 4  # of the other layer
+
+
+def _first(out: Any) -> Tensor:
+    first: Tensor = (out[0] if isinstance(out, tuple) else out).clone()
+    return first
 
 
 def test_what_has_a_forward_of_its_own_keeps_it() -> None:

@@ -26,6 +26,7 @@ import kvthaw
 from kvthaw.cache import host_memory
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.hf import fused, one_token
 from kvthaw.engine.hf.layer import TAG
 from kvthaw.engine.hf.model import load_shipped
 from kvthaw.engine.hf.tensor_parallel import ranks
@@ -34,6 +35,7 @@ from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import CacheError, HostMemoryError, UnsupportedModelError
 from kvthaw.evaluate.files import read_asset
+from kvthaw.kernels import linear
 from kvthaw.methods import METHODS
 from lab.bench.shapes import build_part, split
 from ranks import run
@@ -199,18 +201,30 @@ def test_processes_decide_alike(tmp_path: Path) -> None:
     assert "1 KV heads" in said[2]
 
 
-def compiled(rank: int) -> tuple[Any, int]:
-    """The logits of steps taken by a model's forward, then by that compiled, and the bytes of this process's weights."""
-    config = small().config
+def ways(rank: int) -> tuple[Any, int, int]:
+    """The logits of steps by a model's forward, by joined launches and by the compiled forward. With it the number of joined
+    launches, and the bytes of this process's weights."""
+    config, joined = small().config, list[int]()
     model, found = build_part(2, config, torch.device("cpu"), torch.float32), []
     whole = torch.compile(model.forward, fullgraph=True, backend="eager")
-    for forward in (model.forward, whole):
+
+    def counted(x: Tensor, weights: Sequence[Tensor], *given: Any, **how: Any) -> list[Tensor]:
+        joined.append(len(weights))
+        return linear.linear(x, weights, *given, **how)
+
+    def together(**given: Any) -> Any:
+        forwards = [(module, forward) for ref, forward in fused.find(model) if (module := ref()) is not None]
+        with pytest.MonkeyPatch.context() as patch, fused.swapped(forwards):
+            patch.setattr(one_token, "linear", counted)
+            return model.forward(**given)
+
+    for forward in (model.forward, together, whole):
         cache = kvthaw.Cache(model, "pariskv", budget=48)
         with torch.no_grad():
             model(PROMPT, past_key_values=cache)
         step = GraphRunner(forward, cache, compiled=forward is whole, capture=False)
         found.append([step(torch.tensor([[5]]), torch.tensor([[len(PROMPT[0]) + i]])).numpy().copy() for i in range(2)])
-    return np.array(found), sum(weight.nbytes for weight in plain(model))
+    return np.array(found), len(joined), sum(weight.nbytes for weight in plain(model))
 
 
 def plain(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -219,10 +233,12 @@ def plain(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 @on_cpu
-def test_a_part_that_is_built_alone_compiles_whole(tmp_path: Path) -> None:
-    (one, size), (other, _) = run(2, compiled, tmp_path / "meeting")
+def test_a_part_that_is_built_alone_compiles_whole_and_joins_launches(tmp_path: Path) -> None:
+    (one, launches, size), (other, *_) = run(2, ways, tmp_path / "meeting")
     np.testing.assert_array_equal(one, other)
-    np.testing.assert_allclose(one[1], one[0], atol=1e-5)
+    for way in (1, 2):
+        np.testing.assert_allclose(one[way], one[0], atol=1e-5)
+    assert launches == 2 * 2 * 4  # steps, layers, products
     assert np.isfinite(one).all()
     assert one.std() > 0
     whole = small()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.gpu import by_device
 
 _ELEMENTS = 4096  # of a program: several short rows, or one long row
@@ -29,8 +30,11 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.chain import follow
+
     @triton.jit(do_not_specialize=["rows"])
-    def _rms_norm(out, x, weight, eps, rows, n, ROWS: tl.constexpr, NP: tl.constexpr):
+    def _rms_norm(out, x, weight, eps, rows, n, ROWS: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr):
+        follow(PDL)
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, NP)[None, :]
         inside = (row < rows)[:, None] & (column < n)
@@ -51,7 +55,7 @@ def launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if rows:
         each = max(1, _ELEMENTS // width)
         _rms_norm[(triton.cdiv(rows, each),)](
-            out, x, weight, eps, rows, n, ROWS=each, NP=width, num_warps=8 if width >= _ELEMENTS else 4
+            out, x, weight, eps, rows, n, ROWS=each, NP=width, num_warps=8 if width >= _ELEMENTS else 4, **dependent(x.device)
         )  # fmt: skip
     return out
 

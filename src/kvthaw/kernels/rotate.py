@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.gpu import by_device
 
 _ROWS = 16  # tokens of a program
@@ -38,6 +39,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.chain import follow
+
     @triton.jit
     def _turn(out, x, at, cos_low, cos_high, sin_low, sin_high, half, inside):
         # Products and sums are rounded as separate operations round them.
@@ -51,8 +54,9 @@ if HAS_TRITON:
 
     @triton.jit(do_not_specialize=["steps"])
     def _rotate(out_q, out_k, query, key, cos, sin, q_heads, steps, half, q_b, q_h, q_t, k_b, k_h, k_t, c_b, s_b,
-                ROWS: tl.constexpr, HP: tl.constexpr):  # fmt: skip
+                ROWS: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # Program (block of tokens, head of the queries or else of the keys, sequence). Outputs have the strides of inputs.
+        follow(PDL)
         t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
         x, far = tl.arange(0, HP)[None, :], t.to(tl.int64)[:, None]
@@ -89,7 +93,7 @@ def launch(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     if query.numel():
         _rotate[(triton.cdiv(steps, _ROWS), heads + key.shape[1], batch)](
             *out, query, key, cos, sin, heads, steps, dim // 2, *query.stride()[:3], *key.stride()[:3], *turns,
-            ROWS=_ROWS, HP=triton.next_power_of_2(dim // 2),
+            ROWS=_ROWS, HP=triton.next_power_of_2(dim // 2), **dependent(query.device),
         )  # fmt: skip
     return out
 

@@ -7,6 +7,7 @@ kernel. A module qualifies by its code, which is compared with transformers' Lla
 
 from __future__ import annotations
 
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama as llama
 
+from kvthaw.engine.hf import one_token
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.gated import gated
 from kvthaw.kernels.rms_norm import MOST, rms_norm
@@ -60,16 +62,23 @@ def fusing(model: PreTrainedModel, forward: _Forward) -> _Forward:
 
 
 @contextmanager
-def swapped(forwards: list[tuple[Module, _Forward]]) -> Iterator[None]:
-    """Context in which modules have these forwards. A module that has an instance forward keeps it."""
-    mine = [(vars(module), module, forward) for module, forward in forwards if "forward" not in vars(module)]
+def swapped(forwards: list[tuple[Module, _Forward]], *, all: bool = False) -> Iterator[None]:
+    """Context in which modules have these forwards.
+
+    all: also modules that have an instance forward; otherwise they keep it.
+    """
+    mine = [(vars(module), module, forward) for module, forward in forwards if all or "forward" not in vars(module)]
+    before: list[Any] = [own.get("forward") for own, _, _ in mine]
     for own, module, forward in mine:
         own["forward"] = types.MethodType(forward, module)
     try:
         yield
     finally:
-        for own, _, _ in mine:
-            own.pop("forward", None)
+        for (own, _, _), forward in zip(mine, before, strict=True):
+            if forward is None:
+                own.pop("forward", None)
+            else:
+                own["forward"] = forward
 
 
 def find(model: PreTrainedModel) -> list[tuple[weakref.ref[Module], _Forward]]:
@@ -81,8 +90,10 @@ def find(model: PreTrainedModel) -> list[tuple[weakref.ref[Module], _Forward]]:
         forward: _Forward | None
         if _same(kind.forward, llama.LlamaRMSNorm.forward):
             forward = _norm
-        elif _same(kind.forward, llama.LlamaMLP.forward) and isinstance(getattr(module, "act_fn", None), _SILU):
+        elif _is_mlp(module):
             forward = _mlp
+        elif _same(kind.forward, llama.LlamaDecoderLayer.forward) and _is_layer(module):
+            forward = _layer
         else:
             if kind not in rotating:
                 rotating[kind] = _rotating(_renamed(kind.forward))
@@ -92,13 +103,26 @@ def find(model: PreTrainedModel) -> list[tuple[weakref.ref[Module], _Forward]]:
     return found
 
 
+def _is_mlp(module: Module) -> bool:
+    return _same(type(module).forward, llama.LlamaMLP.forward) and isinstance(getattr(module, "act_fn", None), _SILU)
+
+
+def _is_layer(layer: Any) -> bool:
+    """Return whether a layer with the code of Llama's has its norms, its MLP and an attention that a step can join."""
+    norms = all(
+        _same(type(one).forward, llama.LlamaRMSNorm.forward) for one in (layer.input_layernorm, layer.post_attention_layernorm)
+    )
+    return norms and _is_mlp(layer.mlp) and one_token.returns_projection(type(layer.self_attn))
+
+
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two functions have the same code."""
+    """Return whether two functions have the same code, without what is wrapped around them."""
     return one is other or None is not _computes(one) == _computes(other)
 
 
 def _computes(function: Any) -> tuple[Any, ...] | None:
     """Return the code of a Python function without names of variables and its docstring."""
+    function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)
     if code is None:
         return None
@@ -156,6 +180,23 @@ def _mlp(self: Any, x: Tensor) -> Tensor:
     if _inference(gate) and like and gate.is_contiguous() and up.is_contiguous():
         return self.down_proj(gated(gate, up))  # type: ignore[no-any-return]
     return self.down_proj(self.act_fn(gate) * up)  # type: ignore[no-any-return]
+
+
+def _layer(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+    """Compute a step of one token with joined launches; else as the layer computes."""
+    parts = one_token.Layer.of(self, hidden_states) if not args and one_token.serves(self, hidden_states) else None
+    if parts is None:
+        plain: Tensor = type(self).forward(self, hidden_states, *args, **given)
+        return plain
+    norms: list[tuple[Module, _Forward]] = [(self.input_layernorm, _unchanged), (self.post_attention_layernorm, _unchanged)]
+    with swapped([*norms, *parts.forwards(hidden_states, self.mlp)], all=True):
+        hidden, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
+        out: Tensor = self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+def _unchanged(module: Module, x: Tensor) -> Tensor:
+    return x
 
 
 def _inference(x: Tensor) -> bool:

@@ -21,6 +21,7 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.fused import fused, swapped
 from kvthaw.engine.hf.layer import HOOKED, CacheLayer, QueryAskedError
+from kvthaw.engine.hf.one_token import InputUnread
 from kvthaw.errors import UnsupportedModelError
 
 
@@ -78,7 +79,7 @@ class _Seen:
     cache: weakref.ref[Any] | None = None
 
 
-class _BeforeAttention:
+class _BeforeAttention(InputUnread):
     """A hook that keeps what an attention module is given."""
 
     def __init__(self, seen: _Seen) -> None:

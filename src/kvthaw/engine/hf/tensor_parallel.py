@@ -6,6 +6,7 @@ import logging
 import platform
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,9 +68,9 @@ def use_local_forwards(model: PreTrainedModel) -> None:
             continue
         weight, bias = _own(module.weight.detach()), None if module.bias is None else _own(module.bias.detach())
         if style == "colwise":
-            forward: Callable[[Tensor], Tensor] = _colwise(weight, bias)
+            forward: Callable[[Tensor], Tensor] = LocalLinear(weight, bias)
         elif style == "rowwise":
-            forward = _rowwise(weight, bias, reduce)
+            forward = LocalLinear(weight, bias, reduce)
         elif style in ("colwise_rep", "colwise_gather_output") and module.out_features % group.size == 0:
             forward = _gathered(weight, bias, group.size, reduce.group_name)
         else:
@@ -85,9 +86,13 @@ def restore_forwards(model: PreTrainedModel) -> None:
 
 
 class AllReduce:
-    """Add up a tensor of all processes, in place or as a new tensor. All processes must create one together."""
+    """Add up a tensor of all processes, in place or as a new tensor. All processes must create one together.
+
+    first: whether this is the first process.
+    """
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype) -> None:
+        self.first = ranks.rank == 0
         self._group, self.buffer = ranks.group, _shared_memory(ranks, dtype)
         self.group_name = "" if ranks.group is None else ranks.group.group_name
         ops.register()
@@ -100,19 +105,23 @@ class AllReduce:
         return x
 
 
-def _colwise(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return the forward of a linear layer whose rows are split over processes."""
-    return lambda x: linear(x, weight, bias)
+@dataclass(frozen=True, slots=True)
+class LocalLinear:
+    """The forward of a linear layer that is split over processes.
 
+    weight, bias: of this process. A bias is added to a whole result.
+    reduce: adds up the results of all processes; None for a layer whose rows are split.
+    """
 
-def _rowwise(weight: Tensor, bias: Tensor | None, reduce: AllReduce) -> Callable[[Tensor], Tensor]:
-    """Return the forward of a linear layer whose columns are split over processes; all have the bias."""
+    weight: Tensor
+    bias: Tensor | None
+    reduce: AllReduce | None = None
 
-    def forward(x: Tensor) -> Tensor:
-        total = reduce(linear(x, weight))
-        return total if bias is None else total + bias
-
-    return forward
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.reduce is None:
+            return linear(x, self.weight, self.bias)
+        total = self.reduce(linear(x, self.weight))
+        return total if self.bias is None else total + self.bias
 
 
 def _gathered(weight: Tensor, bias: Tensor | None, size: int, group: str) -> Callable[[Tensor], Tensor]:
