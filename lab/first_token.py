@@ -75,8 +75,8 @@ def kernels(tokens: int, chunk: int) -> Iterator[dict[str, Any]]:
     turns = torch.randn(1, chunk, DIM // 2, device="cuda").repeat(1, 1, 2)
     angles = turns.cos().bfloat16(), turns.sin().bfloat16()
     cases: list[tuple[str, Any, tuple[Any, ...], int]] = [
-        ("norm", rms_norm, (x, weight, 1e-5), 2 * x.nbytes),
-        ("gate", gated, (gate, up), 3 * gate.nbytes),
+        ("norm", rms_norm, (x, rms_norm.Norm(weight, 1e-5)), 2 * x.nbytes),
+        ("gate", gated, (gate, up, "silu"), 3 * gate.nbytes),
         ("rotate", rotate, (query, key, *angles), 2 * (query.nbytes + key.nbytes) + 2 * angles[0].nbytes),
     ]
     for name, module, given, moved in cases:

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.kernels.gated import gated
-from kvthaw.kernels.linear import Blocks, Norm, blocks_for, definition, linear
-from kvthaw.kernels.rms_norm import rms_norm
+from kvthaw.kernels.linear import Blocks, blocks_for, definition, linear
+from kvthaw.kernels.rms_norm import Norm, rms_norm
 from lab.kernels import agree, rates, replay_time
 from lab.script import run_kernels
 
@@ -64,11 +64,11 @@ def separate(layers: Sequence[Layer], hidden: Tensor, norm: Callable[..., Tensor
     """One operation after the other. The query is taken as attention's result. Returns keys, values and the hidden state."""
     found = list[Tensor]()
     for one in layers:
-        x = norm(hidden, one.before.weight, one.before.eps)
+        x = norm(hidden, one.before)
         query, key, value = (F.linear(x, weight) for weight in one.qkv)
         found += key, value
         hidden = hidden + F.linear(query, one.o)
-        x = norm(hidden, one.after.weight, one.after.eps)
+        x = norm(hidden, one.after)
         hidden = hidden + F.linear(gate(*(F.linear(x, weight) for weight in one.gate)), one.down)
     return [*found, hidden]
 
@@ -80,7 +80,7 @@ def joined(layers: Sequence[Layer], hidden: Tensor, run: Callable[..., list[Tens
         query, key, value = run(hidden, one.qkv, [None] * 3, norm=one.before)
         found += key, value
         (hidden,) = run(query, [one.o], [None], residual=hidden)
-        (inner,) = run(hidden, one.gate, [None] * 2, norm=one.after, gated=True)
+        (inner,) = run(hidden, one.gate, [None] * 2, norm=one.after, gate="silu")
         (hidden,) = run(inner, [one.down], [None], residual=hidden)
     return [*found, hidden]
 
@@ -101,7 +101,7 @@ def lines(*, quick: bool) -> Iterator[dict[str, Any]]:
         layers = [layer(device, processes) for _ in range(LAYERS)]
         expected = separate([_wide(one) for one in layers], hidden.float(), rms_norm, _gate)
         ways: dict[str, Callable[[], list[Tensor]]] = {
-            "separate": partial(separate, layers, hidden, rms_norm, gated),
+            "separate": partial(separate, layers, hidden, rms_norm, partial(gated, activation="silu")),
             "linear": partial(joined, layers, hidden, linear),
         }
         if not quick:
@@ -127,7 +127,7 @@ def one(kind: str, layers: Sequence[Layer], hidden: Tensor, processes: int, how:
         if kind == "qkv":
             weights, given = at.qkv, {"norm": at.before}
         elif kind == "gate":
-            weights, given = at.gate, {"norm": at.after, "gated": True}
+            weights, given = at.gate, {"norm": at.after, "gate": "silu"}
         else:
             weights, given = [at.o if kind == "o" else at.down], {"residual": hidden}
         x = torch.randn(1, weights[0].shape[1], device=hidden.device, dtype=hidden.dtype)
@@ -138,7 +138,7 @@ def one(kind: str, layers: Sequence[Layer], hidden: Tensor, processes: int, how:
     found, wanted = calls[-1](), definition(x, weights, biases, **given)
     error = max(agree(a, b, f"{kind} {how}", 2e-2) for a, b in zip(found, wanted, strict=True))
     told = {"rows": how.rows, "width": how.width, "programs": how.programs, "warps": how.warps}
-    used = how == blocks_for(x.shape[1], kind == "gate")
+    used = how == blocks_for(x.shape[1], gated=kind == "gate")
     seconds = replay_time(calls)
     return {"bench": "one", "kind": kind, "processes": processes, **told, "used": used, "error": error, **rates(seconds, size)}
 
@@ -153,9 +153,9 @@ def _wide(one: Layer) -> Layer:
     return Layer(norm(one.before), norm(one.after), wide(one.qkv), one.o.float(), wide(one.gate), one.down.float())
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _norm(x: Tensor, norm: Norm) -> Tensor:
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return norm.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)).to(x.dtype)
 
 
 def _gate(gate: Tensor, up: Tensor) -> Tensor:

@@ -13,14 +13,15 @@ from torch.nn import Module
 from transformers import DynamicCache, PreTrainedModel
 
 import kvthaw
-from kvthaw.engine.hf import fused, one_token
+from kvthaw.engine.hf import fused, one_token, recognised
 from kvthaw.kernels import gated, linear, rms_norm, rotate
 from zoo import MODELS, build, prompt
 
 KINDS = {
-    "llama": {"_norm": 5, "_mlp": 2, "forward": 2, "_layer": 2},
-    "gemma3": {"_mlp": 0, "_norm": 0, "_layer": 0},
-    "gpt2": {},
+    "llama": {"_norm": 5, "_mlp": 2, "forward": 2, "_layer": 2, "product": 15},
+    "gemma3": {"_norm": 25, "_mlp": 4, "forward": 4, "_layer": 0, "product": 29},
+    "gpt_oss": {"_norm": 9, "_mlp": 0, "_layer": 0},
+    "gpt2": {"product": 1, "_norm": 0},
 }
 """Modules of some models that have kernels, by their forward."""
 
@@ -54,8 +55,8 @@ def test_kernels_give_the_logits(device: torch.device, monkeypatch: pytest.Monke
 
     model = build("qwen3").to(device)
     plain = logits(model)
-    for name, kernel in (("rms_norm", rms_norm), ("gated", gated), ("rotate", rotate)):
-        monkeypatch.setattr(fused, name, noted(name, kernel.launch))
+    for where, name, kernel in ((fused, "rms_norm", rms_norm), (fused, "gated", gated), (recognised, "rotate", rotate)):
+        monkeypatch.setattr(where, name, noted(name, kernel.launch))
     with fused.swapped(modules(model)):
         assert torch.allclose(logits(model), plain, rtol=1e-4, atol=1e-4)
     assert [launched.count(name) for name in ("rms_norm", "gated", "rotate")] == [9, 2, 2]
@@ -92,7 +93,10 @@ def test_steps_of_one_token_give_the_same_logits(name: str, device: torch.device
         met.clear()
         with fused.swapped(modules(model)):
             found = steps(model, ids)
-        assert met == ([3, 1, 2, 1] * 2 * 4 if rows == 1 and name in JOINED else [])
+        if rows > 1:
+            assert met == []
+        elif name in JOINED:
+            assert met == [1] + ([3, 1, 2, 1] * 2 + [1]) * 4  # the head after the prompt, then layers and the head
         assert torch.allclose(found, plain, rtol=1e-4, atol=1e-4)
         assert device.type != "cpu" or torch.equal(found, plain)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -132,8 +136,11 @@ def test_hooks_see_what_they_would(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
-@pytest.mark.parametrize("of", ["self_attn", "mlp", "self_attn.q_proj", "mlp.down_proj", "input_layernorm"])
-def test_one_hook_is_enough(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("of", "alone"),
+    [("self_attn", 6), ("mlp", 6), ("self_attn.q_proj", 5), ("mlp.down_proj", 6), ("input_layernorm", 6)],
+)
+def test_one_hook_is_enough(of: str, alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids, found = build("llama"), prompt(1, 30), list[Tensor]()
     hooked = model.model.layers[1].get_submodule(of)
     hooked.register_forward_hook(lambda module, given, out: found.append(_first(out)))
@@ -144,7 +151,7 @@ def test_one_hook_is_enough(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with fused.swapped(modules(model)):
         assert torch.equal(steps(model, ids), plain)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert len(count) == 4 * 4  # of the other layer
+    assert len(count) == 1 + 4 * (4 + alone + 1)  # of the other layer, of this one, and of the head
 
 
 def _first(out: Any) -> Tensor:
@@ -163,8 +170,8 @@ def test_what_has_a_forward_of_its_own_keeps_it() -> None:
 
 def test_gradients_go_through_the_modules_own_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama").requires_grad_()
-    for name in ("rms_norm", "gated", "rotate"):
-        monkeypatch.setattr(fused, name, None)
+    for where, name in ((fused, "rms_norm"), (fused, "gated"), (recognised, "rotate"), (one_token, "linear")):
+        monkeypatch.setattr(where, name, None)
     with fused.swapped(modules(model)):
         logits(model).sum().backward()
     assert model.model.norm.weight.grad is not None

@@ -291,13 +291,13 @@ def model(dtype: torch.dtype, dim: int) -> None:
     from kvthaw.kernels import gated, linear, rms_norm, rotate
 
     for rows, width in ((700, 4096), (700, 14336), (3, dim)):
-        rms_norm.launch(empty(rows, width, dtype=dtype), empty(width, dtype=dtype), 1e-6)
-    gated.launch(empty(700, 14336, dtype=dtype), empty(700, 14336, dtype=dtype))
+        rms_norm.launch(empty(rows, width, dtype=dtype), rms_norm.Norm(empty(width, dtype=dtype), 1e-6))
+    gated.launch(empty(700, 14336, dtype=dtype), empty(700, 14336, dtype=dtype), "silu")
     for width in (576, 4096, 14336):
-        x, norm = empty(1, width, dtype=dtype), linear.Norm(empty(width, dtype=dtype), 1e-6)
+        x, norm = empty(1, width, dtype=dtype), rms_norm.Norm(empty(width, dtype=dtype), 1e-6)
         weights = [empty(n, width, dtype=dtype) for n in (64, 16, 16)]
         linear.launch(x, weights, [None] * 3, norm=norm)
-        linear.launch(x, [weights[1]] * 2, [empty(16, dtype=dtype)] * 2, norm=norm, gated=True)
+        linear.launch(x, [weights[1]] * 2, [empty(16, dtype=dtype)] * 2, norm=norm, gate="gelu_tanh")
         linear.launch(x, weights[:1], [None], residual=empty(1, 64, dtype=dtype))
     query, key = (empty(2, 700, heads, dim, dtype=dtype).transpose(1, 2) for heads in (HEADS * GROUP, HEADS))
     for rows in (1, 2):

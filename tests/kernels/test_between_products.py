@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, get_args
+
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gemma3 import modeling_gemma3 as gemma3
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama import modeling_llama as llama
 
+from kvthaw.engine.hf.recognised import gate_of, norm_of
 from kvthaw.kernels import gated, rms_norm, rotate
 from shapes import DTYPES, close
 
@@ -17,25 +22,30 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize("shape", [(1, 5, 64), (2, 3, 80), (7, 1), (2, 5000), (0, 64), (3, 4, 2, 96)])
 def test_rows_are_normalised(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     x, weight = 3 * torch.randn(shape).to(device, dtype), torch.randn(shape[-1]).to(device, dtype)
-    out = rms_norm.launch(x, weight, 1e-5)
-    assert out.dtype == dtype
-    close(out, rms_norm.definition(x, weight, 1e-5))
+    kinds: tuple[dict[str, Any], ...] = ({}, {"late": True}, {"offset": 1.0, "late": True})
+    for kind in kinds:
+        norm = rms_norm.Norm(weight, 1e-5, **kind)
+        out = rms_norm.launch(x, norm)
+        assert out.dtype == dtype
+        close(out, rms_norm.definition(x, norm))
 
 
 def test_a_wide_weight_widens_the_rows(device: torch.device) -> None:
     x, weight = torch.randn(4, 48).to(device, torch.bfloat16), torch.randn(48).to(device)
-    out = rms_norm.launch(x, weight, 1e-6)
+    norm = rms_norm.Norm(weight, 1e-6)
+    out = rms_norm.launch(x, norm)
     assert out.dtype == torch.float32
-    close(out.to(torch.bfloat16), rms_norm.definition(x, weight, 1e-6).to(torch.bfloat16))
+    close(out.to(torch.bfloat16), rms_norm.definition(x, norm).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 7, 33), (2, 2048), (0, 8)])
 def test_gates_multiply(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     gate, up = (4 * torch.randn(shape).to(device, dtype) for _ in range(2))
-    out = gated.launch(gate, up)
-    assert out.dtype == dtype
-    close(out, gated.definition(gate, up))
+    for activation in get_args(gated.Activation):
+        out = gated.launch(gate, up, activation)
+        assert out.dtype == dtype
+        close(out, gated.definition(gate, up, activation))
 
 
 def angles(batch: int, steps: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -68,14 +78,29 @@ def test_what_the_rotation_does_not_take() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_definitions_are_those_of_gemma_and_gpt_oss(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 3, 24).to(dtype)
+    for norm in (gemma3.Gemma3RMSNorm(24, eps=1e-4).to(dtype), gpt_oss.GptOssRMSNorm(24, eps=1e-4).to(dtype)):
+        norm.weight.data.normal_()
+        known = norm_of(norm)
+        assert known is not None
+        assert torch.equal(norm(x), rms_norm.definition(x, known))
+    config = gemma3.Gemma3TextConfig(hidden_size=24, intermediate_size=40)
+    mlp = gemma3.Gemma3MLP(config).to(dtype)
+    activation = gate_of(mlp)
+    assert activation == "gelu_tanh"
+    assert torch.equal(mlp(x), mlp.down_proj(gated.definition(mlp.gate_proj(x), mlp.up_proj(x), activation)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_definitions_are_those_of_llama(dtype: torch.dtype) -> None:
     config = llama.LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=3)
     x = torch.randn(2, 3, 24).to(dtype)
     norm = llama.LlamaRMSNorm(24, eps=1e-4).to(dtype)
     norm.weight.data.normal_()
-    assert torch.equal(norm(x), rms_norm.definition(x, norm.weight, 1e-4))
+    assert torch.equal(norm(x), rms_norm.definition(x, rms_norm.Norm(norm.weight, 1e-4)))
     mlp = llama.LlamaMLP(config).to(dtype)
-    assert torch.equal(mlp(x), mlp.down_proj(gated.definition(mlp.gate_proj(x), mlp.up_proj(x))))
+    assert torch.equal(mlp(x), mlp.down_proj(gated.definition(mlp.gate_proj(x), mlp.up_proj(x), "silu")))
     query, key, turns = torch.randn(2, 4, 3, 8).to(dtype), torch.randn(2, 2, 3, 8).to(dtype), angles(2, 3, 8, dtype)
     for found, expected in zip(
         rotate.definition(query, key, *turns), llama.apply_rotary_pos_emb(query, key, *turns), strict=True

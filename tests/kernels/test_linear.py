@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.kernels import linear
-from kvthaw.kernels.linear import Blocks, Norm
+from kvthaw.kernels import linear, rms_norm
+from kvthaw.kernels.linear import Blocks
+from kvthaw.kernels.rms_norm import Norm
 from shapes import DTYPES, close
 
 pytest.importorskip("triton")
@@ -22,23 +23,23 @@ def drawn(*shape: int, like: Tensor) -> Tensor:
     return torch.randn(shape).to(like.device, like.dtype)
 
 
-def settings(x: Tensor, rows: list[int], *, norm: bool, bias: bool, residual: bool, gated: bool) -> dict[str, Any]:
+def settings(x: Tensor, rows: list[int], *, norm: bool | str, bias: bool, residual: bool, gate: str | None) -> dict[str, Any]:
     width = x.shape[-1]
     weights = [drawn(n, width, like=x) * width**-0.5 for n in rows]
     return {
         "weights": weights,
         "biases": [drawn(n, like=x) if bias else None for n in rows],
-        "norm": Norm(drawn(width, like=x), 1e-5) if norm else None,
+        "norm": Norm(drawn(width, like=x), 1e-5, *((1.0, True) if norm == "gemma" else ())) if norm else None,
         "residual": drawn(1, rows[0], like=x) if residual else None,
-        "gated": gated,
+        "gate": gate,
     }
 
 
 def exact(x: Tensor, given: dict[str, Any]) -> list[Tensor]:
     """The definition in float64 where products are concerned; the norm rounds as it does."""
     norm = given["norm"]
-    normed = x if norm is None else linear.rms_norm.definition(x, norm.weight, norm.eps)
-    wide = {"norm": None, "gated": given["gated"]}
+    normed = x if norm is None else rms_norm.definition(x, norm)
+    wide = {"norm": None, "gate": given["gate"]}
     wide["weights"] = [weight.double() for weight in given["weights"]]
     wide["biases"] = [None if bias is None else bias.double() for bias in given["biases"]]
     wide["residual"] = None if given["residual"] is None else given["residual"].double()
@@ -55,19 +56,20 @@ def exact(x: Tensor, given: dict[str, Any]) -> list[Tensor]:
         ([9, 4, 5], {"norm": True}),
         ([8, 8, 3], {"norm": True, "bias": True}),
         ([7, 6], {}),
-        ([13, 13], {"norm": True, "gated": True}),
-        ([3, 3], {"gated": True, "bias": True, "residual": True}),
+        ([5], {"norm": "gemma"}),
+        ([13, 13], {"norm": True, "gate": "silu"}),
+        ([3, 3], {"gate": "gelu_tanh", "bias": True, "residual": True}),
     ],
     ids=str,
 )
 def test_products_are_those_of_the_definition(
-    rows: list[int], how: dict[str, bool], width: int, columns: int, dtype: torch.dtype, device: torch.device
+    rows: list[int], how: dict[str, Any], width: int, columns: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     x = drawn(1, 1, width, like=torch.empty(0, dtype=dtype, device=device))
-    given = settings(x, rows, **{"norm": False, "bias": False, "residual": False, "gated": False} | how)
+    given = settings(x, rows, **{"norm": False, "bias": False, "residual": False, "gate": None} | how)
     for blocks in (Blocks(4, columns, 1, 4), Blocks(2, columns, 4, 4)):
         found = linear.launch(x, **given, blocks=blocks)
-        assert [y.shape for y in found] == [(1, 1, n) for n in (rows[:1] if given["gated"] else rows)]
+        assert [y.shape for y in found] == [(1, 1, n) for n in (rows[:1] if given["gate"] else rows)]
         for y, expected in zip(found, exact(x, given), strict=True):
             close(y, expected)
 
@@ -76,7 +78,7 @@ def test_products_are_those_of_the_definition(
 def test_rows_beyond_a_weight_stay_unread(dtype: torch.dtype, device: torch.device) -> None:
     """Weights are parts of larger tensors whose other rows are not numbers."""
     x = drawn(1, 48, like=torch.empty(0, dtype=dtype, device=device))
-    given = settings(x, [5, 3], norm=True, bias=False, residual=False, gated=False)
+    given = settings(x, [5, 3], norm=True, bias=False, residual=False, gate=None)
     around = []
     for weight in given["weights"]:
         whole = torch.full((len(weight) + 8, 48), torch.nan, dtype=dtype, device=device)
@@ -90,7 +92,7 @@ def test_rows_beyond_a_weight_stay_unread(dtype: torch.dtype, device: torch.devi
 @pytest.mark.parametrize("gated", [False, True])
 def test_blocks_have_the_size_that_they_should(width: int, gated: bool) -> None:
     """A block has 4,096 to 8,192 numbers of all its weights, so that a program's registers hold two of them."""
-    how = linear.blocks_for(width, gated)
+    how = linear.blocks_for(width, gated=gated)
     assert 4096 <= how.rows * how.width * (2 if gated else 1) <= 8192
     assert how.rows & (how.rows - 1) == 0
     assert how.width & (how.width - 1) == 0
@@ -103,8 +105,8 @@ def test_gpu_a_chain_of_layers_waits_for_each_product(hidden: int, device: torch
     inner, x = hidden * 7 // 2, torch.randn(1, hidden, device=device, dtype=torch.bfloat16)
     layers = []
     for _ in range(3):
-        qkv = settings(x, [hidden, hidden // 4, hidden // 4], norm=True, bias=False, residual=False, gated=False)
-        gates = settings(x, [inner, inner], norm=True, bias=False, residual=False, gated=True)
+        qkv = settings(x, [hidden, hidden // 4, hidden // 4], norm=True, bias=False, residual=False, gate=None)
+        gates = settings(x, [inner, inner], norm=True, bias=False, residual=False, gate="silu")
         o, down = drawn(hidden, hidden, like=x) * hidden**-0.5, drawn(hidden, inner, like=x) * inner**-0.5
         layers.append((qkv, o, gates, down))
 

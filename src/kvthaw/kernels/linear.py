@@ -18,21 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.kernels import HAS_TRITON, rms_norm
+from kvthaw.kernels import HAS_TRITON, gated, rms_norm
 from kvthaw.kernels.chain import dependent
+from kvthaw.kernels.gated import Activation
 from kvthaw.kernels.gpu import by_device
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """The norm of a token before its product.
-
-    weight: [K].
-    eps: what is added to the mean of squares.
-    """
-
-    weight: Tensor
-    eps: float
+from kvthaw.kernels.rms_norm import Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +47,18 @@ def definition(
     *,
     norm: Norm | None = None,
     residual: Tensor | None = None,
-    gated: bool = False,
+    gate: Activation | None = None,
 ) -> list[Tensor]:
     """Return x W' + b for each weight W [N, K] and bias b [N] or None.
 
     x: one token, [1, K]. With a norm it is normalised first.
     residual: [1, N]. It is added to the rounded product.
-    gated: return silu(x W0') * (x W1') of two weights of one shape instead.
+    gate: return activation(x W0') * (x W1') of two weights of one shape instead.
     """
-    x = x if norm is None else rms_norm.definition(x, norm.weight, norm.eps)
+    x = x if norm is None else rms_norm.definition(x, norm)
     found = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    if gated:
-        found = [F.silu(found[0]) * found[1]]
+    if gate is not None:
+        found = [gated.definition(found[0], found[1], gate)]
     return found if residual is None else [residual + y for y in found]
 
 
@@ -77,6 +67,8 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.chain import follow
+    from kvthaw.kernels.gated import multiplied
+    from kvthaw.kernels.rms_norm import scaled
 
     @triton.jit
     def _load(weight, row, n, tile, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
@@ -89,19 +81,19 @@ if HAS_TRITON:
         return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
 
     @triton.jit
-    def _token(x, norm, scale, tile, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr):
+    def _token(x, norm, scale, offset, tile, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, LATE: tl.constexpr):
         # A part [BK] of the token in float32, as the norm rounds it.
         column = tile * BK + tl.arange(0, BK)
         part = tl.load(x + column, mask=column < K, other=0.0).to(tl.float32)
         if NORM:
             by = tl.load(norm + column, mask=column < K, other=0.0).to(tl.float32)
             kind = x.dtype.element_ty
-            part = (by * (part * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+            part = scaled(part, scale, by, offset, kind, LATE).to(kind).to(tl.float32)
         return part
 
     @triton.jit
-    def _product(weight, first, row, n, x, norm, scale, token, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                 NORM: tl.constexpr):  # fmt: skip
+    def _product(weight, first, row, n, x, norm, scale, offset, token, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                 NORM: tl.constexpr, LATE: tl.constexpr):  # fmt: skip
         # Rows of a weight times the token, [BN] in float32. first: the block of the first columns; token: their part of x.
         TILES: tl.constexpr = (K + BK - 1) // BK
         if TILES == 1:
@@ -115,7 +107,7 @@ if HAS_TRITON:
                     following = _load(weight, row, n, i + 1, K, BN, BK)
                 part = token
                 if i > 0:
-                    part = _token(x, norm, scale, i, K, BK, NORM)
+                    part = _token(x, norm, scale, offset, i, K, BK, NORM, LATE)
                 sums += tile.to(tl.float32) * part[None, :]
                 tile = following
             total = tl.sum(sums, axis=1)
@@ -132,9 +124,9 @@ if HAS_TRITON:
         return x, n, start
 
     @triton.jit
-    def _linear(out0, out1, out2, x, norm, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, eps,
-                K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
-                ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    def _linear(out0, out1, out2, x, norm, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, eps, offset,
+                K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr,
+                NORM: tl.constexpr, LATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # Program: every tl.num_programs(0)th block of BN rows, of the weights one after the other.
         TILES: tl.constexpr = (K + BK - 1) // BK
         block, step = tl.program_id(0), tl.num_programs(0)
@@ -151,17 +143,17 @@ if HAS_TRITON:
         if NORM:
             squares = tl.zeros((BK,), tl.float32)
             for i in tl.static_range(TILES):
-                part = _token(x, norm, scale, i, K, BK, False)
+                part = _token(x, norm, scale, offset, i, K, BK, False, LATE)
                 squares += part * part
             scale = tl.rsqrt(tl.sum(squares) / K + eps)
-        token = _token(x, norm, scale, 0, K, BK, NORM)
+        token = _token(x, norm, scale, offset, 0, K, BK, NORM, LATE)
         for current in tl.range(block, blocks, step):
             here, here_n, here_tile, here_row = weight, n, tile, row
             coming = current + step
             weight, n, start = _part(coming, w0, w1, w2, n0, n1, n2, end0, end1, PARTS)
             row = (coming - start) * BN + tl.arange(0, BN)
             tile = _load(weight, row, n, 0, K, BN, BK)
-            y = _product(here, here_tile, here_row, here_n, x, norm, scale, token, K, BN, BK, NORM)
+            y = _product(here, here_tile, here_row, here_n, x, norm, scale, offset, token, K, BN, BK, NORM, LATE)
             kind = out0.dtype.element_ty
             out, _, _ = _part(current, out0, out1, out2, n0, n1, n2, end0, end1, PARTS)
             bias, _, _ = _part(current, b0, b1, b2, n0, n1, n2, end0, end1, PARTS)
@@ -172,12 +164,10 @@ if HAS_TRITON:
             if GATED:
                 here_upper = upper
                 upper = _load(w1, row, n, 0, K, BN, BK)
-                up = _product(w1, here_upper, here_row, here_n, x, norm, scale, token, K, BN, BK, NORM)
+                up = _product(w1, here_upper, here_row, here_n, x, norm, scale, offset, token, K, BN, BK, NORM, LATE)
                 if BIAS:
                     up += tl.load(b1 + here_row, mask=inside, other=0.0).to(tl.float32)
-                gate = y.to(tl.float32)
-                silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-                y = (silu * up.to(kind).to(tl.float32)).to(kind)
+                y = multiplied(y.to(tl.float32), up.to(kind).to(tl.float32), kind, SILU).to(kind)
             if ADD:
                 y = (tl.load(residual + here_row, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)).to(kind)
             tl.store(out + here_row, y, mask=inside)
@@ -190,32 +180,34 @@ def launch(
     *,
     norm: Norm | None = None,
     residual: Tensor | None = None,
-    gated: bool = False,
+    gate: Activation | None = None,
     blocks: Blocks | None = None,
 ) -> list[Tensor]:
     """Launch the Triton kernel; arguments and results as in `definition`, for up to three weights.
 
     All biases are given or none. Everything is contiguous and of one dtype.
     """
-    width, parts = x.shape[-1], 1 if gated else len(weights)
+    width, parts = x.shape[-1], 1 if gate else len(weights)
     given = [bias for bias in biases if bias is not None]
-    assert len(given) in (0, len(weights)) and len(weights) == (2 if gated else parts) and parts <= 3
+    assert len(given) in (0, len(weights)) and len(weights) == (2 if gate else parts) and parts <= 3
     assert x.numel() == width and all(t.is_contiguous() and t.dtype == x.dtype for t in (x, *weights, *given))
     assert all(weight.shape[1] == width for weight in weights) and not (residual is not None and parts > 1)
     out = [x.new_empty((*x.shape[:-1], len(weight))) for weight in weights[:parts]]
-    how = blocks or blocks_for(width, gated)
+    how = blocks or blocks_for(width, gated=gate is not None)
     total = sum(triton.cdiv(len(weight), how.rows) for weight in weights[:parts])
     w, b, o = [*weights, weights[0], weights[0]], [*given, *[weights[0]] * 3], [*out, out[0], out[0]]
     grid = min(total, how.programs * _multiprocessors(x.device))
     _linear[(grid,)](
         *o[:3], x, x if norm is None else norm.weight, x if residual is None else residual, *w[:3], *b[:3],
-        *(len(weight) for weight in w[:3]), 0.0 if norm is None else norm.eps, K=width, BN=how.rows, BK=how.width, PARTS=parts,
-        GATED=gated, NORM=norm is not None, ADD=residual is not None, BIAS=bool(given), num_warps=how.warps, **dependent(x.device),
+        *(len(weight) for weight in w[:3]), *((0.0, 0.0) if norm is None else (norm.eps, norm.offset)),
+        K=width, BN=how.rows, BK=how.width, PARTS=parts, GATED=gate is not None, SILU=gate == "silu",
+        NORM=norm is not None, LATE=norm is not None and norm.late, ADD=residual is not None, BIAS=bool(given),
+        num_warps=how.warps, **dependent(x.device),
     )  # fmt: skip
     return out
 
 
-def blocks_for(width: int, gated: bool) -> Blocks:
+def blocks_for(width: int, *, gated: bool) -> Blocks:
     """Return how a kernel divides weights of this width: 16 KB a block, where an H200 was fastest."""
     tensors = 2 if gated else 1
     if width <= 4096:

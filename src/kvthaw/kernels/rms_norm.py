@@ -6,6 +6,8 @@ transformers computes this with eight launches, which read and write 36 bytes an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -18,12 +20,29 @@ MOST = 16384
 """Elements of the longest row that a program holds."""
 
 
-def definition(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return weight * x / sqrt(mean(x^2) + eps) for rows x [..., N] and weight [N]. x is divided in float32 and rounded to its
-    dtype before the product."""
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm by the root mean square.
+
+    weight: [N].
+    eps: added to the mean of squares.
+    offset: added to the weight in float32; 1 in Gemma.
+    late: round after the product with the weight, as Gemma and gpt-oss do. Llama rounds before it too.
+    """
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+    late: bool = False
+
+
+def definition(x: Tensor, norm: Norm) -> Tensor:
+    """Return (weight + offset) * x / sqrt(mean(x^2) + eps) for rows x [..., N]. x is divided in float32."""
     wide = x.float()
-    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * scaled.to(x.dtype)
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.late:
+        return (scaled * (norm.offset + norm.weight.float())).to(x.dtype)
+    return norm.weight * scaled.to(x.dtype)
 
 
 if HAS_TRITON:
@@ -32,8 +51,18 @@ if HAS_TRITON:
 
     from kvthaw.kernels.chain import follow
 
+    @triton.jit
+    def scaled(wide, scale, weight, offset, kind: tl.constexpr, LATE: tl.constexpr):
+        # Numbers times a scale and their weights, all float32, rounded to `kind` as the norm rounds.
+        wide = wide * scale
+        if not LATE:
+            wide = wide.to(kind).to(tl.float32)
+        return wide * (weight + offset)
+
     @triton.jit(do_not_specialize=["rows"])
-    def _rms_norm(out, x, weight, eps, rows, n, ROWS: tl.constexpr, NP: tl.constexpr, PDL: tl.constexpr):
+    def _rms_norm(
+        out, x, weight, eps, offset, rows, n, ROWS: tl.constexpr, NP: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr
+    ):
         follow(PDL)
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, NP)[None, :]
@@ -41,21 +70,23 @@ if HAS_TRITON:
         at = row[:, None] * n + column
         wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         mean = tl.sum(wide * wide, axis=1) / n
-        scaled = (wide * tl.rsqrt(mean + eps)[:, None]).to(x.dtype.element_ty)
-        by = tl.load(weight + column, mask=column < n, other=0.0)
-        tl.store(out + at, (by.to(tl.float32) * scaled.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
+        by = tl.load(weight + column, mask=column < n, other=0.0).to(tl.float32)
+        found = scaled(wide, tl.rsqrt(mean + eps)[:, None], by, offset, x.dtype.element_ty, LATE)
+        tl.store(out + at, found.to(out.dtype.element_ty), mask=inside)
 
 
-def launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def launch(x: Tensor, norm: Norm) -> Tensor:
     """Launch the Triton kernel; arguments and result as in `definition`, for contiguous x and rows of at most MOST elements."""
-    n = x.shape[-1]
+    n, weight = x.shape[-1], norm.weight
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape == (n,) and n <= MOST
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    kind = x.dtype if norm.late else torch.promote_types(x.dtype, weight.dtype)
+    out = torch.empty(x.shape, dtype=kind, device=x.device)
     rows, width = x.numel() // max(1, n), triton.next_power_of_2(n)
     if rows:
         each = max(1, _ELEMENTS // width)
         _rms_norm[(triton.cdiv(rows, each),)](
-            out, x, weight, eps, rows, n, ROWS=each, NP=width, num_warps=8 if width >= _ELEMENTS else 4, **dependent(x.device)
+            out, x, weight, norm.eps, norm.offset, rows, n, ROWS=each, NP=width, LATE=norm.late,
+            num_warps=8 if width >= _ELEMENTS else 4, **dependent(x.device),
         )  # fmt: skip
     return out
 

@@ -1,35 +1,28 @@
-"""Run the operations between a model's matrix products in one launch each: norms, rotary positions, gates.
+"""Run a model's linear layers of one token, norms, rotary positions and gates with kernels of kvthaw.
 
-transformers launches about 35 kernels per layer for them. They move 480 GB for a prompt of 36k tokens of an 8B model, and
-lie between the products of a captured step. Inside `fused`, modules whose code computes what a kernel computes use that
-kernel. A module qualifies by its code, which is compared with transformers' Llama, which most decoders share.
+transformers launches about 35 kernels per layer between its products. They move 480 GB for a prompt of 36k tokens of an 8B model,
+and lie between the products of a captured step. Inside `fused`, modules whose code computes what a kernel computes use that kernel
+(recognised.py).
 """
 
 from __future__ import annotations
 
-import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import Module, Parameter, SiLU
+from torch.nn import Linear, Module
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.models.llama import modeling_llama as llama
 
 from kvthaw.engine.hf import one_token
+from kvthaw.engine.hf.recognised import gate_of, inference, is_layer, norm_of, rotating
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.gated import gated
 from kvthaw.kernels.rms_norm import MOST, rms_norm
-from kvthaw.kernels.rotate import rotate, serves
 
-_SILU = (SiLU, type(ACT2FN["silu"]))
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ROTATES = "apply_rotary_pos_emb"
 _Forward = Callable[..., Any]
 _KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, list[tuple[weakref.ref[Module], _Forward]]] = weakref.WeakKeyDictionary()
 """Modules of a model that have kernels, with their new forwards. Finding them takes a millisecond."""
@@ -83,109 +76,45 @@ def swapped(forwards: list[tuple[Module, _Forward]], *, all: bool = False) -> It
 
 def find(model: PreTrainedModel) -> list[tuple[weakref.ref[Module], _Forward]]:
     """Return the modules of a model whose forward has a kernel, with that forward."""
-    rotating: dict[type[Module], _Forward | None] = {}
-    found = list[tuple[weakref.ref[Module], _Forward]]()
-    for module in model.modules():
-        kind = type(module)
-        forward: _Forward | None
-        if _same(kind.forward, llama.LlamaRMSNorm.forward):
-            forward = _norm
-        elif _is_mlp(module):
-            forward = _mlp
-        elif _same(kind.forward, llama.LlamaDecoderLayer.forward) and _is_layer(module):
-            forward = _layer
-        else:
-            if kind not in rotating:
-                rotating[kind] = _rotating(_renamed(kind.forward))
-            forward = rotating[kind]
-        if forward is not None:
-            found.append((weakref.ref(module), forward))
-    return found
+    found = ((module, _forward(module)) for module in model.modules())
+    return [(weakref.ref(module), forward) for module, forward in found if forward is not None]
 
 
-def _is_mlp(module: Module) -> bool:
-    return _same(type(module).forward, llama.LlamaMLP.forward) and isinstance(getattr(module, "act_fn", None), _SILU)
+def _forward(module: Module) -> _Forward | None:
+    if type(module) is Linear:
+        return one_token.product
+    if norm_of(module) is not None:
+        return _norm
+    if gate_of(module) is not None:
+        return _mlp
+    return _layer if is_layer(module) else rotating(module)
 
 
-def _is_layer(layer: Any) -> bool:
-    """Return whether a layer with the code of Llama's has its norms, its MLP and an attention that a step can join."""
-    norms = all(
-        _same(type(one).forward, llama.LlamaRMSNorm.forward) for one in (layer.input_layernorm, layer.post_attention_layernorm)
-    )
-    return norms and _is_mlp(layer.mlp) and one_token.returns_projection(type(layer.self_attn))
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Return whether two functions have the same code, without what is wrapped around them."""
-    return one is other or None is not _computes(one) == _computes(other)
-
-
-def _computes(function: Any) -> tuple[Any, ...] | None:
-    """Return the code of a Python function without names of variables and its docstring."""
-    function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return None
-    return code.co_code, code.co_names, tuple(const for const in code.co_consts if const != function.__doc__)
-
-
-def _renamed(forward: Any) -> Any:
-    """Return a forward without the wrapper that transformers 5.24 has around it for arguments' old names."""
-    code = getattr(forward, "__code__", None)
-    return forward.__wrapped__ if code is not None and code.co_qualname.startswith("deprecate_kwarg.") else forward
-
-
-def _rotating(forward: Any) -> _Forward | None:
-    """Return an attention's forward with the kernel's rotary positions; None if it has other rotary positions or none."""
-    code, known = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-    turn: Any = known.get(_ROTATES)
-    if code is None or _ROTATES not in code.co_names or not _same(turn, llama.apply_rotary_pos_emb):
-        return None
-    if not _same(turn.__globals__.get("rotate_half"), llama.rotate_half):
-        return None
-    rotating = types.FunctionType(
-        code, {**known, _ROTATES: _turned(turn)}, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    rotating.__kwdefaults__ = forward.__kwdefaults__
-    return rotating
-
-
-def _turned(plain: _Forward) -> _Forward:
-    """Return a function that rotates queries and keys with the kernel, or with `plain` where the kernel does not apply."""
-
-    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        if unsqueeze_dim == 1 and _inference(q) and q.ndim == 4 and serves(q, k, cos, sin):
-            return rotate(q, k, cos, sin)
-        turned: tuple[Tensor, Tensor] = plain(q, k, cos, sin, unsqueeze_dim)
-        return turned
-
-    return turn
-
-
-def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+def _norm(self: Any, x: Tensor) -> Tensor:
     """Normalise with the kernel if it supports these rows."""
-    x = hidden_states
-    weight = self.weight
-    here = type(weight) is Parameter and weight.device == x.device
-    if here and _inference(x) and x.is_contiguous() and x.shape[-1] <= MOST:
-        return rms_norm(x, self.weight, self.variance_epsilon)
+    norm = norm_of(self)
+    if norm is not None and norm.weight.device == x.device and inference(x) and x.is_contiguous() and x.shape[-1] <= MOST:
+        return rms_norm(x, norm)
     plain: Tensor = type(self).forward(self, x)
     return plain
 
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
     """Multiply gate and up projections with the kernel if it supports them."""
-    gate, up = self.gate_proj(x), self.up_proj(x)
+    joined = one_token.Gate.of(self, x) if one_token.serves(x) else None
+    if joined is not None:
+        return joined.down.onto(joined(x), None)
+    gate, up, activation = self.gate_proj(x), self.up_proj(x), gate_of(self)
     like = gate.shape == up.shape and gate.dtype == up.dtype
-    if _inference(gate) and like and gate.is_contiguous() and up.is_contiguous():
-        return self.down_proj(gated(gate, up))  # type: ignore[no-any-return]
+    if activation is not None and inference(gate) and like and gate.is_contiguous() and up.is_contiguous():
+        return self.down_proj(gated(gate, up, activation))  # type: ignore[no-any-return]
     return self.down_proj(self.act_fn(gate) * up)  # type: ignore[no-any-return]
 
 
 def _layer(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
     """Compute a step of one token with joined launches; else as the layer computes."""
-    parts = one_token.Layer.of(self, hidden_states) if not args and one_token.serves(self, hidden_states) else None
-    if parts is None:
+    parts = one_token.Layer.of(self, hidden_states) if not args and one_token.serves(hidden_states) else None
+    if parts is None or self.training:
         plain: Tensor = type(self).forward(self, hidden_states, *args, **given)
         return plain
     norms: list[tuple[Module, _Forward]] = [(self.input_layernorm, _unchanged), (self.post_attention_layernorm, _unchanged)]
@@ -197,8 +126,3 @@ def _layer(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor
 
 def _unchanged(module: Module, x: Tensor) -> Tensor:
     return x
-
-
-def _inference(x: Tensor) -> bool:
-    """Return whether a tensor is a plain one, of a dtype that the kernels support, without a gradient."""
-    return type(x) is Tensor and x.dtype in _DTYPES and not (torch.is_grad_enabled() and x.requires_grad)

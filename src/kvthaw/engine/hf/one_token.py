@@ -1,49 +1,26 @@
-"""Compute a decoder layer's step of one token with four launches for its linear layers, norms, gate and sums.
+"""Compute steps of one token with the kernel of linear layers, which loads weights before its predecessor ends.
 
-This serves layers with the code of Llama's: Mistral, Qwen2, Qwen3 and others have it too. The attention module runs as it is,
-with its hooks. For the call, linear layers, norms and the MLP get other forwards.
+A decoder layer with the code of Llama's takes four launches for its linear layers, norms, gate and sums. Mistral, Qwen2, Qwen3 and
+others have that code. The attention module runs as it is, with its hooks. For the call, linear layers, norms and the MLP get other
+forwards. Other layers take a launch for each linear layer, and one for a gate with its two.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
+from kvthaw.engine.hf.recognised import gate_of, inference, norm_of
 from kvthaw.engine.hf.tensor_parallel import AllReduce, LocalLinear
-from kvthaw.kernels.linear import Norm, linear
-
-_NAMES = frozenset(
-    {
-        *("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "query_layernorm", "key_layernorm", "use_rope"),
-        *(
-            "shape",
-            "view",
-            "transpose",
-            "reshape",
-            "contiguous",
-            "head_dim",
-            "layer_idx",
-            "scaling",
-            "sliding_window",
-            "getattr",
-        ),
-        *("apply_rotary_pos_emb", "update", "config", "_attn_implementation", "training", "attention_dropout"),
-        *("ALL_ATTENTION_FUNCTIONS", "get_interface", "eager_attention_forward"),
-    }
-)
-"""What an attention module may use so that it returns what its o_proj returns: nothing follows that projection."""
-
-
-def returns_projection(attention: type[Module]) -> bool:
-    """Return whether the attention modules of a class return the result of `o_proj` as it is."""
-    code = getattr(inspect.unwrap(attention.forward), "__code__", None)
-    return code is not None and "o_proj" in code.co_names and set(code.co_names) <= _NAMES
+from kvthaw.kernels.gated import Activation
+from kvthaw.kernels.linear import linear
+from kvthaw.kernels.rms_norm import Norm
 
 
 class InputUnread:
@@ -51,7 +28,7 @@ class InputUnread:
 
 
 @dataclass(frozen=True, slots=True)
-class _Projection:
+class Projection:
     """A linear layer of this process.
 
     reduce: adds up the parts of all processes; None if the result is whole.
@@ -69,17 +46,16 @@ class _Projection:
             return None
         forward = vars(module).get("forward")
         found: Self | None = None
-        if forward is None and type(module.weight) is Parameter:
+        if (forward is None or getattr(forward, "__func__", None) is product) and type(module.weight) is Parameter:
             found = cls(module, module.weight, module.bias, None)
         elif isinstance(forward, LocalLinear):
             found = cls(module, forward.weight, forward.bias, forward.reduce)
         return found if found is not None and found._fits(x) else None
 
     def _fits(self, x: Tensor) -> bool:
-        given = (self.weight, *(() if self.bias is None else (self.bias,)))
-        return all(one.dtype == x.dtype and one.device == x.device and one.is_contiguous() for one in given)
+        return _plain(self.weight, x) and (self.bias is None or _plain(self.bias, x))
 
-    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
+    def onto(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Return residual + x W' + b."""
         if self.reduce is None:
             return linear(x, [self.weight], [self.bias], residual=residual)[0]
@@ -89,15 +65,40 @@ class _Projection:
 
 
 @dataclass(frozen=True, slots=True)
+class Gate:
+    """A feed-forward layer with a gate.
+
+    inner: its gate and its up projection.
+    """
+
+    inner: Sequence[Projection]
+    down: Projection
+    activation: Activation
+
+    @classmethod
+    def of(cls, mlp: Any, x: Tensor) -> Self | None:
+        """Return what a module computes of x; None if it is no such layer."""
+        activation = gate_of(mlp)
+        if activation is None:
+            return None
+        inner, down = [Projection.of(module, x) for module in (mlp.gate_proj, mlp.up_proj)], Projection.of(mlp.down_proj, x)
+        return cls(inner, down, activation) if down is not None and _alike(inner) else None
+
+    def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """Return what the down projection gets, for x before the norm."""
+        weights, biases = [one.weight for one in self.inner], [one.bias for one in self.inner]
+        return linear(x, weights, biases, norm=norm, gate=self.activation)[0]
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """What a decoder layer computes with, apart from its attention."""
 
     before: Norm
     after: Norm
-    qkv: Sequence[_Projection]
-    o: _Projection
-    gates: Sequence[_Projection]
-    down: _Projection
+    qkv: Sequence[Projection]
+    o: Projection
+    gate: Gate
 
     @classmethod
     def of(cls, layer: Any, x: Tensor) -> Self | None:
@@ -106,13 +107,13 @@ class Layer:
         read = [hook for hook in attention._forward_pre_hooks.values() if not isinstance(hook, InputUnread)]
         if read or attention._forward_hooks or mlp._forward_pre_hooks or mlp._forward_hooks:
             return None  # they would see a hidden state before its norm, or a result with the residual in it
-        before, after = _norm_of(layer.input_layernorm, x), _norm_of(layer.post_attention_layernorm, x)
-        qkv = [_Projection.of(getattr(attention, name, None), x) for name in ("q_proj", "k_proj", "v_proj")]
-        o, down = _Projection.of(getattr(attention, "o_proj", None), x), _Projection.of(getattr(mlp, "down_proj", None), x)
-        gates = [_Projection.of(getattr(mlp, name, None), x) for name in ("gate_proj", "up_proj")]
-        if before is None or after is None or o is None or down is None or not (_alike(qkv) and _alike(gates)):
+        before, after = _norm(layer.input_layernorm, x), _norm(layer.post_attention_layernorm, x)
+        qkv = [Projection.of(getattr(attention, name, None), x) for name in ("q_proj", "k_proj", "v_proj")]
+        o = Projection.of(getattr(attention, "o_proj", None), x)
+        gate = Gate.of(mlp, x)
+        if before is None or after is None or o is None or gate is None or not _alike(qkv):
             return None
-        return cls(before, after, qkv, o, gates, down)
+        return cls(before, after, qkv, o, gate)
 
     def forwards(self, hidden: Tensor, mlp: Module) -> list[tuple[Module, Callable[..., Any]]]:
         """Return the modules of a step with what they compute in it. The norms hand their input on to the projections."""
@@ -123,9 +124,7 @@ class Layer:
             return found[0]
 
         def feed(module: Module, x: Tensor) -> Tensor:
-            weights, biases = [one.weight for one in self.gates], [one.bias for one in self.gates]
-            (inner,) = linear(x, weights, biases, norm=self.after, gated=True)
-            return self.down.onto(inner, x)
+            return self.gate.down.onto(self.gate(x, self.after), x)
 
         projections = [one.module for one in self.qkv]
         given = [query, lambda module, x: found[1], lambda module, x: found[2]]
@@ -134,26 +133,29 @@ class Layer:
         ]  # fmt: skip
 
 
-def _alike(projections: Sequence[_Projection | None]) -> TypeGuard[Sequence[_Projection]]:
+def _alike(projections: Sequence[Projection | None]) -> TypeGuard[Sequence[Projection]]:
     """Return whether all projections are there, and all of them or none have a bias."""
     found = [one for one in projections if one is not None]
     return len(found) == len(projections) and len({one.bias is None for one in found}) == 1
 
 
-def serves(layer: Module, hidden: Tensor) -> bool:
-    """Return whether a hidden state is one token, on which a layer computes without gradients and without autocast."""
-    return (
-        type(hidden) is Tensor
-        and hidden.numel() == hidden.shape[-1]
-        and hidden.is_contiguous()
-        and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and not (torch.is_grad_enabled() and hidden.requires_grad)
-        and not torch.is_autocast_enabled(hidden.device.type)
-        and not layer.training
-    )
+def serves(x: Tensor) -> bool:
+    """Return whether a hidden state is one token that is computed without gradients and without autocast."""
+    return x.numel() == x.shape[-1] and inference(x) and x.is_contiguous() and not torch.is_autocast_enabled(x.device.type)
 
 
-def _norm_of(norm: Any, x: Tensor) -> Norm | None:
-    weight = norm.weight
-    plain = type(weight) is Parameter and weight.dtype == x.dtype and weight.device == x.device and weight.is_contiguous()
-    return Norm(weight, norm.variance_epsilon) if plain and not norm._forward_hooks else None
+def product(self: Any, x: Tensor) -> Tensor:
+    """The forward of a linear layer: the kernel for one token, else torch's product."""
+    if serves(x) and (found := Projection.of(self, x)) is not None:
+        return found.onto(x, None)
+    return F.linear(x, self.weight, self.bias)
+
+
+def _norm(module: Any, x: Tensor) -> Norm | None:
+    """Return what a norm computes of x, if nobody reads its result."""
+    norm = None if module._forward_hooks else norm_of(module)
+    return norm if norm is not None and _plain(norm.weight, x) else None
+
+
+def _plain(weight: Tensor, x: Tensor) -> bool:
+    return weight.dtype == x.dtype and weight.device == x.device and weight.is_contiguous()
