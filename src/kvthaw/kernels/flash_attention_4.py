@@ -57,9 +57,10 @@ def _function() -> Callable[..., Any]:
 
 
 def _quietly(*tensors: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
-    """Call the package, which warns about its own code when it compiles a kernel."""
+    """Call the package, which warns about its own code when it compiles a kernel. Few queries have kernels of their own."""
     query, keys, _ = tensors
-    kind = query.dtype, query.shape[-1], query.shape[-2] // keys.shape[-2], how["causal"], how["softcap"]
+    few = min(query.shape[1], 2 * _TILE).bit_length()
+    kind = query.dtype, query.shape[-1], query.shape[-2] // keys.shape[-2], how["causal"], how["softcap"], few
     with nullcontext() if kind in _COMPILED else warnings.catch_warnings():
         if kind not in _COMPILED:
             warnings.simplefilter("ignore")

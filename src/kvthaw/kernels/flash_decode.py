@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.decode_step import AnyOrder, DecodeStep, InSlab, Places
 from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.in_place import Every, InPlace, Selected
@@ -47,7 +46,6 @@ elif HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from kvthaw.kernels.chain import follow
     from kvthaw.kernels.gpu import PRECISION
     from kvthaw.kernels.in_place import addresses, picks
     from kvthaw.kernels.row_format import load_codes
@@ -83,7 +81,7 @@ elif HAS_TRITON:
         block_size, scale, softcap, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr,
         BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr, MERGE_G: tl.constexpr, MERGE_S: tl.constexpr,
         CHUNK: tl.constexpr, ONE: tl.constexpr, ALIGN: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
-        PHASES: tl.constexpr, PDL: tl.constexpr,
+        PHASES: tl.constexpr,
     ):  # fmt: skip
         # Program (sequence and KV head, split): the query heads of one KV head over one range of its keys. All ranges of a
         # sequence have the same number of whole blocks. A program without keys stores lse -inf and leaves its acc unwritten.
@@ -91,7 +89,6 @@ elif HAS_TRITON:
         # initializes the softmax of split 0, which also stores it to its slot; with one block (ONE) it replaces what the block
         # loaded from that slot. In two PHASES each program has a range of sink and ring, and one of rows that all lie in blocks:
         # each has its own kind of loads.
-        follow(PDL)
         pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
         b, h = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
         start, length = 0, n
@@ -385,6 +382,5 @@ def flash_decode(step: DecodeStep, places: Places | InPlace, tickets: Tensor | N
         ONE=one, ALIGN=16 if row_bytes % 32 == 0 else keys.element_size(), FP8=fp8, NATIVE=nvidia(query.device, (8, 9)),
         PHASES=2 if selected is not None and slots is None and not one else 1, num_warps=split.warps,
         num_stages=stages_for(split.stages, tile, shared_memory(query.device)),
-        **dependent(query.device),
     )  # fmt: skip
     return out

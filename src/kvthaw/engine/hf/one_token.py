@@ -152,7 +152,7 @@ def product(self: Any, x: Tensor) -> Tensor:
 
 
 def _norm(module: Any, x: Tensor) -> Norm | None:
-    """Return what a norm computes of x, if nobody reads its result."""
+    """Return what a norm computes of x, unless a hook reads its result."""
     norm = None if module._forward_hooks else norm_of(module)
     return norm if norm is not None and _plain(norm.weight, x) else None
 
