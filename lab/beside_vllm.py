@@ -233,7 +233,7 @@ def main() -> int:
         __doc__, parts="first,decode,short,trace", shape="llama-3.1-8b", layers=int, check_layers=2, lengths="36864,131072",
         methods="full,pariskv-plus", batch_methods="full,clusterkv-plus", many_methods="auto", new=1024, seqs=0, batch_new=320,
         short="64,256", short_length=1024, short_new=256, trace=Path, rates="2,8,0", requests=200, capacity=16384, places=256,
-        budget=1024, retrieved=100, uncompiled=False, turns=1, limit=300.0, start=START, seconds=3600.0, vllm_python=sys.executable,
+        budget=1024, retrieved=100, turns=1, limit=300.0, start=START, seconds=3600.0, vllm_python=sys.executable,
         vllm_path="", kvthaw_path="", vllm_kv="auto", vllm_share=0.92, sides=",".join(SIDES), logs=Path, commit=str, out=Path,
     )  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process of a side ends with this one
@@ -241,7 +241,7 @@ def main() -> int:
         plan = {
             name: getattr(given, name) for name in ("budget", "retrieved", "new", "places", "commit", "vllm_kv", "vllm_share")
         }
-        plan |= {"compile": not given.uncompiled, "sizes": SHAPES[given.shape], "checkpoint": folder}
+        plan |= {"sizes": SHAPES[given.shape], "checkpoint": folder}
         plan |= {"traces": str(given.trace.resolve().parent) if given.trace else ""}
         logs = given.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,7 @@ def draw(name: str, records: list[Record], options: Options, note: Callable[[str
     figure, first = plot.new(*PLANS[name].size), records[0]
     PLANS[name].draw(figure, records)
     there = {ShapeSetting(**record.setting) for record in records}
-    missing = [one for one in grid(name, options, first["device"]) if there.isdisjoint(ways(one))]
+    missing = [one for one in grid(name, options, first["device"]) if there.isdisjoint((*ways(one), *earlier(one)))]
     if missing:
         note("\n".join([f"{name} is drawn without", *(f"  {one}" for one in missing)]))
     short = f"; {len(missing)} runs missing" if missing else ""
@@ -107,14 +107,20 @@ def grid(name: str, options: Options, device: str) -> list[ShapeSetting]:
 def known_records(name: str, known: ResultsFile, options: Options) -> list[Record]:
     """What of a figure stands in a file, of whatever device."""
     devices = dict.fromkeys(str(record["device"]) for record in known)
-    asked = [way for device in devices for one in grid(name, options, device) for way in ways(one)]
-    return [found for one in dict.fromkeys(asked) if (found := known.get(one.to_dict())) is not None]
+    asked = dict.fromkeys(one for device in devices for one in grid(name, options, device))
+    found = ([line for way in (*ways(one), *earlier(one)) if (line := known.get(way.to_dict()))] for one in asked)
+    return [lines[0] for lines in found if lines]
 
 
 def ways(one: ShapeSetting) -> list[ShapeSetting]:
     """A run, and where its host memory may not suffice, the same with layers that share their rows there."""
     can = one.prompt != "run" and not (one.hf or one.dense or one.shared)
     return [one, replace(one, shared=True)] if can else [one]
+
+
+def earlier(one: ShapeSetting) -> list[ShapeSetting]:
+    """A run as lines have it whose steps torch compiled, before kvthaw's own kernels were faster."""
+    return [replace(way, steps="compiled") for way in ways(one)] if one.steps == "captured" else []
 
 
 def _shrunk(one: ShapeSetting, by: int) -> ShapeSetting:

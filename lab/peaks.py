@@ -1,9 +1,9 @@
 """Tokens a second of batches that fill a GPU, under full attention and under indexes, in one run.
 
 `python -m lab.peaks --cells full/28x32768,clusterkv-plus/25x32768,clusterkv-plus/fp8/44x32768 --out peaks.jsonl`: a cell is
-METHOD/SEQUENCESxLENGTH; between them `fp8` stores rows in 8 bits, and `compile` compiles the step before it is captured. Every
-sequence and layer has rows of its own, drawn instead of computed from a prompt, and device_memory is "auto". A line is one cell,
-as of `lab.placement`; its steps are a whole period of an index's updates. device_rate is 1 where all rows lay on the device.
+METHOD/SEQUENCESxLENGTH; between them `fp8` stores rows in 8 bits. Every sequence and layer has rows of its own, drawn instead of
+computed from a prompt, and device_memory is "auto". A line is one cell, as of `lab.placement`; its steps are a whole period of an
+index's updates. device_rate is 1 where all rows lay on the device.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ def main() -> None:
             "length": length,
         }
         setting |= {"device": name, "method": method, **sizes, "device_memory": "auto", "steps": steps, "prompt": "drawn"}
-        setting |= {"compile": True} if "compile" in flags else {}
         try:
-            how: dict[str, Any] = {"compiled": "compile" in flags, "prompted": prompts_drawn}
+            how: dict[str, Any] = {"prompted": prompts_drawn}
             _, found = decode(model, method, prompts, steps, "auto", sizes, **how)
         except torch.OutOfMemoryError as error:
             found = {"error": str(error).splitlines()[0]}
@@ -57,10 +56,8 @@ def read(cell: str) -> tuple[str, list[str], int, int]:
     """Return the method of a cell, its flags, sequences and tokens of each."""
     method, *flags, size = cell.strip().split("/")
     seqs, _, length = size.partition("x")
-    if method not in SIZES or not set(flags) <= {"fp8", "compile"} or not (seqs.isdecimal() and length.isdecimal()):
-        raise ConfigError(
-            f"a cell is {cell!r}; it must be METHOD[/fp8][/compile]/SEQUENCESxLENGTH, METHOD one of {', '.join(SIZES)}"
-        )
+    if method not in SIZES or not set(flags) <= {"fp8"} or not (seqs.isdecimal() and length.isdecimal()):
+        raise ConfigError(f"a cell is {cell!r}; it must be METHOD[/fp8]/SEQUENCESxLENGTH, METHOD one of {', '.join(SIZES)}")
     return method, flags, int(seqs), int(length)
 
 

@@ -60,14 +60,13 @@ def decode(
     memory: int | str | None,
     sizes: dict[str, Any],
     *,
-    compiled: bool = False,
     prompted: Callable[[PreTrainedModel], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """Decode `steps` tokens after each prompt [B, T], which the model takes within prompted(model). Returns the tokens and what was
     measured after the first WARM of them."""
     room: dict[str, Any] = {} if method == "full" else {"device_memory": PLACED.get(str(memory), memory)}
     given: str | Method = replace(resolve(method), transfer=UvaGather) if memory == "copied" else method
-    how: dict[str, Any] = {"max_seqs": len(prompts), "capacity": prompts.shape[1] + steps + 1, "compile": compiled}
+    how: dict[str, Any] = {"max_seqs": len(prompts), "capacity": prompts.shape[1] + steps + 1}
     batch = Batch(model, given, dense_layers=0, **how, **sizes, **room)
     begin = time.perf_counter()
     requests = [batch.join(prompt, max_new_tokens=steps + 1, stop=[]) for prompt in prompts]
@@ -138,7 +137,7 @@ def main() -> None:
     """Check, then measure, one JSON line a placement."""
     given = options(
         __doc__, shape="llama-3.1-8b", layers=8, sizes="24x32768", steps=160, method=",".join(SIZES),
-        device_memory="none,12GiB,auto", kv_dtype=str, host_memory=str, compile=False, check=False, commit=str, out=Path,
+        device_memory="none,12GiB,auto", kv_dtype=str, host_memory=str, check=False, commit=str, out=Path,
     )  # fmt: skip
     device, name = where()
     model, report = build(given.shape, device, layers=given.layers), Report(given.out, given.commit)
@@ -154,13 +153,12 @@ def main() -> None:
             sizes = SIZES[method] | ({} if method == "full" else stored)
             for memory in given.device_memory.split(",") if method not in ("full", "auto") else ["auto"]:
                 own = sizes | ({} if method == "full" else host)
-                tokens, found = decode(model, method, prompts, given.steps, memory, own, compiled=given.compile)
+                tokens, found = decode(model, method, prompts, given.steps, memory, own)
                 pooled = memory in PLACED and method not in ("full", "auto")  # rows in another order, so roundings differ
                 expected = all_tokens.setdefault(f"{found['method_in_force']} {pooled}", tokens)
                 same = tokens == expected
                 setting = {"shape": given.shape, "layers": given.layers, "seqs": seqs, "length": length, "device": name}
                 setting |= {"method": method, **sizes, "device_memory": memory, "steps": given.steps}
-                setting |= {"compile": True} if given.compile else {}
                 report.record(setting, {**found, "same_tokens": same})
                 if not same:
                     noted(f"{method}: tokens depend on where blocks lie")

@@ -242,12 +242,12 @@ def _stacked(axes: Any, lines: list[Record], decoding: list[float]) -> None:
 
 _8B = "llama-3.1-8b"
 PLANS = {
-    "overview": Figure(_8B, _overview, _draw_lengths, steps=("compiled",)),
-    "length": Figure(_8B, _length, _draw_length, steps=("compiled",)),
-    "early": Figure(_8B, _early, _draw_lengths, steps=("compiled",)),
-    "icecache": Figure(_8B, _icecache, _draw_lengths, steps=("compiled",)),
+    "overview": Figure(_8B, _overview, _draw_lengths, steps=("captured",)),
+    "length": Figure(_8B, _length, _draw_length, steps=("captured",)),
+    "early": Figure(_8B, _early, _draw_lengths, steps=("captured",)),
+    "icecache": Figure(_8B, _icecache, _draw_lengths, steps=("captured",)),
     "baseline": Figure(_8B, _baseline, _draw_baseline, (10, 4)),
-    "text": Figure(_8B, _text, _draw_lengths, steps=("compiled",)),
+    "text": Figure(_8B, _text, _draw_lengths, steps=("captured",)),
     "throughput": Figure(_8B, _throughput, _draw_batch),
     "clusterkv-ratio": Figure(_8B, _clusterkv_ratio, _draw_batch),
     "prkv-latency": Figure(_8B, _prkv, _draw_prkv, (9, 3)),

@@ -1,21 +1,19 @@
-"""Decoding under quantised weights: what attaches, is captured and compiled, and how long a token takes.
+"""Decoding under quantised weights: what attaches and is captured, and how long a token takes.
 
 `python -m lab.quantised --weights bf16,int4,fp8 --out quantised.jsonl`: a shape of random weights, the decoder layers'
 quantised in place, one sequence, keys and values drawn. JSON lines, for each kind of weights first a checked one, then timed ones:
 
-- checked: eager, captured, compiled: how far logits of 32 tokens are off transformers' own cache under the same weights, of their
+- checked: eager, captured: how far logits of 32 tokens are off transformers' own cache under the same weights, of their
   norm; of the first method, at a budget above the length. *_tokens: the share of them whose likeliest token is the same; *_same:
-  that beside eager steps; *_s: seconds, compilation among them; *_error: instead of these. rounding: how far transformers' eager
+  that beside eager steps; *_s: seconds; *_error: instead of these. rounding: how far transformers' eager
   attention is off its sdpa. weight_bytes: of the model.
 - timed: ms, median_ms: a token. device_bytes: the most that torch held during the steps.
 
-`--unchecked`: the first line has the weights' bytes alone. `--lengths ""`: none is timed. `--lock FILE`: processes that are given
-the same file compile beside each other, and are timed one after another when all have compiled.
+`--unchecked`: the first line has the weights' bytes alone. `--lengths ""`: none is timed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +28,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvthaw.bench.card import noted
 from kvthaw.bench.decode import free
 from kvthaw.bench.settings import STEPS
-from kvthaw.bench.steps import WARM, attention, forwards_of, most_warm, replayed, take
+from kvthaw.bench.steps import WARM, attention, most_warm, replayed, take
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import plain_weights
 from kvthaw.errors import one_of
@@ -95,29 +93,6 @@ def gemlite4(linear: nn.Linear) -> nn.Module:
     return made
 
 
-class Nibbles(nn.Module):
-    """A linear layer of 4-bit numbers in torch's own operations, which inductor fuses into one kernel for a single token."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        weight = linear.weight.data
-        groups = weight.float().view(len(weight), 2, -1, GROUP)  # of a row's halves: the first in low nibbles
-        scale = groups.abs().amax(dim=-1, keepdim=True).clamp_min(1e-6) / 7
-        low, high = ((groups / scale).round() + 8).to(torch.uint8).unbind(1)
-        self.codes = nn.Parameter(low | high << 4, requires_grad=False)
-        self.scale = nn.Parameter(scale[..., 0].to(weight.dtype), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, _, groups = self.scale.shape
-        halves = (self.codes & 15).to(x.dtype) - 8, (self.codes >> 4).to(x.dtype) - 8  # [N, G, 128]
-        if x.numel() == 2 * self.codes[0].numel():
-            one = x.reshape(2, 1, groups, GROUP)
-            sums = [(half * part).float().sum(dim=-1) for half, part in zip(halves, one, strict=True)]
-            out: Tensor = (sums[0] * self.scale[:, 0] + sums[1] * self.scale[:, 1]).sum(dim=-1)
-            return out.to(x.dtype).view(*x.shape[:-1], rows)
-        return nn.functional.linear(x, (torch.stack(halves, dim=1) * self.scale[..., None]).view(rows, -1))
-
-
 def scaled(linear: nn.Linear) -> nn.Module:
     """Return transformers' layer for fp8 weights of compressed-tensors, activations in fp8 too."""
     from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear
@@ -138,7 +113,6 @@ WEIGHTS: dict[str, Callable[[PreTrainedModel], None]] = {
     "fp8-compressed": replacing(scaled),
     "int4": torchao("Int4WeightOnlyConfig", group_size=GROUP, int4_packing_format="tile_packed_to_4d"),
     "int4-gemlite": replacing(gemlite4),
-    "int4-fused": replacing(Nibbles),
     "nf4": replacing(nf4),
 }
 """By torchao where nothing else is said, activations in fp8 too for fp8-dynamic and fp8-compressed. nf4: bitsandbytes."""
@@ -160,36 +134,9 @@ def within(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-class Lock:
-    """What processes hold together while they compile, each alone while it is timed, until they close it or end."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("w")
-        self._hold(fcntl.LOCK_SH)
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Wait until nobody compiles or is timed."""
-        self._hold(fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            self._hold(fcntl.LOCK_SH)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def _hold(self, how: int) -> None:
-        if self._file is not None:
-            fcntl.flock(self._file, how)
-
-
-def checked(
-    model: PreTrainedModel, forwards: dict[str, Callable[..., Any]], method: str, ways: Sequence[str], limit: int
-) -> dict[str, Any]:
+def checked(model: PreTrainedModel, method: str, ways: Sequence[str], limit: int) -> dict[str, Any]:
     """Return how far off each way to take steps is; see the module."""
-    checks, references = Checks(model, forwards), []
+    checks, references = Checks(model), []
     for name in ("sdpa", "eager"):
         with attention(model, name):
             references.append(checks.decode(DynamicCache(config=model.config), "eager"))
@@ -215,13 +162,11 @@ def checked(
 
 def timed(
     model: PreTrainedModel,
-    forwards: dict[str, Callable[..., Any]],
     method: str,
     length: int,
     ways: Sequence[str],
     steps: int,
     limit: int,
-    lock: Lock,
 ) -> list[dict[str, Any]]:
     """Return the times of one cache's steps, taken in each way."""
     same, sparse = drawn(model, 0, length, 0), method != "full"
@@ -230,11 +175,10 @@ def timed(
     fill(cache, lambda layer: same, shared=sparse, coming=coming)
     tokens, lines = random_tokens(model, 1, 0), []
     for way in ways:
-        replayed(cache, way, forwards)
+        replayed(model, cache, way)
         with within(limit):
-            take(model, cache, tokens, 1, capture=way != "eager")  # compiles
-        with lock.alone():
-            found = take(model, cache, tokens, steps, WARM, capture=way != "eager")
+            take(model, cache, tokens, 1, capture=way != "eager")  # compiles kernels
+        found = take(model, cache, tokens, steps, WARM, capture=way != "eager")
         times = {"ms": round(1e3 * found.mean, 3), "median_ms": round(1e3 * found.quantile(0.5), 3)}
         lines.append({"method": method, "length": length, "steps": way, **times, "device_bytes": found.peak})
     return lines
@@ -245,12 +189,11 @@ def main() -> None:
     """Check and time every kind of weights."""
     given = options(
         __doc__, shape="llama-3.1-8b", layers=int, weights=",".join(WEIGHTS), methods="full,pariskv-plus", lengths="36864,131072",
-        ways=str, new_tokens=150, limit=60, unchecked=False, lock=Path, commit=str,
+        ways=str, new_tokens=150, limit=60, unchecked=False, commit=str,
         out=Path,
     )  # fmt: skip
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lock = Lock(given.lock)
-    wanted = (given.ways or ("captured,compiled" if device.type == "cuda" else "eager")).split(",")
+    wanted = (given.ways or ("captured" if device.type == "cuda" else "eager")).split(",")
     for name in given.weights.split(","):
         one_of(WEIGHTS, weights=name)
         methods = given.methods.split(",")
@@ -260,22 +203,19 @@ def main() -> None:
             WEIGHTS[name](model)
             free()
             size = sum(weight.nbytes for _, weight in plain_weights(model))
-            forwards = forwards_of(model)
             ways = [way for way in STEPS if way == "eager" or way in wanted]
-            line = {} if given.unchecked else checked(model, forwards, methods[0], ways, given.limit)
+            line = {} if given.unchecked else checked(model, methods[0], ways, given.limit)
             report({"weight_bytes": torch.cuda.memory_allocated(device) if device.type == "cuda" else size, **line})
             ways = [way for way in wanted if given.unchecked or way in line]
             for length in map(int, filter(None, given.lengths.split(","))):
                 for method in methods:
-                    for one in timed(model, forwards, method, length, ways, given.new_tokens, given.limit, lock):
+                    for one in timed(model, method, length, ways, given.new_tokens, given.limit):
                         report(one)
                     free()
         except Exception as error:  # a library that is not there, or memory
             report({"error": _said(error)})
-        model = forwards = None  # type: ignore[assignment]
-        torch._dynamo.reset()
+        model = None
         free()
-    lock.close()
 
 
 def _off(found: Tensor, exact: Tensor) -> float:

@@ -3,7 +3,7 @@
 `python -m lab.rivals --out rivals.jsonl` on a GPU: the 8B shape, random weights, one sequence with drawn keys and values. A
 JSON line for each length and rival:
 
-- full: kvthaw's full attention, compiled and captured, KV in bfloat16. full-fp8: the same compiled model and graph with all KV as
+- full: kvthaw's full attention, captured, KV in bfloat16. full-fp8: the same model and graph with all KV as
   e4m3 on the device, without scales (a GPU only). static: transformers' StaticCache in generate(), which compiles it and captures
   graphs by itself. pariskv-plus: 100 rows retrieved, KV on the host. pariskv-plus-fp8: the same with rows in 8 bits
   (kv_dtype="fp8") and the KV of its dense layers as full-fp8 has it, which is no option of the library. Keys and values are drawn
@@ -26,8 +26,9 @@ from transformers import GenerationConfig, PreTrainedModel, StaticCache
 from kvthaw.bench.decode import free
 from kvthaw.bench.steps import Counts, Steps, take
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.engine.graph_runner import GraphRunner, compiled_step
+from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf.fused import fusing
 from kvthaw.errors import CacheError
 from lab.bench.shapes import build, random_tokens
 from lab.fill import drawn, fill
@@ -71,7 +72,7 @@ def filled(model: PreTrainedModel, rival: str, length: int, steps: int) -> Cache
     return cache
 
 
-def timed(model: PreTrainedModel, forward: Any, rival: str, length: int, steps: int) -> tuple[dict[str, Any], Tensor]:
+def timed(model: PreTrainedModel, rival: str, length: int, steps: int) -> tuple[dict[str, Any], Tensor]:
     """Return the times of a rival's steps, and the logits of its first."""
     cache = filled(model, rival, length, steps)
     tokens = random_tokens(model, 1, 0)
@@ -79,7 +80,7 @@ def timed(model: PreTrainedModel, forward: Any, rival: str, length: int, steps: 
         logits = model(next(tokens), past_key_values=cache, use_cache=True).logits[0, -1].float()
     if isinstance(cache, Cache):
         cuda = model.device.type == "cuda"
-        cache.replay = GraphRunner(forward, cache, compiled=cuda, capture=cuda)
+        cache.replay = GraphRunner(fusing(model, model.forward), cache, capture=cuda)
         found = take(model, cache, tokens, steps, capture=True)
         return summary(found), logits
     watch, ids = Laps(), torch.zeros((1, length + 2), dtype=torch.int64, device=model.device)
@@ -102,14 +103,13 @@ def main() -> None:
     )  # fmt: skip
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(given.shape, device, layers=given.layers)
-    forward = compiled_step(model.forward) if device.type == "cuda" else model.forward
     report = Report(given.out, given.commit, bench="rivals", shape=given.shape, layers=model.config.num_hidden_layers)
     for length in map(int, given.lengths.split(",")):
         exact = None
         for rival in given.rivals.split(","):
             line: dict[str, Any] = {"rival": rival, "length": length, "steps": given.steps}
             try:
-                times, logits = timed(model, forward, rival, length, given.steps)
+                times, logits = timed(model, rival, length, given.steps)
                 exact = logits if exact is None else exact
                 off = float((logits - exact).norm() / exact.norm())
                 if rival not in SPARSE and not off < 0.1:

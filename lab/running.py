@@ -33,11 +33,11 @@ WARM, STEPS = 24, 40
 
 
 def step_of(
-    model: PreTrainedModel, method: str, lengths: list[int], settings: dict[str, Any], *, compiled: bool, profile: bool
+    model: PreTrainedModel, method: str, lengths: list[int], settings: dict[str, Any], *, profile: bool
 ) -> dict[str, Any]:
     """Decode prompts of some lengths, of random tokens. Returns the times of steps, the host's part of them, and the kernels."""
     steps, clock = WARM + STEPS + 16, time.perf_counter
-    batch = Batch(model, method, max_seqs=len(lengths), capacity=max(lengths) + steps + 1, compile=compiled, **settings)
+    batch = Batch(model, method, max_seqs=len(lengths), capacity=max(lengths) + steps + 1, **settings)
     warm(batch)  # as a batch that serves has done
     for seed, length in enumerate(lengths):
         request = batch.join(random_ids(model, 1, length, seed)[0], max_new_tokens=steps + 1, stop=())
@@ -96,7 +96,7 @@ def main() -> None:
     """Measure in turns, then profile; one JSON line each."""
     given = options(
         __doc__, shape="llama-3.1-8b", layers=int, method="full,auto,pariskv-plus", seqs=4, length=16384, shortest=int, budget=1024,
-        retrieved=0, dense_layers=int, device_memory="none", kv_dtype=str, requests=6, turns=1, compile=False, steps=False,
+        retrieved=0, dense_layers=int, device_memory="none", kv_dtype=str, requests=6, turns=1, steps=False,
         profile=False, commit=str, out=Path,
     )  # fmt: skip
     device, name = where()
@@ -111,11 +111,11 @@ def main() -> None:
         for method, memory in cases:
             asked = Serving(
                 shape=given.shape, length=given.length, max_seqs=given.seqs, requests=given.requests, budget=given.budget,
-                device_memory=memory, compile=given.compile,
+                device_memory=memory,
             )  # fmt: skip
             setting = {"bench": "serving", "method": method, "layers": given.layers, "turn": turn, "length": given.length}
             setting |= {"max_seqs": given.seqs, "requests": given.requests, "budget": given.budget, "device_memory": memory}
-            report.record(setting | {"compile": given.compile, "device": name}, measure(model, method, asked))
+            report.record(setting | {"device": name}, measure(model, method, asked))
             gc.collect()
     shortest = given.shortest or given.length
     lengths = [given.length - i * (given.length - shortest) // max(1, given.seqs - 1) for i in range(given.seqs)]
@@ -126,8 +126,8 @@ def main() -> None:
         setting = {"bench": "step", "shape": given.shape, "method": method, "layers": given.layers, "seqs": given.seqs}
         setting |= {"length": given.length, "shortest": shortest, "kv_dtype": given.kv_dtype, "device_memory": memory, **sizes}
         settings = settings_of(method, sizes, memory, given.kv_dtype)
-        found = step_of(model, method, lengths, settings, compiled=given.compile, profile=given.profile)
-        report.record(setting | {"compile": given.compile, "device": name}, found)
+        found = step_of(model, method, lengths, settings, profile=given.profile)
+        report.record(setting | {"device": name}, found)
 
 
 if __name__ == "__main__":

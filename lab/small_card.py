@@ -9,7 +9,7 @@ card:
 - prefill_s: to the first token, offloading and indexing included. ms: the median of a token's. peak_bytes: what torch took at most.
   error: instead of these, where memory was short.
 
-`--weights int4-fused` or another kind that `lab.quantised` has quantises the decoder's layers first.
+`--weights int4` or another kind that `lab.quantised` has quantises the decoder's layers first.
 
 The caches named by `--filled` begin with drawn keys and values instead of a prefill. Those of kvthaw are drawn and indexed with the
 whole card, of which the small one takes the steps: 512k tokens take a minute and a half then instead of some three. Of the methods

@@ -217,7 +217,7 @@ def _lengths(device: str, filled: list[Record]) -> Iterable[str]:
             rows.append([words, *(cells.get(n, "") for n in columns), percent(shares)])
     shared = [n for n in columns if any(asked(line)["shared"] for line in used if asked(line)["length"] == n)]
     how = (
-        "compiled and captured (`attach(compile=True)`) in one CUDA graph, or where the tree is on the host in one more than "
+        "compiled by torch and captured in one CUDA graph, or where the tree is on the host in one more than "
         "there are searches,"
     )
     there = f"; at {', '.join(map(short, shared))} layers share one layer's rows on the host" if shared else ""

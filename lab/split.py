@@ -73,7 +73,7 @@ def sums(device: torch.device, size: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Time the sums, then each setting."""
     given = options(
-        __doc__, tp=2, shape="llama-3.1-8b", lengths="131072", method="full,pariskv-plus:retrieved=100", steps="captured,compiled",
+        __doc__, tp=2, shape="llama-3.1-8b", lengths="131072", method="full,pariskv-plus:retrieved=100", steps="captured",
         new_tokens=64, sums=Path, unchecked=False, profile=False, host_memory=int, out=Path, commit=str,
     )  # fmt: skip
     with processes(given.tp) as rank:

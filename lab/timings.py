@@ -88,7 +88,7 @@ class Timings:
         self.device, name = where()
         self.bench = FilledBench(ResultsFile(out / "decode.jsonl"), commit=commit, say=lambda record: noted(brief(record)))
         self.bench.unchecked = True
-        self.common = Common(shape, ("compiled",), name, self.device.type == "cuda", 0)
+        self.common = Common(shape, ("captured",), name, self.device.type == "cuda", 0)
         self.layers = config(shape).num_hidden_layers
         self.exact: dict[int, torch.Tensor] = {}  # logits of full attention, by length
         self.part: tuple[int, PreTrainedModel] | None = None  # some layers
@@ -108,8 +108,8 @@ class Timings:
     def rival(self, name: str, thousands: int, count: int) -> None:
         """Decode as a rival does; see lab/rivals.py."""
         report = Report(self.out / "rivals.jsonl", self.commit, bench="rivals", shape=self.shape, layers=self.layers)
-        length, forward = self.tokens(thousands), self.bench.forwards["compiled" if self.device.type == "cuda" else "captured"]
-        times, logits = rivals.timed(self.bench.model, forward, name, length, max(8, count // self.shrink))
+        length = self.tokens(thousands)
+        times, logits = rivals.timed(self.bench.model, name, length, max(8, count // self.shrink))
         exact = self.exact.setdefault(length, logits)
         off = round(float((logits - exact).norm() / exact.norm()), 4)
         line = {"rival": name, "length": length, "steps": count, "off": off}

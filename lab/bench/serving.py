@@ -46,7 +46,6 @@ class Serving:
     requests: number of all requests.
     new_tokens: tokens that each request gets.
     budget, device_memory: as for `kvthaw.Cache`.
-    compile: compile the step first.
     """
 
     shape: str = "tiny"
@@ -56,7 +55,6 @@ class Serving:
     new_tokens: int = 64
     budget: int | float = 256
     device_memory: str | None = None
-    compile: bool = False
 
     def __post_init__(self) -> None:
         at_least(2, length=self.length, new_tokens=self.new_tokens)
@@ -109,7 +107,7 @@ def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, An
     length, seqs, requests, new_tokens = asked.length, asked.max_seqs, asked.requests, asked.new_tokens
     prompts = [random_ids(model, 1, length - i * length // (2 * requests), seed=i)[0] for i in range(requests)]
     settings = _settings(method, asked.budget, asked.device_memory)
-    batch = Batch(model, method, max_seqs=seqs, capacity=length + new_tokens, compile=asked.compile, **settings)
+    batch = Batch(model, method, max_seqs=seqs, capacity=length + new_tokens, **settings)
     warm(batch)
     steps: list[_Step] = []
     joins: list[float] = []

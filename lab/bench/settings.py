@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from kvthaw.bench.settings import HF, OPTIONS, DecodeSetting, values
+from kvthaw.bench.settings import HF, OPTIONS, STEPS, DecodeSetting, values
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.errors import ConfigError, one_of
 from kvthaw.methods import resolve
@@ -27,6 +27,8 @@ class ShapeSetting(DecodeSetting):
     prompt: str
     hits: float | None
     shared: bool
+    ways: ClassVar[tuple[str, ...]] = (*STEPS, "compiled")
+    """With what earlier lines may have: steps by torch.compile, which kvthaw no longer takes."""
 
     def __post_init__(self) -> None:
         one_of(PROMPTS, prompt=self.prompt)
@@ -64,6 +66,7 @@ def grid(
 def setting(written: str, **wanted: Any) -> ShapeSetting:
     """Return a setting of a method with options behind colons, `hits` among them; see `values`."""
     fields = values(written, OPTIONS | {"hits": float}, **{"hits": None, "prompt": "run", "shared": False, **wanted})
+    one_of(STEPS, steps=fields["steps"])
     found = None if fields["method"] in HF else resolve(fields["method"])
     if found is None or found.dense:
         fields |= {"hits": None, "shared": False}

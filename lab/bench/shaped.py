@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.bench.decode import Bench, free
-from kvthaw.bench.steps import attention, forwards_of
+from kvthaw.bench.steps import attention
 from kvthaw.evaluate.results import Record
 from lab.bench.card import provenance
 from lab.bench.check import Checks
@@ -18,7 +18,7 @@ from lab.bench.shapes import build, random_ids, random_tokens
 
 
 class ShapeBench(Bench[ShapeSetting]):
-    """Measure settings on one model after another. Each model is built and compiled once."""
+    """Measure settings on one model after another. Each model is built once."""
 
     checks: Callable[..., Callable[[ShapeSetting], None]] = Checks
     check: Callable[[ShapeSetting], None]
@@ -44,8 +44,7 @@ class ShapeBench(Bench[ShapeSetting]):
             del self.model, self.check
             free()
         self.model = build(shape, self.device, seed=seed, tp=self.tp)
-        self.forwards = forwards_of(self.model)
-        self.check = self.checks(self.model, self.forwards)
+        self.check = self.checks(self.model)
         self._shape = shape, seed
 
     def runs(self, one: ShapeSetting) -> Sequence[str]:

@@ -1,7 +1,7 @@
 """kvthaw's side: `python -m lab.beside.kvthaw_side PLAN`.
 
-One model of random weights serves all cases of the process. A `Scheduler` serves one prompt over a `Batch` whose steps are compiled
-and captured, and many requests over a `Batch` that was warmed.
+One model of random weights serves all cases of the process. A `Scheduler` serves one prompt over a `Batch`, and many requests over
+one that was warmed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from kvthaw import Batch, Sampling, Scheduler
 from kvthaw.bench.card import where
 from kvthaw.cache.host_memory import available_host_memory
 from kvthaw.config import CacheConfig
-from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.engine.hf.attention import choose_flash_attention_4
 from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.engine.hf.layer import FLASH_ATTENTION_4
@@ -35,7 +34,7 @@ from lab.fill import prompts_drawn
 from lab.trace import replay
 
 MARGIN = 6 << 30
-"""Bytes of the device that a batch of as many sequences as fit leaves for activations, compiled steps and captures."""
+"""Bytes of the device that a batch of as many sequences as fit leaves for activations and captures."""
 HOST_SHARE = 0.8
 """Share of the host's free memory that the rows of such a batch may take."""
 
@@ -51,21 +50,19 @@ class Side:
         attention = FLASH_ATTENTION_4 if choose_flash_attention_4(self.model) else "cudnn"
         self.vocabulary: int = self.model.config.vocab_size
         self.about = provenance(options["commit"]) | {"start_s": round(time.perf_counter() - begin, 1), "attention": attention}
-        self._forward = compiled_step(self.model.forward)
         self._latest: tuple[tuple[str, int], Batch] | None = None
 
     def sizes(self, method: str) -> dict[str, Any]:
         """Return the settings of a batch under a method."""
         if method != AUTO and resolve(method).dense:
             return {}
-        if method.startswith("pariskv"):
+        if method.startswith(("pariskv", "thaw")):
             return {"retrieved": self.options["retrieved"]}
         return {"budget": self.options["budget"]} | ({"device_memory": "auto"} if method == AUTO else {})
 
     def one(self, case: Case) -> Batch:
-        """Return a batch of one sequence, whose steps are compiled on a GPU."""
-        compiled = bool(self.options["compile"]) and self.device.type == "cuda"
-        return self._kept(case.method, 1, case.length + int(self.options["new"]) + 8, compile=compiled)
+        """Return a batch of one sequence."""
+        return self._kept(case.method, 1, case.length + int(self.options["new"]) + 8)
 
     def _kept(self, method: str, seqs: int, capacity: int, **how: Any) -> Batch:
         """Return the latest batch if it is of the same kind, else a new one."""
@@ -73,8 +70,6 @@ class Side:
         if self._latest is None or self._latest[0] != kind:
             self.free()
             batch = Batch(self.model, method, max_seqs=seqs, capacity=capacity, **how, **self.sizes(method))
-            if how.get("compile"):
-                batch._forward = self._forward  # compiled once for all batches
             self._latest = kind, batch
         return self._latest[1]
 
@@ -98,7 +93,7 @@ class Side:
         return first_of([timed(batch, prompt, 1)[0] for prompt in self.prompts(case, 2)])
 
     def decode(self, case: Case) -> dict[str, Any]:
-        """Time the tokens after one prompt. The steps of a short one are compiled first."""
+        """Time the tokens after one prompt. The steps of a short one are captured first."""
         batch = self.one(case)
         timed(batch, random_prompt(self.vocabulary, min(case.length, 4096), 1 << 20), 8)
         times = timed(batch, self.prompts(case, 1)[0], case.new)

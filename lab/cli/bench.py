@@ -167,9 +167,6 @@ def serving(
     plugin: options.Plugin = None,
     budget: options.OneBudget = "256",
     device_memory: options.DeviceMemory = None,
-    compile_: Annotated[
-        bool, typer.Option("--compile", help="Compile steps by torch.compile first, which takes a minute or more.")
-    ] = False,
     as_json: options.Lines = False,
     out: options.Out = None,
     commit: Commit = None,
@@ -185,7 +182,7 @@ def serving(
 
     sizes: dict[str, Any] = {"length": length, "max_seqs": max_seqs, "requests": requests, "new_tokens": new_tokens}
     limits: dict[str, Any] = {"budget": single([budget], budget_of, "--budget"), "device_memory": device_memory}
-    asked = Serving(shape=shape, compile=compile_, **limits, **sizes)
+    asked = Serving(shape=shape, **limits, **sizes)
     with bars() as progress:
         watch = watched(progress, "building the model")
         records = run(asked, names, ResultsFile(out), commit=commit, say=_said(as_json), watch=watch)

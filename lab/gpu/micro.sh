@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The launches of a layer's retrieval in one graph, then compiled steps of one sequence.
+# The launches of a layer's retrieval in one graph, then captured steps of one sequence.
 # usage: micro.sh FOLDER COMMIT SECONDS; an H200, alone on it, 170 s: what there is no time left for is left out.
 # What it must show: a layer's launches no slower than in lab/results/kernels_chain.jsonl, choice.at_once_us less than in_chunks_us;
 # steps below 6.02 / 6.46 / 8.88 / 11.67 ms (pariskv-plus at 36k / 128k / 512k / 1M),

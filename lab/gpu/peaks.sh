@@ -6,7 +6,6 @@
 set -u
 out=$1 commit=$2 most=$3
 cells=full/7x131072,clusterkv-plus/7x131072,clusterkv-plus/6x131072,auto/1x524288,clusterkv-plus/1x524288,pariskv-plus/1x524288
-cells+=,auto/1x131072,clusterkv-plus/1x131072,pariskv-plus/1x131072,full/1x131072,full/compile/7x131072,clusterkv-plus/compile/6x131072
-cells+=,clusterkv-plus/fp8/compile/11x131072,full/28x32768,clusterkv-plus/24x32768,clusterkv-plus/fp8/44x32768,clusterkv-plus/fp8/11x131072
+cells+=,auto/1x131072,clusterkv-plus/1x131072,pariskv-plus/1x131072,full/1x131072,full/28x32768,clusterkv-plus/24x32768,clusterkv-plus/fp8/44x32768,clusterkv-plus/fp8/11x131072
 timeout $((most - SECONDS - 3)) python3 -m lab.peaks --cells "${CELLS:-$cells}" --commit "$commit" --out "$out/peaks.jsonl" 2> "$out/peaks.err"
 tail -n 20 "$out/peaks.err" | cut -c1-300

@@ -5,7 +5,7 @@
 set -u
 gpus=$(nvidia-smi -L | wc -l)
 out=$1 most=$3 n=${4:-$((16 * gpus))}
-export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 flash4=$(bash "$(dirname "$0")/flash4.sh") # its tests are skipped without it
 export PYTHONPATH=$PYTHONPATH${flash4:+:$flash4} PYTHONFAULTHANDLER=1
 run() { # SECONDS FILE PYTEST'S OPTIONS

@@ -30,7 +30,7 @@ Load = Callable[[str], tuple[PreTrainedModel, Any]]
 class _Unchecked(ShapeBench):
     """Times without comparing with transformers first."""
 
-    checks = staticmethod(lambda model, forwards: lambda setting: None)
+    checks = staticmethod(lambda model: lambda setting: None)
 
 
 @dataclass

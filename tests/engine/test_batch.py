@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 import random
 import resource
@@ -326,23 +325,6 @@ def test_draws_follow_their_distribution() -> None:
     assert set(sample(logits, [Sampling(temperature=1.0, top_p=0.6)] * 4000, place).tolist()) == {2}
 
 
-@pytest.mark.parametrize("method", ["infinigen", "icecache-digest:prefetch=True"])
-def test_what_cannot_be_compiled_is_not_and_says_so(
-    llama: PreTrainedModel, method: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = []
-    for compiled in (False, True):
-        batch = Batch(llama, method, max_seqs=2, capacity=CAPACITY, budget=48, compile=compiled)
-        request = batch.join(prompt(1, 60)[0], max_new_tokens=4, stop=())
-        while batch.requests:
-            batch.step()
-        found.append(request.tokens)
-    assert found[0] == found[1]
-    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
-        f"steps are not compiled: {method.partition(':')[0]} looks into the model between its layers"
-    ]
-
-
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
 def test_queries_are_predicted_by_layers_that_turn_them_alike(name: str) -> None:
     """Not by those that keep a window, which are the batch's own here and transformers' where the model is attached."""
@@ -357,36 +339,16 @@ def test_queries_are_predicted_by_layers_that_turn_them_alike(name: str) -> None
     assert request.tokens == expected
 
 
-@pytest.mark.slow
-def test_a_compiled_batch_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whole graphs without machine code, which tests/engine/test_replay.py compiles."""
-    compiled_graph = functools.partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")
-    monkeypatch.setattr("kvthaw.engine.batch.compiled_step", compiled_graph)
-    llama, found = build_exact("llama", num_hidden_layers=1), []
-    for compiled in (False, True):
-        batch = Batch(llama, "oracle", max_seqs=2, capacity=CAPACITY, budget=48, compile=compiled)
-        first = batch.join(prompt(1, 60)[0], max_new_tokens=4, stop=())
-        batch.step()
-        second = batch.join(prompt(1, 40, seed=1)[0], max_new_tokens=4, stop=())
-        while batch.requests:
-            batch.step()
-        found.append((first.tokens, second.tokens))
-    assert found[0] == found[1]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     "method", [name for name in kvthaw.METHODS if name not in ("icecache", "icecache-reuse", "icecache-digest", "infinigen")]
 )
-def test_one_capture_serves_every_company(method: str, compiled: bool) -> None:
-    if compiled and method not in ("full", "pariskv", "prkv"):
-        pytest.skip("a compilation takes a minute; three methods are enough")
+def test_one_capture_serves_every_company(method: str) -> None:
     llama = build("llama", max_position_embeddings=4096).to("cuda")
     settings = {} if method == "full" else {"budget": 128, "block_size": 64}
     prompts = [prompt(1, n, seed=i)[0].cuda() for i, n in enumerate([700, 90, 1500, 300, 40])]
     expected = [alone(llama, method, ids, 60, capture=False, **settings) for ids in prompts]
-    batch = Batch(llama, method, max_seqs=3, capacity=2048, compile=compiled, **settings)
+    batch = Batch(llama, method, max_seqs=3, capacity=2048, **settings)
     requests, waiting = [], list(prompts)
     while waiting or batch.requests:
         if waiting and batch.free:
@@ -395,7 +357,7 @@ def test_one_capture_serves_every_company(method: str, compiled: bool) -> None:
             batch.step()
     assert [request.tokens for request in requests] == expected
     stats = batch.stats()
-    assert stats.captures == (1 if compiled else 3)  # of one, two and three sequences
+    assert stats.captures == 3  # of one, two and three sequences
     assert stats.capture_seconds > 0
 
 

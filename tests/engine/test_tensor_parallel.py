@@ -202,11 +202,10 @@ def test_processes_decide_alike(tmp_path: Path) -> None:
 
 
 def ways(rank: int) -> tuple[Any, int, int]:
-    """The logits of steps by a model's forward, by joined launches and by the compiled forward. With it the number of joined
-    launches, and the bytes of this process's weights."""
+    """The logits of steps by a model's forward and by joined launches. With it the number of joined launches, and the bytes of
+    this process's weights."""
     config, joined = small().config, list[int]()
     model, found = build_part(2, config, torch.device("cpu"), torch.float32), []
-    whole = torch.compile(model.forward, fullgraph=True, backend="eager")
 
     def counted(x: Tensor, weights: Sequence[Tensor], *given: Any, **how: Any) -> list[Tensor]:
         joined.append(len(weights))
@@ -218,11 +217,11 @@ def ways(rank: int) -> tuple[Any, int, int]:
             patch.setattr(one_token, "linear", counted)
             return model.forward(**given)
 
-    for forward in (model.forward, together, whole):
+    for forward in (model.forward, together):
         cache = kvthaw.Cache(model, "pariskv", budget=48)
         with torch.no_grad():
             model(PROMPT, past_key_values=cache)
-        step = GraphRunner(forward, cache, compiled=forward is whole, capture=False)
+        step = GraphRunner(forward, cache, capture=False)
         found.append([step(torch.tensor([[5]]), torch.tensor([[len(PROMPT[0]) + i]])).numpy().copy() for i in range(2)])
     return np.array(found), len(joined), sum(weight.nbytes for weight in plain(model))
 
@@ -233,11 +232,10 @@ def plain(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 @on_cpu
-def test_a_part_that_is_built_alone_compiles_whole_and_joins_launches(tmp_path: Path) -> None:
+def test_a_part_that_is_built_alone_joins_launches(tmp_path: Path) -> None:
     (one, launches, size), (other, *_) = run(2, ways, tmp_path / "meeting")
     np.testing.assert_array_equal(one, other)
-    for way in (1, 2):
-        np.testing.assert_allclose(one[way], one[0], atol=1e-5)
+    np.testing.assert_allclose(one[1], one[0], atol=1e-5)
     assert launches == 2 * 2 * 4  # steps, layers, products
     assert np.isfinite(one).all()
     assert one.std() > 0
@@ -249,7 +247,7 @@ def test_a_part_that_is_built_alone_compiles_whole_and_joins_launches(tmp_path: 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_gpu_captured_and_compiled_steps_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
+def test_gpu_captured_steps_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
     told, program = tmp_path / "told.json", Path(__file__).with_name("split_program.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program), str(told)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -19,7 +19,7 @@ from kvthaw.cache.index_api import Index, Selection
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.sparse_attention import SparseAttention
 from kvthaw.cache.transfer import BulkCopy
-from kvthaw.engine.graph_runner import GraphRunner, compilable
+from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import ConfigError, UnsupportedModelError
 from kvthaw.index.codes import CodesIndex
 from kvthaw.methods import resolve
@@ -226,30 +226,6 @@ def test_a_failed_step_is_repeated(llama: PreTrainedModel, stage: str, monkeypat
     assert torch.equal(*rows)
 
 
-def test_compiled_steps_choose_early_too(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the same forward was compiled for a cache whose layers do not."""
-    ids, asked = zoo.prompt(2, 150), Asked(monkeypatch)
-
-    def logits(method: str, *, compiled: bool) -> Tensor:
-        cache, forward = kvthaw.Cache(llama, method, budget=48), llama.forward
-        assert compilable(cache) is None
-        if compiled:
-            forward = torch.compile(forward, fullgraph=True, dynamic=False, backend="aot_eager")
-        with torch.no_grad():
-            token = llama(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
-            step = GraphRunner(forward, cache, compiled=compiled, capture=False)
-            found = []
-            for at in range(150, 155):
-                found.append(step(token, torch.full((2, 1), at)).clone())
-                token = found[-1].reshape(2, 1, -1).argmax(-1)
-        return torch.stack(found)
-
-    for method in ("thaw", EARLY, "thaw"):
-        asked.own.clear()
-        assert torch.equal(logits(method, compiled=True), logits(method, compiled=False))
-        assert bool(asked.own) == (method == EARLY)
-
-
 def test_an_early_choice_keeps_its_rows_and_takes_the_own_query(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +257,7 @@ def test_it_keeps_the_contract() -> None:
 
 
 def test_an_attention_that_needs_more_than_angles_is_refused() -> None:
-    """Ministral 3 scales queries by their positions, which a compiled step does not hand on."""
+    """Ministral 3 scales queries by their positions, which a prediction does not take into account."""
     with pytest.raises(UnsupportedModelError, match=r"prefetch must be\s+False"):
         kvthaw.attach(zoo.build("ministral3", **FOUR), EARLY, budget=48)
 
@@ -336,8 +312,7 @@ def test_a_cache_outlives_detaching(llama: PreTrainedModel, monkeypatch: pytest.
         llama(ids, past_key_values=cache)
         kvthaw.detach(llama)
         kvthaw.Cache(llama, EARLY, budget=48)
-        forward = torch.compile(llama.forward, fullgraph=True, dynamic=False, backend="eager")
-        GraphRunner(forward, cache, compiled=True, capture=False)(ids[:, :1], torch.full((1, 1), 100))
+        GraphRunner(llama.forward, cache, capture=False)(ids[:, :1], torch.full((1, 1), 100))
     assert asked.own
 
 
@@ -358,17 +333,6 @@ def test_captured_steps_are_eager_ones(name: str) -> None:
         with kvthaw.attach(model, EARLY, budget=64, dense_layers=0, capture=capture) as handle:
             tokens.append(generate(model, ids, 60))
             assert (handle.stats().captures > 0) == capture
-    assert torch.equal(*tokens)
-
-
-@pytest.mark.gpu
-def test_compiled_steps_on_a_gpu_are_eager_ones() -> None:
-    model = zoo.build("llama", **FOUR).to("cuda")
-    ids = zoo.prompt(2, 400).to("cuda")
-    tokens = []
-    for how in ({"capture": False}, {"compile": True}):
-        with kvthaw.attach(model, EARLY, budget=64, dense_layers=0, **how):
-            tokens.append(generate(model, ids, 40))
     assert torch.equal(*tokens)
 
 

@@ -42,7 +42,6 @@ class Bench(ABC, Generic[S]):
     attends = "sdpa"
     """transformers' attention function, for its own caches and the prompts."""
     model: PreTrainedModel
-    forwards: dict[str, Callable[..., Any]]
     warm: int | None = None
     """Steps that do not count, None as `take` has it."""
 
@@ -166,7 +165,7 @@ class Bench(ABC, Generic[S]):
         free()
         cache, begun = self.begin(one, tokens)
         for setting in group:
-            replay = replayed(cache, setting.steps, self.forwards)
+            replay = replayed(self.model, cache, setting.steps)
             taken = take(self.model, cache, tokens, setting.new_tokens, self.warm, capture=setting.steps != "eager")
             measures = {**begun, **self.taken(setting, cache, taken), **self.more(setting, cache, tokens)}
             if replay is not None:

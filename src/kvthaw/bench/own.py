@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvthaw.bench.decode import Bench, Measures
 from kvthaw.bench.settings import HF, DecodeSetting, possible, values
-from kvthaw.bench.steps import WARM, Steps, forwards_of, replayed, take
+from kvthaw.bench.steps import WARM, Steps, replayed, take
 from kvthaw.engine.hf import DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.errors import CacheError, HostMemoryError
@@ -85,7 +85,6 @@ class OwnBench(Bench[OwnSetting]):
     def __init__(self, reading: Reading, known: ResultsFile, **how: Any) -> None:
         super().__init__(known, **how)
         self.model, self.attends = reading.model, reading.model.config._attn_implementation
-        self.forwards = forwards_of(self.model)
         self.unfit: list[OwnSetting] = []
         self._ids = reading.ids()
 
@@ -105,8 +104,8 @@ class OwnBench(Bench[OwnSetting]):
         return torch.tensor([row] * one.batch, device=self.device)
 
     def heat(self, one: OwnSetting, cache: DynamicCache, tokens: Iterator[Tensor]) -> None:
-        """Run steps as the timed ones, so that everything is compiled."""
-        replayed(cache, one.steps, self.forwards)
+        """Run steps as the timed ones, so that all kernels are compiled."""
+        replayed(self.model, cache, one.steps)
         take(self.model, cache, tokens, 1, capture=one.steps != "eager")
 
     def taken(self, one: OwnSetting, cache: DynamicCache, taken: Steps) -> Measures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.plan import Settings
@@ -20,8 +20,8 @@ from kvthaw.methods.options import take
 
 HF = ("hf-dynamic", "hf-offloaded")
 """transformers' own caches with sdpa attention: DynamicCache, and the same with offloading=True."""
-STEPS = ("eager", "captured", "compiled")
-"""Ways to take a step: the model's Python, the CUDA graphs of it, and the same compiled by torch.compile first."""
+STEPS = ("eager", "captured")
+"""Ways to take a step: the model's Python, and the CUDA graphs of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,10 @@ class DecodeSetting:
     seed: int
     device: str
 
+    ways: ClassVar[tuple[str, ...]] = STEPS
+
     def __post_init__(self) -> None:
-        one_of(STEPS, steps=self.steps)
+        one_of(self.ways, steps=self.steps)
         at_least(2, length=self.length, new_tokens=self.new_tokens)
         at_least(1, batch=self.batch)
         if not self.hf:
@@ -81,16 +83,15 @@ class DecodeSetting:
 
 
 def possible(setting: DecodeSetting, cuda: bool) -> bool:
-    """Return whether the device can take such steps: both need a GPU and no hooks between the model's layers, captured ones a
-    method that decides there, or on the host alone."""
+    """Return whether the device can take such steps. Captured ones need a GPU, no hooks between the model's layers, and a method
+    that decides on the device or on the host alone."""
     if setting.steps == "eager":
         return cuda or setting.method != "hf-offloaded"
     if setting.hf or not cuda:
         return False
     method = setting.resolved()
-    looked_into = method.prefetches == "attention"
-    if setting.steps == "compiled" or looked_into or method.index is None:
-        return not looked_into
+    if method.prefetches == "attention" or method.index is None:
+        return method.prefetches != "attention"
     about = described(setting.method)
     return needs_host(method, safe=about["graph_safe"] or about["decides"] == "host") is None
 

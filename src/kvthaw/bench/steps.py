@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.decode import decode
-from kvthaw.engine.graph_runner import GraphRunner, capturable, compiled_step
+from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.fused import fusing
@@ -161,18 +160,13 @@ def take(
     return Steps(tuple(gaps[skipped:]), (before, Counts.of(cache)), peak, tuple(chosen[skipped:]))
 
 
-def forwards_of(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
-    """Return a model's forward for each of STEPS that is not eager, as `kvthaw.attach` takes them."""
-    return {"captured": fusing(model, model.forward), "compiled": compiled_step(model.forward)}
-
-
-def replayed(cache: DynamicCache, steps: str, forwards: dict[str, Callable[..., Any]]) -> GraphRunner | None:
+def replayed(model: PreTrainedModel, cache: DynamicCache, steps: str) -> GraphRunner | None:
     """Set how a cache takes its next steps, one of STEPS. Returns its GraphRunner; None for eager steps."""
     if not isinstance(cache, Cache):
         return None
-    forward = forwards.get(steps)
-    compiled, capture = steps == "compiled", forward is not None and capturable(cache) is None
-    cache.replay = None if forward is None else GraphRunner(forward, cache, compiled=compiled, capture=capture)
+    captured = steps == "captured"
+    forward = fusing(model, model.forward)
+    cache.replay = GraphRunner(forward, cache, capture=capturable(cache) is None) if captured else None
     return cache.replay
 
 

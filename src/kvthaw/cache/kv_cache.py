@@ -39,8 +39,7 @@ class KVCache:
     windows: its layers that attend only to recent tokens, with their spans.
     origin: returns an identity of the model that the KV belongs to; None if these layers are not all of its KV. Caches of
         equal origins share prefixes.
-    predict: returns a layer's query, [B, Hq, 1, D], for compiled steps. Arguments: the layer's number, the residual stream before
-        the MLP of the layer before, the rotary cos and sin. None: no layer chooses early there.
+    reads_masks: whether layers learn their padding from the mask of a forward. False in steps of a graph runner.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class KVCache:
         self.finite = FiniteCheck()
         self._checkpoints = Checkpoints(self.sequences)
         self.origin: Callable[[], str] | None = None
-        self.predict: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None
+        self.reads_masks = True
         layers = make_layers(settings, numbers, depth, windows, self.sequences, self.streams)
         self._capacity = -1  # for which the layers' fixed bytes are known
         self._preallocated = 0  # decoded tokens at the last preallocation
@@ -253,6 +252,15 @@ class KVCache:
         finally:
             self._in_forward = outer
         self._continue_host_work()
+
+    @contextmanager
+    def unmasked(self) -> Iterator[None]:
+        """Context in which layers ignore masks, because they know their padding."""
+        self.reads_masks = False
+        try:
+            yield
+        finally:
+            self.reads_masks = True
 
     # Between steps
 

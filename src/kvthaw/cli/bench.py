@@ -31,8 +31,8 @@ Steps = Annotated[
     list[str],
     typer.Option(
         "--steps",
-        help="How to run steps: eager, captured in CUDA graphs, compiled by torch.compile and then captured; "
-        f"{options.SEVERAL}. Ways that a device or a method cannot run are left out.",
+        help=f"How to run steps: eager, or captured in CUDA graphs; {options.SEVERAL}. Ways that a device or a method cannot run "
+        "are left out.",
     ),
 ]
 NewTokens = Annotated[int, typer.Option("--new-tokens", min=2, help="Tokens to decode and time.")]

@@ -64,9 +64,6 @@ def generate(
     cut: options.Cut = False,
     max_new_tokens: options.MaxNewTokens = 128,
     prefill_chunk: options.PrefillChunk = None,
-    compile_: Annotated[
-        bool, typer.Option("--compile", help="Compile decode steps first (a minute or more, on a GPU).")
-    ] = False,
     kv: Annotated[
         Path | None,
         typer.Option(
@@ -92,8 +89,8 @@ def generate(
     config = alone.config(drawing.seed)
     if kv is not None and kv_dir is not None:
         raise ConfigError("--kv and --kv-dir are given; one of them is enough")
-    if several and (compile_ or kv is not None or kv_dir is not None):
-        raise ConfigError("--kv, --kv-dir and --compile are for one method and one budget; several are given")
+    if several and (kv is not None or kv_dir is not None):
+        raise ConfigError("--kv and --kv-dir are for one method and one budget; several are given")
     text, asked = prompt_text(prompt, file), template.asked()
     if prompt is not None and len(prompt) < 256 and Path(prompt).is_file():
         warned(f"{prompt} is a file; its name is the prompt. --file {prompt} reads it.")
@@ -105,8 +102,7 @@ def generate(
     sampling = drawing.sampling(max_new_tokens)
     from kvthaw.answering import Answer, Prompts, shared_tokens
     from kvthaw.engine.chat_template import Chat, dates_of_kept, following, has_template, split_prompt
-    from kvthaw.engine.hf import Cache, attach
-    from kvthaw.engine.hf.chunks import CHUNK
+    from kvthaw.engine.hf import Cache
     from kvthaw.engine.hf.kv_dir import KvDir, fill, keep, saved_tokens
     from kvthaw.engine.hf.model import check_prompt, positions
     from kvthaw.evaluate.machine import now, versions
@@ -142,10 +138,7 @@ def generate(
     shared = prompts[0] if once else shared_tokens(parts)
     taken = fill(cache, kv, shared, warned) if kv else folder.fill(cache, shared) if folder else 0
     source = Prompts(llm, cache, method, prompts, shared, taken, prefill_chunk)
-    with (
-        attach(llm, method, compile=True, prefill_chunk=prefill_chunk or CHUNK) if compile_ else nullcontext(),
-        ExitStack() as shown,
-    ):
+    with ExitStack() as shown:
         show = Reading(shown)
         logits = source.read(show)
         show.end()

@@ -20,7 +20,7 @@ from kvthaw.cache.passes import expect, wait_indexed
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.state import SequenceState
 from kvthaw.engine.admission import Admission
-from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
+from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import PreTrainedModel, Stats
 from kvthaw.engine.hf.attention import unwrap
 from kvthaw.engine.hf.batch_cache import BatchCache, check_positions, packs
@@ -76,7 +76,7 @@ class Batch:
     model: as for `Cache`.
     method, and the settings budget, retrieved, dense_layers, seed, block_size, host_bytes, device_memory, full_below,
         kv_dtype: as for `Cache`. A budget is a number of tokens, because a fraction would differ between requests.
-    prefill_chunk, capture, compile: as for `attach`.
+    prefill_chunk, capture: as for `attach`.
     prefix_cache: caches the prompts of all requests for later requests with a common prefix.
 
     Raises ConfigError for a setting out of range, UnsupportedModelError for a model that cannot work, and CacheError for an
@@ -106,7 +106,6 @@ class Batch:
         capacity: int,
         prefill_chunk: int = CHUNK,
         capture: bool = True,
-        compile: bool = False,
         prefix_cache: PrefixCache | None = None,
         **settings: Any,
     ) -> None:
@@ -133,11 +132,10 @@ class Batch:
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._sampler = Sampler(max_seqs, self.vocabulary, model.device)
         self._latest = torch.zeros(max_seqs, dtype=torch.int64, device=model.device)  # the latest token of each sequence
-        self._forward = compiled_step(model.forward) if compile else fusing(model, model.forward)
-        self._packs = packs(self.cache)
-        self._compile, self._capture = compile, capture and model.device.type == "cuda"
+        self._forward, self._packs = fusing(model, model.forward), packs(self.cache)
+        self._capture = capture and model.device.type == "cuda"
         self.prompt_graphs = prompt_graphs(model, self.cache) if self._capture else None
-        if not compile and not self.cache.states:  # their steps always compute all sequences
+        if not self.cache.states:  # steps with them always compute all sequences
             self.cache.kv.chooser.seq_bytes = functools.cache(
                 functools.partial(sequence_bytes, model, self.cache.settings.method, capacity, self.cache.config)
             )
@@ -373,8 +371,8 @@ class Batch:
         live, sequences = [one for one in step if one is not None], self.cache.kv.sequences
         if not live:
             return
-        every = self._compile or self.cache.states  # compiled for one number of rows; transformers' states hold all sequences
-        rows = self.max_seqs if every else min(self.max_seqs, 1 << live[-1].seq.bit_length())
+        # transformers' states hold all sequences
+        rows = self.max_seqs if self.cache.states else min(self.max_seqs, 1 << live[-1].seq.bit_length())
         seqs, commits = slice(0, rows), sequences.commits
         at = [(one.known, one.prompt + one.fed) if one else (0, 0) for one in step[seqs]]
         ids, positions = upload(at, torch.int64, self._sampler.device)[:, :, None].unbind(1)
@@ -601,12 +599,8 @@ class Batch:
     def _replay(self) -> GraphRunner:
         cache = self.cache
         if cache.replay is None:
-            forward, compiled = self._forward, self._compile
-            if compiled and (reason := compilable(cache)) is not None:
-                _log.warning("steps are not compiled: %s", reason)
-                forward, compiled = fusing(self.model, self.model.forward), False
             captured = self._capture and capturable(cache) is None
-            cache.replay = GraphRunner(forward, cache, compiled=compiled, capture=captured)
+            cache.replay = GraphRunner(self._forward, cache, capture=captured)
         return cache.replay
 
     def _reuse(self, request: Request, tokens: int | None) -> bool:

@@ -15,7 +15,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +24,8 @@ from torch import Tensor
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.streams import Observer, SegmentedGraph
-from kvthaw.engine.ops import serving
 from kvthaw.errors import CacheError, KvthawError, first_line
-from kvthaw.kernels.gpu import autocast_dtype, uncached_casts
+from kvthaw.kernels.gpu import autocast_dtype
 
 _log = logging.getLogger(__name__)
 _Captured = tuple[Tensor, Tensor, Tensor, SegmentedGraph | None, int]
@@ -53,8 +52,8 @@ class ModelCache(Protocol):
         """Return the adapters that the model computes with now."""
 
 
-def compilable(cache: ModelCache) -> str | None:
-    """Return why steps of a cache cannot be compiled with kvthaw's attention as one operator; None if they can."""
+def forward_needs_host(cache: ModelCache) -> str | None:
+    """Return why a forward of the model itself cannot be captured, whatever its index does; None if it can."""
     if len(cache.kv.layers) != len(cache.layers):
         return "the model has layers that transformers serves itself"
     if cache.turns_by_length:
@@ -66,7 +65,7 @@ def compilable(cache: ModelCache) -> str | None:
 
 def capturable(cache: ModelCache) -> str | None:
     """Return why steps of a cache cannot be captured; None if they can."""
-    return compilable(cache) or search_needs_host(cache.kv)
+    return forward_needs_host(cache) or search_needs_host(cache.kv)
 
 
 def search_needs_host(kv: KVCache) -> str | None:
@@ -112,24 +111,19 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def compiled_step(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a model's forward for single tokens, with kvthaw's attention as one operator of the graph."""
-    return torch.compile(forward, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
-
-
 class GraphRunner:
     """Run one-token decode steps of a cache by replaying a captured forward.
 
     Steps with other numbers of rows, with sequences in another bucket, or under another autocast have graphs of their own.
 
-    forward: forward(input_ids=, position_ids=, use_cache=, attention_mask=, and the cache), the model's own or compiled.
+    forward: forward(input_ids=, position_ids=, use_cache=, and the cache).
     capture: False: run every step eagerly.
     captures, capture_seconds: number of captures, and their total time.
     capture_bytes: device memory of the latest capture.
     """
 
-    def __init__(self, forward: Callable[..., Any], cache: ModelCache, *, compiled: bool = False, capture: bool = True) -> None:
-        self._owner, self.compiled, self.capture = weakref.ref(cache), compiled, capture
+    def __init__(self, forward: Callable[..., Any], cache: ModelCache, *, capture: bool = True) -> None:
+        self._owner, self.capture = weakref.ref(cache), capture
         self.captures, self.capture_seconds, self.capture_bytes = 0, 0.0, 0
         self._forward, self._kv, self._captures = forward, cache.kv, capture
         self._graph: SegmentedGraph | None = None
@@ -185,7 +179,7 @@ class GraphRunner:
         switches = self._kind != kind or self._ids.shape != ids.shape or self._ids.device != ids.device
         if switches:
             self._switch(kind, ids, positions)
-        self._ids.copy_(ids)  # every step reads the same two tensors, so a compiled forward sees constant strides
+        self._ids.copy_(ids)  # every step reads the same two tensors
         self._positions.copy_(positions)
         kv, sequences = self._kv, self._kv.sequences
         observers = kv.streams.observers
@@ -254,13 +248,10 @@ class GraphRunner:
             self._captures = self.capture and search_needs_host(self._kv) is None
 
     def _run(self) -> Tensor:
-        # A four-dimensional mask is used unchanged, so a compiled forward needs no length. The layers know their padding.
-        mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self._ids.device) if self.compiled else None
-        cache, given = self._cache, {"input_ids": self._ids, "position_ids": self._positions, "attention_mask": mask}
-        # A capture has the same state, else torch would compile the forward again within it.
-        state = uncached_casts() if self.compiled else nullcontext()
-        with state, serving(cache.kv), self._kv.counted_forward():
-            out = self._forward(**given, use_cache=True, **{cache.argument: cache})
+        cache = self._cache
+        given = {"input_ids": self._ids, "position_ids": self._positions, cache.argument: cache}
+        with cache.kv.unmasked(), self._kv.counted_forward():
+            out = self._forward(**given, use_cache=True)
         logits: Tensor = out.logits
         return logits
 

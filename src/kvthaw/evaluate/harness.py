@@ -41,7 +41,7 @@ class KvthawLM(HFLM):
 
     pretrained: as HFLM takes it, or "shipped".
     method: a name with options, its limits perhaps among them ("prkv:page=32:budget=256"). budget, retrieved,
-        dense_layers, seed, capture and compile: as for `kvthaw.attach`.
+        dense_layers, seed and capture: as for `kvthaw.attach`.
     sparse_tokens: see the module. Everything else is HFLM's: dtype, device (the GPU if there is one), batch_size,
         max_length, chat templates, ...
 
@@ -59,7 +59,6 @@ class KvthawLM(HFLM):
         seed: int = 0,
         sparse_tokens: int = 0,
         capture: bool = True,
-        compile: bool = False,
         device: str | None = None,
         batch_size: int | str | None = 1,
         **kwargs: Any,
@@ -75,7 +74,7 @@ class KvthawLM(HFLM):
         )
         self.sparse_tokens, self.seed = sparse_tokens, seed
         self.variant = variant = read_variant(method, budget, retrieved, dense_layers)
-        self.handle = attach(self.model, variant.method, **variant.limits, seed=seed, capture=capture, compile=compile)
+        self.handle = attach(self.model, variant.method, **variant.limits, seed=seed, capture=capture)
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """One dense pass that keeps nothing. inps [B, T] -> logits [B, T, V]."""

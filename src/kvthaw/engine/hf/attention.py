@@ -11,7 +11,6 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.utils import is_flash_attn_4_available
 
-from kvthaw.engine import ops
 from kvthaw.engine.hf.hooks import drop_hooks
 from kvthaw.engine.hf.layer import BEFORE, FLASH_ATTENTION_4, NAME, attention
 from kvthaw.engine.hf.masks import padding_mask
@@ -66,7 +65,6 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} does not use transformers' AttentionInterface, through which kvthaw attends")
     check_split(model, getattr(text, "num_key_value_heads", None))
     _check_devices(model)
-    ops.register()
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, padding_mask)
     before = _names(config)

@@ -180,7 +180,7 @@ class Cache(DynamicCache):
         self.argument, self.turns_by_length = CACHE, turns_by_length(model)
         self._shared = Shared(model, self.kv, prefetch if chosen.prefetches == "attention" else None)
         if chosen.prefetches == "mlp":
-            self.kv.predict = choose_early(model)
+            choose_early(model)
         self._shared.of = weakref.ref(self.layers)
         self.kv.sequences.positions = self._shared.positions
         for kv in self.kv.layers:

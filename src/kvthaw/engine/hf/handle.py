@@ -60,7 +60,6 @@ class Forward:
         make: Callable[[tuple[int, int, int] | None], Cache],
         settings: Settings,
         capture: bool,
-        compiled: bool,
         chunk: int,
         prefix: PrefixCache | None,
         progress: Tell | None,
@@ -81,13 +80,13 @@ class Forward:
         forward = of_class if self.own is None else self.own
         if hasattr(forward, "_torchdynamo_orig_callable"):
             _log.warning(
-                "model.forward is compiled by torch.compile; while attached the model runs without it. "
-                "attach(compile=True) compiles decode steps"
+                "model.forward is compiled by torch.compile; while attached the model runs without it, and decode steps are "
+                "captured"
             )
             forward = forward._torchdynamo_orig_callable
         self._plain, self._chunk, self._prefix = forward, chunk, prefix
         self._told = PrefillProgress(model, progress)
-        self._replay = Replay(forward if compiled else fusing(model, forward), compiled=compiled) if capture else None
+        self._replay = Replay(fusing(model, forward)) if capture else None
         model.forward = self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled module breaks its graph here
@@ -328,7 +327,6 @@ def attach(
     kv_dtype: KvDtype | None = None,
     prefill_chunk: int = CHUNK,
     capture: bool = True,
-    compile: bool = False,
     prefix_cache: PrefixCache | None = None,
     progress: Tell | None = None,
     **options: Any,
@@ -342,7 +340,6 @@ def attach(
         grow with the prompt. Exceptions are dense_layers and an index on the device.
     capture: on a GPU, replay decode steps as one CUDA graph, or as several with host searches between them. Steps that
         cannot be captured, and all steps on a CPU, run eagerly; the logger kvthaw.engine.hf.replay says why.
-    compile: compile the step with torch.compile first (a minute or more, once). Warns if that is impossible.
     prefix_cache: prompts of one sequence start with their cached prefix, and are cached in it. A conversation that is
         generated turn by turn then prefills only new tokens; `Stats.cached_tokens` counts the others.
     progress: called as progress(done, total), in tokens, when a prompt begins and after every layer of every chunk. An
@@ -383,4 +380,4 @@ def attach(
         if not served:
             give_back_attention(model)
         raise
-    return Handle(Forward(model, make, settings, capture, compile, prefill_chunk, prefix_cache, progress))
+    return Handle(Forward(model, make, settings, capture, prefill_chunk, prefix_cache, progress))

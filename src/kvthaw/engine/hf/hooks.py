@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from kvthaw.cache.index_api import Rotary
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.hf.cache_argument import CACHE
-from kvthaw.engine.hf.fused import fused, swapped
-from kvthaw.engine.hf.layer import HOOKED, CacheLayer, QueryAskedError
+from kvthaw.engine.hf.fused import swapped
+from kvthaw.engine.hf.layer import CacheLayer, QueryAskedError
 from kvthaw.engine.hf.one_token import InputUnread
 from kvthaw.errors import UnsupportedModelError
 
@@ -61,7 +61,6 @@ def prefetch(module: torch.nn.Module) -> None:
 def drop_hooks(modules: Iterable[torch.nn.Module]) -> None:
     """Remove the hooks of modules."""
     for module in modules:
-        vars(module).pop(HOOKED, None)
         for number, hook in list(module._forward_pre_hooks.items()):
             if hook is _prefetch or isinstance(hook, (_BeforeAttention, _BeforeMLP)):
                 del module._forward_pre_hooks[number]
@@ -87,9 +86,8 @@ class _BeforeAttention(InputUnread):
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.seen.turn = kwargs["position_embeddings"]
-        if not torch.compiler.is_compiling():
-            cache = kwargs.get(CACHE)
-            self.seen.cache = None if cache is None else weakref.ref(cache)
+        cache = kwargs.get(CACHE)
+        self.seen.cache = None if cache is None else weakref.ref(cache)
 
 
 class _BeforeMLP:
@@ -102,18 +100,15 @@ class _BeforeMLP:
         self.seen, self.norm, self.attention = seen, norm, attention
         self.number: int = attention.layer_idx
 
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         turn, self.seen.turn = self.seen.turn, None
         if turn is None:
-            return None
-        hidden, *rest = args
-        if torch.compiler.is_compiling():
-            return torch.ops.kvthaw.choose_early(hidden, *turn, self.number), *rest
+            return
+        hidden = args[0]
         layers = getattr(self.seen.cache and self.seen.cache(), "layers", ())
         kv = next((layer.shared.kv for layer in layers if isinstance(layer, CacheLayer)), None)
         if kv is not None and kv.settings.method.prefetches == "mlp":
             kv.choose_early(self.number, hidden.shape[1], partial(self.predict, hidden, *turn), hidden, *turn)
-        return None
 
     def predict(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the next layer's query, [B, Hq, T, D], for a residual stream [B, T, hidden]."""
@@ -122,35 +117,23 @@ class _BeforeMLP:
         )
 
 
-def choose_early(model: PreTrainedModel) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+def choose_early(model: PreTrainedModel) -> None:
     """Hook a model so that layers choose rows while the layer before computes its MLP.
 
     The first two layers keep their own queries: the residual stream is little more than the token's embedding there.
 
-    Returns a function of the layer's number, the residual stream before it, cos and sin, which predicts the layer's query. Raises
-    UnsupportedModelError for a model whose residual stream cannot be read.
+    Raises UnsupportedModelError for a model whose residual stream cannot be read.
     """
     if not _hooks(model):
         seen = _Seen()
         for layer, norm, following in _pairs(model):
             layer.self_attn.register_forward_pre_hook(_BeforeAttention(seen), with_kwargs=True)
-            setattr(layer.self_attn, HOOKED, True)
             norm.register_forward_pre_hook(_BeforeMLP(seen, following.input_layernorm, following.self_attn))
     if not _hooks(model) and model.config.get_text_config(decoder=True).num_hidden_layers > 2:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no two neighbouring layers whose attention takes one cos and sin and nothing more, and "
             "whose normed MLP follows it on a residual stream; prefetch must be False"
         )
-    of = weakref.ref(model)
-
-    def predict(number: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        served = of()
-        if served is None:
-            raise UnsupportedModelError("the model that a compiled step was made for is gone")
-        with fused(served):
-            return _hooks(served)[number].predict(hidden, cos, sin)
-
-    return predict
 
 
 def _hooks(model: PreTrainedModel) -> dict[int, _BeforeMLP]:
@@ -198,7 +181,7 @@ def _query(attention: torch.nn.Module, given: Mapping[str, Any]) -> Tensor:
     parts = (getattr(attention, name, None) for name in ("k_proj", "v_proj"))
     unread: list[tuple[torch.nn.Module, Callable[..., Any]]] = [(part, _unread) for part in parts if isinstance(part, Linear)]
     try:
-        with torch.no_grad(), swapped(unread):
+        with torch.no_grad(), swapped(unread, all=True):
             attention(**given, kvthaw_asked=True)
     except QueryAskedError as asked:
         return asked.query

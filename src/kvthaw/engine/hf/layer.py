@@ -21,7 +21,6 @@ from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
 from kvthaw.cache.passes import check_memory, reserve
 from kvthaw.engine.hf.masks import as_bool, attention_by_mask, causal_mask, dense_attention, is_padding
-from kvthaw.engine.ops import serves
 from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
 from kvthaw.kernels.row_format import row_format
 
@@ -33,10 +32,6 @@ FLASH_ATTENTION_4 = "flash_attention_4"
 """The name of FlashAttention 4 in transformers."""
 TAG = "_kvthaw_layer"
 """The attribute of keys and values that names the layer they came from."""
-
-
-HOOKED = "_kvthaw_hooked"
-"""The attribute of attention modules whose layer has hooks that a compiled step contains."""
 
 
 class QueryAskedError(Exception):
@@ -253,8 +248,8 @@ class CacheLayer(TaggingLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Tag new keys and values [B, H, T, D]. They enter the cache when the attention function is called with the queries."""
-        if torch.compiler.is_compiling():  # the operator stores them
-            return key_states, value_states
+        if torch.compiler.is_compiling():
+            _refuse_compilation()
         shared, layer = self.shared, self.shared.pending
         shared.pending = None
         if self.first:
@@ -297,7 +292,7 @@ class CacheLayer(TaggingLayer):
             if held and self.first:
                 self._check_rows(batch)
             if mask is not None:  # in a batch nothing is padded; some models still make a mask of ones (OPT, until 5.23)
-                mask = None if cache.sequences.room or serves(cache) else as_bool(mask)
+                mask = None if cache.sequences.room or not cache.reads_masks else as_bool(mask)
             pads, own = shared.read_mask(mask, batch, before, steps)
             if new and self.first:
                 self.check(key, pads, before)
@@ -426,6 +421,15 @@ class WindowCacheLayer(CacheLayer):
         return 1, 0
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_compilation() -> None:
+    """Raise CacheError when a compiled forward runs, where torch's compiler would hide the cache from it."""
+    raise CacheError(
+        "the model or a module of it was compiled by torch.compile, which hides kvthaw's cache from it; leave it uncompiled: "
+        "kvthaw captures decode steps itself"
+    )
+
+
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -446,10 +450,6 @@ def attention(
     params = AttentionParams(
         query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), kwargs.get("s_aux")
     )
-    if torch.compiler.is_compiling():
-        getattr(module, HOOKED, False)  # torch.compile does not guard hooks; it guards what it reads
-        attended = torch.ops.kvthaw.attend(query, key, value, module.layer_idx, params.scale, params.softcap, params.sinks)
-        return attended.transpose(1, 2).contiguous(), None
     layer: TaggingLayer | None = getattr(key, TAG, None)
     if layer is not getattr(value, TAG, None):
         raise UnsupportedModelError(f"{type(module).__name__} changes keys or values after caching them")

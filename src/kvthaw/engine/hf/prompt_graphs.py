@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from kvthaw.cache.layer_base import AttentionParams, LayerPrompt
 from kvthaw.cache.streams import SegmentedGraph
-from kvthaw.engine.graph_runner import compilable, uncollected
+from kvthaw.engine.graph_runner import forward_needs_host, uncollected
 from kvthaw.engine.hf.batch_cache import BatchCache, packs
 from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.fused import fused
@@ -192,7 +192,7 @@ class _Recorder(TaggingLayer):
 def prompt_graphs(model: PreTrainedModel, cache: BatchCache, *, capture: bool = True) -> PromptGraphs | None:
     """Return the captured prefills of a batch; None if the model or the method cannot have them."""
     queries, windows = cache.settings.method.prompt_queries, not all(layer.keeps_all for layer in cache.kv.layers)
-    if queries is None or windows or cache.shares_kv or not packs(cache) or compilable(cache) is not None:
+    if queries is None or windows or cache.shares_kv or not packs(cache) or forward_needs_host(cache) is not None:
         return None
     if cache.searches_on_host and cache.settings.full_below is None:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
+from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.cache_argument import CACHE
 
@@ -20,15 +20,13 @@ _PLAIN = {"input_ids", "position_ids", CACHE, "attention_mask", "use_cache", "lo
 class Replay:
     """Replay an attached model's steps of one token where possible.
 
-    The log says once why steps are not replayed, as a warning if compiled steps were requested and they run eagerly.
+    The log says once why steps are not replayed.
 
     forward: the model's.
-    compiled: see compiled_step. Steps that cannot be captured are compiled if that is possible.
     """
 
-    def __init__(self, forward: Callable[..., Any], *, compiled: bool) -> None:
-        self._forward, self._compiled = compiled_step(forward) if compiled else forward, compiled
-        self._told: set[str] = set()
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward, self._told = forward, set[str]()
 
     def step(self, given: Mapping[str, Any], cache: Cache) -> CausalLMOutputWithPast | None:
         """Return the output of a step of one token.
@@ -47,11 +45,11 @@ class Replay:
             if not ids.is_cuda:
                 reason = "the model is on a CPU"
             if reason is not None:
-                if not (self._compiled and ids.is_cuda and not cache.reordered and compilable(cache) is None):
-                    self._tell("taken eagerly", reason, logging.WARNING if self._compiled else logging.INFO)
-                    return None
-                self._tell("compiled, not captured", reason, logging.INFO)
-            cache.replay = GraphRunner(self._forward, cache, compiled=self._compiled, capture=reason is None)
+                if reason not in self._told:
+                    self._told.add(reason)
+                    _log.info("steps are taken eagerly: %s", reason)
+                return None
+            cache.replay = GraphRunner(self._forward, cache)
         if given.get("attention_mask") is not None:
             cache.check_mask(given["attention_mask"])  # the captured step takes none
         positions = given.get("position_ids")
@@ -59,8 +57,3 @@ class Replay:
             positions = torch.tensor([[sequences.length(seq)] for seq in range(sequences.count)], device=ids.device)
         logits = cache.replay(ids, positions).clone()  # the next replay writes over its own
         return CausalLMOutputWithPast(logits=logits, **{CACHE: given[CACHE]})
-
-    def _tell(self, how: str, reason: str, level: int) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
-            _log.log(level, "steps are %s: %s", how, reason)

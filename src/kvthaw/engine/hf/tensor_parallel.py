@@ -17,7 +17,6 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from kvthaw.cache.ranks import Ranks
-from kvthaw.engine import ops
 from kvthaw.errors import UnsupportedModelError
 
 _log = logging.getLogger(__name__)
@@ -95,11 +94,11 @@ class AllReduce:
         self.first = ranks.rank == 0
         self._group, self.buffer = ranks.group, _shared_memory(ranks, dtype)
         self.group_name = "" if ranks.group is None else ranks.group.group_name
-        ops.register()
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.buffer is not None and x.numel() <= self.buffer.numel() and x.dtype == self.buffer.dtype:
-            total: Tensor = torch.ops.kvthaw.all_reduce(x, self.buffer, self.group_name)
+            mine = self.buffer[: x.numel()].view_as(x)
+            total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(mine, x, "sum", self.group_name)
             return total
         dist.all_reduce(x, group=self._group)
         return x
