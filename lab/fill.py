@@ -77,7 +77,7 @@ def fill(
             layer.update(of.rows[:, :, :, 0].repeat(batch, 1, 1, 1), of.rows[:, :, :, 1].repeat(batch, 1, 1, 1))
             if getattr(cache, "offloading", False):
                 layer.offload()
-    if isinstance(cache, Cache) and cache.settings.method.prefetches == "attention":
+    if isinstance(cache, Cache) and cache.settings.method.prefetches:
         _introduce(cache)
     if getattr(cache, "offloading", False):
         cache.layers[0].prefetch()  # as the last layer of a forward does

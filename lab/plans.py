@@ -20,7 +20,6 @@ from lab.evaluate import plot
 FIGURES = {
     "overview": "The README's: full attention, transformers' offloaded cache, pariskv-plus and thaw, 36k to 1M",
     "length": "Time per output token against the length, 36k to 1M",
-    "early": "thaw whose layers choose rows by a predicted query during the MLP before, and by their own, 36k to 1M",
     "icecache": "IceCache's ways to search at 36k and 128k",
     "baseline": "After a prompt of 36k: transformers' caches, full attention, and methods, eager and captured",
     "text": "Rows that real text chooses, at 36k and 128k",
@@ -115,12 +114,6 @@ def _overview(c: Common) -> list[ShapeSetting]:
         for n, methods in ((36, near), (128, near), (512, near), (1024, _OURS))
         for method in methods
     ]
-
-
-def _early(c: Common) -> list[ShapeSetting]:
-    methods = "thaw:prefetch=True:retrieved=256", "thaw:retrieved=256"
-    near = [c.run(method, n * _K) for n in (128, 36) for method in (*methods, "full")]
-    return near + [c.run(method, n * _K, shared=True) for n in (512, 1024) for method in methods]
 
 
 def _draw_length(figure: Any, lines: list[Record]) -> None:
@@ -244,7 +237,6 @@ _8B = "llama-3.1-8b"
 PLANS = {
     "overview": Figure(_8B, _overview, _draw_lengths, steps=("captured",)),
     "length": Figure(_8B, _length, _draw_length, steps=("captured",)),
-    "early": Figure(_8B, _early, _draw_lengths, steps=("captured",)),
     "icecache": Figure(_8B, _icecache, _draw_lengths, steps=("captured",)),
     "baseline": Figure(_8B, _baseline, _draw_baseline, (10, 4)),
     "text": Figure(_8B, _text, _draw_lengths, steps=("captured",)),

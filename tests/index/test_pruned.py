@@ -113,11 +113,3 @@ def test_appended_and_truncated_with_the_index_inside() -> None:
 def test_settings_out_of_range_are_named(options: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Seqs(lambda shape: PrunedIndex(shape, index=ExactIndex, **{"p": 0.5, "spare": 2} | options), [20])
-
-
-def test_a_predicted_query_is_pruned_for_too() -> None:
-    """Its rows are select()'s, not the inner index's."""
-    seqs = Seqs(partial(make, p=0.3), [400, 77], group=3)
-    query = 2 * seqs.query(100)
-    expected = seqs.index.select(query, 48).counts.clone()
-    assert torch.equal(seqs.index.select_early(query, 48).counts, expected)

@@ -83,33 +83,6 @@ def test_rerank_kernel(
             assert torch.equal(found.peaks[seq, :, :, : tiles.shape[2]], tiles.amax(dim=3))
 
 
-@triton_only
-@pytest.mark.parametrize("bits", [4, 3])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_scores_of_another_query_leave_what_was_selected(
-    shape: tuple[int, int, tuple[int, ...], torch.dtype], bits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dim, group, lengths, dtype = shape
-    monkeypatch.setattr(op, "shape", lambda run: (max(run, 16), 3))
-    case = Case(dim, group, lengths, dtype, device, bits=bits)
-    rotated, at = turned(case), candidates(case)
-    places = at.clamp(min=0).contiguous()
-    want = op.definition(rotated, case.summaries, at, case.quantizer)
-    gone = torch.rand(want.shape, device=device) < 0.3
-    scores = torch.zeros_like(want).masked_fill(gone, -torch.inf)
-    expected = op.definition(rotated, case.summaries, at, case.quantizer).masked_fill(gone, -torch.inf)
-    by_torch = torch.where(scores == -torch.inf, scores, want)
-    before = scores.clone()
-    found = op.launch(rotated, case.summaries, places, case.wanted, case.quantizer, dim**-0.5, again=scores).scores
-    rounding = 2**-18 * sizes(rotated, case, at) + halves(rotated, case, at) + 1e-5
-    for seq, n in enumerate(case.wanted.tolist()):
-        got, right, off = (x[seq, :, :, :n] for x in (found, expected, rounding))
-        assert torch.equal(got == -torch.inf, right == -torch.inf)
-        assert ((got - right).nan_to_num(0.0).abs() <= off).all()
-        assert torch.equal(found[seq, :, :, n:], before[seq, :, :, n:])
-        assert torch.equal(by_torch[seq, :, :, :n], right)
-
-
 def sizes(rotated: Rotated, case: Case, at: torch.Tensor) -> torch.Tensor:
     """Sums of the products' sizes, [L, H, P, width]."""
     directions, weights = op.gathered(case.summaries, at, case.quantizer)

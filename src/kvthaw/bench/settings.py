@@ -90,8 +90,8 @@ def possible(setting: DecodeSetting, cuda: bool) -> bool:
     if setting.hf or not cuda:
         return False
     method = setting.resolved()
-    if method.prefetches == "attention" or method.index is None:
-        return method.prefetches != "attention"
+    if method.prefetches or method.index is None:
+        return not method.prefetches
     about = described(setting.method)
     return needs_host(method, safe=about["graph_safe"] or about["decides"] == "host") is None
 

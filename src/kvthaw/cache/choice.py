@@ -32,28 +32,12 @@ class Choice:
     fetch: Tensor | None = None
     live: Tensor | None = None
     host: tuple[Tensor, Tensor] | None = None
-    fetched: bool = False
 
     @property
     def followed(self) -> Choice:
         """The choice for a layer that follows an anchor: rows and slots. Weights and partials are dropped, as they depend on
         the anchor's keys."""
-        return replace(self, selection=Selection(self.selection.rows, self.selection.counts), fetched=False)
-
-
-@dataclass(frozen=True, slots=True)
-class EarlyChoice:
-    """A choice by a predicted query, whose rows a side stream selects and fetches.
-
-    selection: with what Index.complete() needs.
-    done: the event after which the rows are in their slots; None off a GPU.
-    reads: the query, and other tensors that the side stream reads until then.
-    """
-
-    choice: Choice
-    selection: Selection
-    done: torch.cuda.Event | None
-    reads: tuple[Tensor, ...]
+        return replace(self, selection=Selection(self.selection.rows, self.selection.counts))
 
 
 class HostSelectionBuffer:

@@ -101,13 +101,10 @@ class AuxStream:
     """One side stream per device for all layers of a cache, created on first use.
 
     Work on it runs in order, so it takes the memory of one layer at a time.
-
-    urgent: where kernels wait for a multiprocessor, the device begins this stream's first.
     """
 
-    def __init__(self, made: list[torch.cuda.Stream] | None = None, *, urgent: bool = False) -> None:
+    def __init__(self, made: list[torch.cuda.Stream] | None = None) -> None:
         self._made = [] if made is None else made  # streams of the cache, this one's included
-        self._urgent = urgent
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._waiting: deque[SpreadWork] = deque()
         self._advanced = 0
@@ -204,9 +201,9 @@ class AuxStream:
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device, priority=-1 if self._urgent else 0)
+            self._streams[device] = torch.cuda.Stream(device)
             self._made.append(self._streams[device])
         return self._streams[device]
 
     def __deepcopy__(self, memo: dict[int, object]) -> AuxStream:
-        return AuxStream(urgent=self._urgent)
+        return AuxStream()

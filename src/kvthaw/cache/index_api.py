@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -20,12 +20,11 @@ from kvthaw.cache.pool import Slab
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.cache.sequences import Sequences
 from kvthaw.config import KvDtype
-from kvthaw.errors import CacheError, ConfigError, at_least, one_of
+from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.remainder import Estimated
 from kvthaw.regions import Regions
 
-Prefetches = Literal["attention", "mlp"]
 RECENT_QUERIES = 128
 """How many of a prompt's last queries are kept by default."""
 
@@ -233,17 +232,6 @@ class Index(Tables):
         query: [B, Hq, D], after RoPE, unscaled.
         """
 
-    def select_early(self, query: Tensor, budget: int) -> Selection:
-        """Select as select() does, for a predicted query. complete() adds what needs the layer's own query."""
-        return self.select(query, budget)
-
-    def complete(self, found: Selection, query: Tensor) -> Selection:
-        """Return what select_early() found, with weights and attention for the layer's own query [B, Hq, D]. The rows stay.
-
-        Default: with those for the predicted query.
-        """
-        return found
-
     def prepare(self, query: Tensor, budget: int, rows: Tensor, counts: Tensor) -> Callable[[], None]:
         """Return a function that selects for the numbers in `query` and writes the result to `rows` and `counts`.
 
@@ -342,9 +330,8 @@ class Method:
     kv_dtype: how rows are stored, unless a cache overrides it; see `kvthaw.config.CacheConfig`.
     prompt_queries: how many of a prompt's last queries are kept for the index, until decoding begins; None: all.
     rotary: the index needs the model's rotary embedding.
-    prefetches: what of the layer before predicts a layer's query, with which its index selects; None: nothing does. "attention":
-        the input of its attention, which an index on the host searches with at once. "mlp": its residual stream after attention.
-        An index on the device then selects, and the rows are fetched, while the layer before computes its MLP.
+    prefetches: the index selects with a query that the input of the attention before predicts. An index on the host searches
+        at once, while the layer before attends.
     """
 
     name: str
@@ -361,7 +348,7 @@ class Method:
     dense_layers: int = 2
     kv_dtype: KvDtype | None = None
     rotary: bool = False
-    prefetches: Prefetches | None = None
+    prefetches: bool = False
     prompt_queries: int | None = RECENT_QUERIES
     differs: str = "-"
     choose: str = "-"
@@ -370,7 +357,6 @@ class Method:
         if not isinstance(self.regions, Regions):
             raise ConfigError(f"regions is {self.regions!r}; a Method needs Regions(sink, window, buffer), of kvthaw.regions")
         at_least(0, keep=self.keep, dense_layers=self.dense_layers)
-        one_of((None, *get_args(Prefetches)), prefetches=self.prefetches)
         if isinstance(self.anchors, int):
             at_least(1, anchors=self.anchors)
 

@@ -116,19 +116,6 @@ class KVCache:
             self._commit(step)
         return out
 
-    def choose_early(self, number: int, tokens: int, predict: Callable[[], Tensor], *reads: Tensor) -> None:
-        """Choose rows of a layer by a predicted query, on a side stream during the MLP of the layer before, if the step decodes.
-
-        number: of the layer.
-        predict, reads: as in Ahead.choose_early.
-        """
-        place, step = self._places.get(number), self.sequences.step
-        layer = None if place is None else self.chooser.layers[place]
-        ahead = layer.ahead(tokens) if isinstance(layer, OffloadedLayer) else None
-        if step is not None and not step.dense and ahead is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                ahead.choose_early(step, predict, *reads)
-
     def append(self, prompts: Sequence[LayerPrompt]) -> None:
         """Store the whole prompt of one sequence as attend() does in all layers, after a forward that ran without the cache.
 

@@ -188,7 +188,7 @@ class OffloadedLayer(LayerKV):
             )  # fmt: skip
             retriever = Retriever(method, context, self.store.seqs, plan.rows, self.streams)
             self.updater = IndexUpdater(retriever, self.store, self.slab, self.sequences, self.recent_queries)
-            ahead = Ahead(self.updater, storage, transfer)
+            ahead = Ahead(self.updater)
         if (retriever is None or not retriever.index.traits.on_host) and (transfer.graph_safe or key.is_cpu):
             storage.place_on_device(self.number)  # what the host reads stays there
         if ahead is not None and retriever is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.choice import Choice, EarlyChoice, HostSelectionBuffer, check_selection
+from kvthaw.cache.choice import Choice, HostSelectionBuffer, check_selection
 from kvthaw.cache.device_lengths import to_host
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index, IndexContext, Method, Selection
@@ -163,14 +163,13 @@ class Retriever:
         with torch.no_grad():  # which holds for one thread
             return self.index.select(query, self.rows)
 
-    def choose(self, query: Tensor, length: int, own: Tensor | None = None, search: Future[Selection] | None = None) -> Choice:
+    def choose(self, query: Tensor, length: int, search: Future[Selection] | None = None) -> Choice:
         """Select rows for one query per head of a token, and assign slots.
 
         If a step is being captured and the index works on the host, the choice is recorded instead; every replay makes it.
 
         query: [B, Hq, D].
         length: length of the longest sequence.
-        own: the layer's own query, if `query` is predicted.
         search: a search for `query` that has begun.
         """
         graph = self.streams.graph
@@ -179,7 +178,7 @@ class Retriever:
         else:
             self._wait_for_updates()  # select() runs what is queued
             with self._asking(query.device), self._naming_errors():
-                selection = self._now(query, own) if search is None else search.result()
+                selection = self._now(query) if search is None else search.result()
             self._check(selection, query)
             choice = self._admit(selection, query, length)
         self.choices.append(choice)
@@ -270,49 +269,8 @@ class Retriever:
             for seq in range(seqs):
                 self.residency.clear(seq)
 
-    def choose_early(
-        self, predict: Callable[[], Tensor], length: int, fetch: Callable[[Choice], None], reads: Sequence[Tensor]
-    ) -> EarlyChoice:
-        """Choose rows for the next token, and fetch them, on a side stream with a predicted query.
-
-        predict: returns the query, [B, Hq, 1, D]. It runs on the side stream, as does `fetch`.
-        length: as in choose().
-        reads: tensors that `predict` reads.
-        """
-        self.wait()
-        made = list[tuple[Choice, Selection, Tensor]]()
-
-        def work() -> None:
-            query = predict()[:, :, 0]
-            with self._naming_errors():
-                selection = self.index.select_early(query, self.rows)
-            self._check(selection, query)
-            try:
-                choice = self._admit(selection, query, length)
-                fetch(choice)
-            except BaseException:  # slots may have no rows
-                self.forget_step()
-                raise
-            made.append((choice, selection, query))
-
-        with self._asking(reads[0].device):
-            done = self.streams.early.run(reads[0].device, work)
-        choice, selection, query = made[0]
-        return EarlyChoice(choice, selection, done, (query, *reads))
-
-    def complete(self, early: EarlyChoice, query: Tensor) -> Choice:
-        """Return an early choice, with weights and attention for the layer's own query."""
-        if early.done is not None:
-            torch.cuda.current_stream(query.device).wait_event(early.done)
-        selection = replace(self.index.complete(early.selection, query), estimated=None)
-        choice = replace(early.choice, selection=selection, fetched=True)
-        self.choices.append(choice)
-        return choice
-
-    def _now(self, query: Tensor, own: Tensor | None) -> Selection:
-        """Select rows for a query that may be predicted, with weights and attention for the layer's own."""
-        if own is not None and not self.index.traits.on_host:
-            return self.index.complete(self.index.select_early(query, self.rows), own)
+    def _now(self, query: Tensor) -> Selection:
+        """Select rows for a query."""
         if self.index.traits.on_host:
             query, sent = to_host(query)
             if sent is not None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from concurrent.futures import Future, wait
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.choice import Choice, EarlyChoice
+from kvthaw.cache.choice import Choice
 from kvthaw.cache.index_api import Selection, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams
@@ -20,32 +18,27 @@ from kvthaw.cache.layer_storage import LayerStorage
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
-from kvthaw.cache.transfer import UvaGather, fetch_choice
+from kvthaw.cache.transfer import fetch_choice
 from kvthaw.errors import ConfigError
 from kvthaw.kernels.decode_step import DecodeStep, InSlab
 from kvthaw.kernels.in_place import Every, InPlace, Selected
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
 
-_EARLY_PROGRAMS = 128
-"""Programs that fetch rows during an MLP. On an H200 kernels of the MLP stood still until 2,048 programs had their rows."""
-
 
 class Ahead:
     """Choices for an anchor's next tokens by predicted queries, which come before the tokens' own.
 
-    An index on the host begins to search. Another selects when the layer attends. For a single token it may also select, and
-    the rows are fetched, during the MLP of the layer before.
+    An index on the host begins to search. Another selects when the layer attends.
 
     queries: predicted, [B, Hq, T, D], for the next T tokens; None: the tokens have their own.
     searches: running, for the first of these tokens. The others are searched when they come, because the index changes before.
     """
 
-    def __init__(self, updater: IndexUpdater, storage: LayerStorage, transfer: Transfer) -> None:
-        self.updater, self.storage, self.transfer = updater, storage, transfer
+    def __init__(self, updater: IndexUpdater) -> None:
+        self.updater = updater
         self.queries: Tensor | None = None
         self.searches: list[Future[Selection]] = []
-        self._early: EarlyChoice | None = None  # for the next token
 
     def prefetch(self, queries: Tensor, *, search: bool = True) -> None:
         """Use these queries, [B, Hq, T, D], for the next T tokens instead of their own.
@@ -54,25 +47,9 @@ class Ahead:
         """
         retriever = self.updater.retriever
         self.drop()
-        early = self.updater.undisturbed(queries.shape[2]) if search and retriever.index.traits.on_host else 0
-        self.searches = retriever.search(queries[:, :, :early]) if early else []
+        now = self.updater.undisturbed(queries.shape[2]) if search and retriever.index.traits.on_host else 0
+        self.searches = retriever.search(queries[:, :, :now]) if now else []
         self.queries = queries
-
-    def choose_early(self, step: Step, predict: Callable[[], Tensor], *reads: Tensor) -> None:
-        """Choose the rows of a step's tokens by a predicted query, [B, Hq, T, D]. A single token's are fetched at once, during the
-        MLP of the layer before. An index on the host begins to search.
-
-        predict: returns the query. It may run on a side stream.
-        reads: tensors that `predict` reads.
-        """
-        retriever, storage, transfer = self.updater.retriever, self.storage, self.transfer
-        if step.tokens > 1 or retriever.index.traits.on_host:
-            self.prefetch(predict())
-            return
-        self.drop()
-        transfer = UvaGather(_EARLY_PROGRAMS) if isinstance(transfer, UvaGather) else transfer
-        fetch = partial(fetch_choice, transfer, store=storage.store, slab=storage.slab, index=retriever.index)
-        self._early = retriever.choose_early(predict, step.start + 1 - min(step.left_pad), fetch, reads)
 
     def choose(self, query: Tensor, length: int, t: int) -> Choice:
         """Return the choice for token t, whose own query is [B, Hq, D]. The last of the predicted queries is then spent.
@@ -80,28 +57,23 @@ class Ahead:
         length: length of the longest sequence.
         """
         retriever, queries = self.updater.retriever, self.queries
-        if self._early is not None:
-            early, self._early = self._early, None
-            return retriever.complete(early, query)
         if queries is None:
             return retriever.choose(query, length)
-        choice = retriever.choose(queries[:, :, t], length, query, self.searches[t] if t < len(self.searches) else None)
+        choice = retriever.choose(queries[:, :, t], length, self.searches[t] if t < len(self.searches) else None)
         if t == queries.shape[2] - 1:
             self.drop()
         return choice
 
     def drop(self) -> None:
         """Drop what was predicted. Cancels the searches that have not started, and waits for the one that reads the index."""
-        if self._early is not None:  # its event may be of a capture that failed
-            self.updater.retriever.streams.early.join(self.storage.slab.data.device)
         for search in self.searches:
             search.cancel()
         wait(self.searches)
-        self.queries, self.searches, self._early = None, [], None
+        self.queries, self.searches = None, []
 
     def __deepcopy__(self, memo: dict[int, object]) -> Ahead:
         """Copy the queries; the copy searches when its tokens come."""
-        twin = Ahead(*copy.deepcopy((self.updater, self.storage, self.transfer), memo))
+        twin = Ahead(copy.deepcopy(self.updater, memo))
         twin.queries = copy.deepcopy(self.queries, memo)
         return twin
 

@@ -43,7 +43,6 @@ class Streams:
 
     prefetcher: copies KV back to the device for prompts in chunks.
     aux, deferred: for indexes on the device.
-    early: for choices by predicted queries.
     memory, device: host and device memory of all layers.
     graph: the step being captured.
     layers: number of layers of the model.
@@ -57,7 +56,6 @@ class Streams:
         self.layers, self.memory, self.device = layers, memory or HostMemory(), device or DeviceMemory()
         self.memory.streams = self.device.streams
         self.prefetcher, self.aux = KVPrefetcher(self.device.streams), AuxStream(self.device.streams)
-        self.early = AuxStream(self.device.streams, urgent=True)
         self.deferred = DeferredBatch()
         self.graph: SegmentedGraph | None = None
         self.observers: list[Observer] = []

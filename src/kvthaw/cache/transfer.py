@@ -15,7 +15,7 @@ from kvthaw.cache.index_api import Index, Transfer
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import one_of
 from kvthaw.kernels.row_format import RowFormat
-from kvthaw.kernels.uva_gather import PROGRAMS, crossing, uva_gather
+from kvthaw.kernels.uva_gather import crossing, uva_gather
 
 Gather = Callable[[Tensor, Tensor], tuple[int, Tensor]]
 """Gathers rows into a buffer, as `kvthaw.native.gather_rows` does."""
@@ -38,7 +38,7 @@ def fetch_choice(transfer: Transfer, choice: Choice, store: HostStore, slab: Sla
 
     index: replaces fetched keys, if it rebuilds them; None: it is another layer's.
     """
-    if choice.fetched or choice.slots is None or choice.fetch is None:
+    if choice.slots is None or choice.fetch is None:
         return
     slots, fetch = choice.host if choice.host and not transfer.graph_safe else (choice.slots, choice.fetch)
     transfer.fetch(store, slab, fetch, slots)
@@ -90,22 +90,16 @@ class BulkCopy:
 
 
 class UvaGather:
-    """A kernel on the device reads the rows from pinned host memory (ParisKV, section 4.3). No host sync.
-
-    programs: of the kernel, each with one row under way at a time; see uva_gather.
-    """
+    """A kernel on the device reads the rows from pinned host memory (ParisKV, section 4.3). No host sync."""
 
     graph_safe = True
-
-    def __init__(self, programs: int = PROGRAMS) -> None:
-        self.programs = programs
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
         """Fetch as BulkCopy.fetch does, with fetch and slots on the device."""
         host.order(slab.data.device)
         table = host.table.on(slab.data.device)
         count = None if host.allocator.device is None else (host.table.on_host, host.crossed)
-        uva_gather(table, host.block_size, slab.data, fetch, slots, slab.pool_start, count, host.format, self.programs)
+        uva_gather(table, host.block_size, slab.data, fetch, slots, slab.pool_start, count, host.format)
 
 
 Way = Literal["uva", "bulk"]

@@ -58,7 +58,7 @@ def forward_needs_host(cache: ModelCache) -> str | None:
         return "the model has layers that transformers serves itself"
     if cache.turns_by_length:
         return f"the model's {cache.turns_by_length} positions need the host in every step"
-    if cache.kv.settings.method.prefetches == "attention":
+    if cache.kv.settings.method.prefetches:
         return f"{cache.kv.settings.method.name} looks into the model between its layers"
     return None
 

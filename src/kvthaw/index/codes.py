@@ -31,7 +31,7 @@ from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.planes import planes
 from kvthaw.kernels.query import Rotated
 from kvthaw.kernels.remainder import Estimated
-from kvthaw.kernels.rerank import TILE, Estimates, rerank, rescore
+from kvthaw.kernels.rerank import TILE, Estimates, rerank
 from kvthaw.kernels.signs import signs
 from kvthaw.kernels.srht import make_rotation
 from kvthaw.kernels.tiers import Combine, most_votes, tiers
@@ -180,20 +180,8 @@ class CodesIndex(TablesOnDevice, Index, tested=True):
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index. Raises ConfigError where a fixed number of candidates is less than budget."""
-        return replace(self.select_early(query, budget), partial=self.attention(query))
-
-    def select_early(self, query: Tensor, budget: int) -> Selection:
         self.join()
-        return self.best(query, budget)
-
-    def complete(self, found: Selection, query: Tensor) -> Selection:
-        """Estimate the scores of the candidates again, with the layer's own query."""
-        if found.estimated is not None:
-            rotated, _ = self._planes(query, self._totals(query))
-            known = found.estimated
-            scores = rescore(rotated, self.summaries, known.places, known.wanted, self.quantizer, known.scores)
-            found = replace(found, estimated=replace(known, scores=scores))
-        return replace(found, partial=self.attention(query))
+        return replace(self.best(query, budget), partial=self.attention(query))
 
     def best(self, query: Tensor, budget: int) -> Selection:
         """Select the rows [B, H, budget] of the best estimates, ascending, -1 padded."""

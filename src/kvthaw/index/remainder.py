@@ -198,17 +198,8 @@ class RemainderIndex(AroundIndex, tested=True):
         """See Index. Raises ConfigError where the query heads of a KV head choose rows of their own."""
         return self._estimate(self.inner.select(query, budget), query)
 
-    def select_early(self, query: Tensor, budget: int) -> Selection:
-        return self.inner.select_early(query, budget)
-
-    def complete(self, found: Selection, query: Tensor) -> Selection:
-        return self._estimate(self.inner.complete(found, query), query, aside=False)
-
-    def _estimate(self, found: Selection, query: Tensor, *, aside: bool = True) -> Selection:
-        """Return a selection with the estimate of what it leaves out.
-
-        aside: compute it on the side stream, while the selected rows are fetched.
-        """
+    def _estimate(self, found: Selection, query: Tensor) -> Selection:
+        """Return a selection with the estimate of what it leaves out, computed on a side stream while the rows are fetched."""
         batch, pages = query.shape[0], self.pages
         pages.join()
         if found.log_weight is not None:
@@ -221,10 +212,6 @@ class RemainderIndex(AroundIndex, tested=True):
             how: dict[str, Any] = {"first": pages.first, "page": pages.page, "scale": scale, "estimated": found.estimated}
             estimates.append(remainder(query, means, found.rows, known, pages.format, **how))
 
-        done = None
-        if aside:
-            done = self._beside.run(query.device, estimate)
-        else:
-            estimate()
+        done = self._beside.run(query.device, estimate)
         used = [] if done is None or found.estimated is None else [found.estimated.scores, found.estimated.marks]
         return Selection(found.rows, found.counts, partial=replace(estimates[0], done=done, reads=used))

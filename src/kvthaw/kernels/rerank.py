@@ -142,24 +142,19 @@ if HAS_TRITON:
     @triton.jit
     def _rerank(whole, factors, codes, weights, candidates, wanted, scores, peaks, parts, heads, capacity, width, low, high,
                 scale, UNIT: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, SUBS: tl.constexpr,
-                TILE: tl.constexpr, ROOM: tl.constexpr, RUN: tl.constexpr, PLAIN: tl.constexpr, AGAIN: tl.constexpr,
-                PDL: tl.constexpr):  # fmt: skip
-        # Program: every num_programs-th tile of candidates of one KV head, for all its query heads. AGAIN: write over earlier
-        # scores unless they are -inf, and compute nothing else.
+                TILE: tl.constexpr, ROOM: tl.constexpr, RUN: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+        # Program: every num_programs-th tile of candidates of one KV head, for all its query heads.
         split = tl.program_id(0)
         splits = tl.num_programs(0)
         seq = tl.program_id(2)
         pair = (seq * heads + tl.program_id(1)).to(tl.int64)
-        if AGAIN:
-            follow(PDL)  # the previous kernel wrote the rotated queries
         count = tl.load(wanted + seq)
         p = tl.arange(0, PP)
         part = parts + ((pair * P + p) * splits + split) * 2
         if split * TILE >= count:  # as if it had summed up nothing
             follow(PDL)
-            if not AGAIN:
-                tl.store(part, tl.full((PP,), float("-inf"), tl.float32), mask=p < P)
-                tl.store(part + 1, tl.zeros((PP,), tl.float32), mask=p < P)
+            tl.store(part, tl.full((PP,), float("-inf"), tl.float32), mask=p < P)
+            tl.store(part + 1, tl.zeros((PP,), tl.float32), mask=p < P)
         else:
             S: tl.constexpr = SUBS // 4 if SUBS > 4 else 1  # products, each of the four subspaces t S + s, t = 0 .. 3
             MAGIC: tl.constexpr = 12582912.0
@@ -208,26 +203,21 @@ if HAS_TRITON:
                 sums = tl.sum(sums * tl.reshape(weigh, (S, TILE, 2, 1, 2)), axis=0)
                 score = tl.sum(tl.sum(sums, axis=3), axis=1)
                 at = scores + (pair * P + p[None, :]) * width + m[:, None]
-                if AGAIN:
-                    score = tl.where(tl.load(at, mask=head & live, other=0.0) == float("-inf"), float("-inf"), score)
                 tl.store(at, score, mask=head & live)
-                if not AGAIN:
-                    score = tl.where(live, score, float("-inf"))
-                    peak = tl.max(tl.reshape(score, (TILE // RUN, RUN, PP)), axis=1)
-                    run = tile * (TILE // RUN) + tl.arange(0, TILE // RUN)
-                    tl.store(peaks + (pair * P + p[None, :]) * runs + run[:, None], peak, mask=head)
-                    top, mass = accumulate(top, mass, score * scale)
+                score = tl.where(live, score, float("-inf"))
+                peak = tl.max(tl.reshape(score, (TILE // RUN, RUN, PP)), axis=1)
+                run = tile * (TILE // RUN) + tl.arange(0, TILE // RUN)
+                tl.store(peaks + (pair * P + p[None, :]) * runs + run[:, None], peak, mask=head)
+                top, mass = accumulate(top, mass, score * scale)
                 word, weight = next_word, next_weight
-            if not AGAIN:
-                store_part(part, top, mass, p < P)
+            store_part(part, top, mass, p < P)
 
 
 def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,
-           run: int = TILE, again: Tensor | None = None) -> Estimates:  # fmt: skip
+           run: int = TILE) -> Estimates:  # fmt: skip
     """Launch the kernel on any device.
 
     run: a power of two up to TILE.
-    again: earlier scores, which are written over; nothing else is computed.
     """
     batch, heads, scored, subs = rotated.factors.shape
     width = candidates.shape[2]
@@ -235,14 +225,12 @@ def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: T
     assert summaries.contiguous() and candidates.is_contiguous() and wanted.dtype == candidates.dtype == torch.int32
     assert TILE % run == 0, f"{run} candidates do not divide a tile"
     tile, splits = shape(run)
-    sizes = (batch, heads, scored), width, splits, run, candidates.device
-    found = Estimates.empty(*sizes) if again is None else Estimates(again, again, again, run)
-    assert found.scores.is_contiguous()
+    found = Estimates.empty((batch, heads, scored), width, splits, run, candidates.device)
     _rerank[(splits, heads, batch)](
         rotated.whole, rotated.factors, summaries.codes, summaries.weights, candidates, wanted, found.scores, found.peaks,
         found.parts, heads, summaries.capacity, width, *quantizer.bytes, scale, UNIT=quantizer.unit / 128, BITS=quantizer.bits,
         P=scored, PP=max(2, triton.next_power_of_2(scored)), SUBS=subs, TILE=tile, ROOM=TILE, RUN=run,
-        PLAIN=not nvidia(candidates.device, (8, 0)), AGAIN=again is not None, num_warps=1, **dependent(candidates.device),
+        PLAIN=not nvidia(candidates.device, (8, 0)), num_warps=1, **dependent(candidates.device),
     )  # fmt: skip
     return found
 
@@ -257,11 +245,3 @@ def rerank(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: T
     if candidates.is_cuda and HAS_TRITON:
         return launch(rotated, summaries, candidates, wanted, quantizer, scale, run)
     return definition(rotated, summaries, candidates, quantizer)
-
-
-def rescore(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer,
-            scores: Tensor) -> Tensor:  # fmt: skip
-    """Return the scores [L, H, P, width] of candidates for other queries; -inf stays. The kernel writes them over `scores`."""
-    if candidates.is_cuda and HAS_TRITON:
-        return launch(rotated, summaries, candidates, wanted, quantizer, 1.0, again=scores).scores
-    return torch.where(scores == -torch.inf, scores, definition(rotated, summaries, candidates, quantizer))

@@ -53,7 +53,7 @@ def icecache_digest(*, reuse: int = 1, prefetch: bool = False, threads: int = 0,
         reuse,
         threads,
         transfer,
-        prefetches="attention" if prefetch else None,
+        prefetches=prefetch,
         differs="descends by node digests, not keys; single tokens, not pages (`unit=page`); exact parents; no pruning by P-DCI",
         choose="device memory is all that matters and the host has cores to spare",
     )

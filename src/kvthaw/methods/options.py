@@ -76,7 +76,7 @@ def digest(method: Method) -> str:
     index, of the functions and dataclasses that this is made with, and of the method itself. Raises TypeError for an option of
     another kind."""
     stored: dict[str, Any] = {} if method.kv_dtype is None else {"kv_dtype": method.kv_dtype}
-    stored["prefetches"] = {None: False, "attention": True}.get(method.prefetches, method.prefetches)
+    stored["prefetches"] = method.prefetches
     stored["evicts"] = method.index is None and not method.dense  # digests of earlier results stay as they are
     text = json.dumps(stored | {name: _plain(getattr(method, name)) for name in _DECIDES}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -23,7 +23,7 @@ def with_remainder(method: Method, page: int) -> Method:
         return method
     if method.index is None:
         raise ConfigError(f"remainder is {page}; {method.name} selects no rows, so nothing is left to estimate; it must be 0")
-    if method.anchors != 1 or method.prefetches == "attention":
+    if method.anchors != 1 or method.prefetches:
         raise ConfigError(
             f"remainder is {page}; it must be 0 for {method.name}, whose layers attend to rows that another query chose"
         )

@@ -21,7 +21,6 @@ def thaw(
     candidates: int | None = None,
     code_bits: Literal[3, 4] = 3,
     tolerance: float = 0.0003,
-    prefetch: bool = False,
 ) -> Method:
     """Attend exactly to the rows that weigh most, and to every page's other tokens by their mean key and mean value.
 
@@ -33,10 +32,6 @@ def thaw(
     remainder: tokens of a page, a multiple of 16. The means take 0.52 / remainder of the KV's bytes on a GPU, where they are e4m3.
     tolerance: a step reads no row whose estimated share of a head's attention is less, and estimates it like the rest. `budget`
         is the most that a head may read; few heads, layers and steps need that. 0: a step reads as many as the budget allows.
-    prefetch: choose and fetch rows while the layer before computes its MLP, with the query that the residual stream predicts. The
-        estimate and the attention have the layer's own query. On an H200 a step of 256 rows takes 8 to 13 % less time at 36k to
-        128k tokens. It takes 3 % more from 512k on. A step of 100 rows takes as long at 36k, and 6 % more at 128k. The divergence
-        is 20 % larger on Qwen2.5-Coder. See docs/notes/decode-path.md.
     policy: how the query heads of a group agree on rows. Each of them weighs the remainder by its own query.
 
     The other options are pariskv-plus's. Sink and window are small, since the estimate covers what a long window is for. One
@@ -60,7 +55,6 @@ def thaw(
         paper="-",
         regions=Regions(4, 32, 16),
         dense_layers=1,
-        prefetches="mlp" if prefetch else None,
         differs="-",
         choose="the closest to full attention at every budget",
     )

@@ -36,7 +36,7 @@ def infinigen(*, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2, pref
         index=index,
         regions=regions,
         any_budget=True,
-        prefetches="attention" if prefetch else None,
+        prefetches=prefetch,
         differs="keeps a window of 16 tokens; makes the skew from the prompt's last 128 queries, not offline; "
         "channels by means over these and all keys",
         choose="comparing with search by predicted queries; it has no sink (`sink=16`)",

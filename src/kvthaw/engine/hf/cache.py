@@ -38,7 +38,7 @@ from kvthaw.engine.hf import saving
 from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
 from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.dry_run import dry_run
-from kvthaw.engine.hf.hooks import choose_early, prefetch, rotary, turns_by_length
+from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
 from kvthaw.engine.hf.identity import Origin, adapters
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
 from kvthaw.engine.hf.masks import as_bool
@@ -178,9 +178,7 @@ class Cache(DynamicCache):
         self.rolls_back = False
         """Whether a forward that asks for several logits may be a verification of assisted decoding."""
         self.argument, self.turns_by_length = CACHE, turns_by_length(model)
-        self._shared = Shared(model, self.kv, prefetch if chosen.prefetches == "attention" else None)
-        if chosen.prefetches == "mlp":
-            choose_early(model)
+        self._shared = Shared(model, self.kv, prefetch if chosen.prefetches else None)
         self._shared.of = weakref.ref(self.layers)
         self.kv.sequences.positions = self._shared.positions
         for kv in self.kv.layers:

@@ -23,10 +23,6 @@ from kvthaw.kernels.linear import linear
 from kvthaw.kernels.rms_norm import Norm
 
 
-class InputUnread:
-    """A pre-hook of an attention module that does not look at the module's hidden state."""
-
-
 @dataclass(frozen=True, slots=True)
 class Projection:
     """A linear layer of this process.
@@ -104,8 +100,7 @@ class Layer:
     def of(cls, layer: Any, x: Tensor) -> Self | None:
         """Return the parts of a layer for a hidden state x; None if it has others."""
         attention, mlp = layer.self_attn, layer.mlp
-        read = [hook for hook in attention._forward_pre_hooks.values() if not isinstance(hook, InputUnread)]
-        if read or attention._forward_hooks or mlp._forward_pre_hooks or mlp._forward_hooks:
+        if any(one._forward_pre_hooks or one._forward_hooks for one in (attention, mlp)):
             return None  # they would see a hidden state before its norm, or a result with the residual in it
         before, after = _norm(layer.input_layernorm, x), _norm(layer.post_attention_layernorm, x)
         qkv = [Projection.of(getattr(attention, name, None), x) for name in ("q_proj", "k_proj", "v_proj")]
