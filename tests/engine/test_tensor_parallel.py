@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -29,7 +31,7 @@ from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf import fused, one_token
 from kvthaw.engine.hf.layer import TAG
 from kvthaw.engine.hf.model import load_shipped
-from kvthaw.engine.hf.tensor_parallel import ranks
+from kvthaw.engine.hf.tensor_parallel import LocalLinear, ranks
 from kvthaw.engine.lockstep import Lockstep
 from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampling
@@ -224,6 +226,13 @@ def ways(rank: int) -> tuple[Any, int, int]:
         step = GraphRunner(forward, cache, capture=False)
         found.append([step(torch.tensor([[5]]), torch.tensor([[len(PROMPT[0]) + i]])).numpy().copy() for i in range(2)])
     return np.array(found), len(joined), sum(weight.nbytes for weight in plain(model))
+
+
+def test_the_forward_of_a_split_layer_is_not_copied() -> None:
+    """It refers to processes, which cannot be copied."""
+    processes: Any = threading.Lock()
+    forward = LocalLinear(torch.ones(2, 2), None, processes)
+    assert copy.deepcopy(forward) is forward
 
 
 def plain(model: PreTrainedModel) -> list[torch.Tensor]:

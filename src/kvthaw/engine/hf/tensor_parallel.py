@@ -122,6 +122,10 @@ class LocalLinear:
         total = self.reduce(linear(x, self.weight))
         return total if self.bias is None else total + self.bias
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalLinear:
+        """Return this forward, as a copy of a function is the function: processes cannot be copied."""
+        return self
+
 
 def _gathered(weight: Tensor, bias: Tensor | None, size: int, group: str) -> Callable[[Tensor], Tensor]:
     """Return the forward of a linear layer whose rows are split over a group's processes, and whose whole output all receive."""
