@@ -174,7 +174,7 @@ def test_a_config_that_says_kvthaw_already(shared: Callable[[Any], Any]) -> None
     assert model.config._attn_implementation == other.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("method", ["infinigen", "thaw:prefetch=True"])
+@pytest.mark.parametrize("method", ["infinigen", "icecache-digest:prefetch=True"])
 def test_detach_leaves_the_hooks_of_a_model_with_the_same_layers(method: str) -> None:
     """Two models have one decoder. Where the hooks are gone, queries are not predicted, and other rows are chosen."""
     model = build("llama", num_hidden_layers=4)
