@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -289,6 +290,7 @@ def chunks(dtype: torch.dtype, dim: int) -> None:
 def model(dtype: torch.dtype, dim: int) -> None:
     """What stands between a model's products."""
     from kvthaw.kernels import gated, linear, rms_norm, rotate
+    from kvthaw.kernels.weights import Float8Weight, Int4Weight, Weight
 
     for rows, width in ((700, 4096), (700, 14336), (3, dim)):
         rms_norm.launch(empty(rows, width, dtype=dtype), rms_norm.Norm(empty(width, dtype=dtype), 1e-6))
@@ -299,6 +301,17 @@ def model(dtype: torch.dtype, dim: int) -> None:
         linear.launch(x, weights, [None] * 3, norm=norm)
         linear.launch(x, [weights[1]] * 2, [empty(16, dtype=dtype)] * 2, norm=norm, gate="gelu_tanh")
         linear.launch(x, weights[:1], [None], residual=empty(1, 64, dtype=dtype))
+
+        def int4(group: int, width: int = width) -> Weight:
+            wide = -(-width // 1024) * 1024
+            scales = empty(wide // group, 64, 2, dtype=torch.bfloat16)
+            return Int4Weight(empty(8, wide // 128, 32, 4), scales, group, torch.Size((64, width)))
+
+        eight = Float8Weight(empty(64, width, dtype=torch.float8_e4m3fn), empty(64, dtype=torch.float32))
+        for kind in (eight, int4(32), int4(128)):
+            linear.launch(x, [kind] * 3, [None] * 3, norm=norm)
+            linear.launch(x, [kind] * 2, [empty(64, dtype=dtype)] * 2, norm=norm, gate="silu")
+            linear.launch(x, [kind], [None], residual=empty(1, 64, dtype=dtype))
     query, key = (empty(2, 700, heads, dim, dtype=dtype).transpose(1, 2) for heads in (HEADS * GROUP, HEADS))
     for rows in (1, 2):
         rotate.launch(query, key, empty(rows, 700, dim, dtype=dtype), empty(rows, 700, dim, dtype=dtype))
@@ -323,6 +336,18 @@ CASES: dict[str, Callable[[torch.dtype, int], None]] = {
 
 class _Stop(Exception):  # noqa: N818
     """Far enough."""
+
+
+def check_layouts(module: str) -> None:
+    """Raise AssertionError where instructions of a warp get tensors in a layout that stops a kernel on a GPU: a thread has to hold
+    four elements, and the next thread the next four.
+
+    module: a kernel with the GPU's layouts.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", module, re.MULTILINE))
+    for line in (line for line in module.splitlines() if "@off trap" in line):
+        for name in set(re.findall(r"(#\w+)>", line.partition("packed_element = 4 ")[2])):
+            assert "sizePerThread = [4], threadsPerWarp = [32]" in layouts[name], layouts[name]
 
 
 def _only_compile(target: str, seen: list[str], kinds: set[tuple[str, str]], shared: dict[str, int]) -> None:
@@ -385,6 +410,7 @@ def _only_compile(target: str, seen: list[str], kinds: set[tuple[str, str]], sha
         lower = stages["llir"]
 
         def stop(source: Any, metadata: dict[str, Any]) -> None:
+            check_layouts(str(source))
             if target in SHARED:
                 lower(source, metadata)
                 taken.append(metadata["shared"])

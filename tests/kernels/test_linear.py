@@ -1,16 +1,20 @@
-"""Linear layers of one token against their definition: alone, with a norm, a bias, a gate and a residual."""
+"""Linear layers of one token against their definition: alone, with a norm, a bias, a gate and a residual, and with weights of 8 and
+4 bits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from warp import THREAD, run
 
-from kvthaw.kernels import linear, rms_norm
-from kvthaw.kernels.linear import Blocks
+from kvthaw.kernels import linear, linear_int4, nibbles, rms_norm
+from kvthaw.kernels.linear_parts import Blocks
 from kvthaw.kernels.rms_norm import Norm
+from kvthaw.kernels.weights import Float8Weight, Int4Weight, Weight, dense
 from shapes import DTYPES, close
 
 pytest.importorskip("triton")
@@ -23,9 +27,45 @@ def drawn(*shape: int, like: Tensor) -> Tensor:
     return torch.randn(shape).to(like.device, like.dtype)
 
 
-def settings(x: Tensor, rows: list[int], *, norm: bool | str, bias: bool, residual: bool, gate: str | None) -> dict[str, Any]:
+def plain(n: int, width: int, like: Tensor) -> Tensor:
+    return drawn(n, width, like=like) * width**-0.5
+
+
+def eights(n: int, width: int, like: Tensor) -> Float8Weight:
+    codes = torch.randn(n, width, device=like.device).to(torch.float8_e4m3fn)
+    return Float8Weight(codes, (torch.rand(n, device=like.device) + 0.5) * width**-0.5)
+
+
+def single(n: int, width: int, like: Tensor) -> Float8Weight:
+    """Weights whose rows have one scale."""
+    found = eights(n, width, like)
+    return Float8Weight(found.codes, found.scale[:1].clone())
+
+
+def fours(group: int) -> Callable[[int, int, Tensor], Int4Weight]:
+    def make(n: int, width: int, like: Tensor) -> Int4Weight:
+        high, wide = -(-n // 8), -(-width // max(128, group)) * max(128, group)
+        codes = torch.randint(-(1 << 31), 1 << 31, (high, wide // 128, 32, 4), dtype=torch.int32, device=like.device)
+        scales = (
+            torch.randn(wide // group, 8 * high, 2, device=like.device) * torch.tensor([0.2, 0.5], device=like.device)
+        ) * width**-0.5
+        return Int4Weight(codes, scales.bfloat16(), group, torch.Size((n, width)))
+
+    return make
+
+
+def settings(
+    x: Tensor,
+    rows: list[int],
+    *,
+    norm: bool | str,
+    bias: bool,
+    residual: bool,
+    gate: str | None,
+    make: Callable[[int, int, Tensor], Weight] = plain,
+) -> dict[str, Any]:
     width = x.shape[-1]
-    weights = [drawn(n, width, like=x) * width**-0.5 for n in rows]
+    weights = [make(n, width, x) for n in rows]
     return {
         "weights": weights,
         "biases": [drawn(n, like=x) if bias else None for n in rows],
@@ -40,15 +80,13 @@ def exact(x: Tensor, given: dict[str, Any]) -> list[Tensor]:
     norm = given["norm"]
     normed = x if norm is None else rms_norm.definition(x, norm)
     wide = {"norm": None, "gate": given["gate"]}
-    wide["weights"] = [weight.double() for weight in given["weights"]]
+    wide["weights"] = [dense(weight, torch.float64).double() for weight in given["weights"]]
     wide["biases"] = [None if bias is None else bias.double() for bias in given["biases"]]
     wide["residual"] = None if given["residual"] is None else given["residual"].double()
     return [y.to(x.dtype) for y in linear.definition(normed.double(), **wide)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("width", "columns"), WIDTHS)
-@pytest.mark.parametrize(
+HOW = pytest.mark.parametrize(
     ("rows", "how"),
     [
         ([10], {}),
@@ -62,16 +100,124 @@ def exact(x: Tensor, given: dict[str, Any]) -> list[Tensor]:
     ],
     ids=str,
 )
+"""Rows of the weights, and what is before and behind them."""
+NOTHING = {"norm": False, "bias": False, "residual": False, "gate": None}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "columns"), WIDTHS)
+@HOW
 def test_products_are_those_of_the_definition(
     rows: list[int], how: dict[str, Any], width: int, columns: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     x = drawn(1, 1, width, like=torch.empty(0, dtype=dtype, device=device))
-    given = settings(x, rows, **{"norm": False, "bias": False, "residual": False, "gate": None} | how)
+    given = settings(x, rows, **NOTHING | how)
     for blocks in (Blocks(4, columns, 1, 4), Blocks(2, columns, 4, 4)):
         found = linear.launch(x, **given, blocks=blocks)
         assert [y.shape for y in found] == [(1, 1, n) for n in (rows[:1] if given["gate"] else rows)]
         for y, expected in zip(found, exact(x, given), strict=True):
             close(y, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("make", [eights, single])
+@pytest.mark.parametrize(("width", "columns"), [(64, 64), (48, 64), (200, 64), (132, 128)])
+@HOW
+def test_products_of_8_bits(
+    rows: list[int], how: dict[str, Any], width: int, columns: int, make: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = drawn(1, 1, width, like=torch.empty(0, dtype=dtype, device=device))
+    given = settings(x, rows, **NOTHING | how, make=make)
+    for y, expected in zip(linear.launch(x, **given, blocks=Blocks(4, columns, 1, 4)), exact(x, given), strict=True):
+        close(y, expected)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+@pytest.mark.parametrize(("width", "columns"), [(256, 256), (192, 256), (640, 256), (640, 1024)])
+@HOW
+def test_products_of_4_bits(
+    rows: list[int], how: dict[str, Any], width: int, columns: int, group: int, device: torch.device
+) -> None:
+    """Rows of one tile and of several, and tiles that weights fill in part."""
+    rows = [3 * n for n in rows]
+    x = drawn(1, 1, width, like=torch.empty(0, dtype=torch.bfloat16, device=device))
+    given = settings(x, rows, **NOTHING | how, make=fours(group))
+    for pairs in (1, 2):
+        found = linear.launch(x, **given, blocks=Blocks(pairs, columns, 1, 8))
+        assert [y.shape for y in found] == [(1, 1, n) for n in (rows[:1] if given["gate"] else rows)]
+        for y, expected in zip(found, exact(x, given), strict=True):
+            close(y, expected)
+
+
+def packed(q: Tensor) -> Tensor:
+    """Numbers [N, K] in tiles, one after the other, as torch's _convert_weight_to_int4pack describes them for CUDA."""
+    n, k = q.shape
+    codes = torch.zeros(n // 8, k // 128, 32, 4, dtype=torch.int64)
+    for thread in range(32):
+        for word in range(4):
+            for p in range(8):
+                column = 32 * word + 8 * (p % 4) + 2 * (thread % 4) + p // 4
+                codes[:, :, thread, word] |= q[thread // 4 :: 8, column::128].long() << (4 * p)
+    return codes.int()
+
+
+def test_numbers_of_4_bits_are_read_from_their_tiles() -> None:
+    q = torch.randint(0, 16, (24, 256))
+    scales = torch.rand(4, 24, 2).bfloat16()
+    weight = Int4Weight(packed(q), scales, 64, torch.Size((21, 250)))
+    assert torch.equal(weight.numbers(), q.int())
+    scale, zero = (scales.double()[:, :, i].T.repeat_interleave(64, dim=1) for i in range(2))
+    assert torch.equal(weight.dense(torch.float64), ((q - 8) * scale + zero)[:21, :250])
+
+
+def test_instructions_of_a_warp_for_4_bits() -> None:
+    """The sums of 16 rows and 128 columns, and of the token alone, by the instructions that a GPU is given."""
+    weight, x = fours(128)(16, 128, torch.empty(0)), torch.randn(128).bfloat16()
+    pair = torch.arange(4) * 16 + (4 * torch.arange(4))[:, None, None] + (THREAD % 4)[:, None]  # p, thread, word
+    words = x.view(torch.int32)[pair]
+    token = [words[p, :, j] for p in range(4) for j in range(4)]
+    element = [4 * THREAD + 256 + j for j in range(4)]
+    code, types = nibbles.product()
+    tiles = [weight.codes[half, 0, :, j] for half in range(2) for j in range(4)]
+    assert types.split(",") == ["=&f"] * 8 + ["r"] * 28
+    found = (
+        torch.stack(run(code, [*tiles, *token, *element], 8)).int().view(torch.float32).view(2, 4, 8, 4)
+    )  # rows, thread of it
+    products = (weight.numbers() + nibbles.ABOVE).float() * x.float()
+    want = products.view(2, 8, 4, 32).sum(dim=3).transpose(1, 2)
+    assert torch.allclose(found, want[..., None].expand(-1, -1, -1, 4), rtol=1e-5, atol=1e-3)
+    code, types = nibbles.total()
+    assert types.split(",") == ["=&f"] * 4 + ["r"] * 20
+    found = torch.stack(run(code, [*token, *element])).int().view(torch.float32)
+    assert torch.allclose(found, x.float().view(4, 32).sum(dim=1, keepdim=True).expand(-1, 32), rtol=1e-5, atol=1e-4)
+    elsewhere = [THREAD + 32 * j for j in range(4)]
+    with pytest.raises(AssertionError, match="the kernel was stopped"):
+        run(code, [*token, *elsewhere])
+
+
+def codes(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.zeros(shape).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Float8Weight(codes(4, 6, dtype=torch.float8_e4m3fn), torch.ones(4)), r"codes are .*\[4, 6\]"),
+        (lambda: Float8Weight(codes(4, 8, dtype=torch.float8_e4m3fn), torch.ones(3)), r"scale is .*\[3\]; allowed"),
+        (lambda: Float8Weight(torch.zeros(4, 8), torch.ones(4)), "codes are torch.float32"),
+        (lambda: Int4Weight(codes(1, 1, 32, 4), torch.ones(2, 8, 2), 64, torch.Size((8, 128))), "scales are torch.float32"),
+        (lambda: Int4Weight(codes(1, 1, 32, 4), torch.ones(2, 8, 2), 48, torch.Size((8, 128))), "group is 48; allowed"),
+        (
+            lambda: Int4Weight(torch.zeros(1, 1, 32, 4), torch.ones(2, 8, 2), 64, torch.Size((8, 128))),
+            "codes are torch.float32",
+        ),
+        (lambda: Int4Weight(codes(2, 1, 32, 4), torch.ones(2, 8, 2), 64, torch.Size((8, 128))), r"codes are .*\[2, 1,"),
+        (lambda: Int4Weight(codes(1, 1, 32, 4), torch.ones(2, 8, 2), 64, torch.Size((8, 129))), "columns; allowed"),
+    ],
+)
+def test_weights_that_are_laid_out_otherwise_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,6 +242,91 @@ def test_blocks_have_the_size_that_they_should(width: int, gated: bool) -> None:
     assert 4096 <= how.rows * how.width * (2 if gated else 1) <= 8192
     assert how.rows & (how.rows - 1) == 0
     assert how.width & (how.width - 1) == 0
+
+
+@pytest.mark.parametrize("width", [64, 576, 2048, 4096, 5120, 7168, 8192, 14336, 28672])
+@pytest.mark.parametrize("gated", [False, True])
+def test_blocks_of_8_bits_fill_the_registers(width: int, gated: bool) -> None:
+    """Each of 16 warps' threads has 128 numbers, or 64 if a row has several blocks, which need sums of each thread too."""
+    how = linear.float8_blocks(width, gated=gated)
+    numbers = how.rows * how.width * (2 if gated else 1) // (32 * how.warps)
+    assert numbers == (128 if width <= how.width else 64)
+    assert how.programs * how.warps == 16
+    assert how.rows & (how.rows - 1) == 0
+
+
+@pytest.mark.parametrize("filled", [1024, 2048, 3072, 4096, 5120, 8192, 14336, 28672])
+@pytest.mark.parametrize("gated", [False, True])
+def test_blocks_of_4_bits_give_each_thread_four_words(filled: int, gated: bool) -> None:
+    """Instructions stop the kernel where a thread has fewer."""
+    how = linear_int4.blocks_for(filled, gated=gated)
+    assert how.width % (128 * how.warps) == how.width & (how.width - 1) == how.width % 256 == 0
+    assert how.programs * how.warps == 16
+    assert how.width >= filled or filled > 4096
+
+
+QUANTISED = {"fp8": eights, "fp8-single": single, "int4-32": fours(32), "int4-128": fours(128), "int4-256": fours(256)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize(
+    ("width", "rows"), [(4096, 6144), (14336, 4096), (8192, 1288), (2048, 40000), (1536, 8960), (28672, 256)]
+)
+@pytest.mark.parametrize(
+    "how", [{}, {"norm": True, "gate": "silu", "bias": True}, {"norm": True, "parts": 3}, {"residual": True}], ids=str
+)
+def test_gpu_quantised_weights_of_models(kind: str, width: int, rows: int, how: dict[str, Any], device: torch.device) -> None:
+    x, how = torch.randn(1, width, device=device, dtype=torch.bfloat16), dict(how)
+    parts = how.pop("parts", 2 if "gate" in how else 1)
+    given = settings(x, [rows] * parts, **NOTHING | how, make=QUANTISED[kind])
+    for found, expected in zip(linear.launch(x, **given), exact(x, given), strict=True):
+        assert float((found.double() - expected.double()).norm() / expected.double().norm()) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+def test_gpu_tiles_are_those_that_torch_packs(group: int, device: torch.device) -> None:
+    q = torch.randint(0, 16, (48, 2048))
+    pairs = (q[:, ::2] << 4 | q[:, 1::2]).to(device, torch.uint8)
+    theirs = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+    assert torch.equal(theirs.cpu(), packed(q))
+    weight = Int4Weight(theirs, torch.rand(2048 // group, 48, 2, device=device).bfloat16(), group, torch.Size((48, 2048)))
+    x = torch.randn(1, 2048, device=device, dtype=torch.bfloat16)
+    expected = torch.ops.aten._weight_int4pack_mm(x, theirs, group, weight.scales)
+    (found,) = linear.launch(x, [weight], [None])
+    assert float((found.double() - expected.double()).norm() / expected.double().norm()) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_gpu_a_chain_of_quantised_layers_waits_for_each_product(kind: str, device: torch.device) -> None:
+    """Eagerly and in a graph that is replayed with new tokens."""
+    x, make = torch.randn(1, 2048, device=device, dtype=torch.bfloat16), QUANTISED[kind]
+    layers = [
+        (
+            settings(x, [7168, 7168], **NOTHING | {"norm": True, "gate": "silu"}, make=make),
+            make(2048, 7168, x),
+        )
+        for _ in range(3)
+    ]
+
+    def step(x: Tensor, product: Any) -> Tensor:
+        for gates, down in layers:
+            (inner,) = product(x, **gates)
+            (x,) = product(inner, [down], [None], residual=x)
+        return x
+
+    step(x, linear.launch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(x, linear.launch)
+    for _ in range(5):
+        x.copy_(torch.randn_like(x))
+        eager, expected = step(x, linear.launch), step(x, linear.definition)
+        graph.replay()
+        assert torch.equal(eager, captured)
+        assert float((eager.float() - expected.float()).norm() / expected.float().norm()) < 0.02
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""What the instructions of kernels/bits.py do, on a warp of 32 threads, without a GPU: those that they use and no others."""
+"""What the instructions of kernels/bits.py and nibbles.py do, on a warp of 32 threads, without a GPU: only what they use."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ THREAD = torch.arange(32)
 WORD = 0xFFFFFFFF
 
 
-def run(code: str, given: Sequence[Tensor]) -> list[Tensor]:
-    """code, instructions for one warp; given [32] int32 or int64 each, registers $4, $5, ... -> registers $0 to $3, signed. Raises
-    AssertionError where the kernel would be stopped."""
-    held = {f"${4 + i}": x.long() & WORD for i, x in enumerate(given)}
+def run(code: str, given: Sequence[Tensor], outputs: int = 4) -> list[Tensor]:
+    """Run instructions of one warp, and return its first registers, signed. Raise AssertionError where the kernel would be stopped.
+
+    given: the registers behind these, [32] int32 or int64 each.
+    outputs: the number of registers to return.
+    """
+    held = {f"${outputs + i}": x.long() & WORD for i, x in enumerate(given)}
     truths: dict[str, Tensor] = {}
 
     def value(name: str) -> Tensor:
         if name == "%laneid":
             return THREAD
+        if name.startswith("0f"):
+            return torch.full((32,), int(name[2:], 16))
         return held[name] if name in held else torch.full((32,), int(name, 0) & WORD)
 
     for line in filter(None, (part.strip() for part in code.strip("{}\n").split(";"))):
@@ -32,6 +37,11 @@ def run(code: str, given: Sequence[Tensor]) -> list[Tensor]:
             assert not truths[condition].any(), "the kernel was stopped"
             continue
         operation, rest = line.split(None, 1)
+        if operation == "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32":
+            sums, rows, column, first = (re.split(r",\s*", group) for group in re.findall(r"\{([^}]*)\}", rest))
+            added = _numbers([*map(value, rows)], [*map(value, column)], [*map(value, first)])
+            held |= dict(zip(sums, added, strict=True))
+            continue
         if operation.startswith("mma"):
             assert operation == "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc"
             sums, rows, column, first = (re.split(r",\s*", group) for group in re.findall(r"\{([^}]*)\}", rest))
@@ -49,7 +59,7 @@ def run(code: str, given: Sequence[Tensor]) -> list[Tensor]:
             held[to] = value(names[0])[THREAD ^ int(names[1])]
         else:
             held[to] = PLAIN[operation](*map(value, names)) & WORD
-    return [_signed(held[f"${i}"]) for i in range(4)]
+    return [_signed(held[f"${i}"]) for i in range(outputs)]
 
 
 def _signed(x: Tensor) -> Tensor:
@@ -62,6 +72,25 @@ def _product(upper: Tensor, lower: Tensor, column: Tensor) -> list[Tensor]:
     a = torch.stack([((x[:, None] >> bit) & 1).reshape(8, 128) for x in (upper, lower)])
     sums = a @ ((column[:, None] >> bit) & 1).reshape(8, 128).T  # [2, 8, 8]
     return [sums[i // 2][THREAD // 4, 2 * (THREAD % 4) + i % 2] for i in range(4)]
+
+
+def _numbers(rows: Sequence[Tensor], column: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
+    """What m16n8k16 gives each thread of its four sums, of pairs of bfloat16: the bits of float32."""
+    g, t = THREAD // 4, THREAD % 4
+    a, b = torch.zeros(16, 16), torch.zeros(16, 8)
+    for i, x in enumerate(rows):
+        for half in range(2):
+            a[g + 8 * (i % 2), 2 * t + 8 * (i // 2) + half] = _float(x >> (16 * half) << 16)
+    for i, x in enumerate(column):
+        for half in range(2):
+            b[2 * t + 8 * i + half, g] = _float(x >> (16 * half) << 16)
+    sums = a @ b
+    found = [_float(x) + sums[g + 8 * (i // 2), 2 * t + i % 2] for i, x in enumerate(first)]
+    return [x.view(torch.int32).long() & WORD for x in found]
+
+
+def _float(x: Tensor) -> Tensor:
+    return _signed(x & WORD).int().view(torch.float32)
 
 
 def _bytes(a: Tensor, b: Tensor, take: Tensor) -> Tensor:
@@ -79,6 +108,7 @@ def _halves(a: Tensor, b: Tensor, larger: bool) -> Tensor:
 PLAIN: dict[str, Callable[..., Tensor]] = {
     "mov.b32": lambda a: a,
     "mov.u32": lambda a: a,
+    "mov.f32": lambda a: a,
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
     "shr.s32": lambda a, b: _signed(a) >> b,
@@ -92,5 +122,5 @@ PLAIN: dict[str, Callable[..., Tensor]] = {
     "prmt.b32": _bytes,
     "max.f16x2": lambda a, b: _halves(a, b, True),
     "min.f16x2": lambda a, b: _halves(a, b, False),
-    "lop3.b32": lambda a, b, c, table: {0x60: a & (b ^ c)}[int(table[0])],
+    "lop3.b32": lambda a, b, c, table: {0x60: a & (b ^ c), 0xEA: (a & b) | c}[int(table[0])],
 }

@@ -1,0 +1,66 @@
+"""What the kernels of linear layers of one token share: how they divide weights, and what follows a product."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from kvthaw.kernels import HAS_TRITON
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How a kernel divides its weights.
+
+    rows, width: rows and columns that a program loads at once, powers of two. Of 4-bit numbers a row has 16 of the weight's
+    rows, and a column 8 of its columns.
+    programs: programs per multiprocessor.
+    warps: warps of a program.
+    """
+
+    rows: int
+    width: int
+    programs: int
+    warps: int
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of a device's multiprocessors, 2 for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from kvthaw.kernels.gated import multiplied
+
+    @triton.jit
+    def part(block, x0, x1, x2, n0, n1, n2, end0, end1, PARTS: tl.constexpr):
+        # The tensor that belongs to a block's weight, the rows of that weight, and its first block.
+        x, n, start = x0, n0, end0 * 0
+        if PARTS > 1 and block >= end0:
+            x, n, start = x1, n1, end0
+        if PARTS > 2 and block >= end1:
+            x, n, start = x2, n2, end1
+        return x, n, start
+
+    @triton.jit
+    def biased(y, bias, row, n, kind: tl.constexpr, BIAS: tl.constexpr):
+        # Products plus their bias, rounded to `kind`.
+        if BIAS:
+            y += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)
+        return y.to(kind)
+
+    @triton.jit
+    def finish(y, up, out, residual, row, n, GATED: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr):
+        # Store rounded products y of rows, times `up` after the activation if GATED, plus the residual if ADD.
+        kind = out.dtype.element_ty
+        if GATED:
+            y = multiplied(y.to(tl.float32), up.to(tl.float32), kind, SILU).to(kind)
+        if ADD:
+            y = (tl.load(residual + row, mask=row < n, other=0.0).to(tl.float32) + y.to(tl.float32)).to(kind)
+        tl.store(out + row, y, mask=row < n)
