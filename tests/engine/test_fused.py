@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Linear, Module, Parameter
 from transformers import DynamicCache, PreTrainedModel
 
 import kvthaw
 from kvthaw.engine.hf import fused, one_token, recognised
 from kvthaw.kernels import gated, linear, rms_norm, rotate
+from kvthaw.kernels.weights import Float8Weight, Int4Weight
 from zoo import MODELS, build, prompt
 
 KINDS = {
@@ -152,6 +153,118 @@ def test_one_hook_is_enough(of: str, alone: int, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(steps(model, ids), plain)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert len(count) == 1 + 4 * (4 + alone + 1)  # of the other layer, of this one, and of the head
+
+
+def by_torchao(model: PreTrainedModel, **config: Any) -> PreTrainedModel:
+    """The model with weights that torchao quantised to 8 bits."""
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(model, quantization.Float8WeightOnlyConfig(set_inductor_config=False, **config))
+    return model
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_weights_of_torchao_are_read_as_they_are(single: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps of one token, by definitions on the CPU and by the kernels on a GPU."""
+    model, met = build("llama").to(device, torch.bfloat16), list[tuple[type, int]]()
+    granularity = pytest.importorskip("torchao.quantization").PerTensor() if single else None
+    model = by_torchao(model, granularity=granularity)
+
+    def noted(x: Tensor, weights: Sequence[Any], *given: Any, **how: Any) -> list[Tensor]:
+        met.append((type(weights[0]), len(weights)))
+        return linear.linear(x, weights, *given, **how)
+
+    monkeypatch.setattr(one_token, "linear", noted)
+    ids = prompt(1, 30).to(device)
+    plain = steps(model, ids)
+    with fused.swapped(modules(model)):
+        found = steps(model, ids)
+    assert met == [(Float8Weight, count) for count in [1] + ([3, 1, 2, 1] * 2 + [1]) * 4]
+    assert float((found - plain).norm() / plain.norm()) < 2e-2
+
+
+def test_weights_of_several_kinds_are_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, met = build("llama").bfloat16(), list[int]()
+    by_torchao(model.model.layers[0].self_attn.q_proj)
+    by_torchao(model.model.layers[1].mlp.up_proj)
+    monkeypatch.setattr(one_token, "linear", lambda *given, **how: (met.append(len(given[1])), linear.linear(*given, **how))[1])
+    ids = prompt(1, 30)
+    plain = steps(model, ids, 1)
+    with fused.swapped(modules(model)):
+        assert torch.allclose(steps(model, ids, 1), plain, rtol=3e-2, atol=3e-2)
+    assert met == [1] + [1, 1, 1, 1, 2, 1] + [1] * 7 + [1]  # a gate of the first layer's two
+
+
+def tiled(rows: int, width: int, device: torch.device | str = "cpu", group: int = 64, **other: Any) -> Linear:
+    """A layer with a weight of torchao's tiles of 4-bit numbers, which torchao itself makes and multiplies on GPUs alone."""
+    kind = pytest.importorskip("torchao.quantization").Int4TilePackedTo4dTensor
+    high, wide = -(-rows // 8), -(-width // 1024) * 1024
+    codes = torch.randint(-(1 << 31), 1 << 31, (high, wide // 128, 32, 4), dtype=torch.int32, device=device)
+    scales = (torch.rand(wide // group, 8 * high, 2, device=device) * width**-0.5).bfloat16()
+    layer = Linear(width, rows, bias=False, device="meta")
+    layer.weight = Parameter(kind(codes, scales, [1, group], torch.Size((rows, width)), **other), requires_grad=False)
+    return layer
+
+
+def test_tiles_of_torchao_are_read_as_they_are(device: torch.device) -> None:
+    layer, x = tiled(40, 1088, device), torch.randn(1, 1, 1088, device=device, dtype=torch.bfloat16)
+    found = one_token.Projection.of(layer, x)
+    assert found is not None
+    assert isinstance(found.weight, Int4Weight)
+    assert found.weight.codes is layer.weight.qdata
+    expected = x.double() @ found.weight.dense(torch.float64).T
+    assert torch.allclose(one_token.product(layer, x).double(), expected, rtol=3e-2, atol=3e-2)
+    assert one_token.Projection.of(layer, x.float()) is None
+
+
+def test_weights_that_torchao_lays_out_otherwise_are_left_to_it() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    x, kind = torch.randn(1, 128).bfloat16(), quantization.Float8Tensor
+    weight = torch.randn(32, 128).bfloat16()
+
+    def read(weight: Tensor) -> Any:
+        layer = Linear(weight.shape[1], len(weight), bias=False, device="meta")
+        layer.weight = Parameter(weight, requires_grad=False)
+        return one_token.Projection.of(layer, x)
+
+    eight = kind.from_hp(weight)
+    assert read(eight) is not None
+    assert read(kind.from_hp(weight, granularity=quantization.PerGroup(32))) is None
+    assert read(kind.from_hp(weight, float8_dtype=torch.float8_e5m2)) is None
+    activations = object()
+    assert read(kind(eight.qdata, eight.scale, eight.block_size, act_quant_kwargs=activations, dtype=torch.bfloat16)) is None
+    assert read(kind(eight.qdata.T.contiguous().T, eight.scale, eight.block_size, dtype=torch.bfloat16)) is None
+    assert one_token.Projection.of(tiled(16, 128, act_pre_scale=torch.ones(128)), x) is None
+    whole = tiled(16, 128).weight
+    parts = whole.qdata, whole.scale_and_zero
+    assert read(type(whole)(parts[0][:1], parts[1], [1, 64], torch.Size((16, 128)))) is None
+    assert read(type(whole)(*parts, [1, 128], torch.Size((16, 128)))) is None
+    assert read(type(whole)(*parts, [1, 64], torch.Size((16, 128)))) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fp8", "int4", "int4-32"])
+@pytest.mark.parametrize(("width", "rows"), [(4096, 6144), (14336, 4096), (1536, 264), (8192, 1280)])
+def test_gpu_products_of_torchao(kind: str, width: int, rows: int, device: torch.device) -> None:
+    """Against torchao's own, eagerly and in a graph that is replayed with new tokens."""
+    quantization = pytest.importorskip("torchao.quantization")
+    layer = Linear(width, rows, bias=True, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    how = {"group_size": 32 if kind == "int4-32" else 128, "int4_packing_format": "tile_packed_to_4d"} if "int4" in kind else {}
+    config = quantization.Int4WeightOnlyConfig if how else quantization.Float8WeightOnlyConfig
+    quantization.quantize_(layer, config(set_inductor_config=False, **how))
+    x = torch.randn(1, 1, width, device=device, dtype=torch.bfloat16)
+    projection = one_token.Projection.of(layer, x)
+    assert projection is not None
+    assert isinstance(projection.weight, Int4Weight if how else Float8Weight)
+    one_token.product(layer, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = one_token.product(layer, x)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        expected = layer(x).double()
+        assert torch.equal(captured, one_token.product(layer, x))
+        assert float((captured.double() - expected).norm() / expected.norm()) < 1e-2
 
 
 def _first(out: Any) -> Tensor:

@@ -2,7 +2,8 @@
 
 A decoder layer with the code of Llama's takes four launches for its linear layers, norms, gate and sums. Mistral, Qwen2, Qwen3 and
 others have that code. The attention module runs as it is, with its hooks. For the call, linear layers, norms and the MLP get other
-forwards. Other layers take a launch for each linear layer, and one for a gate with its two.
+forwards. Other layers take a launch for each linear layer, and one for a gate with its two. Weights that torchao quantised are read
+as they are.
 """
 
 from __future__ import annotations
@@ -14,24 +15,26 @@ from typing import Any, Self, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Linear, Module, Parameter
+from torch.nn import Linear, Module
 
-from kvthaw.engine.hf.recognised import gate_of, inference, norm_of
+from kvthaw.engine.hf.recognised import gate_of, inference, norm_of, weight_of
 from kvthaw.engine.hf.tensor_parallel import AllReduce, LocalLinear
 from kvthaw.kernels.gated import Activation
 from kvthaw.kernels.linear import linear
 from kvthaw.kernels.rms_norm import Norm
+from kvthaw.kernels.weights import Weight, kind_of, readable
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
     """A linear layer of this process.
 
+    weight: a tensor, or what torchao made of it, as kernels read it.
     reduce: adds up the parts of all processes; None if the result is whole.
     """
 
     module: Module
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None
     reduce: AllReduce | None
 
@@ -42,14 +45,16 @@ class Projection:
             return None
         forward = vars(module).get("forward")
         found: Self | None = None
-        if (forward is None or getattr(forward, "__func__", None) is product) and type(module.weight) is Parameter:
-            found = cls(module, module.weight, module.bias, None)
+        if forward is None or getattr(forward, "__func__", None) is product:
+            weight = weight_of(module.weight) if module.weight.dtype == x.dtype else None
+            found = None if weight is None else cls(module, weight, module.bias, None)
         elif isinstance(forward, LocalLinear):
             found = cls(module, forward.weight, forward.bias, forward.reduce)
         return found if found is not None and found._fits(x) else None
 
     def _fits(self, x: Tensor) -> bool:
-        return _plain(self.weight, x) and (self.bias is None or _plain(self.bias, x))
+        fits = self.weight.device == x.device and readable(self.weight, x.dtype)
+        return fits and (self.bias is None or _plain(self.bias, x))
 
     def onto(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Return residual + x W' + b."""
@@ -129,9 +134,9 @@ class Layer:
 
 
 def _alike(projections: Sequence[Projection | None]) -> TypeGuard[Sequence[Projection]]:
-    """Return whether all projections are there, and all of them or none have a bias."""
+    """Return whether all projections are there, with weights of one kind, and all of them or none have a bias."""
     found = [one for one in projections if one is not None]
-    return len(found) == len(projections) and len({one.bias is None for one in found}) == 1
+    return len(found) == len(projections) and len({(one.bias is None, kind_of(one.weight)) for one in found}) == 1
 
 
 def serves(x: Tensor) -> bool:

@@ -19,6 +19,7 @@ from transformers.models.llama import modeling_llama as llama
 from kvthaw.kernels.gated import Activation
 from kvthaw.kernels.rms_norm import Norm
 from kvthaw.kernels.rotate import rotate, serves
+from kvthaw.kernels.weights import Float8Weight, Int4Weight, Weight
 
 _ACTIVATIONS: dict[type, Activation] = {
     SiLU: "silu",
@@ -122,6 +123,50 @@ def _turned(plain: Callable[..., Any]) -> Callable[..., Any]:
         return turned
 
     return turn
+
+
+def weight_of(weight: Any) -> Weight | None:
+    """Return a weight as kernels read it; None for a tensor of another class, or one that torchao lays out otherwise.
+
+    A quantised weight is recognised by its class's name and what kernels read of it, for torchao need not be installed.
+    """
+    if type(weight) is Parameter:
+        return weight
+    name = f"{type(weight).__module__}.{type(weight).__qualname__}"
+    if name == "torchao.quantization.Float8Tensor":
+        return _float8(weight)
+    if name == "torchao.quantization.Int4TilePackedTo4dTensor":
+        return _int4(weight)
+    return None
+
+
+def _float8(weight: Any) -> Float8Weight | None:
+    """Return a weight whose codes have a scale for each row or one for all, and whose activations are not quantised."""
+    codes, scale, activations = (getattr(weight, name, weight) for name in ("qdata", "scale", "act_quant_kwargs"))
+    if activations is not None or type(codes) is not Tensor or type(scale) is not Tensor or codes.shape != weight.shape:
+        return None
+    if codes.ndim != 2 or codes.shape[1] % 16 or scale.shape not in ((codes.shape[0], 1), (1, 1)):
+        return None
+    if codes.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
+        return None
+    return Float8Weight(codes, scale.view(-1)) if codes.is_contiguous() and scale.is_contiguous() else None
+
+
+def _int4(weight: Any) -> Int4Weight | None:
+    """Return a weight in tiles of 8 rows, whose activations are not scaled. AMD's GPUs have other tiles."""
+    codes, scales, activations, block = (
+        getattr(weight, name, weight) for name in ("qdata", "scale_and_zero", "act_pre_scale", "block_size")
+    )
+    if activations is not None or type(codes) is not Tensor or type(scales) is not Tensor or torch.version.hip is not None:
+        return None
+    if not isinstance(block, list | tuple) or len(block) != 2 or block[0] != 1 or weight.ndim != 2:
+        return None
+    if not codes.is_contiguous() or not scales.is_contiguous():
+        return None
+    try:
+        return Int4Weight(codes, scales, block[1], weight.shape)
+    except ValueError:  # laid out otherwise
+        return None
 
 
 def inference(x: Tensor) -> bool:
