@@ -14,8 +14,8 @@ from kvthaw.kernels import HAS_TRITON
 class Blocks:
     """How a kernel divides its weights.
 
-    rows, width: rows and columns that a program loads at once, powers of two. Of 4-bit numbers a row has 16 of the weight's
-    rows, and a column 8 of its columns.
+    rows, width: rows and columns that a program loads at once, powers of two. For weights of 4 bits rows are pairs of rows of
+    tiles, 1 or 2.
     programs: programs per multiprocessor.
     warps: warps of a program.
     """
