@@ -27,7 +27,7 @@ KERNELS = {
     ),
     "prompt": ("_merge_parts",),
     "model": ("_rms_norm", "_rotate", "_gated"),
-    "weights": ("_linear",),
+    "weights": ("_linear", "_linear_int4"),
 }
 """Part of a step, or of what happens between steps and at the prompt -> kvthaw's kernels that do it."""
 _PARTS = (
