@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,23 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Traits
-from kvthaw.cache.index_updater import IndexUpdater, SideIndex
+from kvthaw.cache.index_updater import IndexUpdater
+from kvthaw.cache.indexed_sequence import (
+    READY,
+    STALE,
+    TRANSITIONS,
+    Event,
+    IndexedSequence,
+    Ready,
+    SideIndex,
+    Stale,
+    State,
+    Waiting,
+)
 from kvthaw.cache.layer_base import RecentQueries
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.state import IndexState
 from kvthaw.cache.step import Row
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import CacheError
@@ -29,8 +43,9 @@ class Recorder:
     """An index and its group: keeps what it is given."""
 
     def __init__(self, grows: bool, on_host: bool = False) -> None:
-        self.traits, self.index = Traits(grows=grows, on_host=on_host), self
+        self.traits, self.index = Traits(grows=grows, on_host=on_host, snapshots=on_host), self
         self.calls: list[tuple[str, Any, Tensor, int]] = []
+        self.streams, self.group, self.counts = Streams(), 0, 0
         self.context = SimpleNamespace(q_heads=HEADS, head_dim=DIM)
 
     def submit(self, after: object, job: Any, failed: Any) -> None:
@@ -46,6 +61,21 @@ class Recorder:
 
     def append(self, seqs: list[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         self.calls.append(("append", seqs, keys, -1 if queries is None else queries.shape[2]))
+
+    def fresh_index(self, store: HostStore) -> Recorder:
+        return Recorder(self.traits.grows, self.traits.on_host)
+
+    def branch(self) -> Any:
+        return lambda lengths: None
+
+    def export(self, seq: int) -> str:
+        return "state"
+
+    def load(self, seq: int, held: object, end: int) -> None:
+        self.calls.append(("load", seq, torch.empty(end), -1))
+
+    def wait(self) -> None:
+        pass
 
     def recover(self) -> None:
         pass
@@ -206,6 +236,122 @@ def test_a_step_that_fails_returns_each_sequence_to_its_state(stale: bool, then:
     getattr(updater, then)()
     assert updater.stale == ({1} if stale == (then == "drop") else set())
     assert updater.indexed(1) == (SINK if then == "drop" else 26) if stale else 12
+
+
+def test_a_sequence_without_positions_to_index_is_not_built() -> None:
+    """The first build failed, and the sequence was cropped to less than the sink."""
+    updater, index, _ = an_updater(grows=True)
+    upto(updater, SINK, SINK)
+    updater.begin_again(0)
+    updater.store.truncate(0, SINK - 1)
+    updater.renew({0: SINK})
+    assert "build" not in [call[0] for call in index.calls]
+    assert updater.stale == set()
+
+
+def test_tokens_whose_commit_failed_are_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another sequence's update has failed, which commit() finds. The tokens then come with the next step."""
+    updater, index, rows = an_updater(grows=True, on_host=True)
+    upto(updater, 12, 12)
+    updater.sequences.paused = frozenset({0})
+    prompt(updater, 0, rows, 16, 18)
+
+    def fail() -> None:
+        raise CacheError("a key is not finite")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "wait", fail)
+        with pytest.raises(CacheError):
+            updater.commit()
+    updater.sequences.paused = frozenset()
+    updater.renew({0: 14})
+    flush(updater, rows, (0, 14, 18))
+    updater.commit()
+    assert [(call[0], call[2].shape[-2]) for call in index.calls] == [("append", 2), ("append", 4)]
+    assert updater.indexed(0) == 18
+
+
+def test_a_state_that_could_not_be_loaded_is_missing_after_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker fails during the step. Its failure outlasts the step: the index has nothing of the sequence."""
+    updater, index, rows = an_updater(grows=True, on_host=True)
+    jobs: list[Any] = []
+    monkeypatch.setattr(index, "submit", lambda after, job, failed: jobs.append(failed))
+    monkeypatch.setattr(index, "recover", lambda: jobs.pop()())
+    updater.load(0, 12, IndexState({}, SINK, 12))
+    assert updater.indexed(0) == 12
+    prompt(updater, 0, rows, 16, 18)
+    updater.drop()
+    assert updater.stale == {0}
+
+
+KINDS = {kind.__name__: kind for kind in (Ready, Waiting, Stale, SideIndex)}
+AFTER: dict[str, tuple[Any, str]] = {
+    "prompt": (lambda updater, rows: prompt(updater, 0, rows, 20, 30), "Waiting Waiting Stale SideIndex"),
+    "commit": (lambda updater, _: updater.commit(), "Ready SideIndex Stale SideIndex"),
+    "drop": (lambda updater, _: updater.drop(), "Ready Ready Stale Stale"),
+    "begin": (lambda updater, _: updater.begin({0: 26}, {}), "Ready Waiting SideIndex SideIndex"),
+    "flush": (lambda updater, rows: flush(updater, rows, (0, 12, 16)), "Ready Ready - -"),
+    "renew": (lambda updater, _: updater.renew({0: 26}), "Ready Ready Ready SideIndex"),
+    "append what is missing": (lambda updater, _: updater.renew({0: 14}), "Ready Ready Ready SideIndex"),
+    "rebuild": (lambda updater, _: updater.rebuild(0, 26), "Ready Ready Ready -"),
+    "take_built": (lambda updater, _: updater.take_built(0), "Ready Waiting Stale Ready"),
+    "rollback": (lambda updater, _: updater.rollback(0, 8), "Ready Ready Stale SideIndex"),
+    "truncate": (lambda updater, _: updater.truncate(0, 8), "Ready Ready Stale Stale"),
+    "truncate to the sink": (lambda updater, _: updater.truncate(0, SINK), "Ready Ready Ready Ready"),
+    "begin_again": (lambda updater, _: updater.begin_again(0), "Stale Stale Stale Stale"),
+    "clear": (lambda updater, _: updater.clear(0), "Ready Ready Ready Ready"),
+    "reorder": (lambda updater, _: updater.reorder([0, 1]), "Ready Waiting Stale Stale"),
+    "branch": (lambda updater, _: updater.branch()(), "Ready Waiting Stale SideIndex"),
+    "load": (lambda updater, _: updater.load(0, 12, IndexState({}, SINK, 12)), "Ready Ready Ready -"),
+    "load nothing": (lambda updater, _: updater.load(0, 20, None), "Stale Stale Stale -"),
+    "fail": (lambda updater, _: updater._of[0].fail(), "Stale Stale Stale Stale"),
+}
+"""Where each operation leads a paused sequence from each of KINDS; - is an error."""
+
+
+def brought_to(kind: str, updater: IndexUpdater, rows: Tensor) -> None:
+    """Bring sequence 0, which is paused, to a state, by the step under way except for Stale."""
+    updater.sequences.paused = frozenset({0})
+    upto(updater, 12, 12)
+    if kind == "Waiting":
+        prompt(updater, 0, rows, 16, 18)
+    elif kind != "Ready":
+        updater.begin_again(0)
+        updater.begin({0: 12} if kind == "SideIndex" else {}, {})
+    assert type(updater._of[0].state) is KINDS[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("operation", AFTER)
+def test_an_operation_leads_from_each_state_where_it_should(operation: str, kind: str) -> None:
+    updater, _, rows = an_updater(grows=True, on_host=True)
+    brought_to(kind, updater, rows)
+    operate, after = AFTER[operation]
+    expected = dict(zip(KINDS, after.split(), strict=True))[kind]
+    if expected == "-":
+        with pytest.raises(CacheError, match=rf"sequence 0 .*'\w+' does not lead from {kind} to \w+$"):
+            operate(updater, rows)
+        expected = kind
+    else:
+        operate(updater, rows)
+    assert type(updater._of[0].state) is KINDS[expected]
+
+
+@pytest.mark.parametrize("event", TRANSITIONS)
+def test_an_event_leads_nowhere_else(event: Event) -> None:
+    updater, *_ = an_updater(grows=True, on_host=True)
+    updater.begin_again(1)
+    states: list[State] = [READY, Waiting(14, torch.empty(0)), STALE, updater._side(1)]
+    for before, after in product(states, states):
+        own = IndexedSequence(3, SINK, 12, before)
+        if TRANSITIONS[event].get(type(before)) is type(after):
+            own.move(event, after, in_step=True)
+            assert (own.state, own.before) == (after, READY if isinstance(before, Ready) else STALE)
+            continue
+        names = f"{type(before).__name__} to {type(after).__name__}"
+        with pytest.raises(CacheError, match=f"sequence 3 .*'{event}' does not lead from {names}"):
+            own.move(event, after)
+        assert own.state is before
 
 
 @pytest.mark.parametrize("failing", [False, True])

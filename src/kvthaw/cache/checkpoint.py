@@ -31,14 +31,14 @@ class Checkpoint:
         self._queries = None if self._ahead is None else self._ahead.queries
         storage = layer.storage
         self._held, self._offloaded = storage.slab.held().clone(), storage.marks()
-        self._indexed = None if layer.updater is None else layer.updater.branch()
+        self._rejoin = None if layer.updater is None else layer.updater.branch()
 
     def restore(self) -> None:
         """Restore the layer to its state before the step."""
         storage = self.layer.storage
         storage.store.wait()
-        if self.layer.updater is not None and self._indexed is not None:
-            self.layer.updater.rejoin(self._indexed)
+        if self._rejoin is not None:
+            self._rejoin()
         storage.rewind(self._offloaded)
         storage.slab.held().copy_(self._held)
         storage.slab.tickets.zero_()

@@ -1,129 +1,28 @@
-"""Index updates of a layer: prompts, tokens that leave a full ring, and rebuilds; the states of a sequence in an index."""
+"""Index updates of a layer: prompts, tokens that leave a full ring, and rebuilds."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.index_api import RECENT_QUERIES, Index
+from kvthaw.cache.index_api import RECENT_QUERIES
+from kvthaw.cache.indexed_sequence import READY, STALE, IndexedSequence, Ready, SideIndex, Waiting
 from kvthaw.cache.layer_base import RecentQueries
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.state import IndexState
 from kvthaw.cache.step import Row
-from kvthaw.cache.streams import Streams
 from kvthaw.errors import CacheError
 from kvthaw.kernels.freeze import Span
 
 _log = logging.getLogger(__name__)
-
-
-class SideIndex:
-    """An index on the host of one sequence of a layer, built until the index that steps search takes it over.
-
-    Its changes run in order on a build thread, for which neither searches nor updates of other sequences wait. Each reads the
-    rows that the store had when change() was called: the store may drop them meanwhile.
-
-    end: the position up to which it is given tokens.
-    index: an index whose states may be kept (`Traits.snapshots`), over a view of the store.
-    make: makes the index over a store.
-    group: number of the layer group, see Streams.build.
-    """
-
-    def __init__(self, make: Callable[[HostStore], Index], seq: int, store: HostStore, streams: Streams, group: int) -> None:
-        self.end, self._wanted, self._view = 0, True, store.view()
-        self.index, self._seq, self._store, self._streams, self._group = make(self._view), seq, store, streams, group
-        self._changes: list[Future[None]] = []
-
-    def change(self, end: int, change: Callable[..., None], *given: Any) -> None:
-        """Queue a call of an index method for when the rows appended so far are in the store.
-
-        end: where the index ends afterwards.
-        """
-        blocks, length = self._store.blocks(self._seq), self._store.length(self._seq)
-
-        def run() -> None:
-            try:
-                if self._wanted:
-                    self._view.hold(self._seq, blocks, length)
-                    change(*given)
-            finally:  # until now blocks are held, so that they are not freed
-                self._view.hold(self._seq, (), 0)
-                blocks.clear()
-
-        self._changes.append(self._streams.build(self._store.arriving, run, self._group))
-        self.end = end
-
-    def wait(self, timeout: float | None) -> bool:
-        """Wait for the changes. Returns whether all have ended.
-
-        timeout: at most this many seconds; None: without limit.
-        """
-        return not wait(self._changes, timeout).not_done
-
-    def export(self) -> Any:
-        """Return the state of the index. Waits for its changes, and raises the error of any that failed."""
-        for change in self._changes:
-            change.result()
-        return self.index.export(self._seq)
-
-    def drop(self) -> None:
-        """Cancel the queued changes. A running one ends by itself."""
-        self._wanted = False
-        for change in self._changes:
-            change.cancel()
-
-
-@dataclass(slots=True)
-class IndexedSequence:
-    """The state of a sequence in an index.
-
-    upto: the watermark, the position up to which the index has tokens. None are if it is the end of the sink.
-    stale: the index has nothing of it that may be searched. It is indexed again before the next step.
-    last: where the latest append began; None: undo() cannot undo it.
-    coming: the next watermark and the last queries of the prompt step under way. commit() appends its tokens.
-    side: of a stale sequence, the index that is being built until take_built().
-    before: whether it was stale before the step under way, if this step has changed it. drop() returns to that.
-    """
-
-    upto: int
-    stale: bool = False
-    last: int | None = None
-    coming: tuple[int, Tensor] | None = None
-    side: SideIndex | None = None
-    before: bool | None = None
-
-    def mark(self, stale: bool, *, in_step: bool = False) -> None:
-        """Set whether the sequence is stale. Nothing is appended to it with the step.
-
-        in_step: drop() undoes it.
-        """
-        self.before = self.stale if in_step and self.before is None else self.before
-        self.stale, self.coming = stale, None
-
-    def drop_side(self) -> None:
-        """Cancel the SideIndex, if there is one. The sequence stays stale."""
-        if self.side is not None:
-            self.side.drop()
-            self.side = None
-
-
-@dataclass(frozen=True, slots=True)
-class Indexed:
-    """An index and the state of its updater; see IndexUpdater."""
-
-    index: Index
-    counts: Tensor
-    sequences: list[IndexedSequence]
 
 
 class IndexUpdater:
@@ -141,7 +40,7 @@ class IndexUpdater:
         self.retriever, self.store, self.slab = retriever, store, slab
         self.sequences, self.recent_queries = sequences, recent_queries
         self.first = slab.regions.sink
-        self._of = [IndexedSequence(self.first) for _ in range(store.seqs)]
+        self._of = [IndexedSequence(seq, self.first, self.first) for seq in range(store.seqs)]
         self._ends: dict[int, int] = {}  # where the rings begin of sequences whose prompts ended with the latest prefill
 
     def indexed(self, seq: int) -> int:
@@ -150,18 +49,15 @@ class IndexUpdater:
 
     def is_stale(self, seq: int) -> bool:
         """Return whether a sequence must be indexed again before the next step."""
-        return self._of[seq].stale
+        return not isinstance(self._of[seq].state, Ready)
 
     @property
     def stale(self) -> set[int]:
         """Sequences that must be indexed again before the next step."""
-        return {seq for seq, own in enumerate(self._of) if own.stale}
+        return {own.seq for own in self._of if not isinstance(own.state, Ready)}
 
     def takes_whole(self, seq: int) -> bool:
-        """Return whether begin() builds a sequence on the device, from all rows of its prompt.
-
-        The rows pass the device for attention, so they need not cross the bus again.
-        """
+        """Return whether begin() builds a sequence from all rows of its prompt, while attention has them on the device."""
         traits = self.retriever.index.traits
         return self.is_stale(seq) and not traits.on_host and (traits.light or seq not in self.sequences.paused)
 
@@ -187,9 +83,7 @@ class IndexUpdater:
 
         A paused sequence is indexed with its last chunk, because no step may select from a part of it. An index on the host
         is then built concurrently with steps of other sequences; see begin() and take_built(). An index on the device that is
-        not light is built between such steps.
-
-        An index on the host cannot undo an append exactly, so commit() appends to it.
+        not light is built between such steps. An index on the host cannot undo an append exactly, so commit() appends to it.
 
         Some indexes are better if built at once than if appended to. A sequence that a prompt in chunks makes much longer
         is then indexed again, once. This happens with the last chunk if the prompt was announced, else before the next step
@@ -197,7 +91,7 @@ class IndexUpdater:
         """
         index, own, past, new = self.retriever.index, self._of[row.seq], row.past, self.slab.regions.first_indexed(row.length)
         old, paused = own.upto, row.seq in self.sequences.paused
-        if new <= old or own.stale:
+        if new <= old or self.is_stale(row.seq):
             return
         much = (old > self.first or remaining > 0) and 4 * (new - old + remaining) > old - self.first
         later = paused and remaining > 0
@@ -205,11 +99,10 @@ class IndexUpdater:
             return  # the last chunk gives it all that it lacks
         beside = paused and old == self.first and self.builds_beside
         if later or beside or (much and not index.traits.grows):
-            own.mark(True, in_step=True)
+            own.move("expire", STALE, in_step=True)
             return
         if index.traits.on_host and old > self.first:
-            own.mark(False, in_step=True)
-            own.coming = new, queries
+            own.move("wait", Waiting(new, queries), in_step=True)
             return
         begin = min(old, past)
         if old < past:
@@ -247,14 +140,10 @@ class IndexUpdater:
             Without it, or if its tensors are invalid, which is logged, the index is built from scratch.
         """
         index, own, end = self.retriever.index, self._of[seq], 0 if state is None else min(start, state.end)
-        if (
-            state is None
-            or state.first != self.first
-            or 2 * end < start
-            or end <= self.first < state.end
-            or (isinstance(state.held, Mapping) and not index.traits.snapshots)
-        ):
-            own.mark(start > self.first)
+        fits = state is not None and state.first == self.first and 2 * end >= start and not end <= self.first < state.end
+        if state is None or not fits or (isinstance(state.held, Mapping) and not index.traits.snapshots):
+            if start > self.first:
+                own.move("expire", STALE)
             return
 
         def load() -> None:
@@ -265,7 +154,8 @@ class IndexUpdater:
                 rows = self._nothing(end - self.first)
                 index.build(seq, self.first, rows, rows, self._no_queries())
 
-        self.retriever.submit(self.store.arriving, load, partial(own.mark, True))
+        own.move("build", READY)
+        self.retriever.submit(self.store.arriving, load, own.fail)
         own.upto = end
 
     def commit(self) -> None:
@@ -274,16 +164,16 @@ class IndexUpdater:
 
         For a paused sequence, append concurrently with the steps of other sequences.
         """
-        for seq, own in enumerate(self._of):
+        for own in self._of:
             own.before = None
-            if own.coming is None:
+        for seq, own in enumerate(self._of):
+            if not isinstance(own.state, Waiting):
                 continue
-            new, queries = own.coming
+            new, queries = own.state.end, own.state.queries
             rows = self._nothing(new - own.upto)[None]
             given = [seq], rows, rows, queries[None]
             kept = self.snapshot(seq) if seq in self.sequences.paused and self.builds_beside else None
             if kept is None:
-                own.mark(False)
                 self._append(*given)
             else:
                 side = self._side(seq)
@@ -299,12 +189,10 @@ class IndexUpdater:
         """
         self._ends = dict(ends)
         for seq, end in ends.items():
-            if not self.is_stale(seq):
-                continue
-            if seq in passed:
+            if seq in passed and self.is_stale(seq):
                 keys, values = passed[seq][:, self.first : end].unbind(2)
                 self._build(seq, end, keys, values, self._queries(seq), in_step=True)
-            elif self.builds_beside:
+            elif self.builds_beside and self.is_stale(seq):
                 side, rows = self._side(seq, in_step=True), self._nothing(end - self.first)
                 side.change(end, side.index.build, seq, self.first, rows, rows, self._queries(seq))
 
@@ -313,13 +201,12 @@ class IndexUpdater:
         self.retriever.recover()
         for seq, own in enumerate(self._of):
             before, own.before = own.before, None
-            if before is None:
-                continue
-            own.drop_side()
-            if not before:
-                own.mark(False)
-            elif not own.stale:  # indexed with rows of the step
+            if before is not None:
+                own.cancel()
+            if before == STALE and not self.is_stale(seq):  # indexed with rows of the step
                 self.begin_again(seq)
+            elif before is not None and before != own.state:
+                own.move("undo", before)
         self.retriever.forget_step()
 
     def flush(self, spans: Sequence[Span], rows: Tensor) -> None:
@@ -333,10 +220,9 @@ class IndexUpdater:
                 continue
             if start > self.first:
                 known.append(i)
-                continue
-            # These are the first tokens of a sequence that had none to index.
-            own = self._given(rows[i])
-            self._build(seq, stop, own[:, :, 0], own[:, :, 1], self._queries(seq))
+            else:  # the first tokens of a sequence that had none to index
+                own = self._given(rows[i])
+                self._build(seq, stop, own[:, :, 0], own[:, :, 1], self._queries(seq))
         if known:
             rows = self._given(rows if len(known) == len(rows) else torch.stack([rows[i] for i in known]))
             self._append([spans[i][0] for i in known], rows[:, :, :, 0], rows[:, :, :, 1], None)
@@ -346,18 +232,15 @@ class IndexUpdater:
 
         timeout: wait at most this many seconds first; None: without limit.
         """
-        side = self._of[seq].side
-        return side is None or side.wait(timeout)
+        side = self._of[seq].state
+        return not isinstance(side, SideIndex) or side.wait(timeout)
 
     def take_built(self, seq: int) -> None:
         """Swap in the SideIndex that was built for a sequence. Non-blocking."""
-        own, index = self._of[seq], self.retriever.index
-        side, own.side = own.side, None
-        if side is not None:
-            own.mark(False)
-            self.retriever.submit(
-                self.store.arriving, lambda: index.load(seq, side.export(), side.end), partial(own.mark, True)
-            )
+        own, index, side = self._of[seq], self.retriever.index, self._of[seq].state
+        if isinstance(side, SideIndex):
+            own.move("take", READY)
+            self.retriever.submit(self.store.arriving, lambda: index.load(seq, side.export(), side.end), own.fail)
             own.upto = side.end
 
     def renew(self, ends: Mapping[int, int]) -> None:
@@ -366,19 +249,19 @@ class IndexUpdater:
         Sequences that are being built are left alone, except that unpaused ones are swapped in. A sequence restored from a
         snapshot only gets its missing tokens appended. Paused sequences of an index on the device are left to a later call.
         """
+        on_host = self.retriever.index.traits.on_host
         for seq, end in ends.items():
-            old, stale, paused = self.indexed(seq), self.is_stale(seq), seq in self.sequences.paused
-            if self._of[seq].side is not None:
+            own, paused, lacks = self._of[seq], seq in self.sequences.paused, end - self.indexed(seq)
+            if isinstance(own.state, SideIndex):
                 if not paused:
                     self.take_built(seq)
-                continue
-            if (not stale and old >= end) or (paused and not self.retriever.index.traits.on_host):
-                continue
-            if not stale and self.retriever.index.traits.on_host and 4 * (end - old) < old - self.first:
-                rows = self._nothing(end - old)[None]
+            elif self.is_stale(seq) and end <= self.first:  # a build failed, and the sequence was cropped
+                self.truncate(seq, end)
+            elif on_host and not self.is_stale(seq) and 0 < 4 * lacks < own.upto - self.first:
+                rows = self._nothing(lacks)[None]
                 self._append([seq], rows, rows, None)
-                continue
-            self.rebuild(seq, end)
+            elif (self.is_stale(seq) or lacks > 0) and (on_host or not paused):
+                self.rebuild(seq, end)
 
     def rebuild(self, seq: int, end: int) -> None:
         """Build the index of a sequence from the store, up to `end`. The host does not wait for a GPU."""
@@ -395,58 +278,53 @@ class IndexUpdater:
 
     def rollback(self, seq: int, start: int) -> None:
         """Remove the positions >= start from the index, exactly if it can undo its latest append."""
-        own = self._of[seq]
-        if own.upto <= start:
-            return
-        self.retriever.recover()
-        if own.last == start > self.first:
-            self.retriever.truncate(seq, start, exactly=True)
-            own.upto = start
-        else:
-            self.truncate(seq, start)
+        if self.indexed(seq) > start:
+            self.retriever.recover()
+            self.truncate(seq, start, exactly=self._of[seq].last == start > self.first)
 
-    def truncate(self, seq: int, end: int) -> None:
+    def truncate(self, seq: int, end: int, *, exactly: bool = False) -> None:
         """Remove positions >= end of a sequence from the index. A sequence without positions to index is not stale."""
         own = self._of[seq]
-        own.drop_side()
-        self.retriever.truncate(seq, end if end > self.first else 0)
+        own.cancel()
+        self.retriever.truncate(seq, end if end > self.first else 0, exactly=exactly)
         own.upto, own.last = min(own.upto, max(end, self.first)), None
-        if end <= self.first or own.coming is not None:
-            own.mark(False)
+        own.move("truncate" if end > self.first else "empty", STALE if end > self.first and self.is_stale(seq) else READY)
 
     def begin_again(self, seq: int) -> None:
         """Drop the index's state of a sequence, and mark the sequence as stale."""
         self.truncate(seq, self.first)
-        self._of[seq].mark(True)
+        self._of[seq].move("expire", STALE)
 
-    def branch(self) -> Indexed:
-        """Apply updates to a copy of the index until rejoin()."""
-        return Indexed(*self.retriever.branch(), [replace(own) for own in self._of])
+    def branch(self) -> Callable[[], None]:
+        """Apply updates to a copy of the index until rejoin(), which this returns. It drops the copy."""
+        leave, sequences = self.retriever.branch(), [replace(own) for own in self._of]
 
-    def rejoin(self, before: Indexed) -> None:
-        """Return to the index before branch(), and drop the copy."""
-        self.retriever.rejoin(before.index, before.counts, [own.upto for own in before.sequences])
-        self._of = [replace(own) for own in before.sequences]
+        def rejoin() -> None:
+            leave([own.upto for own in sequences])
+            self._of = [replace(own) for own in sequences]
+
+        return rejoin
 
     def clear(self, seq: int) -> None:
         """Remove a sequence from the index, and clear its errors."""
         self.retriever.recover()
         self.truncate(seq, 0)
-        self._of[seq] = IndexedSequence(self.first)
         self._ends.pop(seq, None)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Replace sequence i by the former sequence sequences[i]."""
         for own in self._of:
-            own.drop_side()
+            own.cancel()
         self.retriever.reorder(sequences)
-        self._of = [replace(self._of[seq]) for seq in sequences]
+        self._of = [replace(self._of[old], seq=seq) for seq, old in enumerate(sequences)]
 
     def clone_from(self, other: IndexUpdater) -> None:
         """Copy the index of another updater with an equal number of sequences."""
         other.retriever.wait()
         self.retriever.index.clone_from(other.retriever.index)
-        self._of = [IndexedSequence(own.upto, own.stale) for own in other._of]
+        self._of = [
+            replace(own, state=STALE if other.is_stale(own.seq) else READY, last=None, before=None) for own in other._of
+        ]
 
     def trim_queries(self) -> None:
         """Free the early queries of indexed prompts, if the method kept all of them until then."""
@@ -457,34 +335,31 @@ class IndexUpdater:
 
     def _side(self, seq: int, *, in_step: bool = False) -> SideIndex:
         """Mark a sequence as stale and return its SideIndex, which is built concurrently with the steps of other sequences."""
-        own, group = self._of[seq], self.retriever
-        own.mark(True, in_step=in_step)
-        own.side = own.side or SideIndex(group.fresh_index, seq, self.store, group.streams, group.group)
-        return own.side
+        own, group, side = self._of[seq], self.retriever, self._of[seq].state
+        if not isinstance(side, SideIndex):
+            side = SideIndex(group.fresh_index, seq, self.store, group.streams, group.group)
+        own.move("start", side, in_step=in_step)
+        return side
 
     def _build(self, seq: int, end: int, keys: Tensor, values: Tensor, queries: Tensor, *, in_step: bool = False) -> None:
         own = self._of[seq]
-
-        def failed() -> None:
-            own.upto = self.first
-            own.mark(True)
-
-        own.mark(False, in_step=in_step)
-        self.retriever.submit(
-            self.store.arriving, partial(self.retriever.index.build, seq, self.first, keys, values, queries), failed
-        )
+        own.move("build", READY, in_step=in_step)
+        build = partial(self.retriever.index.build, seq, self.first, keys, values, queries)
+        self.retriever.submit(self.store.arriving, build, own.fail)
         own.upto, own.last = end, None
 
     def _append(self, sequences: list[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        starts, index = [(seq, self._of[seq], self.indexed(seq)) for seq in sequences], self.retriever.index
+        starts, index = [(self._of[seq], self.indexed(seq)) for seq in sequences], self.retriever.index
 
         def failed() -> None:
-            for seq, own, start in starts:
+            for own, start in starts:
                 own.upto = end = min(own.upto, start)
-                index.truncate(seq, end if end > self.first else 0)  # some of the sequences may have their tokens already
+                index.truncate(own.seq, end if end > self.first else 0)  # some may have their tokens already
 
+        for own, _ in starts:
+            own.move("append", READY)
         self.retriever.submit(self.store.arriving, partial(index.append, sequences, keys, values, queries), failed)
-        for _, own, start in starts:
+        for own, start in starts:
             own.upto, own.last = start + keys.shape[2], start
 
     def _given(self, rows: Tensor) -> Tensor:
@@ -501,5 +376,4 @@ class IndexUpdater:
         return self._no_queries() if known is None else known
 
     def _no_queries(self) -> Tensor:
-        context = self.retriever.context
-        return self.slab.data.new_empty((context.q_heads, 0, context.head_dim))
+        return self.slab.data.new_empty((self.retriever.context.q_heads, 0, self.retriever.context.head_dim))

@@ -295,12 +295,21 @@ class Retriever:
         if not self.in_place:  # else no row was ever admitted
             self.residency.clear(seq, length)
 
-    def branch(self) -> tuple[Index, Tensor]:
-        """Replace the index by a copy. Returns the original and the row counts so far, for rejoin()."""
+    def branch(self) -> Callable[[Sequence[int]], None]:
+        """Replace the index by a copy. Returns a function of the watermarks of all sequences, which undoes that."""
         self.wait()
-        before, self.index = self.index, self.fresh_index()
+        before, self.index, counts = self.index, self.fresh_index(), self.residency.counts.clone()
         self.index.clone_from(before)
-        return before, self.residency.counts.clone()
+
+        def rejoin(lengths: Sequence[int]) -> None:
+            self.recover()
+            self.wait()
+            self.index, self._asked_by = before, None
+            self.residency.counts.copy_(counts)
+            for seq, length in enumerate(lengths):
+                self.residency.clear(seq, length)
+
+        return rejoin
 
     def fresh_index(self, store: HostStore | None = None) -> Index:
         """Return an empty index of this group.
@@ -308,18 +317,6 @@ class Retriever:
         store: which it reads, if not the layer's.
         """
         return self.method.make_index(self.context if store is None else replace(self.context, store=store))
-
-    def rejoin(self, index: Index, counts: Tensor, lengths: Sequence[int]) -> None:
-        """Return to the index and counts that branch() returned.
-
-        lengths: the index's watermark of each sequence.
-        """
-        self.recover()
-        self.wait()
-        self.index, self._asked_by = index, None
-        self.residency.counts.copy_(counts)
-        for seq, length in enumerate(lengths):
-            self.residency.clear(seq, length)
 
     def reorder(self, seqs: Sequence[int]) -> None:
         """Replace sequence i by the former sequence seqs[i]."""
