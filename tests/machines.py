@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+import indexed
 import kvthaw
 import owners
 from kvthaw.engine.sampling import GREEDY, Sampling
@@ -291,6 +292,11 @@ class Caches(RuleBasedStateMachine):
         return self.setting.modes[self.called % len(self.setting.modes)]()
 
     # What happens
+
+    @invariant()
+    def indexes_are_in_order(self) -> None:
+        for subject in getattr(self, "subjects", ()):
+            indexed.check(subject.cache.kv)
 
     def teardown(self) -> None:
         gc.collect()  # a cache refers to itself, and shares blocks with its copies and forks
@@ -587,6 +593,11 @@ class Batches(RuleBasedStateMachine):
         for one in [one for one in getattr(self, "asked", ()) if one.request.finished]:
             self.check(one)
             self.asked.remove(one)
+
+    @invariant()
+    def indexes_are_in_order(self) -> None:
+        if hasattr(self, "batch"):
+            indexed.check(self.batch.cache.kv)
 
     def teardown(self) -> None:
         for one in getattr(self, "asked", ()):
