@@ -3,6 +3,7 @@
 # usage: lab/gpu/run.sh OUT COMMIT SECONDS PART[:MORE][@SECONDS][+PART[:MORE][@SECONDS]...]...
 #   PART: PART.sh of this folder, called as PART.sh FOLDER COMMIT SECONDS [MORE] in the repository's root and killed after its
 #   seconds. Parts joined by + run together: none that is timed may be among them. figures:overview@250 makes one figure.
+#   MORE: arguments, with ~ for a space: beside:--parts~first,decode~--methods~thaw,full@250.
 #   OUT/all.tgz has the folders, with what each printed in its log.
 # .gpu/, if it is there, holds what git does not; prepare.sh makes it: packages.tar.xz (Python packages that the machine lacks) and a
 # native module for its Python. Without one kvthaw is built and installed. What a part needs besides it says itself.
@@ -28,7 +29,7 @@ nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$work/re
 one() { # PART[:MORE][@SECONDS]
   local part=${1%@*} most=$((total - SECONDS - 5)) begin=$SECONDS rc
   local name=${part%%:*} more=()
-  [[ $part == *:* ]] && more=("${part#*:}")
+  [[ $part == *:* ]] && IFS='~' read -ra more <<< "${part#*:}"
   if [[ $1 == *@* ]] && ((${1##*@} < most)); then most=${1##*@}; fi
   if ((most < 10)); then echo "== $name: no time left"; return; fi
   mkdir -p "$work/results/$name"
