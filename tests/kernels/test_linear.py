@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -86,27 +87,29 @@ def exact(x: Tensor, given: dict[str, Any]) -> list[Tensor]:
     return [y.to(x.dtype) for y in linear.definition(normed.double(), **wide)]
 
 
-HOW = pytest.mark.parametrize(
-    ("rows", "how"),
-    [
-        ([10], {}),
-        ([10], {"residual": True, "bias": True}),
-        ([9, 4, 5], {"norm": True}),
-        ([8, 8, 3], {"norm": True, "bias": True}),
-        ([7, 6], {}),
-        ([5], {"norm": "gemma"}),
-        ([13, 13], {"norm": True, "gate": "silu"}),
-        ([3, 3], {"gate": "gelu_tanh", "bias": True, "residual": True}),
-    ],
-    ids=str,
-)
+HOW: list[tuple[list[int], dict[str, Any]]] = [
+    ([10], {}),
+    ([10], {"residual": True, "bias": True}),
+    ([9, 4, 5], {"norm": True}),
+    ([8, 8, 3], {"norm": True, "bias": True}),
+    ([7, 6], {}),
+    ([5], {"norm": "gemma"}),
+    ([13, 13], {"norm": True, "gate": "silu"}),
+    ([3, 3], {"gate": "gelu_tanh", "bias": True, "residual": True}),
+]
 """Rows of the weights, and what is before and behind them."""
+
+
+def crossed(sizes: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return each of HOW with each of the sizes; the others take turns, so that each pair of values is met."""
+    pairs = itertools.product(enumerate(HOW), enumerate(sizes))
+    return [(*how, *size, *(other[(i + j) % len(other)] for other in others)) for (i, how), (j, size) in pairs]
+
+
 NOTHING = {"norm": False, "bias": False, "residual": False, "gate": None}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("width", "columns"), WIDTHS)
-@HOW
+@pytest.mark.parametrize(("rows", "how", "width", "columns", "dtype"), crossed(WIDTHS, DTYPES), ids=str)
 def test_products_are_those_of_the_definition(
     rows: list[int], how: dict[str, Any], width: int, columns: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -119,10 +122,10 @@ def test_products_are_those_of_the_definition(
             close(y, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("make", [eights, single])
-@pytest.mark.parametrize(("width", "columns"), [(64, 64), (48, 64), (200, 64), (132, 128)])
-@HOW
+@pytest.mark.parametrize(
+    ("rows", "how", "width", "columns", "make", "dtype"),
+    crossed([(64, 64), (48, 64), (200, 64), (132, 128)], [eights, single], DTYPES),
+)
 def test_products_of_8_bits(
     rows: list[int], how: dict[str, Any], width: int, columns: int, make: Any, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -132,9 +135,10 @@ def test_products_of_8_bits(
         close(y, expected)
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, 256])
-@pytest.mark.parametrize(("width", "columns"), [(256, 256), (192, 256), (640, 256), (640, 1024)])
-@HOW
+@pytest.mark.parametrize(
+    ("rows", "how", "width", "columns", "group"),
+    crossed([(256, 256), (192, 256), (640, 256), (640, 1024)], [32, 64, 128, 256]),
+)
 def test_products_of_4_bits(
     rows: list[int], how: dict[str, Any], width: int, columns: int, group: int, device: torch.device
 ) -> None:
@@ -268,13 +272,16 @@ def test_blocks_of_4_bits_give_each_thread_four_words(filled: int, gated: bool) 
 QUANTISED = {"fp8": eights, "fp8-single": single, "int4-32": fours(32), "int4-128": fours(128), "int4-256": fours(256)}
 
 
+SIZES = [(4096, 6144), (14336, 4096), (8192, 1288), (2048, 40000), (1536, 8960), (28672, 256)]
+AROUND: list[dict[str, Any]] = [
+    *({}, {"norm": True, "gate": "silu", "bias": True}, {"norm": True, "parts": 3}, {"residual": True}),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", QUANTISED)
 @pytest.mark.parametrize(
-    ("width", "rows"), [(4096, 6144), (14336, 4096), (8192, 1288), (2048, 40000), (1536, 8960), (28672, 256)]
-)
-@pytest.mark.parametrize(
-    "how", [{}, {"norm": True, "gate": "silu", "bias": True}, {"norm": True, "parts": 3}, {"residual": True}], ids=str
+    ("kind", "width", "rows", "how"),
+    [(kind, *size, AROUND[(n + m) % 4]) for n, kind in enumerate(QUANTISED) for m, size in enumerate(SIZES)],
 )
 def test_gpu_quantised_weights_of_models(kind: str, width: int, rows: int, how: dict[str, Any], device: torch.device) -> None:
     x, how = torch.randn(1, width, device=device, dtype=torch.bfloat16), dict(how)
