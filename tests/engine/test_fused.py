@@ -272,6 +272,20 @@ def _first(out: Any) -> Tensor:
     return first
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_modules_take_their_input_by_its_name(name: str) -> None:
+    model, x = build(name), torch.randn(1, 3, 64)
+    layer = model.model.layers[0]
+    named = (
+        ("hidden_states" if name == "llama" else "x", layer.input_layernorm),
+        ("x", layer.mlp),
+        ("input", layer.mlp.gate_proj),
+    )
+    expected = [module(**{of: x}) for of, module in named]
+    with fused.swapped(modules(model)):
+        assert all(torch.equal(module(**{of: x}), right) for (of, module), right in zip(named, expected, strict=True))
+
+
 def test_what_has_a_forward_of_its_own_keeps_it() -> None:
     model = build("llama")
     norm = model.model.norm

@@ -90,9 +90,9 @@ def _forward(module: Module) -> _Forward | None:
     return _layer if is_layer(module) else rotating(module)
 
 
-def _norm(self: Any, x: Tensor) -> Tensor:
-    """Normalise with the kernel if it supports these rows."""
-    norm = norm_of(self)
+def _norm(self: Any, *given: Tensor, **named: Tensor) -> Tensor:
+    """Normalise with the kernel if it supports these rows, which norms call x or hidden_states."""
+    (x,), norm = (*given, *named.values()), norm_of(self)
     if norm is not None and norm.weight.device == x.device and inference(x) and x.is_contiguous() and x.shape[-1] <= MOST:
         return rms_norm(x, norm)
     plain: Tensor = type(self).forward(self, x)

@@ -144,11 +144,11 @@ def serves(x: Tensor) -> bool:
     return x.numel() == x.shape[-1] and inference(x) and x.is_contiguous() and not torch.is_autocast_enabled(x.device.type)
 
 
-def product(self: Any, x: Tensor) -> Tensor:
+def product(self: Any, input: Tensor) -> Tensor:
     """The forward of a linear layer: the kernel for one token, else torch's product."""
-    if serves(x) and (found := Projection.of(self, x)) is not None:
-        return found.onto(x, None)
-    return F.linear(x, self.weight, self.bias)
+    if serves(input) and (found := Projection.of(self, input)) is not None:
+        return found.onto(input, None)
+    return F.linear(input, self.weight, self.bias)
 
 
 def _norm(module: Any, x: Tensor) -> Norm | None:
