@@ -318,22 +318,13 @@ def test_gpu_a_chain_of_quantised_layers_waits_for_each_product(kind: str, devic
         for _ in range(3)
     ]
 
-    def step(x: Tensor, product: Any) -> Tensor:
+    def step(x: Tensor, product: Any) -> list[Tensor]:
         for gates, down in layers:
             (inner,) = product(x, **gates)
             (x,) = product(inner, [down], [None], residual=x)
-        return x
+        return [x]
 
-    step(x, linear.launch)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(x, linear.launch)
-    for _ in range(5):
-        x.copy_(torch.randn_like(x))
-        eager, expected = step(x, linear.launch), step(x, linear.definition)
-        graph.replay()
-        assert torch.equal(eager, captured)
-        assert float((eager.float() - expected.float()).norm() / expected.float().norm()) < 0.02
+    assert_chained(x, step)
 
 
 @pytest.mark.gpu
@@ -348,7 +339,7 @@ def test_gpu_a_chain_of_layers_waits_for_each_product(hidden: int, device: torch
         o, down = drawn(hidden, hidden, like=x) * hidden**-0.5, drawn(hidden, inner, like=x) * inner**-0.5
         layers.append((qkv, o, gates, down))
 
-    def run(x: Tensor, product: Any) -> list[Tensor]:
+    def step(x: Tensor, product: Any) -> list[Tensor]:
         found = []
         for qkv, o, gates, down in layers:
             query, key, value = product(x, **qkv)
@@ -358,15 +349,20 @@ def test_gpu_a_chain_of_layers_waits_for_each_product(hidden: int, device: torch
             found += [key, value]
         return [*found, x]
 
-    run(x, linear.launch)
+    assert_chained(x, step)
+
+
+def assert_chained(x: Tensor, step: Callable[[Tensor, Any], list[Tensor]]) -> None:
+    """Assert that a chain of launches gives the definition's results, eagerly and in a graph that is replayed with new tokens."""
+    step(x, linear.launch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run(x, linear.launch)
+        captured = step(x, linear.launch)
     for _ in range(5):
         x.copy_(torch.randn_like(x))
-        eager = run(x, linear.launch)
+        eager = step(x, linear.launch)
         graph.replay()
-        for mine, same, expected in zip(eager, captured, run(x, linear.definition), strict=True):
+        for mine, same, expected in zip(eager, captured, step(x, linear.definition), strict=True):
             assert torch.equal(mine, same)
             assert float((mine.float() - expected.float()).norm() / expected.float().norm()) < 0.02
 

@@ -13,7 +13,7 @@ from kvthaw.errors import ConfigError
 
 EXAMPLES = (
     "model_args: what the harness's hf model takes, and method, budget, retrieved, dense_layers, seed, capture and sparse_tokens; "
-    " pretrained=shipped is the model that ships. Needs pip install kvthaw\\[lm-eval].\n\nExamples:\n\n"
+    "pretrained=shipped is the model that ships. Needs pip install kvthaw\\[lm-eval].\n\nExamples:\n\n"
     "  kvthaw lm-eval --model_args pretrained=meta-llama/Llama-3.1-8B-Instruct,method=pariskv,retrieved=100 "
     "--tasks longbench,gsm8k --apply_chat_template\n\n"
     "  kvthaw lm-eval --model_args pretrained=MODEL,method=icecache-digest:promote=0.1,budget=256 --tasks ruler "

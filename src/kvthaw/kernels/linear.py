@@ -24,7 +24,7 @@ from kvthaw.kernels import HAS_TRITON, gated, linear_int4, rms_norm
 from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.gated import Activation
 from kvthaw.kernels.gpu import by_device, nvidia
-from kvthaw.kernels.linear_parts import Blocks, multiprocessors
+from kvthaw.kernels.linear_parts import Blocks
 from kvthaw.kernels.rms_norm import Norm
 from kvthaw.kernels.weights import TILE, Float8Weight, Int4Weight, Weight, dense, kind_of, readable
 
@@ -250,8 +250,7 @@ def launch(
     total = sum(triton.cdiv(len(weight), how.rows) for weight in plain[:parts])
     w, b, o = [*plain, plain[0], plain[0]], [*given, *[x] * 3], [*out, out[0], out[0]]
     s, single = [*scales, *[scales[0] if scales else x] * 3], bool(scales) and len(scales[0]) < len(plain[0])
-    grid = min(total, how.programs * multiprocessors(x.device))
-    _linear[(grid,)](
+    _linear[(how.launched(total, x.device),)](
         *o[:3], x, x if norm is None else norm.weight, x if residual is None else residual, *w[:3], *s[:3], *b[:3],
         *(len(weight) for weight in w[:3]), *((0.0, 0.0) if norm is None else (norm.eps, norm.offset)),
         K=width, BN=how.rows, BK=how.width, PARTS=parts, GATED=gate is not None, SILU=gate == "silu",

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON, nibbles, rms_norm
 from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.gated import Activation
-from kvthaw.kernels.linear_parts import Blocks, multiprocessors
+from kvthaw.kernels.linear_parts import Blocks
 from kvthaw.kernels.rms_norm import Norm
 from kvthaw.kernels.weights import TILE, Int4Weight
 
@@ -259,7 +259,7 @@ def launch(
     every = [*weights, first, first][:3]
     b, o = [*biases, *[x] * 3], [*out, out[0], out[0]]
     (product, product_types), (sums, sums_types) = nibbles.product(), nibbles.total()
-    _linear_int4[(min(total, how.programs * multiprocessors(x.device)),)](
+    _linear_int4[(how.launched(total, x.device),)](
         *o[:3], _words(x), _words(x if norm is None else norm.weight), x if residual is None else residual,
         *(weight.codes for weight in every), *(_words(weight.scales) for weight in every), *b[:3],
         *(weight.shape[0] for weight in every), *((0.0, 0.0) if norm is None else (norm.eps, norm.offset)),

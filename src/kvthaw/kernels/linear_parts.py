@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.split import multiprocessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,9 @@ class Blocks:
     programs: int
     warps: int
 
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Return the number of a device's multiprocessors, 2 for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    def launched(self, total: int, device: torch.device) -> int:
+        """Return how many programs share `total` blocks. Under the interpreter they are few, so that each takes several."""
+        return min(total, self.programs * (multiprocessors(device) if device.type == "cuda" else 2))
 
 
 if HAS_TRITON:
