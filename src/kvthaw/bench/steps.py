@@ -164,9 +164,9 @@ def replayed(model: PreTrainedModel, cache: DynamicCache, steps: str) -> GraphRu
     """Set how a cache takes its next steps, one of STEPS. Returns its GraphRunner; None for eager steps."""
     if not isinstance(cache, Cache):
         return None
-    captured = steps == "captured"
-    forward = fusing(model, model.forward)
-    cache.replay = GraphRunner(forward, cache, capture=capturable(cache) is None) if captured else None
+    cache.replay = None
+    if steps == "captured":
+        cache.replay = GraphRunner(fusing(model, model.forward), cache, capture=capturable(cache) is None)
     return cache.replay
 
 
