@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from kvthaw.cache.device_memory import BlockArena, DeviceMemory, allocating
+from kvthaw.cache.device_memory import _CHUNK, BlockArena, DeviceMemory
 from kvthaw.cache.streams import Streams
 
 
 def test_blocks_that_are_freed_together_wait_for_the_same_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request of 16k tokens in 30 layers leaves 500 of them; events for each took longer than half a decode step."""
-    arena, recorded = BlockArena((2, 4), torch.float32, torch.device("cpu"), ()), []
+    arena, recorded = BlockArena(DeviceMemory(), (2, 4), torch.float32, torch.device("cpu")), []
     monkeypatch.setattr(arena, "readers", lambda: recorded.append(len(arena._ready)) or [])
     blocks = [arena.take() for _ in range(10)]
     left = arena._ready[0][0].data_ptr()
@@ -19,16 +21,16 @@ def test_blocks_that_are_freed_together_wait_for_the_same_events(monkeypatch: py
     assert recorded == []
     del blocks[:9]
     arena.note_freed()
-    assert recorded == [6]  # before any of the nine could be given out
-    assert len(arena._ready) == 15
+    assert recorded == [2 * _CHUNK - 10]  # before any of the nine could be given out
+    assert len(arena._ready) == 2 * _CHUNK - 1
     assert arena.take().data_ptr() != blocks[0].data_ptr() != left
 
 
 @pytest.mark.gpu
 def test_a_stream_waits_for_work_on_memory_that_blocks_come_to() -> None:
     """Memory that the model's stream has freed and not yet written to for the last time."""
-    arena, stream = BlockArena((1 << 16,), torch.float32, torch.device("cuda"), []), torch.cuda.Stream()
-    freed = torch.zeros((16, 1 << 16), device="cuda")
+    arena, stream = BlockArena(DeviceMemory(), (1 << 20,), torch.float32, torch.device("cuda")), torch.cuda.Stream()
+    freed = torch.zeros((_CHUNK, 1 << 20), device="cuda")
     begin = freed.data_ptr()
     torch.cuda._sleep(100_000_000)
     freed.fill_(1)
@@ -49,9 +51,56 @@ def test_what_lasts_takes_no_part_of_freed_activations() -> None:
     for _ in range(8):
         activations = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(3)]
         del activations
-        with allocating(memory.pool(device), device):
-            kept.append(torch.empty(40 << 20, dtype=torch.uint8, device=device))
+        kept.append(memory.allocate(device, lambda: torch.empty(40 << 20, dtype=torch.uint8, device=device)))
     assert torch.cuda.memory_reserved() - before <= 3 * size + 8 * (40 << 20)
+
+
+@pytest.fixture
+def small_gpu() -> Iterator[int]:
+    """Limit torch to 1 GiB of the GPU beyond what it has now. Yields these bytes."""
+    torch.cuda.empty_cache()
+    total, before = torch.cuda.mem_get_info()[1], torch.cuda.get_per_process_memory_fraction()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 30)) / total)
+    yield 1 << 30
+    torch.cuda.set_per_process_memory_fraction(before)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+def test_what_lasts_takes_memory_that_torch_keeps_of_activations(small_gpu: int) -> None:
+    """A server that switched to the method ended here: torch frees nothing that it caches for a pool."""
+    device, memory = torch.device("cuda"), DeviceMemory("auto", (0,))
+    activations = torch.empty(small_gpu * 3 // 4, dtype=torch.uint8, device=device)
+    del activations
+    assert memory.allocate(device, lambda: torch.empty(small_gpu // 2, dtype=torch.uint8, device=device)).is_cuda
+    with pytest.raises(torch.OutOfMemoryError):
+        memory.allocate(device, lambda: torch.empty(2 * small_gpu, dtype=torch.uint8, device=device))
+
+
+@pytest.mark.gpu
+def test_the_blocks_of_layers_return_to_the_device_layer_by_layer(small_gpu: int) -> None:
+    """While the method takes over, a layer's index needs the memory that full attention's blocks of others had."""
+    device, memory, size = torch.device("cuda"), DeviceMemory("auto", range(4)), (1 << 20,)
+    arenas = [memory.arena(layer, size, torch.float32, device) for layer in range(4)]
+    blocks = [[arena.take() for arena in arenas] for _ in range(9 * _CHUNK)]  # a token's of all layers after each other
+    memory.leave_pool()
+    for layer in range(4):
+        for block in blocks:
+            block[layer] = torch.empty(0)
+        memory.trim(device)
+        index = memory.allocate(device, lambda: torch.empty(9 * _CHUNK << 22, dtype=torch.uint8, device=device))
+        for block in blocks[:1]:
+            block[layer] = index
+    assert all(index.is_cuda for index in blocks[0])
+
+
+@pytest.mark.gpu
+def test_memory_of_a_reset_cache_returns_to_the_device(small_gpu: int) -> None:
+    device, memory = torch.device("cuda"), DeviceMemory("auto", (0,))
+    kept = [memory.allocate(device, lambda: torch.empty(small_gpu // 4, dtype=torch.uint8, device=device)) for _ in range(3)]
+    kept.clear()
+    memory.reset()
+    assert torch.empty(small_gpu * 7 // 8, dtype=torch.uint8, device=device).is_cuda
 
 
 @pytest.mark.gpu

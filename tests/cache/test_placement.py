@@ -376,7 +376,7 @@ def test_a_copy_begun_before_a_block_was_written_to_takes_nobodys_place() -> Non
 
 def test_a_freed_block_is_used_again_at_its_address() -> None:
     memory = DeviceMemory(1 << 20, [0])
-    arena = memory.arena((2, 3), torch.float32, torch.device("cpu"))
+    arena = memory.arena(0, (2, 3), torch.float32, torch.device("cpu"))
     some = [arena.take() for _ in range(20)]
     addresses = {block.data_ptr() for block in some}
     assert len(addresses) == 20

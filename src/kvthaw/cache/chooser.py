@@ -287,6 +287,8 @@ class Chooser:
         sequences.changed()
         _log.info("%s from here on: %s", settings.method.name, reason)
         self._share_among(self.by_method)
+        device = self.streams.device
+        device.leave_pool()
         step = Step(0, sequences.padded_length, tuple(sequences.left_pad), sequences.idle)
         for i, layer in (self.by_method | self.dense).items():
             before = self.layers[i]
@@ -299,6 +301,8 @@ class Chooser:
                 raise
             self._put({i: layer})
             before.reset()
+            if any(lengths):
+                device.trim(self.crossing.device)
 
     def _check_memory(self, lengths: Sequence[int]) -> None:
         """Raise HostMemoryError if blocks for these tokens fit neither the device, once full attention's KV is freed, nor the

@@ -6,9 +6,9 @@ import copy
 import logging
 import math
 import weakref
-from collections import deque
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import first_line
 
 _log = logging.getLogger(__name__)
-_CHUNK = 16  # blocks that an arena allocates at once
+_CHUNK = 6  # blocks that an arena allocates at once: torch gives a tensor above 10 MiB memory of its own, and blocks have 2 MiB
+
+T = TypeVar("T")
 
 
 def margin(total: int) -> int:
@@ -28,11 +30,6 @@ def margin(total: int) -> int:
 def spare(free: int, total: int) -> int:
     """Return how many of a device's free bytes a cache may fill."""
     return max(0, free - margin(total))
-
-
-def allocating(pool: torch.cuda.MemPool | None, device: torch.device) -> AbstractContextManager[None]:
-    """Context in which this thread allocates device memory from a pool; None: as outside of it."""
-    return nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, device.index)
 
 
 def _available(device: torch.device) -> tuple[int, int]:
@@ -65,16 +62,50 @@ class DeviceMemory:
         self.bytes, self.spills = limit if isinstance(limit, int) else 0, False
         self._arenas: dict[tuple[object, ...], BlockArena] = {}
         self._pool: torch.cuda.MemPool | None = None
+        self._nested = False  # within allocate()
 
-    def pool(self, device: torch.device) -> torch.cuda.MemPool | None:
-        """Return the memory for tensors that outlive a forward; None on a CPU or without a limit.
+    def allocate(self, device: torch.device, work: Callable[[], T]) -> T:
+        """Run work that allocates tensors that outlive a forward. Returns what it returns.
 
-        In torch's common memory these tensors would take parts of what activations have freed. The next layer's activations
-        then find no room of their size: with 24 GiB, 1.3 to 2.4 GiB were lost.
+        On a GPU with a limit these tensors have a pool of their own. In torch's common memory they would take parts of what
+        activations have freed. The next layer's activations then find no room of their size: with 24 GiB, 1.3 to 2.4 GiB
+        were lost.
+
+        Torch frees no cached memory for such a pool. So if memory is short, this frees it and runs the work again.
+
+        work: may run twice, the second time after an error in the middle.
         """
-        if self._pool is None and device.type == "cuda" and self.limit:
+        if device.type != "cuda" or not self.limit or self._nested:
+            return work()
+        try:
+            return self._in_pool(device, work)
+        except torch.OutOfMemoryError:
+            pass  # the exception holds the tensors that fit, until here
+        torch.cuda.empty_cache()
+        return self._in_pool(device, work)
+
+    def _in_pool(self, device: torch.device, work: Callable[[], T]) -> T:
+        if self._pool is None:
             self._pool = torch.cuda.MemPool()
-        return self._pool
+        self._nested = True
+        try:
+            with torch.cuda.use_mem_pool(self._pool, device.index):
+                return work()
+        finally:
+            self._nested = False
+
+    def leave_pool(self) -> None:
+        """Allocate from a new pool from now on. The old pool's memory returns to the device as its tensors are freed."""
+        self._pool = None
+
+    def trim(self, device: torch.device) -> None:
+        """Return memory to the device: of chunks without a block in use, and what torch caches. Waits for the device."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        for arena in self._arenas.values():
+            arena.trim()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def resolve(self, device: torch.device) -> None:
         """Set `bytes` if the limit is "auto". On a CPU it stays 0.
@@ -104,17 +135,18 @@ class DeviceMemory:
             dense = sum(held for number, held in self.fixed.items() if number not in self.offloaded)
         return (self.bytes - dense) // len(self.offloaded) - self.fixed.get(layer, 0)
 
-    def arena(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> BlockArena:
-        """Return the arena for blocks of one shape."""
-        key = tuple(shape), dtype, device
+    def arena(self, layer: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> BlockArena:
+        """Return the arena for a layer's blocks of one shape. Layers share no chunk, so each can return its memory alone."""
+        key = layer, tuple(shape), dtype, device
         if key not in self._arenas:
-            self._arenas[key] = BlockArena(shape, dtype, device, self.streams, self.pool(device))
+            self._arenas[key] = BlockArena(self, shape, dtype, device)
         return self._arenas[key]
 
     def reset(self) -> None:
-        """Free the arenas, forget `fixed`, and return to the configured limit."""
+        """Free the arenas and the pool, forget `fixed`, and return to the configured limit."""
         self.fixed.clear()
         self._arenas.clear()
+        self.leave_pool()
         self.bytes, self.spills = self.limit if isinstance(self.limit, int) else 0, False
 
     def __deepcopy__(self, memo: dict[int, object]) -> DeviceMemory:
@@ -126,11 +158,8 @@ class DeviceMemory:
 class BlockArena:
     """Allocate blocks of one shape in chunks with fixed addresses. A freed block is reused after all work that may read it."""
 
-    def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, streams: Sequence[torch.cuda.Stream],
-        pool: torch.cuda.MemPool | None = None,
-    ) -> None:  # fmt: skip
-        self.shape, self.dtype, self.device, self.streams, self.pool = tuple(shape), dtype, device, streams, pool
+    def __init__(self, memory: DeviceMemory, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.memory, self.shape, self.dtype, self.device = memory, tuple(shape), dtype, device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # the model's
         self._freed: deque[tuple[Tensor, int]] = deque()  # a finalizer appends, on any thread
         self._ready: deque[tuple[Tensor, int, list[torch.cuda.Event]]] = deque()
@@ -140,12 +169,9 @@ class BlockArena:
         """Return an uninitialised block, to be written on the current stream. Raises torch.OutOfMemoryError."""
         self.note_freed()
         if not self._ready:
-            with (
-                torch.cuda.stream(self._stream),
-                allocating(self.pool, self.device),
-            ):  # the stream owns the memory, whichever stream writes to it first
-                chunk = torch.empty((_CHUNK, *self.shape), dtype=self.dtype, device=self.device)
-            for stream in self.streams:
+            with torch.cuda.stream(self._stream):  # which owns the memory, whichever stream writes to it first
+                chunk = self.memory.allocate(self.device, self._chunk)
+            for stream in self.memory.streams:
                 chunk.record_stream(stream)
             before = [] if self._stream is None else [self._stream.record_event()]  # whose work may still use that memory
             self._ready.extend((chunk, i, before) for i in range(_CHUNK))
@@ -160,6 +186,15 @@ class BlockArena:
         weakref.finalize(block, self._freed.append, (chunk, i)).atexit = False
         return block
 
+    def _chunk(self) -> Tensor:
+        return torch.empty((_CHUNK, *self.shape), dtype=self.dtype, device=self.device)
+
+    def trim(self) -> None:
+        """Free the chunks without a block in use. All work that may read them must be done."""
+        self.note_freed()
+        ready = Counter(id(chunk) for chunk, _, _ in self._ready)
+        self._ready = deque(one for one in self._ready if ready[id(one[0])] < _CHUNK)
+
     def note_freed(self) -> None:
         """Record the GPU work that may still read the blocks freed since the last call, often hundreds."""
         if count := len(self._freed):
@@ -170,7 +205,7 @@ class BlockArena:
         """Record events that pass when all work enqueued so far that may read blocks is done."""
         if self.device.type != "cuda":
             return []
-        return [stream.record_event() for stream in (torch.cuda.current_stream(self.device), *self.streams)]
+        return [stream.record_event() for stream in (torch.cuda.current_stream(self.device), *self.memory.streams)]
 
 
 class DeviceBlocks:
@@ -181,7 +216,7 @@ class DeviceBlocks:
     ) -> None:
         self.memory, self.layer, self.device = memory, layer, device
         self.shape, self.dtype, self.size = shape, dtype, math.prod(shape) * dtype.itemsize
-        self.used, self.arena = 0, memory.arena(shape, dtype, device)
+        self.used, self.arena = 0, memory.arena(layer, shape, dtype, device)
         self._short = False
 
     @property

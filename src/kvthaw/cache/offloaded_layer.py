@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_memory import allocating
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.index_api import IndexContext, Rotary, Transfer
@@ -159,13 +159,16 @@ class OffloadedLayer(LayerKV):
         plan, settings, (_, heads, _, dim), seqs = self._sizes(step), self.settings, key.shape, len(step.left_pad)
         slots, block_size = settings.method.slots(plan.rows), settings.block_size
         how: dict[str, Any] = {"memory": self.streams.memory, "format": row_format(settings.kv_dtype, dim, key.dtype)}
-        with allocating(self.streams.device.pool(key.device), key.device):
+
+        def make() -> None:
             slab = Slab(seqs, heads, dim, plan.regions, slots, dtype=key.dtype, device=key.device)
             store = HostStore(seqs, heads, dim, key.dtype, block_size=block_size, pinned=key.is_cuda, **how)
             self.storage, self.scale = LayerStorage(store, slab, self.streams), scale
             self.sparse = self._attention(plan, query, key)
             self.plan = plan
             self._make_room()
+
+        self.streams.device.allocate(key.device, make)
         self.streams.device.fixed[self.number] = self.fixed_bytes()
 
     def _sizes(self, step: Step) -> Plan:
@@ -344,16 +347,17 @@ class OffloadedLayer(LayerKV):
         then gives more rows."""
         if self.plan is None or self.room >= self.sequences.capacity:
             return
-        device = self.slab.data.device
-        with allocating(self.streams.device.pool(device), device):
-            longer = self.settings.longer(self.plan, self.sequences.longest)
-            if longer.rows > self.plan.rows:
-                self.slab.widen(self.settings.method.slots(longer.rows))
-                if self.own is not None:
-                    self.drop_search()
-                    self.own.widen(longer.rows)
-            self.plan = longer
-            self._make_room()
+        self.streams.device.allocate(self.slab.data.device, partial(self._grow, self.plan))
+
+    def _grow(self, plan: Plan) -> None:
+        longer = self.settings.longer(plan, self.sequences.longest)
+        if longer.rows > plan.rows:
+            self.slab.widen(self.settings.method.slots(longer.rows))
+            if self.own is not None:
+                self.drop_search()
+                self.own.widen(longer.rows)
+        self.plan = longer
+        self._make_room()
 
     def _make_room(self) -> None:
         """Allocate for the capacity of the sequences. Until it grows, no tensor that a step reads moves."""

@@ -149,13 +149,12 @@ class Residency:
             self.row_slot = grown
 
     def widen(self, slots: int) -> None:
-        """Add slots, in new tensors. Rows stay in their slots."""
+        """Add slots, in new tensors. Rows stay in their slots. If memory is short, nothing changes."""
         more = slots - self.slots
-        self.slot_row = F.pad(self.slot_row[:, :, :-1], (0, more + 1), value=-1)
-        self.used = torch.cat((F.pad(self.used[:, :, :-1], (0, more)), self.used[:, :, -1:]), dim=2)
-        self.latest = F.pad(self.latest, (0, more), value=-1)
-        self.row_slot = self.row_slot.to(slot_dtype(slots, self.device))
-        self.slots = slots
+        slot_row = F.pad(self.slot_row[:, :, :-1], (0, more + 1), value=-1)
+        used = torch.cat((F.pad(self.used[:, :, :-1], (0, more)), self.used[:, :, -1:]), dim=2)
+        latest, row_slot = F.pad(self.latest, (0, more), value=-1), self.row_slot.to(slot_dtype(slots, self.device))
+        self.slots, self.slot_row, self.used, self.latest, self.row_slot = slots, slot_row, used, latest, row_slot
 
     def admit(
         self, rows: Tensor, out: tuple[Tensor, Tensor, Tensor] | None = None, *, blocks: tuple[Tensor, int] | None = None
