@@ -9,9 +9,10 @@ turns, and the side that begins changes with each group of parts and each turn. 
   later half of `--new` tokens). batch: tokens a second of as many sequences of the longest length as fit each side.
 - short: 64 and 256 requests of 1,024 tokens at once, 256 new tokens each. trace: requests of `--trace` at `--rates` a second.
 
-vLLM measures with dummy weights, so outputs are compared in `check` alone. kvthaw's batches have drawn keys and values. A case that
-takes longer than `--limit` seconds is given up, and its side goes on with the next case in a new process. Cases whose lines are in
-`--out` are not measured again. Exits with 1 if a case failed or the check found different outputs.
+vLLM measures with dummy weights, so outputs are compared in `check` alone. kvthaw's batches have drawn keys and values.
+`--precision=fp8` measures weights and KV of 8 bits, in kvthaw by torchao's Float8WeightOnlyConfig. `--gpus=2` splits vLLM's
+model. A case that takes longer than `--limit` seconds is given up, and its side goes on with the next case in a new process.
+Cases whose lines are in `--out` are not measured again. Exits with 1 if a case failed or the check found different outputs.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 from kvthaw.bench.shapes import SHAPES
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, one_of
 from kvthaw.evaluate.results import Record, ResultsFile
-from lab.beside.cases import CHECK, KVTHAW, LONG, MANY, PARTS, SIDES, VLLM, Case, heard
+from lab.beside.cases import CHECK, KVTHAW, LONG, MANY, PARTS, PRECISIONS, SIDES, VLLM, Case, heard
 from lab.beside.table import difference, table
 from lab.script import options
 
@@ -190,11 +191,14 @@ def cases_of(given: Any, device: str) -> dict[tuple[str, ...], list[Case]]:
     for part in parts:
         if part not in PARTS:
             raise ConfigError(f"parts is {given.parts!r}; {part!r} is none of {', '.join(PARTS)}")
+    if given.gpus > 1 and KVTHAW in given.sides.split(","):
+        raise ConfigError(f"gpus is {given.gpus}; kvthaw's steps on several are measured by lab.split: use --sides vllm")
+    one_of(PRECISIONS, precision=given.precision)
     lengths = [int(text) for text in given.lengths.split(",")]
     layers = given.layers or SHAPES[given.shape]["num_hidden_layers"]
     base = Case(
         part="", side=VLLM, method=VLLM, shape=given.shape, layers=layers, length=0, seqs=1, new=1, rate=0.0, trace="", requests=0,
-        turn=0, device=device,
+        turn=0, device=device, precision=given.precision, gpus=given.gpus,
     )  # fmt: skip
     found = list[Case]()
     if "check" in parts:
@@ -234,13 +238,12 @@ def main() -> int:
         methods="full,pariskv-plus", batch_methods="full,clusterkv-plus", many_methods="auto", new=1024, seqs=0, batch_new=320,
         short="64,256", short_length=1024, short_new=256, trace=Path, rates="2,8,0", requests=200, capacity=16384, places=256,
         budget=1024, retrieved=100, turns=1, limit=300.0, start=START, seconds=3600.0, vllm_python=sys.executable,
-        vllm_path="", kvthaw_path="", vllm_kv="auto", vllm_share=0.92, sides=",".join(SIDES), logs=Path, commit=str, out=Path,
+        vllm_path="", kvthaw_path="", precision="bf16", gpus=1, vllm_share=0.92, sides=",".join(SIDES), logs=Path, commit=str,
+        out=Path,
     )  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process of a side ends with this one
     with tempfile.TemporaryDirectory() as folder:
-        plan = {
-            name: getattr(given, name) for name in ("budget", "retrieved", "new", "places", "commit", "vllm_kv", "vllm_share")
-        }
+        plan = {name: getattr(given, name) for name in ("budget", "retrieved", "new", "places", "commit", "vllm_share")}
         plan |= {"sizes": SHAPES[given.shape], "checkpoint": folder}
         plan |= {"traces": str(given.trace.resolve().parent) if given.trace else ""}
         logs = given.logs or Path(folder)

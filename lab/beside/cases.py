@@ -17,6 +17,7 @@ VLLM, KVTHAW = "vllm", "kvthaw"
 SIDES = (VLLM, KVTHAW)
 LONG, MANY, CHECK = ("first", "decode", "batch"), ("short", "trace"), ("check",)
 PARTS = (*LONG, *MANY, *CHECK)
+PRECISIONS = ("bf16", "fp8")
 MARK = "@beside "
 """What the lines of a process begin with that are for the command; libraries print others."""
 
@@ -32,6 +33,8 @@ class Case:
     rate: requests a second; 0: all at once.
     requests: the number of requests of a trace.
     turn: the repetition.
+    precision: "bf16", or "fp8" for weights and KV of 8 bits.
+    gpus: GPUs that the model is split over.
     """
 
     part: str
@@ -47,6 +50,8 @@ class Case:
     requests: int
     turn: int
     device: str
+    precision: str = "bf16"
+    gpus: int = 1
 
     @property
     def setting(self) -> dict[str, Any]:
@@ -56,7 +61,10 @@ class Case:
     @property
     def question(self) -> tuple[Any, ...]:
         """What cases of other methods, sides and turns have in common with this one."""
-        return self.part, self.shape, self.layers, self.length, self.seqs, self.rate, self.trace, self.requests, self.device
+        return (
+            self.part, self.shape, self.layers, self.length, self.seqs, self.rate, self.trace, self.requests, self.device,
+            self.precision, self.gpus,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         words = [self.part, self.method if self.side == KVTHAW else self.side]

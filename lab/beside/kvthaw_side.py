@@ -31,6 +31,7 @@ from lab.bench.card import provenance
 from lab.bench.shapes import build
 from lab.beside.cases import MANY, Case, coming_of, config_of, emit, first_of, planned, serve_cases, steps_of
 from lab.fill import prompts_drawn
+from lab.quantised import WEIGHTS
 from lab.trace import replay
 
 MARGIN = 6 << 30
@@ -47,6 +48,9 @@ class Side:
         self.longest = max((room_of(case) for case in cases if case.part in MANY), default=0)
         begin = time.perf_counter()
         self.model = build(cases[0].shape, self.device, layers=cases[0].layers)
+        self.fp8 = cases[0].precision == "fp8"
+        if self.fp8:
+            WEIGHTS["fp8"](self.model)
         attention = FLASH_ATTENTION_4 if choose_flash_attention_4(self.model) else "cudnn"
         self.vocabulary: int = self.model.config.vocab_size
         self.about = provenance(options["commit"]) | {"start_s": round(time.perf_counter() - begin, 1), "attention": attention}
@@ -56,9 +60,10 @@ class Side:
         """Return the settings of a batch under a method."""
         if method != AUTO and resolve(method).dense:
             return {}
+        found = {"kv_dtype": "fp8"} if self.fp8 else {}
         if method.startswith(("pariskv", "thaw")):
-            return {"retrieved": self.options["retrieved"]}
-        return {"budget": self.options["budget"]} | ({"device_memory": "auto"} if method == AUTO else {})
+            return found | {"retrieved": self.options["retrieved"]}
+        return found | {"budget": self.options["budget"]} | ({"device_memory": "auto"} if method == AUTO else {})
 
     def one(self, case: Case) -> Batch:
         """Return a batch of one sequence."""
@@ -84,8 +89,12 @@ class Side:
 
     def measure(self, case: Case) -> dict[str, Any]:
         """Measure a case."""
-        with frozen():
-            return {"about": self.about, **getattr(self, case.part)(case)}
+        try:
+            with frozen():
+                return {"about": self.about, **getattr(self, case.part)(case)}
+        except Exception:
+            self.free()  # the batch may be half warmed
+            raise
 
     def first(self, case: Case) -> dict[str, Any]:
         """Time the first tokens of two prompts, one after the other: the first takes host memory from the system."""

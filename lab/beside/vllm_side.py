@@ -38,6 +38,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
@@ -50,6 +52,7 @@ WARM_SEED = 1 << 20
 def settings(cases: Sequence[Case], options: dict[str, Any], folder: str) -> dict[str, Any]:
     """Return the arguments of vLLM's engine for some cases."""
     many, check = cases[0].part in MANY, cases[0].part in CHECK
+    fp8 = cases[0].precision == "fp8"
     longest = max(case.length + (0 if case.part == "trace" else case.new) for case in cases) + 64
     seqs = 16 if not many else int(options["places"])
     found = {
@@ -57,7 +60,9 @@ def settings(cases: Sequence[Case], options: dict[str, Any], folder: str) -> dic
         "load_format": "auto" if check else "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
-        "kv_cache_dtype": options["vllm_kv"],
+        "kv_cache_dtype": "fp8" if fp8 else "auto",
+        "quantization": "fp8" if fp8 else None,
+        "tensor_parallel_size": cases[0].gpus,
         "gpu_memory_utilization": float(options["vllm_share"]),
         "max_model_len": longest,
         "max_num_seqs": seqs,

@@ -3,6 +3,7 @@
 # usage: beside.sh FOLDER COMMIT SECONDS [OPTIONS of lab.beside_vllm...]; alone on the machine; without options the check, the first
 # token and decoding, 350 s on an H100. The requests are `--parts short,trace --rates 4,0 --requests 100`, 350 s.
 # .gpu/vllm.tar.xz: vLLM for the machine's Python and torch with what the machine lacks of its dependencies, for one PYTHONPATH.
+# .gpu/quant/torchao-*.whl, if it is there: for --precision fp8, as quant.sh says.
 # .gpu/flash4.tar.xz, if it is there: flash-attn-4 with its dependencies, for kvthaw.
 # .gpu/AzureLLMInferenceTrace_conv.csv: https://github.com/Azure/AzurePublicDataset.
 # Publish: append beside_vllm.jsonl to lab/results/beside_vllm.jsonl, and the table to the notes.
@@ -29,7 +30,8 @@ P
   fi
   touch "$site/.whole"
 fi
-flash4=$(bash "$(dirname "$0")/flash4.sh")
+own=$(bash "$(dirname "$0")/flash4.sh")
+for wheel in .gpu/quant/torchao-*.whl; do [ -e "$wheel" ] && python3 -m zipfile -e "$wheel" "$site-torchao" && own=$own:$site-torchao; done
 echo "unpacked after $SECONDS s"
-exec timeout -k 5 $((most - SECONDS - 3)) python3 -m lab.beside_vllm --vllm-path "$site" --kvthaw-path "$flash4" --trace .gpu/AzureLLMInferenceTrace_conv.csv \
+exec timeout -k 5 $((most - SECONDS - 3)) python3 -m lab.beside_vllm --vllm-path "$site" --kvthaw-path "$own" --trace .gpu/AzureLLMInferenceTrace_conv.csv \
   --seconds $((most - SECONDS - 10)) --commit "$commit" --logs "$out" --out "$out/beside_vllm.jsonl" "$@"

@@ -32,11 +32,13 @@ one() { # PART[:MORE][@SECONDS]
   [[ $part == *:* ]] && IFS='~' read -ra more <<< "${part#*:}"
   if [[ $1 == *@* ]] && ((${1##*@} < most)); then most=${1##*@}; fi
   if ((most < 10)); then echo "== $name: no time left"; return; fi
-  mkdir -p "$work/results/$name"
-  timeout -k 5 "$most" bash "$here/$name.sh" "$work/results/$name" "$commit" "$most" "${more[@]}" > "$work/results/$name/log" 2>&1
+  local folder=$work/results/$name count=1
+  while [ -e "$folder" ]; do folder=$work/results/$name$((++count)); done # of a part that runs again
+  mkdir -p "$folder"
+  timeout -k 5 "$most" bash "$here/$name.sh" "$folder" "$commit" "$most" "${more[@]}" > "$folder/log" 2>&1
   rc=$?
   echo "== $name: exit status $rc after $((SECONDS - begin)) of $most s"
-  tail -n 4 "$work/results/$name/log" | cut -c1-300
+  tail -n 4 "$folder/log" | cut -c1-300
 }
 for group in "$@"; do
   running=()
