@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -108,9 +107,3 @@ class Checkpoints:
         """Return the candidates' step if all of `layers` have a checkpoint of it."""
         step, found = self.candidates, [self._of.get(layer.number) for layer in layers]
         return step if found and all(each is not None and each.step is step for each in found) else None
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Checkpoints:
-        """Copy without checkpoints: a copied cache cannot roll the step back."""
-        twin = Checkpoints(copy.deepcopy(self._sequences, memo))
-        twin._verified = copy.deepcopy(self._verified, memo)
-        return twin

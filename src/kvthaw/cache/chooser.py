@@ -87,6 +87,17 @@ class Chooser:
         self._put({i: DenseLayer(layer.number, self.sequences, most) for i, layer in self.by_method.items()} | self.dense)
         self._share_among(self.by_method)
 
+    def copy_from(self, other: Chooser) -> None:
+        """Put the kinds of layers in force that are in force in a cache of equal settings."""
+        if other.in_blocks:
+            self._use_blocks()
+        elif not other.full:
+            every: dict[int, Layer] = {**self.by_method, **self.dense}
+            self._put(every)
+        for i, layer in self.by_method.items():
+            layer.rotary = other.by_method[i].rotary
+        self.full, self.reason, self._short, self.seq_bytes = other.full, other.reason, other._short, other.seq_bytes
+
     @property
     def in_blocks(self) -> bool:
         """Whether full attention is in force with its KV in blocks."""
@@ -175,6 +186,8 @@ class Chooser:
             return
         if self._fits_in_blocks(lengths):
             self._use_blocks()
+            self.reason += "; KV lies in blocks on the device"
+            _log.info("full attention: %s", self.reason)
         elif not self._short:
             self.try_change(reason)
 
@@ -259,8 +272,6 @@ class Chooser:
         every = self.by_method | self.dense
         self._put({i: FullLayer(layer.number, *own) for i, layer in every.items()})
         self._share_among(every)
-        self.reason += "; KV lies in blocks on the device"
-        _log.info("full attention: %s", self.reason)
 
     def _share_among(self, layers: Mapping[int, Layer]) -> None:
         """Divide the device memory for blocks among these layers."""

@@ -54,7 +54,8 @@ def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) 
         check_prompts([other])
         other.wait()
         if isinstance(layer, OffloadedLayer) and can_reuse(layer, other):
-            _reuse(layer, step, other)
+            layer.prepare(step, LayerShape.of(other, 0, None))
+            layer.clone_from(other)
             return
     if isinstance(layer, OffloadedLayer):
         _check_queries(layer, other)
@@ -89,15 +90,3 @@ def can_reuse(layer: OffloadedLayer, other: OffloadedLayer) -> bool:
     if not same or not mine.method.any_budget or not sequences.prompt_only or plan is None:
         return False
     return mine.plan(sequences.longest, layer.sequences.limit).regions == plan.regions
-
-
-def _reuse(layer: OffloadedLayer, step: Step, other: OffloadedLayer) -> None:
-    """Copy the other layer's state, except for the number of rows. Host rows are shared."""
-    layer.prepare(step, LayerShape.of(other, 0, None))
-    layer.store.share(other.store)
-    layer.slab.held().copy_(other.slab.held())
-    layer.recent_queries.replace(other.recent_queries)
-    mine, its = layer.updater, other.updater
-    if mine is not None and its is not None:
-        mine.clone_from(its)
-        mine.retriever.make_room(layer.sequences.capacity)

@@ -80,9 +80,6 @@ class DeferredBatch:
         kept = tuple(rows)
         return self.once((kept, device), lambda: upload(kept, torch.int32, device))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> DeferredBatch:
-        return DeferredBatch()  # an index that is copied has flushed its work
-
 
 class SpreadWork:
     """Jobs that run in order, a few with each step.
@@ -204,6 +201,3 @@ class AuxStream:
             self._streams[device] = torch.cuda.Stream(device)
             self._made.append(self._streams[device])
         return self._streams[device]
-
-    def __deepcopy__(self, memo: dict[int, object]) -> AuxStream:
-        return AuxStream()

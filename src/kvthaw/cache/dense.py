@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -192,6 +193,10 @@ class DenseLayer(DeviceLayer):
             self._allocate(shape.keys, len(step.left_pad), shape.scale)
         self._make_room()
         self.recent_queries.begin(step)
+
+    def copy_from(self, other: Self) -> None:
+        self.scale, self._data, self._tickets = other.scale, other._data.clone(), other._tickets.clone()
+        self.recent_queries.replace(other.recent_queries)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         self._offloaded = None

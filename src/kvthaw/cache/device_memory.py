@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import weakref
@@ -142,17 +141,17 @@ class DeviceMemory:
             self._arenas[key] = BlockArena(self, shape, dtype, device)
         return self._arenas[key]
 
+    def copy_from(self, other: DeviceMemory) -> None:
+        """Limit blocks as in another cache of equal settings."""
+        self.offloaded, self.fixed = other.offloaded, dict(other.fixed)
+        self.bytes, self.spills = other.bytes, other.spills
+
     def reset(self) -> None:
         """Free the arenas and the pool, forget `fixed`, and return to the configured limit."""
         self.fixed.clear()
         self._arenas.clear()
         self.leave_pool()
         self.bytes, self.spills = self.limit if isinstance(self.limit, int) else 0, False
-
-    def __deepcopy__(self, memo: dict[int, object]) -> DeviceMemory:
-        twin = DeviceMemory(self.limit, self.offloaded, self.ranks)
-        twin.fixed, twin.bytes, twin.spills = dict(self.fixed), self.bytes, self.spills
-        return twin
 
 
 class BlockArena:
@@ -241,6 +240,3 @@ class DeviceBlocks:
 
     def _release(self) -> None:
         self.used -= self.size
-
-    def __deepcopy__(self, memo: dict[int, object]) -> DeviceBlocks:
-        return DeviceBlocks(copy.deepcopy(self.memory, memo), self.layer, self.shape, self.dtype, self.device)

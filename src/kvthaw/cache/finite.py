@@ -107,6 +107,3 @@ class FiniteCheck:
         self.ask(layers)
         if not self._cuda:
             self.check()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> FiniteCheck:
-        return FiniteCheck()

@@ -304,18 +304,6 @@ class HostStore:
         self.allocator.ahead = {seq: block for seq, block in ahead.items() if seq < len(seqs)}
         self.table.changed(*range(self.seqs))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> HostStore:
-        """Copy the store. Blocks are shared until either store writes; none is allocated ahead."""
-        self.wait()
-        memory = copy.deepcopy(self.allocator.memory, memo)
-        how: dict[str, Any] = {"block_size": self.block_size, "pinned": self.pinned, "memory": memory, "format": self.format}
-        twin = HostStore(0, self.kv_heads, self.head_dim, self.dtype, **how)
-        twin.crossed = self.crossed.clone()
-        twin.allocator.device = copy.deepcopy(self.allocator.device, memo)
-        twin.table.blocks = [[block.share() for block in blocks] for blocks in self.table.blocks]
-        twin._length = list(self._length)
-        return twin
-
     def release(self) -> None:
         """Release all blocks of the store."""
         for block in chain.from_iterable(self.table.blocks):

@@ -244,9 +244,6 @@ class HostMemory:
         free = available_host_memory(self.ranks) if self.limit is None else self.limit - self.used + spare
         return None if free is None else self.ranks.least(free)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> HostMemory:
-        return HostMemory(self.limit, self.ranks)
-
 
 class Block:
     """E tokens of all KV heads of one sequence, data [H, E, 2, D], on the device or in host memory.

@@ -418,6 +418,3 @@ class Rotary:
         some = keys[:, None, :, : self.width].float()
         turned = self._apply(some, some, cos, sin)[1][:, 0]
         return torch.cat((turned, keys[:, :, self.width :].float()), dim=2)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Rotary:
-        return self  # tables only grow, and hold no sequence's data

@@ -318,13 +318,10 @@ class IndexUpdater:
         self.retriever.reorder(sequences)
         self._of = [replace(self._of[old], seq=seq) for seq, old in enumerate(sequences)]
 
-    def clone_from(self, other: IndexUpdater) -> None:
-        """Copy the index of another updater with an equal number of sequences."""
-        other.retriever.wait()
-        self.retriever.index.clone_from(other.retriever.index)
-        self._of = [
-            replace(own, state=STALE if other.is_stale(own.seq) else READY, last=None, before=None) for own in other._of
-        ]
+    def clone_from(self, other: IndexUpdater, *, pool: bool) -> None:
+        """Copy the index of another updater; see Retriever.clone_from."""
+        self.retriever.clone_from(other.retriever, pool=pool)
+        self._of = [replace(own, state=STALE if other.is_stale(own.seq) else READY, before=None) for own in other._of]
 
     def trim_queries(self) -> None:
         """Free the early queries of indexed prompts, if the method kept all of them until then."""

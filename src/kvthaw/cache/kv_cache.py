@@ -45,7 +45,7 @@ class KVCache:
     def __init__(
         self, settings: Settings, numbers: Sequence[int], depth: int, windows: Mapping[int, Span] = MappingProxyType({})
     ) -> None:
-        offloaded = offloaded_numbers(settings, numbers, depth)
+        offloaded, self._made_of = offloaded_numbers(settings, numbers, depth), (numbers, depth, windows)
         self.settings, self.sequences, self.streams = settings, Sequences(), Streams(depth, *settings.memory(offloaded))
         self.finite = FiniteCheck()
         self._checkpoints = Checkpoints(self.sequences)
@@ -526,6 +526,23 @@ class KVCache:
             assert not isinstance(layer, WindowLayer)
             self._store(layer, fill(layer, step))
         self._commit(step)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __deepcopy__(self, memo: dict[int, object]) -> KVCache:
+        """Return a cache with the same tokens. Blocks are shared until either cache writes. A failed step is rolled back first."""
+        failed = self.sequences.step
+        self.rollback_failed_step()
+        self.finish_clear()
+        twin = memo[id(self)] = KVCache(self.settings, *self._made_of)
+        twin.origin, twin.reads_masks, twin._preallocated = self.origin, self.reads_masks, self._preallocated
+        twin.streams.device.copy_from(self.streams.device)
+        twin.sequences.copy_from(self.sequences)
+        twin.chooser.copy_from(self.chooser)
+        for mine, its in zip(twin.layers, self.layers, strict=True):
+            mine.copy_from(its)  # type: ignore[arg-type]  # both are of one kind
+        self.sequences.step = twin.sequences.step = failed  # layers of other kinds may have counted it
+        return twin
 
     def stats(self) -> Stats:
         """Return statistics of the cache's content and work. Waits for the device."""

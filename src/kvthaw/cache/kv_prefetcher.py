@@ -167,9 +167,6 @@ class KVPrefetcher:
         """Free the buffers. The next chunk allocates them again."""
         self._places, self._rows = {}, torch.empty(0, dtype=torch.uint8)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> KVPrefetcher:
-        return KVPrefetcher()
-
 
 def bring_blocks(store: HostStore, seq: int, start: int, stop: int, out: Tensor) -> None:
     """Copy rows start .. stop of a sequence from blocks on the host to `out`, one block after another, on the current stream.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -228,6 +228,9 @@ class LayerKV(Protocol):
         for row in step.rows():
             self.recent_queries[row.seq] = shape.queries[0]  # unless the state knows some
             self.load(row.seq, states[row.seq], self.sequences.regions.first_indexed(row.stop - row.start))
+
+    def copy_from(self, other: Self) -> None:
+        """Copy the committed tokens of an equal layer of another cache into this empty one. Blocks are shared."""
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Replace sequence i by the former sequence sequences[i]."""

@@ -75,7 +75,7 @@ class LayerStorage:
         """Return the tensors that a captured step reads and writes."""
         table = self.store.table
         in_blocks = [table.addresses, table.on_host, self.store.crossed] if self.tabled and table.addresses.numel() else []
-        return [self.slab.data, self.slab.tickets, *in_blocks]
+        return [*self.slab.tensors(), *in_blocks]
 
     # Rows of sink, ring and store
 
@@ -249,6 +249,19 @@ class LayerStorage:
         else:
             self.slab.write(seq, 0, self.store.read(seq, 0, min(self.slab.regions.sink, state.stored)))
             self.refill(seq, start, state.stored)
+
+    def clone_from(self, other: LayerStorage, *, pool: bool) -> None:
+        """Share the blocks of another layer, and copy its sink and ring.
+
+        pool: copy the pool and the counts, too. The slabs must have equal sizes.
+        """
+        self.store.share(other.store)
+        self.slab.held().copy_(other.slab.held())
+        if pool:
+            for mine, its in zip(self.slab.tensors(), other.slab.tensors(), strict=True):
+                mine.copy_(its)
+            self.store.crossed.copy_(other.store.crossed)
+            self._latest = dict(other._latest)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Replace sequence i by the former sequence sequences[i]."""

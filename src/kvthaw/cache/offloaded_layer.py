@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -156,7 +156,10 @@ class OffloadedLayer(LayerKV):
 
     def allocate(self, step: Step, query: Tensor, key: Tensor, scale: float) -> None:
         """Create slab, store, index and attention, sized by the first tokens: query [., Hq, T, D], key [., H, T, D]."""
-        plan, settings, (_, heads, _, dim), seqs = self._sizes(step), self.settings, key.shape, len(step.left_pad)
+        self._allocate(self._sizes(step), len(step.left_pad), query, key, scale)
+
+    def _allocate(self, plan: Plan, seqs: int, query: Tensor, key: Tensor, scale: float) -> None:
+        settings, (_, heads, _, dim) = self.settings, key.shape
         slots, block_size = settings.method.slots(plan.rows), settings.block_size
         how: dict[str, Any] = {"memory": self.streams.memory, "format": row_format(settings.kv_dtype, dim, key.dtype)}
 
@@ -436,6 +439,25 @@ class OffloadedLayer(LayerKV):
             self.updater.load(seq, start, state.index)
         if state.queries is not None:
             self.recent_queries[seq] = state.queries.to(self.slab.data.device)
+
+    def copy_from(self, other: Self) -> None:
+        if other.plan is not None:
+            shape = LayerShape.of(other, 0, None)
+            self._allocate(other.plan, other.store.seqs, shape.queries, shape.keys, shape.scale)
+            self.clone_from(other, pool=True)
+            self.asked_again, self.extremes = other.asked_again, list(other.extremes)
+
+    def clone_from(self, other: OffloadedLayer, *, pool: bool = False) -> None:
+        """Copy the tokens and the index of a layer with the same method and regions. Blocks are shared.
+
+        pool: copy the pool and the counts, too. The plans must be equal.
+        """
+        other.wait()
+        self.storage.clone_from(other.storage, pool=pool)
+        self.recent_queries.replace(other.recent_queries)
+        if self.updater is not None and other.updater is not None:
+            self.updater.clone_from(other.updater, pool=pool)
+            self.updater.retriever.make_room(self.sequences.capacity)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         if self.plan is None:

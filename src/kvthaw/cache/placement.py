@@ -7,7 +7,6 @@ may read it.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections import deque
@@ -174,10 +173,6 @@ class Placement:
                 self._short = True
                 _log.warning("blocks stay on the device, host memory is short: %s", error)
             return None
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Placement:
-        store, device, streams = copy.deepcopy((self.store, self.device, self.streams), memo)
-        return Placement(store, device, streams)
 
 
 def count_by_block(rows: Tensor, block_size: int, blocks: int) -> Tensor:

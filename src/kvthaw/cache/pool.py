@@ -51,6 +51,10 @@ class Slab:
         """Values [B, H, N, D], a view."""
         return self.data[:, :, :, 1]
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors."""
+        return [self.data, self.tickets]
+
     def held(self) -> Tensor:
         """Return sink and ring, [B, H, sink + ring, 2, D], a view."""
         return self.data[:, :, : self.pool_start]

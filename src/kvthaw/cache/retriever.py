@@ -8,7 +8,6 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -311,6 +310,16 @@ class Retriever:
 
         return rejoin
 
+    def clone_from(self, other: Retriever, *, pool: bool) -> None:
+        """Copy the index of another retriever of as many sequences.
+
+        pool: copy which rows are in the pool, and the counts, too. The pools must have equal sizes.
+        """
+        other.wait()
+        self.index.clone_from(other.index)
+        if pool:
+            self.residency, self.asked_again = copy.deepcopy(other.residency), other.asked_again
+
     def fresh_index(self, store: HostStore | None = None) -> Index:
         """Return an empty index of this group.
 
@@ -327,13 +336,3 @@ class Retriever:
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a choice reads and writes at fixed addresses."""
         return [*([] if self.in_place else self.residency.tensors()), self.residency.counts, *self.index.tensors()]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Retriever:
-        self.wait()
-        seqs = self.residency.slot_row.shape[0]
-        twin = Retriever(self.method, copy.deepcopy(self.context, memo), seqs, self.rows, copy.deepcopy(self.streams, memo))
-        twin.index.clone_from(self.index)
-        twin.reads_blocks = self.reads_blocks
-        twin.residency = copy.deepcopy(self.residency, memo)
-        twin.asked_again = self.asked_again
-        return twin

@@ -125,6 +125,12 @@ class Sequences:
         self._end, self.filling, self.ends = None, {}, {}
         self.changed()
 
+    def copy_from(self, other: Sequences) -> None:
+        """Count the same tokens as another cache. What its device knows is not copied."""
+        own = {name: copy(value) for name, value in vars(other).items() if name not in ("known", "on_device")}
+        self.__dict__.update(own)
+        self.changed()
+
     def end(self, seq: int) -> int:
         """Return the most tokens that a sequence will have; a large number if that is unknown."""
         return self.ends.get(seq, 1 << 60)

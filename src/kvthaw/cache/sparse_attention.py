@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -70,12 +69,6 @@ class Ahead:
             search.cancel()
         wait(self.searches)
         self.queries, self.searches = None, []
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Ahead:
-        """Copy the queries; the copy searches when its tokens come."""
-        twin = Ahead(copy.deepcopy(self.updater, memo))
-        twin.queries = copy.deepcopy(self.queries, memo)
-        return twin
 
 
 class SparseAttention:

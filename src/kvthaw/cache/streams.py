@@ -7,7 +7,6 @@ indexes of prompts and of sequences that join. One pins memory for coming tokens
 
 from __future__ import annotations
 
-import copy
 import os
 import weakref
 from collections import deque
@@ -174,12 +173,6 @@ class Streams:
         """Wait until the threads have run all their jobs."""
         for thread in list(self._threads.values()):
             thread.submit(lambda: None).result()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Streams:
-        twin = Streams(self.layers, copy.deepcopy(self.memory, memo), copy.deepcopy(self.device, memo))
-        twin.deferred = copy.deepcopy(self.deferred, memo)  # the DeferredBatch of the copied indexes
-        memo[id(self.aux)] = twin.aux
-        return twin
 
 
 def _before_fork() -> None:

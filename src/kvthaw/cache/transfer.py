@@ -85,9 +85,6 @@ class BulkCopy:
             self._sent = torch.cuda.current_stream().record_event()
         scatter(slab, format.decode(rows), which, slots)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> BulkCopy:
-        return BulkCopy()
-
 
 class UvaGather:
     """A kernel on the device reads the rows from pinned host memory (ParisKV, section 4.3). No host sync."""

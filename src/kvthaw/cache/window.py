@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class WindowLayer(DeviceLayer):
         return 0
 
     def tensors(self) -> list[Tensor]:
-        return [self.slab.data, self.slab.tickets] if self._allocated else []
+        return self.slab.tensors() if self._allocated else []
 
     # Steps
 
@@ -145,6 +146,9 @@ class WindowLayer(DeviceLayer):
 
     def prepare(self, step: Step, shape: LayerShape) -> None:
         self._allocate(step, shape.keys, shape.scale)
+
+    def copy_from(self, other: Self) -> None:
+        self.scale, self.slab, self._before = other.scale, copy.deepcopy(other.slab), other._before
 
     def reorder(self, sequences: Sequence[int]) -> None:
         if self._allocated:
