@@ -45,6 +45,7 @@ class Recorder:
     def __init__(self, grows: bool, on_host: bool = False) -> None:
         self.traits, self.index = Traits(grows=grows, on_host=on_host, snapshots=on_host), self
         self.calls: list[tuple[str, Any, Tensor, int]] = []
+        self.rows = torch.empty(0)  # of every sequence, in the store
         self.streams, self.group, self.counts = Streams(), 0, 0
         self.context = SimpleNamespace(q_heads=HEADS, head_dim=DIM)
 
@@ -54,6 +55,12 @@ class Recorder:
         except BaseException:
             failed()
             raise
+
+    def given(self, rows: Tensor) -> Tensor:
+        return rows[..., :0] if self.traits.on_host else rows
+
+    def stored(self, seq: int, start: int, stop: int) -> tuple[Tensor, ...]:
+        return self.given(self.rows[:, start:stop]).unbind(2)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         assert first == SINK
@@ -94,7 +101,7 @@ def an_updater(*, grows: bool, on_host: bool = False) -> tuple[IndexUpdater, Rec
     """An updater, its index, and 30 rows [H, 30, 2, D], all in the store; in the slab the sink and 12 .. 20."""
     index, store = Recorder(grows, on_host), HostStore(2, HEADS, DIM, torch.float32, block_size=8)
     slab = Slab(2, HEADS, DIM, Regions(SINK, 4, 4), 1, dtype=torch.float32, device=torch.device("cpu"))
-    rows = torch.randn(HEADS, 30, 2, DIM)
+    rows = index.rows = torch.randn(HEADS, 30, 2, DIM)
     for seq in range(2):
         store.append(seq, rows)
         slab.write(seq, 0, rows[:, :SINK])

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import kvthaw
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.retriever import Retriever
+from kvthaw.cache.retriever import HostRetriever
 from kvthaw.cache.streams import Streams
 from kvthaw.index.forest import TreeIndex
 from zoo import build, prompt, ragged
@@ -59,13 +59,13 @@ class Slow:
 
 def searched(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Of each step that was searched for early, from now on: the layer, and of how many tokens."""
-    found, search = [], Retriever.search
+    found, search = [], HostRetriever.search
 
-    def spy(group: Retriever, queries: Tensor) -> Any:
+    def spy(group: HostRetriever, queries: Tensor) -> Any:
         found.append((group.context.layer, queries.shape[2]))
         return search(group, queries)
 
-    patch.setattr(Retriever, "search", spy)
+    patch.setattr(HostRetriever, "search", spy)
     return found
 
 

@@ -32,13 +32,15 @@ def join(kv: KVCache, others: Sequence[KVCache]) -> None:
 
     At most one layer is in memory twice. The other caches are empty afterwards.
     """
-    kv.sequences.adopt([other.sequences.length(seq) for other in others for seq in range(other.sequences.count)])
+    rows = [(other, seq) for other in others for seq in range(other.sequences.count)]
+    kv.sequences.adopt([other.sequences.length(seq) for other, seq in rows])
+    step = Step(0, kv.sequences.padded_length, tuple(kv.sequences.left_pad), frozenset())
     for i, layer in enumerate(kv.layers):
-        theirs = [other.layers[i] for other in others]
-        assert isinstance(layer, DenseLayer)
-        layer.join([each for each in theirs if isinstance(each, DenseLayer)])
-        for each in theirs:
-            each.reset()
+        layer.prepare(step, LayerShape.of(others[0].layers[i], 0, None))
+        for seq, (other, own) in enumerate(rows):
+            layer.load(seq, other.layers[i].state(own), 0)
+        for other in others:
+            other.layers[i].reset()
     for other in others:
         other.reset()
 

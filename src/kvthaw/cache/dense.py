@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import HostMemory
+from kvthaw.cache.host_memory import Block
 from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, LayerShape, RecentQueries, attend_rows
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.state import LayerState, to_blocks
+from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.kernels.decode_step import DecodeStep, TokenOrder
 from kvthaw.kernels.places import Newest
@@ -114,18 +114,6 @@ class DenseLayer(DeviceLayer):
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         self._write(step, query, key, value, self.scale)
 
-    def join(self, others: Sequence[DenseLayer]) -> None:
-        """Copy the tokens of other layers, their sequences in order. `sequences` counts them already."""
-        self._offloaded = None
-        rows = [(other, seq) for other in others for seq in range(other.sequences.count)]
-        for i, (other, seq) in enumerate(rows):
-            if seq in other.recent_queries:
-                self.recent_queries[i] = other.recent_queries[seq]
-            own = other.read(seq, 0, other.length(seq))
-            if not self._allocated:
-                self._allocate(own[None, :, :, 0], len(rows), other.scale)
-            self._data[i, :, : own.shape[1]] = own
-
     def _write(self, step: Step, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Write the step's tokens to their positions and return all data."""
         if not self._allocated:
@@ -175,9 +163,10 @@ class DenseLayer(DeviceLayer):
         self.recent_queries.pop(seq, None)
         self._offloaded = None
 
-    def export(self, seq: int, memory: HostMemory) -> LayerState:
-        rows, queries = self.read(seq, 0, self.sequences.length(seq)), self.recent_queries.get(seq)
-        return LayerState(to_blocks(rows, _BLOCK, memory), rows.shape[1], queries=None if queries is None else queries.cpu())
+    def state(self, seq: int) -> LayerState:
+        rows = self.read(seq, 0, self.sequences.length(seq))
+        blocks = [Block(part, on_device=True).share() for part in rows.split(_BLOCK, dim=1)]
+        return LayerState(blocks, rows.shape[1], queries=self.recent_queries.get(seq))
 
     def load(self, seq: int, state: LayerState, start: int) -> None:
         at = 0

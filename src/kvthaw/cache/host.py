@@ -253,12 +253,10 @@ class HostStore:
         """
         if self.allocator.kind != other.allocator.kind:
             raise ValueError(f"a store of {self.allocator.kind} cannot share rows of one of {other.allocator.kind}")
-        for seq in range(self.seqs):
-            self.truncate(seq, 0)
-        self.table.blocks, self._length = (
-            [[block.share() for block in blocks] for blocks in other.table.blocks],
-            list(other._length),
-        )
+        blocks = [[block.share() for block in blocks] for blocks in other.table.blocks]
+        self.release()
+        self.allocator.ahead.clear()
+        self.table.blocks, self._length = blocks, list(other._length)
         self.table.changed(*range(self.seqs))
 
     def view(self) -> HostStore:
@@ -280,20 +278,6 @@ class HostStore:
         """Start an empty sequence with the first `length` rows of `blocks`, which are shared until it writes into one."""
         self.table.blocks[seq], self._length[seq] = [block.share() for block in blocks], length
         self.table.changed(seq)
-
-    def export(self, seq: int) -> list[Block]:
-        """Return the rows of a sequence in host blocks that the caller owns.
-
-        Blocks on the device are copied, which is only enqueued. Blocks on the host are shared. Raises HostMemoryError, with
-        nothing changed.
-        """
-        held = [Block(self.allocator.on_host()) if block.on_device else block for block in self.table.blocks[seq]]
-        for block, there in zip(held, self.table.blocks[seq], strict=True):
-            block.share()
-            if block is not there:
-                block.data.copy_(there.data, non_blocking=True)
-                block.recalls = there.recalls
-        return held
 
     def reorder(self, seqs: Sequence[int]) -> None:
         """Make sequence i hold the rows of the former sequence seqs[i]. Blocks are shared until a sequence writes."""

@@ -271,6 +271,13 @@ class Block:
         self._owners.append(None)
         return self
 
+    def copied(self, memory: HostMemory) -> Block:
+        """Return a copy of a block of the device in host memory. It is only enqueued. Raises HostMemoryError."""
+        twin = Block(memory.allocate(self.data.shape, self.data.dtype, pinned=self.data.is_cuda))
+        twin.data.copy_(self.data, non_blocking=True)
+        twin.recalls = self.recalls
+        return twin
+
     def release(self) -> bool:
         """Remove one owner. Returns whether none is left."""
         self._owners.pop()

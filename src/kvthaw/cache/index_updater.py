@@ -108,7 +108,7 @@ class IndexUpdater:
         if old < past:
             ring = self.slab.read(row.seq, old, past)
             keys, values = torch.cat((ring[:, :, 0], keys), dim=1), torch.cat((ring[:, :, 1], values), dim=1)
-        keys, values = (self._given(rows[:, old - begin : new - begin]) for rows in (keys, values))
+        keys, values = (self.retriever.given(rows[:, old - begin : new - begin]) for rows in (keys, values))
         if old == self.first:
             self._build(row.seq, new, keys, values, queries)
         else:
@@ -221,10 +221,10 @@ class IndexUpdater:
             if start > self.first:
                 known.append(i)
             else:  # the first tokens of a sequence that had none to index
-                own = self._given(rows[i])
+                own = self.retriever.given(rows[i])
                 self._build(seq, stop, own[:, :, 0], own[:, :, 1], self._queries(seq))
         if known:
-            rows = self._given(rows if len(known) == len(rows) else torch.stack([rows[i] for i in known]))
+            rows = self.retriever.given(rows if len(known) == len(rows) else torch.stack([rows[i] for i in known]))
             self._append([spans[i][0] for i in known], rows[:, :, :, 0], rows[:, :, :, 1], None)
 
     def built(self, seq: int, timeout: float | None = 0.0) -> bool:
@@ -265,16 +265,7 @@ class IndexUpdater:
 
     def rebuild(self, seq: int, end: int) -> None:
         """Build the index of a sequence from the store, up to `end`. The host does not wait for a GPU."""
-        data, tokens = self.slab.data, end - self.first
-        if self.retriever.index.traits.on_host:
-            keys = values = self._nothing(tokens)
-        elif data.is_cuda:
-            rows = data.new_empty((data.shape[1], tokens, *data.shape[3:]))
-            self.retriever.streams.prefetcher.read(self.store, seq, self.first, rows)
-            keys, values = rows.unbind(2)
-        else:
-            keys, values = self.store.read(seq, self.first, end).unbind(2)
-        self._build(seq, end, keys, values, self._queries(seq))
+        self._build(seq, end, *self.retriever.stored(seq, self.first, end), self._queries(seq))
 
     def rollback(self, seq: int, start: int) -> None:
         """Remove the positions >= start from the index, exactly if it can undo its latest append."""
@@ -358,10 +349,6 @@ class IndexUpdater:
         self.retriever.submit(self.store.arriving, partial(index.append, sequences, keys, values, queries), failed)
         for own, start in starts:
             own.upto, own.last = start + keys.shape[2], start
-
-    def _given(self, rows: Tensor) -> Tensor:
-        """Return rows [..., D] as the index takes them: without channels if it works on the host, where it reads the store."""
-        return rows.new_empty((*rows.shape[:-1], 0)) if self.retriever.index.traits.on_host else rows
 
     def _nothing(self, rows: int) -> Tensor:
         """Return keys or values [H, n, 0] for an index on the host."""

@@ -151,7 +151,7 @@ class LayerKV(Protocol):
     Shapes: query [B, Hq, T, D]; key, value [B, H, T, D]. B is 1 for a step of one sequence. Layers hold no lengths:
     `sequences` does, and the owner of all layers commits them after the last layer. Until then every call may be repeated.
 
-    A kind of layer inherits from this class and overrides every method except begin, queries and length. `make_layers`
+    A kind of layer inherits from this class and overrides every method except begin, export, queries and length. `make_layers`
     (`cache/chooser.py`) makes the layers of a cache.
     """
 
@@ -213,8 +213,12 @@ class LayerKV(Protocol):
     def clear(self, seq: int) -> None:
         """Drop a sequence. No tensor moves."""
 
+    def state(self, seq: int) -> LayerState:
+        """Return the rows and the queries of a sequence where they lie, as views. Its index is left out."""
+
     def export(self, seq: int, memory: HostMemory) -> LayerState:
         """Copy a sequence's state to host memory. Raises HostMemoryError, and CacheError if its index cannot be exported."""
+        return self.state(seq).on_host(memory)
 
     def load(self, seq: int, state: LayerState, start: int) -> None:
         """Load a state into an empty sequence, whose ring begins at `start` from then on."""

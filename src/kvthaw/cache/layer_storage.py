@@ -12,7 +12,7 @@ from torch import Tensor
 from kvthaw.cache.block_table import follow
 from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import Block, beyond
+from kvthaw.cache.host_memory import beyond
 from kvthaw.cache.placement import Placement
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.state import LayerState
@@ -232,13 +232,11 @@ class LayerStorage:
         if failed:
             self.truncate(seq, length)
 
-    def export(self, seq: int) -> tuple[list[Block], Tensor]:
-        """Copy a sequence to host memory. Returns its blocks, and its sink and ring. Raises HostMemoryError."""
-        held = self.slab.held()[seq].to("cpu", copy=True)
-        blocks = self.store.export(seq)
-        if self.placement is not None:
-            self.placement.moved_bytes += sum(block.data.nbytes for block in self.store.blocks(seq) if block.on_device)
-        return blocks, held
+    def state(self, seq: int) -> LayerState:
+        """Return the rows of a sequence where they lie; see LayerKV."""
+        return LayerState(
+            [block.share() for block in self.store.blocks(seq)], self.store.length(seq), held=self.slab.held()[seq]
+        )
 
     def load(self, seq: int, state: LayerState, start: int) -> None:
         """Load the rows of a state; see LayerKV. Blocks that have no other owner go to the device while there is room."""

@@ -35,7 +35,7 @@ from kvthaw.cache.layer_base import (
 from kvthaw.cache.layer_storage import LayerStorage, copied, offload_prompts
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.retriever import Retriever
+from kvthaw.cache.retriever import Retriever, make_retriever
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.sparse_attention import Ahead, SparseAttention, attend_all
 from kvthaw.cache.state import LayerState
@@ -192,7 +192,7 @@ class OffloadedLayer(LayerKV):
                 self.scale, seed=self.settings.seed, rows=plan.rows, slab=self.slab, sequences=self.sequences,
                 aux=self.streams.aux, deferred=self.streams.deferred, rotary=self.rotary, ranks=self.settings.ranks,
             )  # fmt: skip
-            retriever = Retriever(method, context, self.store.seqs, plan.rows, self.streams)
+            retriever = make_retriever(method, context, self.sequences, self.store.seqs, plan.rows, self.streams)
             self.updater = IndexUpdater(retriever, self.store, self.slab, self.sequences, self.recent_queries)
             ahead = Ahead(self.updater)
         if (retriever is None or not retriever.index.traits.on_host) and (transfer.graph_safe or key.is_cpu):
@@ -424,12 +424,15 @@ class OffloadedLayer(LayerKV):
         self.storage.truncate(seq, 0)
         self.recent_queries.pop(seq, None)
 
+    def state(self, seq: int) -> LayerState:
+        return replace(self.storage.state(seq), queries=self.recent_queries.get(seq))
+
     def export(self, seq: int, memory: HostMemory) -> LayerState:
         self.wait()
-        queries, index = self.recent_queries.get(seq), None if self.updater is None else self.updater.export(seq)
-        blocks, held = self.storage.export(seq)
-        queries = None if queries is None else queries.cpu()
-        return LayerState(blocks, self.store.length(seq), held=held, queries=queries, index=index)
+        state = replace(super().export(seq, memory), index=None if self.updater is None else self.updater.export(seq))
+        if self.storage.placement is not None:
+            self.storage.placement.moved_bytes += sum(block.data.nbytes for block in self.store.blocks(seq) if block.on_device)
+        return state
 
     def load(self, seq: int, state: LayerState, start: int) -> None:
         self.storage.load(seq, state, start)

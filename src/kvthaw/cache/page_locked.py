@@ -145,7 +145,7 @@ class PageLocked:
         """
         size = locked_bytes(size)
         with self._lock:
-            held = len(self._spare.get(size, ())) + self._coming[size]
+            held = self._held(size)
             lack = count - held
             if lack > 0:  # not one by one, if others take some meanwhile
                 lack = max(lack, min(count, _AT_ONCE // size))
@@ -154,19 +154,15 @@ class PageLocked:
             return lack > 0
 
     def keep(self, size: int, count: int, most: int | None = None) -> bool:
-        """Raise the number of tensors of `size` bytes that take_ahead() pins, until `count` are unused. Does nothing if half of
-        them are. Returns whether there are any to pin.
-
-        most: as for expect().
-        """
-        size = locked_bytes(size)
+        """Do as expect(), unless half of the tensors are unused or expected already."""
+        count = count if most is None else min(count, most)
         with self._lock:
-            held = len(self._spare.get(size, ())) + self._coming[size] + self._expected[size]
-            lack = (count if most is None else min(count, most)) - held
-            if lack <= 0 or 2 * held >= count:
-                return False
-            self._expected[size] += lack
-            return True
+            held = self._held(locked_bytes(size)) + self._expected[locked_bytes(size)]
+        return 2 * held < count and self.expect(size, count, most)
+
+    def _held(self, size: int) -> int:
+        """Return how many blocks are unused or being pinned."""
+        return len(self._spare.get(size, ())) + self._coming[size]
 
     def take_ahead(self) -> None:
         """Pin the expected blocks on a background thread, as long as the limit for unused pinned memory allows.

@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from kvthaw.cache.device_lengths import to_host
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index, IndexContext, Method, Selection
 from kvthaw.cache.pool import Residency
+from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
 from kvthaw.cache.streams import SegmentedGraph, Streams
 from kvthaw.errors import CacheError, KvthawError
@@ -27,50 +29,36 @@ _CHECKED = 3
 
 
 class Retriever:
-    """Index, residency and latest choices of a layer group.
+    """Index, residency and latest choices of a layer group. The index works on the device.
 
     The anchor makes one choice per token. Followers use the same choices in the same order and fetch their own rows.
 
     reads_blocks: attention reads rows in blocks on the device, so these rows get no slot in the pool.
     """
 
-    def __init__(self, method: Method, context: IndexContext, seqs: int, rows: int, streams: Streams) -> None:
-        self.method, self.context, self.rows = method, context, rows
-        assert context.sequences is not None
-        self.index, self.sequences = self.fresh_index(), context.sequences
-        where = torch.device("cpu") if self.index.traits.on_host else context.device
+    def __init__(
+        self, method: Method, index: Index, context: IndexContext, sequences: Sequences, seqs: int, rows: int, streams: Streams
+    ) -> None:
+        self.method, self.index, self.context, self.sequences, self.rows = method, index, context, sequences, rows
+        where = torch.device("cpu") if index.traits.on_host else context.device
         self.residency = Residency(seqs, context.kv_heads, method.slots(rows), device=where)
         self.reads_blocks = False
-        self._buffers: dict[int, HostSelectionBuffer] = {}
         self.choices: list[Choice] = []
         self.asked_again = 0  # queries of layers that share the anchor's keys
         self.streams, self.group = streams, next(streams.groups)
-        self._jobs: list[tuple[Future[None], Callable[[], None]]] = []
-        self._searching: Future[Selection] | None = None  # the last that began
-        self._failure: BaseException | None = None  # of a job
         self._unchecked = _CHECKED if self.index.tested else None  # None: check always
         self._asked_by: Step | None = None  # the last eager step that queried the index
         self._asks = 0  # its queries
         self._counted, self._again = torch.empty_like(self.residency.counts), 0  # counts and asked_again before it
 
-    def buffer(self, seqs: int) -> HostSelectionBuffer:
-        """Return the buffer for choices of `seqs` sequences. It keeps its address."""
-        if seqs not in self._buffers:
-            self._buffers[seqs] = HostSelectionBuffer(self.context, seqs, self.rows, self.residency.slots)
-        return self._buffers[seqs]
-
     def submit(self, after: torch.cuda.Event | None, job: Callable[[], None], failed: Callable[[], None]) -> None:
-        """Update the index: on the worker thread if it works on the host, else now.
+        """Run a job that updates the index. Its reads of the store wait for rows in transfer, see HostStore.read_keys.
 
-        after: event that the job on the thread waits for.
-        failed: called if the job raised; for a job on the thread, by wait().
+        after: event that ends the transfer of the rows.
+        failed: called if the job raises.
         """
         try:
-            if self.index.traits.on_host:
-                self._wait_for_search()
-                self._jobs.append((self.streams.submit(after, job, self.group), failed))
-            else:  # reads of the store wait for rows in transfer, see HostStore.read_keys
-                job()
+            job()
         except BaseException:
             failed()
             raise
@@ -80,28 +68,26 @@ class Retriever:
 
         Raises the error of an update at every call until recover(), since an index that lacks tokens must not be searched.
         """
-        self._wait_for_updates()
         self.index.join()  # as a replayed step does not
-
-    def _wait_for_updates(self) -> None:
-        self._wait_for_search()
-        jobs, self._jobs = self._jobs, []
-        for job, failed in reversed(jobs):  # reversed, so that the first that failed decides
-            error = job.exception()
-            if error is not None:
-                self._failure = error
-                failed()
-        if isinstance(self._failure, ValueError):
-            raise CacheError(f"layer {self.context.layer}: {self._failure}") from self._failure
-        if self._failure is not None:
-            raise self._failure
 
     def recover(self) -> None:
         """Clear the error of an update, which is then repeated. Waits for running jobs."""
-        if self._jobs or self._failure is not None:
-            with suppress(Exception):
-                self.wait()
-            self._failure = None
+
+    def given(self, rows: Tensor) -> Tensor:
+        """Return rows [..., D] as the index takes them."""
+        return rows
+
+    def stored(self, seq: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [H, n, D] of stored rows as the index takes them. The host does not wait for a GPU."""
+        context = self.context
+        if context.device.type != "cuda":
+            keys, values = context.store.read(seq, start, stop).unbind(2)
+            return keys, values
+        shape = context.kv_heads, stop - start, 2, context.head_dim
+        rows = torch.empty(shape, dtype=context.dtype, device=context.device)
+        self.streams.prefetcher.read(context.store, seq, start, rows)
+        keys, values = rows.unbind(2)
+        return keys, values
 
     def forget_step(self) -> None:
         """Forget the choices of a failed step, which may have assigned slots without filling them and queried the index."""
@@ -114,17 +100,11 @@ class Retriever:
             self.asked_again = self._again
         self._asked_by = None
 
-    def _wait_for_search(self) -> None:
-        if self._searching is not None:
-            wait([self._searching])
-            self._searching = None
-
     def widen(self, rows: int) -> None:
         """Select `rows` rows from now on, which is more than before."""
         self.wait()
         self.rows = rows
         self.residency.widen(self.method.slots(rows))
-        self._buffers.clear()
 
     def make_room(self, tokens: int) -> None:
         """Allocate for `tokens` tokens of each sequence. Until there are more, no tensor of a choice moves."""
@@ -147,51 +127,37 @@ class Retriever:
         return self.reads_blocks and not self.streams.device.spills
 
     def search(self, queries: Tensor) -> list[Future[Selection]]:
-        """Start selecting rows for queries [B, Hq, T, D] in an index on the host. Does not wait for the queries to arrive
+        """Start selecting rows for queries [B, Hq, T, D], if the index works on the host. Does not wait for the queries to arrive
         there.
 
-        Returns a future for each of the T tokens.
+        Returns a future for each of the T tokens, or none.
         """
-        here, sent = to_host(queries)
-        changes = [job for job, _ in self._jobs]
-        found = [self.streams.search(sent, changes, partial(self._select, query)) for query in here.unbind(2)]
-        self._searching = found[-1]
-        return found
-
-    def _select(self, query: Tensor) -> Selection:
-        with torch.no_grad():  # which holds for one thread
-            return self.index.select(query, self.rows)
+        return []
 
     def choose(self, query: Tensor, length: int, search: Future[Selection] | None = None) -> Choice:
         """Select rows for one query per head of a token, and assign slots.
-
-        If a step is being captured and the index works on the host, the choice is recorded instead; every replay makes it.
 
         query: [B, Hq, D].
         length: length of the longest sequence.
         search: a search for `query` that has begun.
         """
-        graph = self.streams.graph
-        if graph is not None and self.index.traits.on_host:
-            choice = self._recorded(query, graph)
-        else:
-            self._wait_for_updates()  # select() runs what is queued
-            with self._asking(query.device), self._naming_errors():
-                selection = self._now(query) if search is None else search.result()
-            self._check(selection, query)
-            choice = self._admit(selection, query, length)
+        with self._asking(query.device), self._naming_errors():
+            selection = self._select(query) if search is None else search.result()
+        self._check(selection, query)
+        if selection.estimated is not None:  # a choice is kept until the next step
+            selection = replace(selection, estimated=None)
+        choice = Choice(selection)
+        if not self.in_place:
+            self._evict_all(query.shape[0])
+            self.residency.grow(length)
+            choice = self._admit(selection, query)
         self.choices.append(choice)
         return choice
 
-    def _admit(self, selection: Selection, query: Tensor, length: int) -> Choice:
-        if selection.estimated is not None:  # a choice is kept until the next step
-            selection = replace(selection, estimated=None)
-        if self.in_place:
-            return Choice(selection)
-        self._evict_all(query.shape[0])
-        self.residency.grow(length)
-        if self.index.traits.on_host and query.is_cuda:
-            return self._upload(selection, query)
+    def _select(self, query: Tensor) -> Selection:
+        return self.index.select(query, self.rows)
+
+    def _admit(self, selection: Selection, query: Tensor) -> Choice:
         store = self.context.store
         blocks = (store.table.on_host, store.block_size) if self.reads_blocks else None
         return Choice(selection, *self.residency.admit(selection.rows, blocks=blocks))
@@ -236,53 +202,11 @@ class Retriever:
         if self._unchecked is not None:
             self._unchecked -= 1
 
-    def _recorded(self, query: Tensor, graph: SegmentedGraph) -> Choice:
-        """Record a choice made on the host between two graphs.
-
-        The first graph writes the query to a pinned buffer. The second reads the choice from another buffer.
-        """
-        seqs = query.shape[0]
-        selection_buffer = self.buffer(seqs)
-        here = selection_buffer.parts(selection_buffer.answer)
-        selection_buffer.query.copy_(query, non_blocking=True)
-        admit = self.residency.admission(here[0], here[2:])
-        asked, select = self.index, self.index.prepare(selection_buffer.query, self.rows, *here[:2])
-
-        def choose() -> None:
-            nonlocal asked, select
-            self.wait()
-            if self.index is not asked:  # branch()
-                asked, select = self.index, self.index.prepare(selection_buffer.query, self.rows, *here[:2])
-            with self._naming_errors():
-                select()
-            self._evict_all(seqs)
-            admit()
-
-        graph.host(choose)
-        rows, counts, slots, fetch, live = selection_buffer.parts(selection_buffer.answer.to(query.device, non_blocking=True))
-        return Choice(Selection(rows, counts), slots, fetch, live)
-
     def _evict_all(self, seqs: int) -> None:
         """Empty all slots if the method keeps no rows between steps."""
         if self.method.keep == 0:
             for seq in range(seqs):
                 self.residency.clear(seq)
-
-    def _now(self, query: Tensor) -> Selection:
-        """Select rows for a query."""
-        if self.index.traits.on_host:
-            query, sent = to_host(query)
-            if sent is not None:
-                sent.synchronize()
-        return self.index.select(query, self.rows)
-
-    def _upload(self, selection: Selection, query: Tensor) -> Choice:
-        """Assign slots to a selection made on the host, and copy them to the query's device in one copy."""
-        buffer = self.buffer(len(query))
-        here = torch.empty_like(buffer.answer, pin_memory=True)  # a new buffer, since the last one may still be in transfer
-        _, _, *placed = buffer.parts(here)
-        slots, fetch, _ = self.residency.admit(selection.rows, (placed[0], placed[1], placed[2]))
-        return Choice(selection, *buffer.parts(here.to(query.device, non_blocking=True))[2:], (slots, fetch))
 
     def truncate(self, seq: int, length: int, *, exactly: bool = False) -> None:
         """Remove positions >= length of a sequence.
@@ -311,7 +235,7 @@ class Retriever:
         return rejoin
 
     def clone_from(self, other: Retriever, *, pool: bool) -> None:
-        """Copy the index of another retriever of as many sequences.
+        """Copy the index of another retriever with an equal number of sequences.
 
         pool: copy which rows are in the pool, and the counts, too. The pools must have equal sizes.
         """
@@ -336,3 +260,144 @@ class Retriever:
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a choice reads and writes at fixed addresses."""
         return [*([] if self.in_place else self.residency.tensors()), self.residency.counts, *self.index.tensors()]
+
+
+class HostRetriever(Retriever):
+    """A retriever whose index works on the host, on threads of its own. On a GPU it gets queries and sends choices."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._buffers: dict[int, HostSelectionBuffer] = {}
+        self._jobs: list[tuple[Future[None], Callable[[], None]]] = []
+        self._searching: Future[Selection] | None = None  # the last that began
+        self._failure: BaseException | None = None  # of a job
+
+    def buffer(self, seqs: int) -> HostSelectionBuffer:
+        """Return the buffer for choices of `seqs` sequences. It keeps its address."""
+        if seqs not in self._buffers:
+            self._buffers[seqs] = HostSelectionBuffer(self.context, seqs, self.rows, self.residency.slots)
+        return self._buffers[seqs]
+
+    def submit(self, after: torch.cuda.Event | None, job: Callable[[], None], failed: Callable[[], None]) -> None:
+        """Run a job on the worker thread after an event. wait() calls failed() if it raised."""
+        try:
+            self._wait_for_search()
+            self._jobs.append((self.streams.submit(after, job, self.group), failed))
+        except BaseException:
+            failed()
+            raise
+
+    def wait(self) -> None:
+        self._wait_for_updates()
+        super().wait()
+
+    def _wait_for_updates(self) -> None:
+        self._wait_for_search()
+        jobs, self._jobs = self._jobs, []
+        for job, failed in reversed(jobs):  # reversed, so that the first that failed decides
+            error = job.exception()
+            if error is not None:
+                self._failure = error
+                failed()
+        if isinstance(self._failure, ValueError):
+            raise CacheError(f"layer {self.context.layer}: {self._failure}") from self._failure
+        if self._failure is not None:
+            raise self._failure
+
+    def _wait_for_search(self) -> None:
+        if self._searching is not None:
+            wait([self._searching])
+            self._searching = None
+
+    def recover(self) -> None:
+        if self._jobs or self._failure is not None:
+            with suppress(Exception):
+                self.wait()
+            self._failure = None
+
+    def given(self, rows: Tensor) -> Tensor:
+        """Return rows without channels: the index reads the store."""
+        return rows.new_empty((*rows.shape[:-1], 0))
+
+    def stored(self, seq: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        none = torch.empty((self.context.kv_heads, stop - start, 0), dtype=self.context.dtype, device=self.context.device)
+        return none, none
+
+    def widen(self, rows: int) -> None:
+        super().widen(rows)
+        self._buffers.clear()
+
+    def search(self, queries: Tensor) -> list[Future[Selection]]:
+        here, sent = to_host(queries)
+        changes = [job for job, _ in self._jobs]
+        found = [self.streams.search(sent, changes, partial(self._searched, query)) for query in here.unbind(2)]
+        self._searching = found[-1]
+        return found
+
+    def _searched(self, query: Tensor) -> Selection:
+        with torch.no_grad():  # which holds for one thread
+            return self.index.select(query, self.rows)
+
+    def choose(self, query: Tensor, length: int, search: Future[Selection] | None = None) -> Choice:
+        """Choose as Retriever does. While a step is captured, the choice is recorded instead; every replay makes it."""
+        if self.streams.graph is None:
+            self._wait_for_updates()  # select() runs what is queued
+            return super().choose(query, length, search)
+        choice = self._recorded(query, self.streams.graph)
+        self.choices.append(choice)
+        return choice
+
+    def _select(self, query: Tensor) -> Selection:
+        query, sent = to_host(query)
+        if sent is not None:
+            sent.synchronize()
+        return super()._select(query)
+
+    def _admit(self, selection: Selection, query: Tensor) -> Choice:
+        return self._upload(selection, query) if query.is_cuda else super()._admit(selection, query)
+
+    def _recorded(self, query: Tensor, graph: SegmentedGraph) -> Choice:
+        """Record a choice made on the host between two graphs.
+
+        The first graph writes the query to a pinned buffer. The second reads the choice from another buffer.
+        """
+        seqs = query.shape[0]
+        selection_buffer = self.buffer(seqs)
+        here = selection_buffer.parts(selection_buffer.answer)
+        selection_buffer.query.copy_(query, non_blocking=True)
+        admit = self.residency.admission(here[0], here[2:])
+        asked, select = self.index, self.index.prepare(selection_buffer.query, self.rows, *here[:2])
+
+        def choose() -> None:
+            nonlocal asked, select
+            self.wait()
+            if self.index is not asked:  # branch()
+                asked, select = self.index, self.index.prepare(selection_buffer.query, self.rows, *here[:2])
+            with self._naming_errors():
+                select()
+            self._evict_all(seqs)
+            admit()
+
+        graph.host(choose)
+        rows, counts, slots, fetch, live = selection_buffer.parts(selection_buffer.answer.to(query.device, non_blocking=True))
+        return Choice(Selection(rows, counts), slots, fetch, live)
+
+    def _upload(self, selection: Selection, query: Tensor) -> Choice:
+        """Assign slots to a selection made on the host, and copy them to the query's device in one copy."""
+        buffer = self.buffer(len(query))
+        here = torch.empty_like(buffer.answer, pin_memory=True)  # a new buffer, since the last one may still be in transfer
+        _, _, *placed = buffer.parts(here)
+        slots, fetch, _ = self.residency.admit(selection.rows, (placed[0], placed[1], placed[2]))
+        return Choice(selection, *buffer.parts(here.to(query.device, non_blocking=True))[2:], (slots, fetch))
+
+
+def make_retriever(
+    method: Method, context: IndexContext, sequences: Sequences, seqs: int, rows: int, streams: Streams
+) -> Retriever:
+    """Return the retriever of a layer group, by where the method's index works.
+
+    seqs: number of sequences.
+    rows: how many rows a step selects per KV head.
+    """
+    index = method.make_index(context)
+    return (HostRetriever if index.traits.on_host else Retriever)(method, index, context, sequences, seqs, rows, streams)

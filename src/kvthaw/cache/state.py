@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -33,12 +33,12 @@ class IndexState:
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """State of one sequence in one layer. It is an owner of its blocks until release().
+    """State of one sequence in one layer, where it lies or in host memory. It is an owner of its blocks until release().
 
     blocks: its stored rows in token order.
     stored: number of these rows.
     format: how the blocks hold them; None: as the layer does.
-    held: its sink and ring, on the host; None: they hold rows of the blocks.
+    held: its sink and ring; None: they hold rows of the blocks.
     queries: the last queries of its prompt, [Hq, W, D].
     index: None: the index is built from the rows.
     """
@@ -49,6 +49,19 @@ class LayerState:
     held: Tensor | None = None
     queries: Tensor | None = None
     index: IndexState | None = None
+
+    def on_host(self, memory: HostMemory) -> LayerState:
+        """Return this state in host memory, and release this one. Copies from a GPU are only enqueued.
+
+        Raises HostMemoryError.
+        """
+        try:
+            blocks = [block.copied(memory) if block.on_device else block for block in self.blocks]
+            blocks = [block.share() for block in blocks]
+        finally:
+            self.release()
+        held = None if self.held is None else self.held.to("cpu", copy=True)
+        return replace(self, blocks=blocks, held=held, queries=None if self.queries is None else self.queries.cpu())
 
     def release(self) -> None:
         """Release the blocks."""
@@ -78,15 +91,3 @@ class SequenceState:
         """Release all blocks."""
         for layer in self.layers:
             layer.release()
-
-
-def to_blocks(rows: Tensor, size: int, memory: HostMemory) -> list[Block]:
-    """Copy rows [H, T, ...] to host memory, in blocks of `size` tokens. Copies from a GPU are only enqueued.
-
-    Raises HostMemoryError.
-    """
-    blocks = []
-    for part in rows.split(size, dim=1):
-        blocks.append(Block(memory.allocate(part.shape, part.dtype, pinned=part.is_cuda)).share())
-        blocks[-1].data.copy_(part, non_blocking=True)
-    return blocks

@@ -9,7 +9,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, LayerShape, RecentQueries, attend_rows
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
@@ -137,8 +136,8 @@ class WindowLayer(DeviceLayer):
             self.slab.data[seq].zero_()
             self._before[1].pop(seq, None)
 
-    def export(self, seq: int, memory: HostMemory) -> LayerState:
-        return LayerState(held=self.slab.data[seq].to("cpu", copy=True))
+    def state(self, seq: int) -> LayerState:
+        return LayerState(held=self.slab.data[seq])
 
     def load(self, seq: int, state: LayerState, start: int) -> None:
         assert state.held is not None, "a window's KV is not in blocks"
