@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import errno
+import hashlib
 import json
 import os
 import random
+import resource
+import stat
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,23 +122,36 @@ def test_rows_of_several_lengths_and_windows(tmp_path: Path, architecture: str) 
     assert torch.equal(*out)
 
 
-@torch.no_grad()
-def test_a_file_of_several_pieces_is_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "PIECE", 100)
-    tensors = {"a": torch.arange(99), "b": torch.arange(33, dtype=torch.uint8)}
+def test_a_file_is_what_was_written_and_its_owners_alone(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(99), "b": torch.arange(33, dtype=torch.uint8), "c": torch.zeros(0, 2, dtype=torch.bfloat16)}
     digest = tensor_file.write(tmp_path / "file", tensors)
-    read = tensor_file.TensorFile(tmp_path / "file")
-    read.check(digest)
-    assert all(torch.equal(read.tensors[name], tensor) for name, tensor in tensors.items())
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
+    assert digest == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
+    found = tensor_file.read(tmp_path / "file", digest)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_file_too_large_for_the_system_says_so(tmp_path: Path) -> None:
+    """What the system says, which safetensors hides, reaches the caller."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        with pytest.raises(OSError, match="File too large") as refused:
+            tensor_file.write(tmp_path / "file", {"a": torch.zeros(1000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert refused.value.errno == errno.EFBIG
 
 
 @pytest.mark.parametrize("offsets", [[0, 1 << 40], [1 << 62, 1 << 62], [-8, 16], [16, 8], [0, 1 << 70], [0.0, 8.0], [0, 12]])
 def test_offsets_that_are_not_those_of_the_file_are_refused(offsets: list[Any], tmp_path: Path) -> None:
-    """Without a warning of torch, which cuts a slice that is too long."""
+    """Also of a file whose digest is right."""
     header = json.dumps({"rows": {"dtype": "F32", "shape": [4], "data_offsets": offsets}}).encode()
-    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    data = len(header).to_bytes(8, "little") + header + bytes(16)
+    (tmp_path / "file").write_bytes(data)
     with pytest.raises(CacheError, match="is not what was saved"):
-        tensor_file.TensorFile(tmp_path / "file")
+        tensor_file.read(tmp_path / "file", hashlib.sha256(data).hexdigest())
 
 
 def sign(path: Path, header: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
         _log.info("%s: the index of %s is rebuilt in %d layers", path, kv.settings.method.name, sum(rebuilt.values()))
     for number, layer in enumerate(layers):
         if isinstance(layer, DynamicLayer):
-            found = _checked(path, header, number).tensors
+            found = _read(path, header, number)
             keys, values = found["keys"].to(model.device, copy=True), found["values"].to(model.device, copy=True)
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
@@ -163,8 +163,7 @@ class SavedLayer:
 
         taking: a lock held while blocks are allocated.
         """
-        file, scale = _file(path, header, number), header["files"][_name(number)]["scale"]
-        tensors = file.tensors
+        tensors, scale = _read(path, header, number), header["files"][_name(number)]["scale"]
         seqs = range(len(header["left_pad"]))
         lengths = [len(ids) - pad for ids, pad in zip(header["token_ids"], header["left_pad"], strict=True)]
         if [tensors[f"rows.{seq}"].shape[1] for seq in seqs] != lengths:
@@ -181,7 +180,6 @@ class SavedLayer:
         def allocate(part: Tensor) -> Block:
             return Block(memory.allocate((len(part), size, *format.tail), format.stored, pinned=pinned)).share()
 
-        file.check(header["files"][_name(number)]["sha256"])
         with taking:
             memory.prepare(sum(map(len, parts.values())), keys.shape[1] * size * format.row_bytes, pinned=pinned)
             blocks = {seq: [allocate(part) for part in own] for seq, own in parts.items()}
@@ -195,17 +193,11 @@ class SavedLayer:
         return cls(shape, states)
 
 
-def _file(path: Path, header: Mapping[str, Any], number: int) -> tensor_file.TensorFile:
+def _read(path: Path, header: Mapping[str, Any], number: int) -> dict[str, Tensor]:
     name = _name(number)
     if name not in header["files"]:
         raise CacheError(f"{path} has no {name}")
-    return tensor_file.TensorFile(path / name)
-
-
-def _checked(path: Path, header: Mapping[str, Any], number: int) -> tensor_file.TensorFile:
-    file = _file(path, header, number)
-    file.check(header["files"][_name(number)]["sha256"])
-    return file
+    return tensor_file.read(path / name, header["files"][name]["sha256"])
 
 
 def check_header(model: PreTrainedModel, path: Path) -> dict[str, Any]:
@@ -227,7 +219,7 @@ def check_header(model: PreTrainedModel, path: Path) -> dict[str, Any]:
 def read_header(path: Path) -> dict[str, Any]:
     """Return the header of a saved cache. Raises CacheError if it is missing, damaged or of another format."""
     try:
-        tensor_file.regular_size(path / _HEADER)
+        tensor_file.check_regular(path / _HEADER)
         header: dict[str, Any] = json.loads((path / _HEADER).read_text(encoding="utf-8"))
         said = header.pop("sha256")
     except FileNotFoundError:

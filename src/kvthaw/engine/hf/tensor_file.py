@@ -1,94 +1,59 @@
-"""Files of tensors in the safetensors format, with the SHA-256 of the written bytes."""
+"""Files of tensors in the safetensors format, with the SHA-256 of their bytes."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from kvthaw.cache.host_memory import as_bytes
 from kvthaw.errors import CacheError
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-}
-_TYPES = {name: dtype for dtype, name in _NAMES.items()}
-PIECE = 64 << 20  # bytes hashed and written at once
 PRIVATE = 0o600
 """Mode of a file with prompts, which only its owner may read."""
-_HEADER = 100 << 20  # most bytes of a file's header
+_CODE = re.compile(r"\(os error (\d+)\)")  # how safetensors names an error of the system
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write contiguous CPU tensors to a new file that only its owner may read, and sync it. Returns the SHA-256 of its bytes."""
-    header, end = {}, 0
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))  # so that each is aligned
-    for name, tensor in tensors.items():
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes],
-        }  # fmt: skip
-        end += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE), "wb") as file:
-        for data in (memoryview(len(text).to_bytes(8, "little") + text), *map(as_bytes, tensors.values())):
-            for at in range(0, len(data), PIECE):
-                digest.update(data[at : at + PIECE])
-                file.write(data[at : at + PIECE])
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
+    """Write contiguous CPU tensors to a new file that only its owner may read, and sync it. Returns the SHA-256 of its bytes.
 
-
-class TensorFile:
-    """The tensors of a memory-mapped file. check() verifies its content.
-
-    Raises CacheError for any other file.
+    Raises OSError.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.tensors = path, dict[str, Tensor]()
-        try:
-            self._data = torch.from_file(str(path), shared=False, size=regular_size(path), dtype=torch.uint8)
-            start = 8 + min(int.from_bytes(bytes(as_bytes(self._data[:8])), "little"), _HEADER)
-            for name, entry in json.loads(bytes(as_bytes(self._data[8:start]))).items():
-                begin, end = entry["data_offsets"]
-                own = self._data.narrow(0, start + begin, end - begin).view(_TYPES[entry["dtype"]])
-                self.tensors[name] = own.view(entry["shape"])
-        except FileNotFoundError:
-            raise self._damaged() from None
-        except OSError as error:
-            raise CacheError(f"{path} cannot be read: {error.strerror}") from error
-        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, OverflowError):
-            raise self._damaged() from None
-
-    def check(self, sha256: str) -> None:
-        """Raise CacheError unless the file's bytes have this SHA-256. Other threads run meanwhile."""
-        if hashlib.sha256(as_bytes(self._data)).hexdigest() != sha256:
-            raise self._damaged()
-
-    def _damaged(self) -> CacheError:
-        return CacheError(f"{self.path.parent} is damaged: {self.path.name} is not what was saved")
+    path.touch(PRIVATE)
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:
+        code = int(found[1]) if (found := _CODE.search(str(error))) else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def regular_size(path: Path) -> int:
-    """Return the bytes of a regular file. Raises OSError for anything else, such as a pipe, on which a reader would hang."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+def read(path: Path, sha256: str) -> dict[str, Tensor]:
+    """Return the tensors of a file, memory-mapped. Raises CacheError unless the file's bytes have this SHA-256."""
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            same = hashlib.file_digest(file, "sha256").hexdigest() == sha256
+        if same:
+            with safe_open(path, "pt") as tensors:
+                return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  # it is no dict
+    except (FileNotFoundError, SafetensorError):
+        pass
+    except OSError as error:
+        raise CacheError(f"{path} cannot be read: {error.strerror}") from error
+    raise CacheError(f"{path.parent} is damaged: {path.name} is not what was saved")
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError for what is no regular file, such as a pipe, on which a reader would hang."""
+    if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return found.st_size
