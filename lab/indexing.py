@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.bench.card import where
-from kvthaw.engine.graph_runner import GraphRunner, capturable
+from kvthaw.engine.graph_runner import ElasticGraph, capturable
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.machine import now
@@ -125,7 +125,7 @@ def _refresh(index: HybridIndex) -> float:
 
 def _step_time(model: PreTrainedModel, cache: Cache, token: Tensor, position: int) -> float:
     """Seconds of a decode step, the median: captured where that is possible."""
-    replay = GraphRunner(model.forward, cache) if token.is_cuda and capturable(cache) is None else None
+    replay = ElasticGraph(model.forward, cache) if token.is_cuda and capturable(cache) is None else None
     times = []
     for i in range(_STEPS):
         begin = now(token.device)

@@ -26,7 +26,7 @@ from transformers import GenerationConfig, PreTrainedModel, StaticCache
 from kvthaw.bench.decode import free
 from kvthaw.bench.steps import Counts, Steps, take
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.graph_runner import ElasticGraph
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.fused import fusing
 from kvthaw.errors import CacheError
@@ -80,7 +80,7 @@ def timed(model: PreTrainedModel, rival: str, length: int, steps: int) -> tuple[
         logits = model(next(tokens), past_key_values=cache, use_cache=True).logits[0, -1].float()
     if isinstance(cache, Cache):
         cuda = model.device.type == "cuda"
-        cache.replay = GraphRunner(fusing(model, model.forward), cache, capture=cuda)
+        cache.replay = ElasticGraph(fusing(model, model.forward), cache, capture=cuda)
         found = take(model, cache, tokens, steps, capture=True)
         return summary(found), logits
     watch, ids = Laps(), torch.zeros((1, length + 2), dtype=torch.int64, device=model.device)

@@ -25,7 +25,7 @@ from kvthaw.cache.passes import check_memory
 from kvthaw.cache.placement import count_by_block, full_blocks
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.transfer import UvaGather
-from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.graph_runner import ElasticGraph
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.methods import resolve
 from kvthaw.regions import Regions
@@ -236,7 +236,7 @@ def test_replayed_steps_find_blocks_that_moved(monkeypatch: pytest.MonkeyPatch) 
 
     captured_by(monkeypatch, Reads)
     of: Any = ModelCache(kv=cache, adapters=dict, argument="past_key_values")
-    runner, token = GraphRunner(forward, of), torch.zeros((2, 1), dtype=torch.int64)
+    runner, token = ElasticGraph(forward, of), torch.zeros((2, 1), dtype=torch.int64)
     for step in range(90):
         if step in (10, 40):
             room_for(cache, 5 if step == 10 else 60)

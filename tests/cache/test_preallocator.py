@@ -18,7 +18,7 @@ from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.page_locked import PageLocked
 from kvthaw.cache.plan import Settings
-from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.graph_runner import ElasticGraph
 from kvthaw.errors import HostMemoryError
 from kvthaw.methods import resolve
 from stand_in import StandIn, captured_by
@@ -63,7 +63,7 @@ class Stack:
         self.pads, self.how = pads or [0] * SEQS, AttentionParams(0.3)
         self.cache: Any = Cache(kv=self.kv, adapters=dict, argument="past_key_values")
         self._take(PROMPT)
-        self.replay = GraphRunner(self._forward, self.cache, capture=replayed)
+        self.replay = ElasticGraph(self._forward, self.cache, capture=replayed)
         captured_by(monkeypatch, StandIn)
 
     def _take(self, tokens: int) -> None:

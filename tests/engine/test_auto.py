@@ -17,7 +17,7 @@ from kvthaw.cache import host_memory
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.config import CacheConfig, Crossing
-from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.graph_runner import ElasticGraph
 from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.engine.warm import _serve, warm
 from kvthaw.errors import ConfigError, HostMemoryError
@@ -384,7 +384,7 @@ def test_a_captured_step_is_captured_anew_at_the_change_alone(llama: PreTrainedM
 
     captured_by(monkeypatch, graph)
     follow(llama, cache, prompt(1, 50), prompt(1, 1))
-    runner, token = GraphRunner(llama.forward, cache), torch.ones((1, 1), dtype=torch.int64)
+    runner, token = ElasticGraph(llama.forward, cache), torch.ones((1, 1), dtype=torch.int64)
     for at in range(51, 75):
         runner(token, torch.tensor([[at]]))
     assert captures == ["full", "pariskv-plus"]

@@ -20,7 +20,7 @@ from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine import graph_runner
 from kvthaw.engine.batch import Batch
-from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.graph_runner import StaticGraphs
 from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampler, Sampling
 from kvthaw.errors import CacheError, ConfigError, TooLongError, UnsupportedModelError
@@ -449,7 +449,7 @@ def test_a_request_that_ends_is_dropped_behind_coming_steps(llama: PreTrainedMod
     monkeypatch.setattr(StandIn, "replay", lambda self: done.append("replay"))
     captured_by(monkeypatch, StandIn)
     batch = Batch(llama, "clusterkv", max_seqs=3, capacity=CAPACITY, budget=48, dense_layers=0, block_size=16)
-    batch.cache.replay = GraphRunner(llama.forward, batch.cache)
+    batch.cache.replay = StaticGraphs(llama.forward, batch.cache)
     for seq, new in enumerate((8, 12, 16)):
         prefilled(batch, prompt(1, 90, seed=seq)[0], max_new_tokens=new, stop=())
     layers, held = batch.cache.kv.offloaded, list[int]()
@@ -484,7 +484,7 @@ def test_a_step_after_a_prompt_asks_nothing_of_the_layers(llama: PreTrainedModel
     monkeypatch.setattr(OffloadedLayer, "before_step", lambda self: (asked.append(self), real(self)))
     captured_by(monkeypatch, StandIn)
     batch = Batch(llama, "clusterkv", max_seqs=2, capacity=CAPACITY, budget=48, dense_layers=0, block_size=16)
-    batch.cache.replay = GraphRunner(llama.forward, batch.cache)
+    batch.cache.replay = StaticGraphs(llama.forward, batch.cache)
     prefilled(batch, prompt(1, 90)[0], max_new_tokens=40, stop=())
     for _ in range(4):
         batch.step()
@@ -504,9 +504,9 @@ def test_the_host_goes_on_with_a_prompt_while_a_step_is_under_way(
     llama: PreTrainedModel, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for no copy where a prompt joins, and for the prompt once its token is being drawn and the next step prepared."""
-    told, wait, end, draw, prepare = list[str](), HostStore.wait, FiniteCheck.end, Sampler.__call__, GraphRunner.prepare
+    told, wait, end, draw, prepare = list[str](), HostStore.wait, FiniteCheck.end, Sampler.__call__, StaticGraphs.prepare
     for owner, name, done in (
-        (HostStore, "wait", wait), (FiniteCheck, "end", end), (Sampler, "__call__", draw), (GraphRunner, "prepare", prepare),
+        (HostStore, "wait", wait), (FiniteCheck, "end", end), (Sampler, "__call__", draw), (StaticGraphs, "prepare", prepare),
     ):  # fmt: skip
 
         def noted(*args: Any, own: Any = done, name: str = name) -> Any:

@@ -13,7 +13,7 @@ from kvthaw.cache import sequences as module
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.sequences import Sequences
 from kvthaw.engine.batch import Batch
-from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.graph_runner import StaticGraphs
 from kvthaw.engine.request import Request
 from kvthaw.engine.warm import warm
 from machines import InjectedError, failing
@@ -95,7 +95,7 @@ def test_each_bucket_has_a_capture(method: str, kinds: list[int], small: None, m
     captured_by(monkeypatch, StandIn)
     settings: dict[str, Any] = {"dense_layers": 1} if method == "full" else {"budget": 32, "dense_layers": 0}
     batch = Batch(build("llama", num_hidden_layers=2), method, max_seqs=2, capacity=CAPACITY, **settings)
-    runner = batch.cache.replay = GraphRunner(batch.model.forward, batch.cache)
+    runner = batch.cache.replay = StaticGraphs(batch.model.forward, batch.cache)
     found = []
     for lengths, new in (([20], 10), ([20, 100], 60), ([20], 60)):  # 32; 32, 128 and 200; 32 and 128 tokens
         serve(batch, [prompt(1, n)[0] for n in lengths], [new] * len(lengths))
@@ -135,7 +135,7 @@ def test_a_model_that_cannot_be_captured_decodes_eagerly(method: str, monkeypatc
     monkeypatch.setattr(norm, "forward", forward)
     captured_by(monkeypatch, UnderWay)
     batch = Batch(model, method, max_seqs=2, capacity=CAPACITY, **settings)
-    runner = batch.cache.replay = GraphRunner(batch.model.forward, batch.cache)
+    runner = batch.cache.replay = StaticGraphs(batch.model.forward, batch.cache)
     assert serve(batch, prompts, NEW[:2]) == expected
     assert UnderWay.tried == 1
     assert runner.captures == 0
@@ -166,7 +166,7 @@ def test_a_failure_of_the_model_is_raised_and_does_not_end_captures(steps: int, 
     settings: dict[str, Any] = {"budget": 32, "dense_layers": 0}
     expected = alone(model, "oracle", ids, 20, **settings)
     batch = Batch(model, "oracle", max_seqs=1, capacity=CAPACITY, **settings)
-    runner = batch.cache.replay = GraphRunner(batch.model.forward, batch.cache)
+    runner = batch.cache.replay = StaticGraphs(batch.model.forward, batch.cache)
     request = batch.join(ids, max_new_tokens=20, stop=())
     batch.prefill(request)
     for _ in range(steps):
@@ -195,7 +195,7 @@ def test_a_capture_is_of_the_bucket_that_it_is_kept_for(small: None, monkeypatch
 
     captured_by(monkeypatch, Noted)
     batch = Batch(build("llama", num_hidden_layers=2), "pariskv", max_seqs=2, capacity=CAPACITY, budget=32, dense_layers=0)
-    runner = batch.cache.replay = GraphRunner(batch.model.forward, batch.cache)
+    runner = batch.cache.replay = StaticGraphs(batch.model.forward, batch.cache)
     first, short = (batch.join(prompt(1, 8)[0], max_new_tokens=new, stop=()) for new in (1, 20))
     for request in (first, short):
         batch.prefill(request)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import kvthaw
 from kvthaw.cache import dense, sparse_attention
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.graph_runner import ElasticGraph
 from kvthaw.errors import CacheError
 from kvthaw.index.batches import Units
 from zoo import build, prompt, ragged
@@ -103,7 +103,7 @@ def test_a_decode_step(llama: PreTrainedModel, method: str, dense_layers: int) -
     for each in (plain, cache):
         with torch.no_grad():
             llama(**batch, past_key_values=each)
-    runner, failed = GraphRunner(llama.forward, cache, capture=False), dict.fromkeys(PHASES, 0)
+    runner, failed = ElasticGraph(llama.forward, cache, capture=False), dict.fromkeys(PHASES, 0)
     for t in range(21):
         ids, length = IDS[:, t : t + 1], cache.get_seq_length()
         at = [cache.kv.sequences.length(seq) for seq in range(2)]

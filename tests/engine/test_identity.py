@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw import Cache, CacheError
-from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.graph_runner import StaticGraphs
 from kvthaw.engine.hf.dry_run import weight_bytes
 from kvthaw.engine.hf.identity import identity
 from kvthaw.evaluate.machine import fingerprint
@@ -121,7 +121,7 @@ def test_captured_steps_are_captured_again_for_other_adapters(change: str, monke
     captured_by(monkeypatch, StandIn)
     model = adapted("a", "b")
     batch = kvthaw.Batch(model, "oracle", max_seqs=2, capacity=400, budget=64)
-    runner = batch.cache.replay = GraphRunner(model.forward, batch.cache)
+    runner = batch.cache.replay = StaticGraphs(model.forward, batch.cache)
 
     def captures() -> int:
         """After the steps of a request."""

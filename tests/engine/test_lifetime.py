@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.graph_runner import ElasticGraph
 from zoo import KINDS, prompt
 
 IDS = prompt(1, 90)
@@ -49,7 +49,7 @@ def test_a_dropped_cache_is_freed(llama: PreTrainedModel, method: str) -> None:
     cache = kvthaw.Cache(llama, method, **({} if method == "full" else {"budget": 64}))
     before = searching()
     decode(llama, cache)
-    cache.replay = GraphRunner(llama.forward, cache, capture=False)
+    cache.replay = ElasticGraph(llama.forward, cache, capture=False)
     twin = cache.fork("oracle")
     found = held(cache)
     workers = [thread for thread in threading.enumerate() if thread.name.startswith("kvthaw")]

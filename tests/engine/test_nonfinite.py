@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.graph_runner import ElasticGraph
 from kvthaw.errors import CacheError
 from zoo import prompt
 
@@ -75,7 +75,7 @@ def test_a_crop_before_the_error_is_reported_clears_it(llama: PreTrainedModel, m
     with torch.no_grad():
         llama(IDS, past_key_values=cache)
         good = poison(llama, "k_proj", torch.nan)
-        runner = GraphRunner(llama.forward, cache, capture=False)
+        runner = ElasticGraph(llama.forward, cache, capture=False)
         runner(IDS[:, :1], torch.tensor([[IDS.shape[1]]]))
         llama.model.layers[1].self_attn.k_proj.weight.copy_(good)
         cache.crop(-1)

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import kvthaw
 import zoo
 from kvthaw.cache.index_api import Index, IndexContext, Selection
-from kvthaw.engine.graph_runner import GraphRunner, capturable
+from kvthaw.engine.graph_runner import ElasticGraph, StaticGraphs, capturable
 from kvthaw.engine.hf.fused import fused
 from kvthaw.errors import ConfigError
 from kvthaw.index.exact import ExactIndex
@@ -211,7 +211,7 @@ def test_the_host_waits_for_nothing_between_replayed_steps(method: str) -> None:
     cache = kvthaw.Cache(llama, method, budget=256)
     with torch.no_grad():
         token = llama(torch.randint(3, 512, (1, 700), device="cuda"), past_key_values=cache).logits[:, -1:].argmax(dim=-1)
-    replay = GraphRunner(llama.forward, cache)
+    replay = ElasticGraph(llama.forward, cache)
 
     def steps(start: int, stop: int, token: torch.Tensor) -> torch.Tensor:
         for i in range(start, stop):
@@ -243,7 +243,7 @@ def test_launches_of_a_captured_step(method: str, kernels: list[str]) -> None:
     ids = torch.randint(3, 512, (1, 700), device="cuda")
     with torch.no_grad():
         token = llama(ids, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
-        replay = GraphRunner(llama.forward, cache)
+        replay = ElasticGraph(llama.forward, cache)
         for i in range(4):
             token = replay(token, torch.full((1, 1), 700 + i, device="cuda")).argmax(dim=-1)
     assert replay.captures == 1
@@ -264,7 +264,7 @@ def test_every_step_reads_the_same_tensors(llama: PreTrainedModel) -> None:
 
     with torch.no_grad():
         llama(zoo.prompt(2, 70), past_key_values=cache)
-        replay = GraphRunner(forward, cache)
+        replay = ElasticGraph(forward, cache)
         for step in range(3):
             ids, positions = torch.tensor([[5 + step, 70 + step]] * 2)[:, :, None].unbind(1)
             assert ids.stride() != (1, 1)
@@ -289,7 +289,7 @@ def test_layers_count_a_step_while_the_device_takes_it(
     captured_by(monkeypatch, Graph)
     with torch.no_grad():
         llama(zoo.prompt(1, 70), past_key_values=cache)
-        replay = GraphRunner(llama.forward, cache)
+        replay = ElasticGraph(llama.forward, cache)
         for at in range(70, 78):
             replay(torch.tensor([[5]]), torch.tensor([[at]]))
     assert len(counted) > 2
@@ -326,7 +326,7 @@ def replayed(
     cache.kv.sequences.room = room
     with torch.no_grad():
         llama(zoo.prompt(1, 70), past_key_values=cache)
-    cache.replay = GraphRunner(llama.forward, cache)
+    cache.replay = ElasticGraph(llama.forward, cache)
 
     def step() -> torch.Tensor:
         assert cache.replay is not None
@@ -373,7 +373,7 @@ def test_what_a_forward_does_behind_the_last_layer_may_fail_too(llama: PreTraine
     with torch.no_grad():
         for each in (cache, plain):
             llama(zoo.prompt(1, 70), past_key_values=each)
-        replay = GraphRunner(forward, cache, capture=False)
+        replay = ElasticGraph(forward, cache, capture=False)
         for t in range(30):
             fails = t % 3 == 1
             if fails:
@@ -412,7 +412,7 @@ def test_steps_of_every_number_of_rows_are_captured_again_for_an_observer(
 ) -> None:
     captured_by(monkeypatch, StandIn)
     batch = kvthaw.Batch(llama, "oracle", max_seqs=2, capacity=400, budget=64)
-    runner = batch.cache.replay = GraphRunner(llama.forward, batch.cache)
+    runner = batch.cache.replay = StaticGraphs(llama.forward, batch.cache)
     batch.join(zoo.prompt(1, 30)[0], max_new_tokens=300, stop=())
 
     def captures(tokens: int = 0) -> int:
@@ -433,7 +433,7 @@ def test_steps_under_autocast_have_a_capture_of_their_own(llama: PreTrainedModel
     captured_by(monkeypatch, StandIn)
     llama = llama.to(torch.bfloat16)
     cache, places = kvthaw.Cache(llama, "oracle", budget=64), itertools.count(80)
-    runner, made = GraphRunner(llama.forward, cache), list[int]()
+    runner, made = ElasticGraph(llama.forward, cache), list[int]()
     with torch.no_grad():
         llama(zoo.prompt(1, 80), past_key_values=cache)
         for enabled in (False, True, False, True):

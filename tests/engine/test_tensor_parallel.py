@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 import kvthaw
 from kvthaw.cache import host_memory
 from kvthaw.cache.layer_base import AttentionParams
-from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.graph_runner import ElasticGraph
 from kvthaw.engine.hf import fused, one_token
 from kvthaw.engine.hf.layer import TAG
 from kvthaw.engine.hf.model import load_shipped
@@ -223,7 +223,7 @@ def ways(rank: int) -> tuple[Any, int, int]:
         cache = kvthaw.Cache(model, "pariskv", budget=48)
         with torch.no_grad():
             model(PROMPT, past_key_values=cache)
-        step = GraphRunner(forward, cache, capture=False)
+        step = ElasticGraph(forward, cache, capture=False)
         found.append([step(torch.tensor([[5]]), torch.tensor([[len(PROMPT[0]) + i]])).numpy().copy() for i in range(2)])
     return np.array(found), len(joined), sum(weight.nbytes for weight in plain(model))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.decode import decode
-from kvthaw.engine.graph_runner import GraphRunner, capturable
+from kvthaw.engine.graph_runner import ElasticGraph, capturable
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.fused import fusing
@@ -160,13 +160,13 @@ def take(
     return Steps(tuple(gaps[skipped:]), (before, Counts.of(cache)), peak, tuple(chosen[skipped:]))
 
 
-def replayed(model: PreTrainedModel, cache: DynamicCache, steps: str) -> GraphRunner | None:
-    """Set how a cache takes its next steps, one of STEPS. Returns its GraphRunner; None for eager steps."""
+def replayed(model: PreTrainedModel, cache: DynamicCache, steps: str) -> ElasticGraph | None:
+    """Set how a cache takes its next steps, one of STEPS. Returns its ElasticGraph; None for eager steps."""
     if not isinstance(cache, Cache):
         return None
     cache.replay = None
     if steps == "captured":
-        cache.replay = GraphRunner(fusing(model, model.forward), cache, capture=capturable(cache) is None)
+        cache.replay = ElasticGraph(fusing(model, model.forward), cache, capture=capturable(cache) is None)
     return cache.replay
 
 

@@ -34,7 +34,6 @@ class Known:
     prepared: the capacity for which layers have done their host work, and whether blocks spilled then.
     flushed: the padded length at which all tokens that leave rings are stored and indexed; -1: unknown.
     crossing: the padded length at which the tokens are too many for full attention.
-    captured: by the id of a GraphRunner, the padded length at which no tensor that its graph reads had moved.
     """
 
     full: int = -1
@@ -43,7 +42,6 @@ class Known:
     prepared: tuple[int, bool] | None = None
     flushed: int = -1
     crossing: int | None = None
-    captured: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

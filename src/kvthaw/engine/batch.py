@@ -20,7 +20,7 @@ from kvthaw.cache.passes import expect, wait_indexed
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.state import SequenceState
 from kvthaw.engine.admission import Admission
-from kvthaw.engine.graph_runner import GraphRunner, capturable
+from kvthaw.engine.graph_runner import StaticGraphs, capturable
 from kvthaw.engine.hf import PreTrainedModel, Stats
 from kvthaw.engine.hf.attention import unwrap
 from kvthaw.engine.hf.batch_cache import BatchCache, check_positions, packs
@@ -380,7 +380,7 @@ class Batch:
             ids = torch.where(ids < 0, self._latest[seqs, None], ids)
         try:
             with torch.no_grad():
-                logits = self._replay(ids, positions, ahead=False)[:, -1]
+                logits = self._replay(ids, positions)[:, -1]
                 drawn = self._sampler(logits, positions[:, 0] + 1, seqs)
                 unread = self._coming(drawn, seqs, [(one.seq, one, one.fed + 1) for one in live])
             self._replay.run_ahead()  # while the device runs the step
@@ -596,11 +596,11 @@ class Batch:
         return logits
 
     @property
-    def _replay(self) -> GraphRunner:
+    def _replay(self) -> StaticGraphs:
         cache = self.cache
-        if cache.replay is None:
+        if not isinstance(cache.replay, StaticGraphs):
             captured = self._capture and capturable(cache) is None
-            cache.replay = GraphRunner(self._forward, cache, capture=captured)
+            cache.replay = StaticGraphs(self._forward, cache, capture=captured)
         return cache.replay
 
     def _reuse(self, request: Request, tokens: int | None) -> bool:

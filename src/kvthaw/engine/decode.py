@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.engine.graph_runner import GraphRunner, capturable
+from kvthaw.engine.graph_runner import ElasticGraph, capturable
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.fused import fused, fusing
@@ -103,7 +103,7 @@ def _step(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Tensor, capt
     if not capture or not ids.is_cuda or not isinstance(cache, Cache) or is_attached(model):  # such a model replays by itself
         return forward(model, cache, ids)
     if cache.replay is None and not cache.reordered and capturable(cache) is None:
-        cache.replay = GraphRunner(fusing(model, model.forward), cache)
+        cache.replay = ElasticGraph(fusing(model, model.forward), cache)
     if cache.replay is None or cache.reordered:
         return forward(model, cache, ids)
     return cache.replay(ids, _lengths(cache, ids.device))[:, -1]

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,6 @@ from kvthaw.errors import CacheError, KvthawError, first_line
 from kvthaw.kernels.gpu import autocast_dtype
 
 _log = logging.getLogger(__name__)
-_Captured = tuple[Tensor, Tensor, Tensor, SegmentedGraph | None, int]
 _Kind = tuple[int, int, torch.dtype | None]
 """Rows and bucket of a step, and the dtype to which autocast casts."""
 _CLEARS = 8  # layers that drop a cleared sequence during one step; takes the host 0.6 ms besides index updates
@@ -111,7 +111,23 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class GraphRunner:
+@dataclass(eq=False, slots=True)
+class _Step:
+    """A kind of step.
+
+    ids, positions: [B, 1], the inputs of every such step.
+    logits: [B, 1, V], of the graph.
+    steady: number of eager steps since what they read last moved.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    logits: Tensor
+    graph: SegmentedGraph | None = None
+    steady: int = 0
+
+
+class CapturedSteps:
     """Run one-token decode steps of a cache by replaying a captured forward.
 
     Steps with other numbers of rows, with sequences in another bucket, or under another autocast have graphs of their own.
@@ -126,39 +142,143 @@ class GraphRunner:
         self._owner, self.capture = weakref.ref(cache), capture
         self.captures, self.capture_seconds, self.capture_bytes = 0, 0.0, 0
         self._forward, self._kv, self._captures = forward, cache.kv, capture
-        self._graph: SegmentedGraph | None = None
         self._read: tuple[object, ...] = ()  # what the graphs read: adapters, and addresses of tensors
-        self._steady = 0
-        self._observers: list[Observer] = []  # observers that the graph includes
-        self._ids = self._positions = self._logits = torch.empty(0)
+        self._unmoved = -1, -1  # the version and length of the sequences for which _read was compared
+        self._observers: list[Observer] = []  # observers that the graphs include
         self._kind: _Kind = 0, 0, None
-        self._others: dict[_Kind, _Captured] = {}
+        self._steps: dict[_Kind, _Step] = {}
 
-    def __call__(self, ids: Tensor, positions: Tensor, *, ahead: bool = True) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return logits [B, 1, V] for one token per row, valid until the next step.
 
         If this raises, the step was not counted: repeat it, or continue with something else.
 
         ids, positions: [B, 1].
-        ahead: enqueue the reversible part of the next step's host work after this step. False if run_ahead() follows.
         """
         kv = self._kv
         kv.finite.check()
         with torch.inference_mode(False), torch.no_grad():  # tensors kept between steps must be plain tensors
             logits = self._take(ids, positions)
-            if ahead:
-                kv.run_ahead()
-            if self._graph is not None:
+            self._work_ahead()
+            if self._steps[self._kind].graph is not None:
                 kv.sequences.place_before_step(ids.device)  # while the device is at work
             kv.finite.ask(kv.layers)
             return logits
 
     @property
     def _cache(self) -> ModelCache:
-        """The cache, which may own this runner. Raises CacheError if it is gone."""
+        """The cache, which may own this object. Raises CacheError if it is gone."""
         if (cache := self._owner()) is None:
             raise CacheError("the cache that these steps were made for is gone")
         return cache
+
+    def _work_ahead(self) -> None:
+        """Enqueue host work of the next step behind this one."""
+
+    def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
+        kind = len(ids), bucket(self._kv, len(ids)), autocast_dtype(ids.device)
+        switches, self._kind = kind != self._kind, kind
+        if kind not in self._steps:
+            own = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (ids, positions))
+            self._steps[kind] = _Step(next(own), next(own), torch.empty(0))
+        step = self._steps[kind]
+        step.ids.copy_(ids)  # every step of a kind reads the same two tensors
+        step.positions.copy_(positions)
+        kv, sequences = self._kv, self._kv.sequences
+        observers = kv.streams.observers  # a replay would skip the Python code of others than graph_safe ones
+        safe = all(getattr(observer, "graph_safe", False) for observer in observers)
+        if not (self._captures and safe) or sequences.step is not None:  # after a failed step, layers repeat it or roll back
+            return self._run(step)
+        if self._observers != observers:
+            self._drop_graphs()
+            self._observers = list(observers)
+        if switches or step.graph is None or self._unmoved != self._place() or kv.needs_host():
+            self._prepare()
+        if step.graph is None:
+            kv.finish_clear()  # a capture must not contain this
+            if bucket(self._kv, len(ids)) != kind[1]:  # nor be kept for the bucket before it
+                return self._take(ids, positions)
+            step.steady += 1
+            if step.steady <= _WARM:
+                return self._run(step)
+        sequences.place_before_step(ids.device)
+        try:
+            with kv.counted_forward():
+                if step.graph is None:
+                    self._capture(step).replay()  # the capture runs the step's Python once, which counts it
+                else:
+                    begun = sequences.begin(1, dense=False)
+                    step.graph.replay()  # returns when the last graph is launched; the rest overlaps the device
+                    sequences.commit(begun)
+                    sequences.count_replay()
+        except BaseException as error:
+            sequences.forget_device()  # the device may have advanced, or may not have run the capture
+            ours = isinstance(error, (KvthawError, torch.OutOfMemoryError))
+            if step.graph is not None or ours or not isinstance(error, RuntimeError):
+                raise
+            logits = self._run(step)  # raises if the capture was not the cause
+            _log.warning("steps are not captured, since the model needs the host: %s", first_line(error))
+            self.capture = self._captures = False
+            return logits
+        kv.after_step()
+        self._unmoved = self._place()  # no tensor has moved at this length
+        return step.logits
+
+    def _place(self) -> tuple[int, int]:
+        return self._kv.sequences.version, self._kv.sequences.padded_length
+
+    def _prepare(self) -> None:
+        self._kv.before_step()
+        read = self._cache.adapters(), *(tensor.data_ptr() for tensor in self._kv.tensors())
+        if read != self._read:
+            if any(step.graph is not None for step in self._steps.values()):
+                _log.info("what the captured step reads has changed; decoding eagerly until it is steady")
+            self._drop_graphs()
+            self._read = read
+            self._captures = self.capture and search_needs_host(self._kv) is None
+
+    def _drop_graphs(self) -> None:
+        """Drop the graphs of all kinds, and the inputs of all but the latest."""
+        self._steps = {kind: step for kind, step in self._steps.items() if kind == self._kind}
+        for step in self._steps.values():
+            step.graph, step.steady = None, 0
+
+    def _run(self, step: _Step) -> Tensor:
+        cache = self._cache
+        given = {"input_ids": step.ids, "position_ids": step.positions, cache.argument: cache}
+        with cache.kv.unmasked(), self._kv.counted_forward():
+            out = self._forward(**given, use_cache=True)
+        logits: Tensor = out.logits
+        return logits
+
+    def _capture(self, step: _Step) -> SegmentedGraph:
+        begin, device = time.perf_counter(), step.ids.device
+        with uncollected(), SegmentedGraph() as graph:
+            before = torch.cuda.memory_reserved(device)
+            with self._kv.streams.records(graph):
+                step.logits = self._run(step)
+        step.graph = graph
+        self.captures += 1
+        self.capture_bytes = torch.cuda.memory_reserved(device) - before
+        self.capture_seconds += time.perf_counter() - begin
+        return graph
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Return None: a copied cache captures again."""
+
+
+class ElasticGraph(CapturedSteps):
+    """Captured steps of a cache whose capacity grows. There is one bucket: a graph serves all lengths until what it reads moves."""
+
+    def _work_ahead(self) -> None:
+        self._kv.run_ahead()  # a step need not follow: only what can be undone
+
+
+class StaticGraphs(CapturedSteps):
+    """Captured steps of a running batch, whose tensors have a fixed capacity. Each bucket of lengths has a graph.
+
+    The batch calls run_ahead() after a step, and prepare() before one, while the device is at work.
+    """
 
     def run_ahead(self) -> None:
         """Run all host work of the next step while the device runs this one. Requires that another step or a clear follows."""
@@ -168,104 +288,7 @@ class GraphRunner:
 
     def prepare(self) -> None:
         """Run host work of a captured step that is certain to follow. Work that fails is left to the step."""
-        sequences = self._kv.sequences
-        if self._captures and sequences.step is None:
+        if self._captures and self._kv.sequences.step is None:
             with suppress(Exception), torch.inference_mode(False), torch.no_grad():
                 self._prepare()
-                sequences.known.captured[id(self)] = sequences.padded_length
-
-    def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
-        kind = len(ids), bucket(self._kv, len(ids)), autocast_dtype(ids.device)
-        switches = self._kind != kind or self._ids.shape != ids.shape or self._ids.device != ids.device
-        if switches:
-            self._switch(kind, ids, positions)
-        self._ids.copy_(ids)  # every step reads the same two tensors
-        self._positions.copy_(positions)
-        kv, sequences = self._kv, self._kv.sequences
-        observers = kv.streams.observers
-        eager = not all(
-            getattr(observer, "graph_safe", False) for observer in observers
-        )  # a replay would skip their Python code
-        if not self._captures or eager or sequences.step is not None:  # after a failed step, layers repeat it or roll back
-            return self._run()
-        if self._observers != observers:
-            self._graph, self._steady, self._observers = None, 0, list(observers)
-            self._others.clear()
-        if (
-            switches
-            or self._graph is None
-            or sequences.known.captured.get(id(self)) != sequences.padded_length
-            or kv.needs_host()
-        ):
-            self._prepare()
-        if self._graph is None:
-            kv.finish_clear()  # a capture must not contain this
-            if bucket(kv, len(ids)) != kind[1]:  # nor be kept for the bucket before it
-                return self._take(ids, positions)
-            self._steady += 1
-            if self._steady <= _WARM:
-                return self._run()
-        sequences.place_before_step(self._ids.device)
-        try:
-            with kv.counted_forward():
-                if self._graph is None:
-                    self._capture().replay()  # the capture runs the step's Python once, which counts it
-                else:
-                    step = sequences.begin(1, dense=False)
-                    self._graph.replay()  # returns when the last graph is launched; the rest overlaps the device
-                    sequences.commit(step)
-                    sequences.count_replay()
-        except BaseException as error:
-            sequences.forget_device()  # the device may have advanced, or may not have run the capture
-            ours = isinstance(error, (KvthawError, torch.OutOfMemoryError))
-            if self._graph is not None or ours or not isinstance(error, RuntimeError):
-                raise
-            logits = self._run()  # raises if the capture was not the cause
-            _log.warning("steps are not captured, since the model needs the host: %s", first_line(error))
-            self.capture = self._captures = False
-            return logits
-        kv.after_step()
-        sequences.known.captured[id(self)] = sequences.padded_length  # no tensor has moved at this length
-        return self._logits
-
-    def _switch(self, kind: _Kind, ids: Tensor, positions: Tensor) -> None:
-        """Switch to the inputs, the graph and the output of one kind of step."""
-        self._others[self._kind] = self._ids, self._positions, self._logits, self._graph, self._steady
-        captured = self._others.pop(kind, None)
-        if captured is None or captured[0].shape != ids.shape or captured[0].device != ids.device:
-            own = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (ids, positions)]
-            captured = own[0], own[1], torch.empty(0), None, 0
-        self._kind, (self._ids, self._positions, self._logits, self._graph, self._steady) = kind, captured
-
-    def _prepare(self) -> None:
-        self._kv.before_step()
-        read = self._cache.adapters(), *(tensor.data_ptr() for tensor in self._kv.tensors())
-        if read != self._read:
-            if self._graph is not None:
-                _log.info("what the captured step reads has changed; decoding eagerly until it is steady")
-            self._graph, self._read, self._steady = None, read, 0
-            self._others.clear()
-            self._captures = self.capture and search_needs_host(self._kv) is None
-
-    def _run(self) -> Tensor:
-        cache = self._cache
-        given = {"input_ids": self._ids, "position_ids": self._positions, cache.argument: cache}
-        with cache.kv.unmasked(), self._kv.counted_forward():
-            out = self._forward(**given, use_cache=True)
-        logits: Tensor = out.logits
-        return logits
-
-    def _capture(self) -> SegmentedGraph:
-        begin, device = time.perf_counter(), self._ids.device
-        with uncollected(), SegmentedGraph() as graph:
-            before = torch.cuda.memory_reserved(device)
-            with self._kv.streams.records(graph):
-                self._logits = self._run()
-        self._graph = graph
-        self.captures += 1
-        self.capture_bytes = torch.cuda.memory_reserved(device) - before
-        self.capture_seconds += time.perf_counter() - begin
-        return graph
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Return None: a copied cache captures again."""
+                self._unmoved = self._place()

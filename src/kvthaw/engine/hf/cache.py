@@ -33,7 +33,7 @@ from kvthaw.cache.plan import Needs, Settings, default_block_size, no_effect, st
 from kvthaw.cache.stats import Stats
 from kvthaw.cache.window import WindowLayer
 from kvthaw.config import SETTINGS, CacheConfig, Crossing, KvDtype
-from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.graph_runner import CapturedSteps
 from kvthaw.engine.hf import saving
 from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
 from kvthaw.engine.hf.cache_argument import CACHE
@@ -174,7 +174,7 @@ class Cache(DynamicCache):
         self._no_effect = no_effect(given, self.settings, self.blocks_stay, full, model.device)
         for name, why in self._no_effect.items():
             _log.info("%s has no effect: %s", name, why)
-        self.replay: GraphRunner | None = None
+        self.replay: CapturedSteps | None = None
         self.rolls_back = False
         """Whether a forward that asks for several logits may be a verification of assisted decoding."""
         self.argument, self.turns_by_length = CACHE, turns_by_length(model)

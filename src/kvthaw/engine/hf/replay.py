@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvthaw.engine.graph_runner import GraphRunner, capturable
+from kvthaw.engine.graph_runner import ElasticGraph, capturable
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.cache_argument import CACHE
 
@@ -49,7 +49,7 @@ class Replay:
                     self._told.add(reason)
                     _log.info("steps are taken eagerly: %s", reason)
                 return None
-            cache.replay = GraphRunner(self._forward, cache)
+            cache.replay = ElasticGraph(self._forward, cache)
         if given.get("attention_mask") is not None:
             cache.check_mask(given["attention_mask"])  # the captured step takes none
         positions = given.get("position_ids")
