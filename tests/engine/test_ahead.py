@@ -109,10 +109,10 @@ def test_requests_get_the_tokens_of_steps_that_are_read_at_once(model: PreTraine
 def test_requests_that_are_given_up_leave_the_others_alone(model: PreTrainedModel, method: str, seed: int) -> None:
     prefix = PrefixCache(host_bytes=1 << 24)
     batch = Batch(model, method, **SIZES, prefix_cache=prefix)
-    whole = {one.ids: one for one in served(Scheduler(Batch(model, method, **SIZES), step_tokens=64), seed, ahead=False)}
+    whole = {one.spec.ids: one for one in served(Scheduler(Batch(model, method, **SIZES), step_tokens=64), seed, ahead=False)}
     texts = {tuple(ids.tolist()): one for ids, one in whole.items()}
     for one in served(Scheduler(batch, step_tokens=64), seed, ahead=True, cancels=True):
-        expected = texts[tuple(one.ids.tolist())]
+        expected = texts[tuple(one.spec.ids.tolist())]
         assert one.tokens == expected.tokens[: len(one.tokens)]
         assert one.finished in ("left", expected.finished)
 
@@ -253,7 +253,7 @@ def test_a_change_of_method_frees_no_slot_of_another(model: PreTrainedModel, mon
     assert [request.finished for request in requests] == ["error", "length", "length"]
     alone = Batch(model, "oracle", max_seqs=3, capacity=512, block_size=16, retrieved=512)
     for request in requests[1:]:
-        own = alone.join(request.ids, max_new_tokens=40, stop=())
+        own = alone.join(request.spec.ids, max_new_tokens=40, stop=())
         while own in alone.requests:
             alone.step()
         assert own.tokens == request.tokens

@@ -183,7 +183,7 @@ def test_stop_tokens_and_limits(llama: PreTrainedModel) -> None:
     free = alone(llama, "oracle", ids, 12, budget=48)
     batch = Batch(llama, "oracle", max_seqs=2, capacity=42, budget=48)
     request = batch.join(ids.tolist(), stop=free[4])
-    assert request.limit == 12
+    assert request.spec.limit == 12
     while batch.requests:
         batch.step()
     assert request.tokens == free[: free.index(free[4]) + 1]
@@ -193,7 +193,7 @@ def test_stop_tokens_and_limits(llama: PreTrainedModel) -> None:
     assert batch.step() == [once]
     assert (once.tokens, once.finished, batch.free) == (free[:1], "length", 2)
     llama.generation_config.eos_token_id = [free[2]]
-    assert batch.join(ids).stop == {free[2]}
+    assert batch.join(ids).spec.stop == {free[2]}
 
 
 def test_an_empty_sequence_is_attended_by_nobody(llama: PreTrainedModel) -> None:

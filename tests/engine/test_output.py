@@ -127,10 +127,10 @@ def test_text_comes_in_whole_pieces(written: tuple[PreTrainedModel, Any, list[in
     batch = Batch(model, "full", max_seqs=2, capacity=256)
     batch.join(ids, sampling=DRAWN.split(2)[1])
     request = batch.join(ids, sampling=DRAWN, tokenizer=tokenizer)
-    pieces = [request.piece]
+    pieces = [request.decode()]
     while request in batch.requests:
         batch.step()
-        pieces.append(request.piece)
+        pieces.append(request.decode())
     assert (request.tokens, request.finished) == (tokens, "length")
     assert "".join(pieces) == request.text == tokenizer.decode(tokens)
 

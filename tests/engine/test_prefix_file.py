@@ -119,7 +119,7 @@ def test_a_disk_that_cannot_be_written_costs_the_prefix_alone(
     monkeypatch.setattr(os, "pwrite", pwrite)
     other = batch.join(prompt(1, 60, seed=9)[0], max_new_tokens=50, stop=())
     assert [tokens for tokens, _ in asked_beside(batch)] == fresh
-    assert other.tokens == tokens_of(batch_of(model, "oracle", None), other.ids, 50)[0][: len(other.tokens)]
+    assert other.tokens == tokens_of(batch_of(model, "oracle", None), other.spec.ids, 50)[0][: len(other.tokens)]
     assert [tokens for tokens, _ in asked_beside(batch)] == fresh
     assert prefix.stats().evicted_tokens
     said = [record.getMessage() for record in caplog.records]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from kvthaw.cache.ranks import Ranks
 from kvthaw.engine.lockstep import Cancel, Forget, Lockstep, Submit, read, write
 from kvthaw.engine.processes import meeting, spawned
-from kvthaw.engine.request import Request
+from kvthaw.engine.request import Request, RequestSpec
 from kvthaw.engine.sampling import GREEDY, Sampling
 from kvthaw.errors import ConfigError
 
@@ -96,20 +96,19 @@ def test_changes_come_as_they_were_sent() -> None:
     same = [field.name for field in fields(Sampling) if getattr(sampling, field.name) == getattr(GREEDY, field.name)]
     assert same == ["grammar"]
     about = [{"role": "user", "content": "\u00e9"}]
-    request = Request(
+    spec = RequestSpec(
         torch.tensor([1, 2, 150000]), 9, frozenset({2, 3}), sampling, "salt", "client", "name", about, text_after=(7, 8)
     )
-    submit = Submit(1 << 40, request, True, ('{"type": "object"}', "strict"), 3)
+    submit = Submit(1 << 40, spec, True, ('{"type": "object"}', "strict"), 3)
     sent = read(write([submit, Cancel(2), Forget("", "a b")]))
     assert sent is not None
     assert sent[1:] == [Cancel(2), Forget("", "a b")]
     came = sent[0]
     assert isinstance(came, Submit)
     assert (came.number, came.decodes, came.grammar, came.priority) == (submit.number, True, submit.grammar, 3)
-    assert came.request.ids.equal(request.ids)
-    assert came.request.inputs(0, 3)["input_ids"].equal(request.ids[None])
-    rest = [field.name for field in fields(Request) if field.name not in ("ids", "_placed")]
-    assert [getattr(came.request, name) for name in rest] == [getattr(request, name) for name in rest]
+    assert came.spec.ids.equal(spec.ids)
+    rest = [field.name for field in fields(RequestSpec) if field.name != "ids"]
+    assert [getattr(came.spec, name) for name in rest] == [getattr(spec, name) for name in rest]
     assert read(write(None)) is None
     with pytest.raises(ConfigError, match="embeddings are given"):
-        Submit.of(1, replace(request, embeddings=torch.zeros(3, 8)), 0)
+        Submit.of(1, Request(replace(spec, embeddings=torch.zeros(3, 8))), 0)

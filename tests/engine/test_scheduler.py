@@ -327,7 +327,7 @@ def test_all_clients_without_slots_get_them_in_one_step(model: PreTrainedModel) 
         scheduler.step()
     short = [scheduler.submit(one, max_new_tokens=4, stop=(), client=f"few {i}") for i, one in enumerate(ids[4:])]
     scheduler.step()
-    assert {one.client for one in batch.requests} == {"many", "few 0", "few 1", "few 2"}
+    assert {one.spec.client for one in batch.requests} == {"many", "few 0", "few 1", "few 2"}
     finished(scheduler)
     asked = [(one, 40) for one in ids[:4]] + [(one, 4) for one in ids[4:]]
     assert [one.tokens for one in (*flood, *short)] == alone(model, "full", *asked, capacity=100)
@@ -434,7 +434,7 @@ def test_a_prompt_gives_way_with_the_log_probabilities_that_it_has(model: PreTra
     while plain.requests:
         plain.step()
     assert (again.filled, again.prompt_logprobs) == (0, alone.prompt_logprobs), "what others have prefilled has none"
-    assert cache.known(plain.cache.kv, again.ids) > 0
+    assert cache.known(plain.cache.kv, again.spec.ids) > 0
     batch = Batch(model, "full", max_seqs=2, capacity=500, prefix_cache=PrefixCache(), **settings_of("full"))
     scheduler, long = beside_another(batch, **asked)
     had = long.prefilled

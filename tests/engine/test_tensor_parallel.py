@@ -33,7 +33,7 @@ from kvthaw.engine.hf.layer import TAG
 from kvthaw.engine.hf.model import load_shipped
 from kvthaw.engine.hf.tensor_parallel import LocalLinear, ranks
 from kvthaw.engine.lockstep import Lockstep
-from kvthaw.engine.request import Request
+from kvthaw.engine.request import Request, RequestSpec
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import CacheError, HostMemoryError, UnsupportedModelError
 from kvthaw.evaluate.files import read_asset
@@ -185,7 +185,9 @@ def refused(rank: int) -> list[str]:
             call()
         said.append(str(caught.value))
     lockstep = Lockstep(ranks(model))
-    lockstep.note([Request(PROMPT[0], 1, frozenset(), Sampling(), tokens=[rank])])  # their steps gave different tokens
+    lockstep.note(
+        [Request(RequestSpec(PROMPT[0], 1, frozenset(), Sampling()), tokens=[rank])]
+    )  # their steps gave different tokens
     with pytest.raises(CacheError) as caught:
         lockstep.receive() if rank else lockstep.send([])
     return [*said, str(caught.value)]

@@ -61,7 +61,7 @@ def test_a_client_with_many_requests_leaves_a_place_to_another(loaded: tuple[Any
     with serving(*loaded, max_seqs=2, api_keys=("many", "few")) as served:
         streams = [long_stream(served) for _ in range(6)]
         until(lambda: running(served) == 2)
-        assert {one.client for one in served.service.batch.requests} == {"key 0"}
+        assert {one.spec.client for one in served.service.batch.requests} == {"key 0"}
         body = LONG | {"max_tokens": 3}
         answer = served.http.post("/v1/completions", json=body, headers={"Authorization": "Bearer few"})
         assert answer.status_code == 200
@@ -74,7 +74,7 @@ def test_a_client_with_many_requests_leaves_a_place_to_another(loaded: tuple[Any
 def test_clients_are_told_apart_by_address_where_they_share_a_key(loaded: tuple[Any, Any], keys: tuple[str, ...]) -> None:
     with serving(*loaded, api_keys=keys) as served, long_stream(served):
         until(lambda: running(served) == 1)
-        assert [one.client for one in served.service.batch.requests] == ["127.0.0.1"]
+        assert [one.spec.client for one in served.service.batch.requests] == ["127.0.0.1"]
 
 
 def test_a_full_queue_is_told_at_once(loaded: tuple[Any, Any]) -> None:

@@ -68,7 +68,7 @@ class Admission:
 
     def _blocks(self, request: Request) -> int:
         settings = self.kv.settings
-        return settings.in_blocks(request.prompt + request.limit) // settings.block_size
+        return settings.in_blocks(request.prompt + request.spec.limit) // settings.block_size
 
     def _has(self, request: Request) -> int:
         layers = self.kv.offloaded
@@ -114,4 +114,4 @@ class Admission:
         crossing = self.kv.settings.full_below
         if crossing is None or not self.kv.chooser.full:
             return False
-        return sum(one.prompt + one.limit for one in requests) <= crossing.total(len(requests))
+        return sum(one.prompt + one.spec.limit for one in requests) <= crossing.total(len(requests))

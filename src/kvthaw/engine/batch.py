@@ -31,7 +31,7 @@ from kvthaw.engine.hf.fused import fused, fusing
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.hf.prompt_graphs import prompt_graphs
 from kvthaw.engine.logprobs import Drawn, TokenLogprobs, logprobs, score
-from kvthaw.engine.request import Request, RequestOptions, new_request
+from kvthaw.engine.request import Request, RequestOptions, checked_spec
 from kvthaw.engine.sampling import Sampler
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError, at_least, first_line
 from kvthaw.method_names import AUTO
@@ -47,7 +47,7 @@ _SCORED = 4096  # prompt tokens per forward if all their logits are needed
 
 def _reusable(request: Request) -> Tensor:
     """Return the tokens of a prompt to look up in the prefix cache, which never gives the last RECENT_QUERIES of them."""
-    return request.ids[: request.reusable + RECENT_QUERIES] if request.reusable else request.ids[:0]
+    return request.spec.ids[: request.reusable + RECENT_QUERIES] if request.reusable else request.spec.ids[:0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class Batch:
             return 0
         known = request.prefilled
         if self.prefix_cache is not None and request.seq < 0:
-            known = self.prefix_cache.known(self.cache.kv, _reusable(request), salt=request.salt)
+            known = self.prefix_cache.known(self.cache.kv, _reusable(request), salt=request.spec.salt)
         return request.prompt - known
 
     def stats(self) -> Stats:
@@ -212,7 +212,7 @@ class Batch:
         seq = self._seqs.index(None)
         wait_indexed(self.cache.kv.offloaded)  # not for the step under way: the host proceeds to the prompt meanwhile
         self.cache.kv.clear(seq)  # steps also wrote to it while it was empty
-        self.cache.kv.sequences.ends[seq] = request.prompt + request.limit
+        self.cache.kv.sequences.ends[seq] = request.prompt + request.spec.limit
         request.place(seq, self.model)
         self._seqs[seq] = request
         self._joined.append(request)
@@ -233,9 +233,9 @@ class Batch:
             if how:
                 raise ConfigError(f"{next(iter(how))} is given together with a request, which has its own")
             return prompt
-        request = new_request(prompt, self.model, self.capacity, self.vocabulary, **how)
-        self._sampler.check(request.sampling, request.stop)
-        return request
+        spec = checked_spec(prompt, self.model, self.capacity, self.vocabulary, **how)
+        self._sampler.check(spec.sampling, spec.stop)
+        return Request(spec)
 
     def prefill(self, request: Request, tokens: int | None = None) -> None:
         """Prefill the next tokens of a request's prompt.
@@ -272,12 +272,12 @@ class Batch:
 
     def shares_forward(self, request: Request) -> bool:
         """Return whether a request's prompt may share a forward with others; see prefill_together()."""
-        return self._packs and not (request.needs_own_forward or request.prefilled or request in self._indexing)
+        return self._packs and request.spec.shares_forward and not (request.prefilled or request in self._indexing)
 
     def continues(self, request: Request) -> bool:
         """Return whether a request that is preempted now would continue later from where it is."""
         prefixes = None if self.cache.prefills_whole else self.prefix_cache
-        fills = prefixes is not None and prefixes.refused is None and request.embeddings is None
+        fills = prefixes is not None and prefixes.refused is None and request.spec.embeddings is None
         kept = fills and request not in self._indexing
         return kept or not request.prefilled or self._decoding[request.seq] is request
 
@@ -364,7 +364,7 @@ class Batch:
         for request in self.decoding:
             if request.matcher is not None and request.unread:
                 raise CacheError("a request with a grammar has an unread token; call read() first")
-            if request.fed + 1 >= request.limit and request.seq not in self.cache.kv.sequences.paused:
+            if request.fed + 1 >= request.spec.limit and request.seq not in self.cache.kv.sequences.paused:
                 self.cache.kv.pause(request.seq)
         waits = self.cache.kv.sequences.paused
         step = [None if one is None or one.seq in waits else one for one in self._decoding]
@@ -517,7 +517,7 @@ class Batch:
         request.swapped = None
         try:
             self.cache.swap_in(request.seq, swapped)
-            how = request.sampling, request.ids, request.stop, request.matcher, request.tokens
+            how = request.spec.sampling, request.spec.ids, request.spec.stop, request.matcher, request.tokens
             self._sampler.join(request.seq, *how)
         except Exception as error:
             _log.info("a request that was preempted begins again: %s", error)
@@ -534,7 +534,7 @@ class Batch:
         """Sample the first token of a request whose prompt is prefilled and indexed."""
         self.cache.kv.resume(request.seq)
         self.cache.states.place(request.seq)
-        self._sampler.join(request.seq, request.sampling, request.ids, request.stop, request.matcher)
+        self._sampler.join(request.seq, request.spec.sampling, request.spec.ids, request.spec.stop, request.matcher)
         at, place = upload([request.prompt], torch.int64, self._sampler.device), slice(request.seq, request.seq + 1)
         drawn = self._sampler(self._indexing.pop(request), at, place)
         self._unread.append(self._coming(drawn, place, [(0, request, 0)], first=True))
@@ -575,7 +575,7 @@ class Batch:
     def _prefill(self, request: Request, start: int, stop: int) -> Tensor:
         """Prefill tokens start .. stop of a request's prompt. Returns the logits [1, V] after the last."""
         cache, seq = self.cache, request.seq
-        n = None if request.tokens else request.sampling.prompt_logprobs
+        n = None if request.tokens else request.spec.sampling.prompt_logprobs
         some = {"logits_to_keep": 1} if n is None and self.model._supports_logits_to_keep() else {}
         most = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
         chunk = request.prompt if self.cache.prefills_whole else most
@@ -590,7 +590,7 @@ class Batch:
                 every = self.model(**request.inputs(begin, end), **{CACHE: self.cache}, use_cache=True, **some).logits
                 logits = every[:, -1]
                 if n is not None:
-                    next_ids = sent(request.ids[begin + 1 : end + 1], every.device)
+                    next_ids = sent(request.spec.ids[begin + 1 : end + 1], every.device)
                     request.prompt_logprobs = request.prompt_logprobs[: begin + 1] or [None]
                     request.prompt_logprobs += logprobs(score(every[0, : len(next_ids)], next_ids, n))
         return logits
@@ -612,40 +612,40 @@ class Batch:
         if prefixes is None:
             return True
         request.fetched += tokens or request.prompt  # so that this ends even if memory is short
-        if request.fetched < request.prompt and prefixes.fetch(kv, ids, tokens or 0, salt=request.salt):
+        if request.fetched < request.prompt and prefixes.fetch(kv, ids, tokens or 0, salt=request.spec.salt):
             return False
-        request.filled = request.prefilled = prefixes.fill(kv, ids, seq=request.seq, salt=request.salt)
+        request.filled = request.prefilled = prefixes.fill(kv, ids, seq=request.seq, salt=request.spec.salt)
         request.cached_tokens, request.begun = (request.cached_tokens if request.begun else request.filled), True
         return True
 
     def _keep(self, request: Request, but: int) -> None:
         """Cache a complete prompt: all of it if it still needs its name, else without the last `but` tokens."""
-        if self.prefix_cache is not None and request.embeddings is None:
+        if self.prefix_cache is not None and request.spec.embeddings is None:
             how = self._naming(request)
             tokens = request.prompt - (0 if how else but)
             try:
-                self.prefix_cache.keep(self.cache.kv, request.ids[:tokens], seq=request.seq, salt=request.salt, **how)
+                self.prefix_cache.keep(self.cache.kv, request.spec.ids[:tokens], seq=request.seq, salt=request.spec.salt, **how)
             except Exception as error:  # no room for a named entry, or no memory
                 request.error = error if how else request.error
                 _log.info("a prompt is not kept: %s", error)
 
     def _naming(self, request: Request) -> dict[str, Any]:
         """Return the arguments that name a complete prompt in the prefix cache, once; empty if it has no name."""
-        if request.name is None or request.named:
+        if request.spec.name is None or request.named:
             return {}
         request.named = True
-        return {"name": request.name, "about": request.about, "leaves_room": self.admission.leaves_room}
+        return {"name": request.spec.name, "about": request.spec.about, "leaves_room": self.admission.leaves_room}
 
     def _keep_part(self, request: Request) -> None:
         """Cache what was prefilled of an incomplete prompt, for the next try."""
         kv, tokens, whole = self.cache.kv, request.prefilled, request.prefilled == request.prompt
-        if self.prefix_cache is None or request.embeddings is not None or tokens <= (0 if whole else request.filled):
+        if self.prefix_cache is None or request.spec.embeddings is not None or tokens <= (0 if whole else request.filled):
             return
         try:
             kv.finite.end(request.seq)
             self.cache.wait()
             how = self._naming(request) if whole else {}
-            self.prefix_cache.keep(kv, request.ids[:tokens], seq=request.seq, salt=request.salt, **how)
+            self.prefix_cache.keep(kv, request.spec.ids[:tokens], seq=request.seq, salt=request.spec.salt, **how)
         except Exception as error:  # for example, an index that could not be built; no caller waits for the prompt
             _log.info("a prompt that is given up is not kept: %s", error)
 

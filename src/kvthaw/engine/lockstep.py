@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.engine.grammar import ComingGrammars, Grammars, Source
-from kvthaw.engine.request import Request
+from kvthaw.engine.request import Request, RequestSpec
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.scheduler import Scheduler
 from kvthaw.errors import CacheError, ConfigError, KvthawError
@@ -35,16 +35,17 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Submit(Change):
-    """A request is submitted, without its tokenizer and grammar.
+    """A request is submitted.
 
     number: identifies it in later changes.
+    spec: what is asked for, without tokenizer and grammar.
     decodes: it needs text and stop strings.
     grammar: the source of its grammar.
     priority: as for `Scheduler.submit`.
     """
 
     number: int
-    request: Request
+    spec: RequestSpec
     decodes: bool
     grammar: Source | None
     priority: int
@@ -52,31 +53,31 @@ class Submit(Change):
     @classmethod
     def of(cls, number: int, request: Request, priority: int) -> Submit:
         """Describe a request that has not been submitted. Raises ConfigError if it has embeddings."""
-        if request.embeddings is not None:
+        spec, grammar = request.spec, request.spec.sampling.grammar
+        if spec.embeddings is not None:
             raise ConfigError("embeddings are given; the processes of a split model tell each other token ids alone")
-        how, grammar = replace(request.sampling, grammar=None), request.sampling.grammar
-        plain = replace(request, decoded=None, sampling=how)
-        return cls(number, plain, request.decoded is not None, None if grammar is None else grammar.source, priority)
+        plain = replace(spec, tokenizer=None, sampling=replace(spec.sampling, grammar=None))
+        return cls(number, plain, spec.tokenizer is not None, None if grammar is None else grammar.source, priority)
 
     def plain(self) -> dict[str, Any]:
-        request = self.request
-        how = {field.name: getattr(request.sampling, field.name) for field in fields(Sampling) if field.name != "grammar"}
-        how["logit_bias"] = list(request.sampling.logit_bias.items())  # JSON's keys are no numbers
-        given = {name: getattr(request, name) for name in ("limit", "salt", "client", "name", "about", "text_after")}
-        given |= {"ids": request.ids.tolist(), "stop": sorted(request.stop), "sampling": how}
+        spec = self.spec
+        how = {field.name: getattr(spec.sampling, field.name) for field in fields(Sampling) if field.name != "grammar"}
+        how["logit_bias"] = list(spec.sampling.logit_bias.items())  # JSON's keys are no numbers
+        given = {name: getattr(spec, name) for name in ("limit", "salt", "client", "name", "about", "text_after")}
+        given |= {"ids": spec.ids.tolist(), "stop": sorted(spec.stop), "sampling": how}
         said = {"number": self.number, "decodes": self.decodes, "grammar": self.grammar, "priority": self.priority}
-        return said | {"request": given}
+        return said | {"spec": given}
 
     @classmethod
     def read(cls, plain: dict[str, Any]) -> Self:
-        given = dict(plain["request"]) | {"text_after": tuple(plain["request"]["text_after"])}
+        given = dict(plain["spec"]) | {"text_after": tuple(plain["spec"]["text_after"])}
         how = dict(given.pop("sampling"))
         sampling = Sampling(**how | {"logit_bias": dict(how["logit_bias"])})
         ids, stop = torch.tensor(given.pop("ids"), dtype=torch.int64), frozenset(given.pop("stop"))
         grammar = plain["grammar"]
         source = None if grammar is None else (grammar[0], grammar[1])
-        request = Request(ids=ids, stop=stop, sampling=sampling, **given)
-        return cls(plain["number"], request, plain["decodes"], source, plain["priority"])
+        spec = RequestSpec(ids=ids, stop=stop, sampling=sampling, **given)
+        return cls(plain["number"], spec, plain["decodes"], source, plain["priority"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +162,10 @@ class Lockstep:
         while (changes := self.receive()) is not None:
             for change in changes:
                 match change:
-                    case Submit(number, request, decodes, grammar, priority):
+                    case Submit(number, spec, decodes, grammar, priority):
                         if grammar is not None:
-                            how = replace(request.sampling, grammar=grammars.get(grammar))
-                            request = replace(request, sampling=how)
-                        if decodes:
-                            request.decode(tokenizer)
+                            spec = replace(spec, sampling=replace(spec.sampling, grammar=grammars.get(grammar)))
+                        request = Request(replace(spec, tokenizer=tokenizer if decodes else None))
                         try:
                             requests[number] = scheduler.submit(request, priority=priority)
                         except KvthawError:  # rank 0 reports it to the client

@@ -1,4 +1,4 @@
-"""A request of a running batch: its prompt, its options, and its output so far."""
+"""A request of a running batch: what is asked for, and how far it is."""
 
 from __future__ import annotations
 
@@ -52,28 +52,14 @@ class RequestOptions(TypedDict, total=False):
     embeddings: Tensor | None
 
 
-@dataclass(eq=False, slots=True)
-class Request:
-    """A prompt and its output.
+@dataclass(frozen=True, eq=False, slots=True)
+class RequestSpec:
+    """What is asked for, checked; see `Batch.request` and `RequestOptions`.
 
-    seq: its slot in the batch; -1 without one.
-    prompt: number of its tokens.
-    prefilled: prompt tokens that are in the batch.
-    cached_tokens: prompt tokens that the prefix cache had when the request first got a slot.
-    filled: prompt tokens that came from the prefix cache into the slot, its own of before it was preempted included.
-    tokens: output tokens so far.
-    fed: output tokens that are in the batch.
-    unread: output tokens that were launched and that the host has not read; see Batch.read.
-    checked: whether its prompt is in the batch, known to be finite.
-    finished: None while more will come. "stop" after a stop token (the last of tokens) or a stop string. "length" at its
-        limit, "left" if it was removed, "error" if its prefill failed.
-    error: the exception of "error", or the reason why its prompt was not named.
-    stopped_by: the stop token or stop string.
-    text: the text so far, if a tokenizer was given. It excludes a stop token or string unless include_stop is set.
-    piece: the text that the latest token added. Text that may become a stop string, and incomplete characters, are held
-        back. Tokens are decoded when text or piece is read, or as they come if there are stop strings.
-    logprobs: of each output token, if requested.
-    prompt_logprobs: of each prompt token, if requested; None for its first.
+    ids: [T] int64, the prompt, on the CPU.
+    limit: most tokens of the output.
+    stop: token ids that end it.
+    salt: digest of the cache_salt.
     """
 
     ids: Tensor = field(repr=False)
@@ -86,7 +72,39 @@ class Request:
     about: Any = field(default=None, repr=False)
     embeddings: Tensor | None = field(default=None, repr=False)
     text_after: tuple[int, ...] = field(default=(), repr=False)
+    tokenizer: Any = field(default=None, repr=False)
+
+    @property
+    def shares_forward(self) -> bool:
+        """Whether the prompt may share a forward with others: no embeddings are given, and no log-probabilities asked."""
+        return self.embeddings is None and self.sampling.prompt_logprobs is None
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt and its output.
+
+    spec: what is asked for.
+    seq: its slot in the batch; -1 without one.
+    prompt: number of tokens of the prompt.
+    prefilled: prompt tokens that are in the batch.
+    cached_tokens: prompt tokens that the prefix cache had when the request first got a slot.
+    filled: prompt tokens that came from the prefix cache into the slot, its own of before it was preempted included.
+    tokens: output tokens so far.
+    fed: output tokens that are in the batch.
+    unread: output tokens that were launched and that the host has not read; see Batch.read.
+    checked: whether its prompt is in the batch, known to be finite.
+    finished: None while more will come. "stop" after a stop token (the last of tokens) or a stop string. "length" at its
+        limit, "left" if it was removed, "error" if its prefill failed.
+    error: the exception of "error", or the reason why its prompt was not named.
+    stopped_by: the stop token or stop string.
+    logprobs: of each output token, if requested.
+    prompt_logprobs: of each prompt token, if requested; None for its first.
+    """
+
+    spec: RequestSpec
     seq: int = -1
+    prompt: int = field(init=False)
     prefilled: int = 0
     cached_tokens: int = 0
     filled: int = 0
@@ -99,37 +117,31 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list, repr=False)
     error: Exception | None = field(default=None, repr=False)
-    decoded: Detokenizer | None = field(default=None, repr=False)
     matcher: Matcher | None = field(init=False, repr=False)
     fetched: int = field(default=0, init=False, repr=False)  # prompt tokens requested from the prefix cache's file
     swapped: SequenceState | None = field(default=None, init=False, repr=False)  # its state while it is swapped out
     begun: bool = field(default=False, init=False, repr=False)  # whether it has had a slot
     named: bool = field(default=False, init=False, repr=False)  # whether naming its complete prompt was tried
-    _placed: Tensor = field(init=False, repr=False)  # ids, on the device once it has a slot
+    _inputs: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)  # of the whole prompt, on the device
+    _out: Detokenizer | None = field(default=None, init=False, repr=False)
     _read: int = field(default=0, init=False, repr=False)  # number of decoded tokens
-    _piece: str = field(default="", init=False, repr=False)
+    _piece: str = field(default="", init=False, repr=False)  # text of the last of them
 
     def __post_init__(self) -> None:
-        grammar, self._placed = self.sampling.grammar, self.ids
-        self.matcher = None if grammar is None else grammar.matcher(self.stop)
-
-    @property
-    def prompt(self) -> int:
-        """Number of tokens of the prompt."""
-        return self.ids.shape[0]
-
-    @property
-    def needs_own_forward(self) -> bool:
-        """Whether the prompt shares no forward with others: its embeddings are given, or its log-probabilities asked."""
-        return self.embeddings is not None or self.sampling.prompt_logprobs is not None
+        spec, how = self.spec, self.spec.sampling
+        self.prompt = spec.ids.shape[0]
+        self.matcher = None if how.grammar is None else how.grammar.matcher(spec.stop)
+        if spec.tokenizer is not None:
+            given: dict[str, Any] = {"include_stop": how.include_stop, "min_tokens": how.min_tokens, "show": how.show_tokens}
+            self._out = Detokenizer(spec.tokenizer, how.stop, after=spec.text_after, **given)
 
     @property
     def reusable(self) -> int:
         """Number of the prompt's first tokens whose KV may come from the prefix cache. It is 0 with given embeddings. Where
         log-probabilities are asked, these are the tokens that have theirs."""
-        if self.embeddings is not None:
+        if self.spec.embeddings is not None:
             return 0
-        scored = self.sampling.prompt_logprobs is not None and not self.tokens
+        scored = self.spec.sampling.prompt_logprobs is not None and not self.tokens
         return max(0, len(self.prompt_logprobs) - 1) if scored else self.prompt
 
     @property
@@ -139,38 +151,39 @@ class Request:
 
     def place(self, seq: int, model: PreTrainedModel) -> None:
         """Put the request into a slot of a model's batch."""
-        embeddings = None if self.embeddings is None else self.embeddings.to(model.device, model.dtype)
-        self._placed, self.embeddings, self.seq = sent(self.ids, model.device), embeddings, seq
+        spec, self.seq = self.spec, seq
+        if spec.embeddings is not None:
+            self._inputs = {"inputs_embeds": spec.embeddings[None].to(model.device, model.dtype)}
+        else:
+            self._inputs = {"input_ids": sent(spec.ids, model.device)[None]}
 
     def inputs(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return the model's inputs for tokens start .. stop of the prompt of a request in a slot, [1, stop - start]."""
-        if self.embeddings is not None:
-            return {"inputs_embeds": self.embeddings[None, start:stop]}
-        return {"input_ids": self._placed[None, start:stop]}
+        return {name: whole[:, start:stop] for name, whole in self._inputs.items()}
 
     @property
     def text(self) -> str:
-        """The text so far."""
-        self._decode()
-        return "" if self.decoded is None else self.decoded.text
+        """The text so far, if a tokenizer was given. It excludes a stop token or string unless include_stop is set."""
+        self.decode()
+        return "" if self._out is None else self._out.text
 
-    @property
-    def piece(self) -> str:
-        """The text that the latest token added."""
-        self._decode()
+    def decode(self) -> str:
+        """Decode tokens that are not decoded yet. Returns the text that the latest token added.
+
+        Text that may become a stop string, and incomplete characters, are held back. With stop strings tokens are decoded as
+        they come.
+        """
+        while self._out is not None and self._read < len(self.tokens):
+            token = self.tokens[self._read]
+            self._read += 1
+            last = self._read == len(self.tokens) and self.finished in ("stop", "length")
+            hidden = last and self.finished == "stop" and not self.spec.sampling.include_stop
+            self._piece = "" if hidden else self._out.push(token)
+            if self._out.stopped_by is not None:
+                self.finished, self.stopped_by = "stop", self._out.stopped_by
+            elif last:
+                self._piece += self._out.finish()
         return self._piece
-
-    def decode(self, tokenizer: Any) -> None:
-        """Decode the output with a transformers tokenizer."""
-        how = self.sampling
-        self.decoded = Detokenizer(
-            tokenizer,
-            how.stop,
-            include_stop=how.include_stop,
-            min_tokens=how.min_tokens,
-            after=self.text_after,
-            show=how.show_tokens,
-        )
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
@@ -195,40 +208,23 @@ class Request:
 
         at: its index in the output.
         """
-        new = at == len(self.tokens)
+        new, spec = at == len(self.tokens), self.spec
         token = token if new else self.tokens[at]
         if self.matcher is not None and not self.matcher.accept(token):
             self.fail(ConfigError("no token of the model can continue the output as the grammar requires"))
             return True
-        if new:
-            self._add(token, scores)
-        return new
-
-    def _add(self, token: int, scores: TokenLogprobs | None) -> None:
+        if not new:
+            return False
         self.tokens.append(token)
-        n = self.sampling.logprobs
-        if scores is not None and n is not None:
-            self.logprobs.append(replace(scores, top=scores.top[:n]))
-        if token in self.stop:
+        if scores is not None and spec.sampling.logprobs is not None:
+            self.logprobs.append(replace(scores, top=scores.top[: spec.sampling.logprobs]))
+        if token in spec.stop:
             self.finished, self.stopped_by = "stop", token
-        elif len(self.tokens) == self.limit:
+        elif len(self.tokens) == spec.limit:
             self.finished = "length"
-        if self.sampling.stop:
-            self._decode()
-
-    def _decode(self) -> None:
-        """Decode the tokens that came since the last call."""
-        decoded = self.decoded
-        while decoded is not None and self._read < len(self.tokens):
-            token = self.tokens[self._read]
-            self._read += 1
-            last = self._read == len(self.tokens) and self.finished in ("stop", "length")
-            hidden = last and self.finished == "stop" and not self.sampling.include_stop
-            self._piece = "" if hidden else decoded.push(token)
-            if decoded.stopped_by is not None:
-                self.finished, self.stopped_by = "stop", decoded.stopped_by
-            elif last:
-                self._piece += decoded.finish()
+        if spec.sampling.stop:
+            self.decode()
+        return True
 
 
 def check_embeddings(embeddings: Tensor, tokens: int, model: PreTrainedModel, name: str | None) -> None:
@@ -259,10 +255,10 @@ def hidden_salt(cache_salt: str) -> str:
     return hashlib.sha256(f"cache_salt {cache_salt}".encode("utf-8", "surrogatepass")).hexdigest() if cache_salt else ""
 
 
-def new_request(
+def checked_spec(
     prompt: Tensor | Sequence[int], model: PreTrainedModel, capacity: int, vocabulary: int, **how: Unpack[RequestOptions]
-) -> Request:
-    """Make a request for a model's batch with room for `capacity` tokens per sequence; see `Batch.request`."""
+) -> RequestSpec:
+    """Return what is asked for, from a model with room for `capacity` tokens per sequence. Raises as `Batch.request` does."""
     max_new_tokens, sampling, tokenizer = how.get("max_new_tokens"), how.get("sampling", GREEDY), how.get("tokenizer")
     check_type(str, client=how.get("client", ""))
     if isinstance(prompt, str):
@@ -292,11 +288,10 @@ def new_request(
     own = () if stop is None else [stop] if isinstance(stop, int) else stop
     if (embeddings := how.get("embeddings")) is not None:
         check_embeddings(embeddings, tokens, model, how.get("name"))
-    ends = frozenset([*own, *sampling.stop_token_ids])
-    request = Request(
+    return RequestSpec(
         ids,
         limit,
-        ends,
+        frozenset([*own, *sampling.stop_token_ids]),
         sampling,
         salt=salt,
         client=how.get("client", ""),
@@ -304,7 +299,5 @@ def new_request(
         about=how.get("about"),
         embeddings=embeddings,
         text_after=tuple(how.get("text_after", ())),
+        tokenizer=tokenizer,
     )
-    if tokenizer is not None:
-        request.decode(tokenizer)
-    return request

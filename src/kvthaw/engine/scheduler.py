@@ -202,7 +202,7 @@ class Scheduler:
                 before = [one.prefilled for one in group]
                 told += self._prefill_together(group, decoded) if len(group) > 1 else self._prefill(request, decoded)
                 for one, earlier in zip(group, before, strict=True):
-                    self._share.serve(one.client, max(0, one.prefilled - max(earlier, one.filled)))
+                    self._share.serve(one.spec.client, max(0, one.prefilled - max(earlier, one.filled)))
                 left -= (sum(one.prefilled for one in group) - depth) * work(depth)
                 request = self._fitting(left) if len(group) > 1 or request.prefilled == request.prompt else None
             told += [] if ahead else self.batch.read()
@@ -219,15 +219,15 @@ class Scheduler:
         told = [request for request in told if request in self._rank]
         self._ended = []
         for request in told:
-            self._share.serve(request.client, OUTPUT)
+            self._share.serve(request.spec.client, OUTPUT)
             if request.finished:
-                self._ended.append((self._rank[request][0], request.client))
+                self._ended.append((self._rank[request][0], request.spec.client))
                 self._forget(request)
         return told
 
     def _forget(self, request: Request) -> None:
         del self._rank[request]
-        self._share.forget({one.client for one in self._rank})
+        self._share.forget({one.spec.client for one in self._rank})
 
     def _reads_ahead(self) -> bool:
         """Return whether the next step is launched before the tokens of the latest one are read.
@@ -241,9 +241,9 @@ class Scheduler:
         """Return the clients for which a prompt gets smaller chunks. They decode, or did until the step before and may soon come
         back. They have had less service, by more than the margin, and no higher priority number."""
         had, (priority, _) = self._share.had, self._rank[request]
-        others = [(self._rank[one][0], one.client) for one in self.batch.decoding] + self._ended
-        least = had(request.client) - self._margin
-        return {client for rank, client in others if client != request.client and rank <= priority and had(client) < least}
+        others = [(self._rank[one][0], one.spec.client) for one in self.batch.decoding] + self._ended
+        least = had(request.spec.client) - self._margin
+        return {client for rank, client in others if client != request.spec.client and rank <= priority and had(client) < least}
 
     def _chunk(self, request: Request, decoded: int) -> int | None:
         """Return the length of the next chunk of a prompt; None: the batch's chunk.
@@ -343,7 +343,7 @@ class Scheduler:
                 self._short = len(self.batch.requests)
                 return  # the others' tokens must still be reported
             self._waiting.remove(request)
-            self._share.choose(request.client)
+            self._share.choose(request.spec.client)
             self.resumed += preempted and request in self.batch.decoding
             self.recomputed += preempted and request not in self.batch.decoding
 
@@ -396,17 +396,19 @@ class Scheduler:
         coming: requests that get the free slots.
         """
         first, had = next(one for one in self._queue() if one not in coming), self._share.had
-        held = Counter(one.client for one in [*self.batch.requests, *coming])
+        held = Counter(one.spec.client for one in [*self.batch.requests, *coming])
         others = [one for one in self.batch.requests if self.batch.continues(one)]
         if not others:
             return None
-        last = max(others, key=lambda one: (self._rank[one][0], held[one.client], had(one.client), self._rank[one]))
+        last = max(others, key=lambda one: (self._rank[one][0], held[one.spec.client], had(one.spec.client), self._rank[one]))
         left = self._prompts_left()
-        if self._order(last, left[last.client] - last.prompt + last.prefilled) < self._order(first, left[first.client]):
+        if self._order(last, left[last.spec.client] - last.prompt + last.prefilled) < self._order(
+            first, left[first.spec.client]
+        ):
             return None  # it would get its slot back
         urgent = self._rank[last][0] > self._rank[first][0]
-        more = held[last.client] > 1 or had(first.client) < had(last.client) - self._margin
-        if not urgent and (held[first.client] or not more):
+        more = held[last.spec.client] > 1 or had(first.spec.client) < had(last.spec.client) - self._margin
+        if not urgent and (held[first.spec.client] or not more):
             return None
         fits = self.batch.admission.fits(first, [*self.batch.placed, *coming], self._waiting)
         return (last, first) if fits else None
@@ -428,7 +430,7 @@ class Scheduler:
         if not prompts:
             return None
         shortest, self._shortest = self._shortest, not self._shortest
-        own = [one for one in prompts if one.client == prompts[0].client]
+        own = [one for one in prompts if one.spec.client == prompts[0].spec.client]
         return min(own, key=lambda one: one.prompt - one.prefilled) if shortest else own[0]
 
     def _fitting(self, tokens: float) -> Request | None:
@@ -440,7 +442,7 @@ class Scheduler:
         return None
 
     def _wait(self, request: Request) -> None:
-        self._share.wait(request.client, {one.client for one in self._waiting})
+        self._share.wait(request.spec.client, {one.spec.client for one in self._waiting})
         insort(self._waiting, request, key=self._rank.__getitem__)
 
     def _queue(self) -> list[Request]:
@@ -449,13 +451,13 @@ class Scheduler:
         The prompts that a client has in slots count as if they were prefilled.
         """
         left = self._prompts_left()
-        return sorted(self._waiting, key=lambda one: self._order(one, left[one.client]))
+        return sorted(self._waiting, key=lambda one: self._order(one, left[one.spec.client]))
 
     def _prompts_left(self) -> Counter[str]:
         """Return how many tokens of prompts in slots are yet to be prefilled, by client."""
         left = Counter[str]()
         for one in self.batch.prefilling:
-            left[one.client] += one.prompt - one.prefilled
+            left[one.spec.client] += one.prompt - one.prefilled
         return left
 
     def _order(self, request: Request, coming: int = 0) -> tuple[int, float, int]:
@@ -464,7 +466,7 @@ class Scheduler:
         coming: tokens to add to the service.
         """
         priority, arrived = self._rank[request]
-        return priority, self._share.had(request.client) + coming, arrived
+        return priority, self._share.had(request.spec.client) + coming, arrived
 
     def _preempted(self, request: Request) -> None:
         self.preemptions += 1

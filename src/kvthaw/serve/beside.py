@@ -46,7 +46,7 @@ class Beside:
         chunk: int,
     ) -> None:
         self._model, self._tokenizer, self._request, self._variant = model, tokenizer, request, variant
-        self._chunk, self._prefix, self._recording, self._prompt = chunk, prefix, Recording(), request.ids.tolist()
+        self._chunk, self._prefix, self._recording, self._prompt = chunk, prefix, Recording(), request.spec.ids.tolist()
         dense = variant.resolved.dense
         own: Any = {"kv_dtype": None} if dense else {"budget": variant.budget, "retrieved": variant.retrieved}
         self._cache = Cache(model, variant.resolved, config=replace(config, **own))
@@ -58,7 +58,7 @@ class Beside:
         """Load the part of the prompt that the prefix cache has, and yield the logits after each chunk of the rest."""
         request, taken = self._request, 0
         with torch.inference_mode(False), torch.no_grad(), suppress(CacheError):  # which keeps rows of another kv_dtype
-            taken = 0 if self._prefix is None else self._prefix.fill(self._cache.kv, request.ids, salt=request.salt)
+            taken = 0 if self._prefix is None else self._prefix.fill(self._cache.kv, request.spec.ids, salt=request.spec.salt)
         yield from chunks(self._model, self._cache, self._prompt[taken:], chunk=chunk)
         self._cache.wait()
 
@@ -69,8 +69,8 @@ class Beside:
             logits = after
             yield ""
         recorder, request = Recorder(self._cache.kv), self._request
-        sampling = replace(request.sampling, max_tokens=min(request.limit, MOST_TOKENS), grammar=None)
-        how: Any = {"sampling": sampling, "prompt": self._prompt, "after": request.text_after, "stops": request.stop}
+        sampling = replace(request.spec.sampling, max_tokens=min(request.spec.limit, MOST_TOKENS), grammar=None)
+        how: Any = {"sampling": sampling, "prompt": self._prompt, "after": request.spec.text_after, "stops": request.spec.stop}
         self._said = Answer(self._model, self._tokenizer, self._cache, logits, **how)
         for piece in self._said:
             self._recording.follow(len(self._said.tokens), recorder)

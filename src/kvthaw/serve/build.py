@@ -133,7 +133,7 @@ def _read(batch: Batch, prefix: PrefixCache, turns: Turns | None, tokenizer: Any
         return False
     ids = tokenizer(text)["input_ids"] if turns is None else turns.document(text)
     request = batch.request(ids, max_new_tokens=1, name=name, about=about)
-    if kept is not None and kept.ids.equal(request.ids):
+    if kept is not None and kept.ids.equal(request.spec.ids):
         return False
     batch.prefill(batch.join(request), request.prompt)
     batch.start(timeout=None)

@@ -52,7 +52,7 @@ async def create(body: ContextRequest, http: Request) -> Response:
     except ConfigError as error:
         raise ApiError(400, str(error), param=param) from None
     service.admit(1)
-    job, key = service.worker.submit([request]), (request.salt, body.name)
+    job, key = service.worker.submit([request]), (request.spec.salt, body.name)
     service.documents.cancel(key)  # no client waits for an earlier one, and it may end later
     if not body.wait:
         service.documents.expect(key, job, _kept(service, job))
@@ -102,8 +102,8 @@ async def _kept(service: Service, job: Job) -> Json:
             raise as_api_error(output.error, "name")
     if unsaved is not None:
         raise ApiError(500, unsaved, param="name", code="context_not_saved")
-    said = {"tokens": request.prompt, "messages": isinstance(request.about, list)}
-    return _made(request.name, "completed") | said | {"cached_tokens": sum(output.cached_tokens for output in outputs)}
+    said = {"tokens": request.prompt, "messages": isinstance(request.spec.about, list)}
+    return _made(request.spec.name, "completed") | said | {"cached_tokens": sum(output.cached_tokens for output in outputs)}
 
 
 def _card(service: Service, key: Key) -> Json:
@@ -117,8 +117,10 @@ def _card(service: Service, key: Key) -> Json:
 
 def _coming(job: Job, error: ApiError | None) -> Json:
     request = job.requests[0]
-    said = {"tokens": request.prompt, "messages": isinstance(request.about, list), "prefilled_tokens": request.prefilled}
-    return _made(request.name, "in_progress" if error is None else "failed") | said | ({} if error is None else error.body())
+    said = {"tokens": request.prompt, "messages": isinstance(request.spec.about, list), "prefilled_tokens": request.prefilled}
+    return (
+        _made(request.spec.name, "in_progress" if error is None else "failed") | said | ({} if error is None else error.body())
+    )
 
 
 def _made(name: str | None, status: str) -> Json:

@@ -89,7 +89,7 @@ class Documents:
     def save(self, job: Job) -> asyncio.Future[str | None]:
         """Save a job's named prompt to the folder, if any, so that it survives a restart. The save continues if the caller is
         cancelled. Returns an error message for the client if a file cannot be written."""
-        named = next((one for one in job.requests if one.name is not None), None)
+        named = next((one.spec for one in job.requests if one.spec.name is not None), None)
         if self._library is not None and named is not None and not job.cut_short:
             return self._background(self._save(self._library, (named.salt, named.name or "")))
         nothing: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()

@@ -80,7 +80,7 @@ async def run(name: str, body: RecallRun, http: Request) -> Json:
     service.check(None, 1)
     if service.worker.lockstep.size > 1:
         raise ApiError(400, "method: a model that is split compares no methods", param="method")
-    prompt, answer = found.request.ids.tolist(), _answer(found)
+    prompt, answer = found.request.spec.ids.tolist(), _answer(found)
     variant = Variant(body.method or service.batch.cache.settings.method.name, body.budget, body.retrieved)
     chunk = service.worker.scheduler.step_tokens
     steps = replay(service.batch.model, variant, prompt, answer, exact=found.exact, chunk=chunk)
@@ -114,7 +114,7 @@ async def answer(name: str, body: RecallRun, http: Request) -> StreamingResponse
     found, batch = _recorded(service, name), service.batch
     body.check(batch.capacity)
     service.check(None, 1)
-    if service.worker.lockstep.size > 1 or found.request.embeddings is not None:
+    if service.worker.lockstep.size > 1 or found.request.spec.embeddings is not None:
         raise ApiError(400, "method: a split model, and a prompt of embeddings, are answered under one method", param="method")
     mine = batch.cache.settings
     variant = Variant(body.method or mine.method.name, body.budget, body.retrieved)
@@ -167,7 +167,7 @@ def _answer(recall: Recall) -> list[int]:
 
 
 def _so_far(service: Service, recall: Recall, *, text: bool) -> Json:
-    prompt, selected = recall.request.ids.tolist(), list(recall.recording.selected)
+    prompt, selected = recall.request.spec.ids.tolist(), list(recall.recording.selected)
     if not recall.pieces:
         recall.pieces = texts(service.tokenizer, _text(prompt))
     if recall.open:
@@ -180,7 +180,7 @@ def _so_far(service: Service, recall: Recall, *, text: bool) -> Json:
 
 def _data(service: Service, recall: Recall) -> Json:
     request, settings, answer = recall.request, service.batch.cache.settings, _answer(recall)
-    prompt = request.ids.tolist()
+    prompt = request.spec.ids.tolist()
     head = text_data(service.tokenizer, prompt, (), answer)
     name, said = label(settings.method.name, settings.budget, settings.retrieved), words(service.tokenizer, answer)
     told: Json = {"said": said}

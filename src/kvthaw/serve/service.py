@@ -232,11 +232,11 @@ class Service:
         samplings = sampling.split(body.outputs)
         tensors = [torch.from_numpy(np.array(ids, dtype=np.int64)) for ids in prompts]  # numpy reads lists faster than torch
         afters = [list(ids[-FOLLOWED:]) if isinstance(body, CompletionRequest) else [] for ids in prompts]
+        how: dict[str, Any] = {"tokenizer": self.tokenizer, "cache_salt": body.cache_salt, "client": client}
+        names = iter([body.kv_name])  # of the first output
         try:
             requests = [
-                self.batch.request(
-                    ids, sampling=one, tokenizer=self.tokenizer, text_after=after, cache_salt=body.cache_salt, client=client
-                )
+                self.batch.request(ids, sampling=one, text_after=after, name=next(names, None), **how)
                 for ids, after in zip(tensors, afters, strict=True)
                 for one in samplings
             ]
@@ -246,7 +246,6 @@ class Service:
             self.documents.kept()
             if len(prompts) > 1:
                 raise ApiError(400, f"kv_name is given with {len(prompts)} prompts; it names one", param="kv_name")
-            requests[0].name = body.kv_name
         if body.recall is not None and len(prompts) > 1:
             raise ApiError(400, f"recall is given with {len(prompts)} prompts; one is recorded", param="recall")
         self.admit(len(requests))

@@ -296,7 +296,7 @@ class Worker:
                 metrics.per_token.observe((now - output.first) / (len(request.tokens) - 1))
         scores, before = request.logprobs[-1:], request.prompt_logprobs if first else ()
         new, cached = request.tokens[-1:], request.cached_tokens if first else 0
-        return output.job, Delta(output.index, new, request.piece, scores, before, request.finished, cached_tokens=cached)
+        return output.job, Delta(output.index, new, request.decode(), scores, before, request.finished, cached_tokens=cached)
 
     def _failure(self, output: _Output, error: Exception) -> tuple[Job, Delta]:
         self.metrics.finished("error")
