@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ import typer.main
 import typer.testing
 from hypothesis import HealthCheck, settings
 from transformers import PreTrainedModel
-from transformers.utils import logging
+from transformers.utils.logging import set_verbosity_error
 
 import bytemodel
 from kvthaw.bench import decode
@@ -40,7 +41,7 @@ if HAS_TRITON and not torch.cuda.is_available():
     import interpreter
 
     interpreter.quicken()
-logging.set_verbosity_error()
+set_verbosity_error()
 vars(typer.testing)["_get_command"] = functools.cache(typer.main.get_command)  # which takes longer than most commands
 
 
@@ -115,17 +116,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What has been loaded stays: no collection of garbage, of which benchmarks ask for many, need look at it again."""
+    for name, logger in logging.root.manager.loggerDict.items():  # pytest would add handlers to each that has no parent
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
+SEED = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+"""Without a GPU torch.manual_seed() keeps the stack of each call for the first use of one."""
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> Iterator[None]:
     """Also one thread, for two test processes that take two each slow each other down several times."""
-    torch.manual_seed(0)
+    SEED(0)
     yield
     assert torch.get_num_threads() == 1, "the test left more threads to those after it"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _settled() -> None:
+    """What other files have loaded and built stays: collections that tests of this one ask for take a tenth of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

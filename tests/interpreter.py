@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from triton import language as tl
@@ -17,6 +19,15 @@ def quicken() -> None:
     dtypes: dict[str, Any] = {}
     blocks: dict[Any, dict[str, Any]] = {}
     sizes: dict[str | None, tuple[Any, Any]] = {}
+
+    def bind(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        inner, semantic = inspect.unwrap(member), interpreter.interpreter_semantic
+
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(owner, name, bound)
 
     def prepare_once(kernel: Callable[..., Any]) -> Any:
         names = kernel.__globals__.values()
@@ -47,5 +58,8 @@ def quicken() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = sizes[name]
 
+    builder = interpreter.interpreter_builder  # sums for an assertion on overflow, which is evaluated under `debug` alone
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+    interpreter._patch_attr = bind  # without the wrappers that drop and demand _semantic at each call
     interpreter._patch_lang, interpreter._get_np_dtype = prepare_once, dtype_once
     tl.block_type.__init__, tl.tensor.__init__ = block_type_once, tensor_once
