@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -75,6 +76,7 @@ class Forecaster:
     ) -> None:  # fmt: skip
         self.model, self.machine, self.batch = build(config, torch.device("meta"), dtype), machine, batch
         self.new_tokens, self.settings = new_tokens, settings or CacheConfig()
+        self._known: dict[Hashable, tuple[Needs, Method]] = {}  # shared with the forecasters that _with() returns
         check_type(int | None, weights=weights)
         self._whole = weight_bytes(self.model)
         self.weights = self._whole if weights is None else weights
@@ -153,6 +155,12 @@ class Forecaster:
         return bool(self._fits(self._needs(method, length)[0]))
 
     def _needs(self, name: str, length: int) -> tuple[Needs, Method]:
+        key = name, length, self.batch, self.settings, self.weights
+        if key not in self._known:
+            self._known[key] = self._compute_needs(name, length)
+        return self._known[key]
+
+    def _compute_needs(self, name: str, length: int) -> tuple[Needs, Method]:
         machine, (name, own) = self.machine, take(name, OWN)
         if "budget" in own or "retrieved" in own:
             own = {"budget": None, "retrieved": None} | own
