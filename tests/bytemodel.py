@@ -12,7 +12,7 @@ from zoo import sharpen
 POSITIONS = 2048
 
 
-def save(folder: Path, *, ends: bool = True) -> Path:
+def save(folder: Path, *, ends: bool = True, layers: int = 2) -> Path:
     """Write model and tokenizer; returns the folder. Token 256 begins every prompt, 257 ends a generation, if one shall end."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
@@ -25,7 +25,7 @@ def save(folder: Path, *, ends: bool = True) -> Path:
         vocab_size=258,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from servers import TEMPLATE, Served, serving
 
+import bytemodel
 from kvthaw.engine import tool_calls
+from kvthaw.engine.hf.model import load
 from kvthaw.engine.request import Request
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 pytest.importorskip("xgrammar", reason="needs pip install 'kvthaw[serve]'")
 
@@ -84,10 +82,11 @@ Say = Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
-def several(loaded: tuple[PreTrainedModel, Any]) -> Iterator[Served]:
-    """A server whose tokenizer each test gives a template."""
-    model, tokenizer = loaded
-    with serving(model, copy.deepcopy(tokenizer)) as one:
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of a model of one layer, whose tokenizer each test gives a template. Texts and calls depend on neither method nor
+    layers."""
+    model, tokenizer = load(str(bytemodel.save(tmp_path_factory.mktemp("model"), layers=1)), dtype="float32")
+    with serving(model, tokenizer, method="full", budget=None) as one:
         yield one
 
 
