@@ -19,11 +19,12 @@ HEADS, SEQS = 2, 3
 STEPS = [[1, 1, 5], [3, 20, 4, 4], [100, 1, 16], [16, 16], [7, 33, 8]]
 WAYS: list[Extend] = [definition, *([launch] if HAS_TRITON else [])]
 KINDS = itertools.cycle(itertools.product(DTYPES, [64, 80]))
-CASES = list(zip(itertools.product(WAYS, STEPS, [8, 20]), KINDS, strict=False))
+STORED = itertools.cycle([RowFormat, E4M3, E4M3, RowFormat])
+CASES = list(zip(itertools.product(WAYS, STEPS, [8, 20]), KINDS, STORED, strict=False))
+"""Formats take turns, so that each is met by each way with each of the steps, pages, dtypes and dimensions."""
 
 
-@pytest.mark.parametrize("stored", [RowFormat, E4M3])
-@pytest.mark.parametrize(("case", "kind"), CASES)
+@pytest.mark.parametrize(("case", "kind", "stored"), CASES)
 def test_means_are_those_of_all_tokens(
     case: Case, kind: tuple[torch.dtype, int], stored: type[RowFormat], device: torch.device
 ) -> None:

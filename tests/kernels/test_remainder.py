@@ -12,7 +12,7 @@ from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.bucket_topk import MARK
 from kvthaw.kernels.remainder import Estimated, definition, launch
 from kvthaw.kernels.row_format import E4M3, RowFormat
-from shapes import Shape, close, over_shapes
+from shapes import SHAPES, Shape, close, over_shapes
 
 FIRST = 5
 
@@ -100,9 +100,15 @@ def test_estimated_scores_weigh_tokens(shape: Shape, page: int, centred: bool) -
     torch.testing.assert_close(found.out.double(), out, rtol=1e-4, atol=1e-4)
 
 
+EIGHT, PLAIN = (48, 400, E4M3), [(16, 3, RowFormat), (16, 400, RowFormat)]
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@over_shapes
-@pytest.mark.parametrize(("page", "count", "kind"), [(16, 3, RowFormat), (48, 400, E4M3), (16, 400, RowFormat)])
+@pytest.mark.parametrize(
+    ("shape", "page", "count", "kind"),
+    [(shape, *kind) for turn, shape in enumerate(dict.fromkeys(SHAPES)) for kind in (EIGHT, PLAIN[turn % 2])],
+    ids=str,
+)
 def test_kernel_weighs_by_estimated_scores(
     shape: Shape, page: int, count: int, kind: type[RowFormat], device: torch.device
 ) -> None:
