@@ -13,7 +13,7 @@ from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
 from kvthaw.methods import resolve
 
-PROMPT = 130
+PROMPT, NEW = 130, 32
 
 
 def step(cache: KVCache, given: list[Tensor], start: int, stop: int, fails: str = "") -> Tensor:
@@ -33,12 +33,12 @@ def step(cache: KVCache, given: list[Tensor], start: int, stop: int, fails: str 
 
 
 @pytest.mark.parametrize("fails", ["amid", "behind"])
-@pytest.mark.parametrize("method", ["prkv:interval=16:page=8", "snapkv-refreshed:refresh=16", "oracle"])
+@pytest.mark.parametrize("method", ["prkv:interval=9:page=8", "snapkv-refreshed:refresh=9", "oracle"])
 def test_all_queries_of_a_failed_step_are_undone(method: str, fails: str) -> None:
     torch.manual_seed(3)
     plain, cache = (KVCache(Settings(resolve(method), budget=64, block_size=16), [0, 1], 2) for _ in range(2))
-    given = [torch.randn(rows, heads, PROMPT + 60, 16) for rows, heads in ((3, 4), (2, 2), (2, 2))]
-    for at in range(PROMPT - 1, PROMPT + 60):
+    given = [torch.randn(rows, heads, PROMPT + NEW, 16) for rows, heads in ((3, 4), (2, 2), (2, 2))]
+    for at in range(PROMPT - 1, PROMPT + NEW):
         start = 0 if at < PROMPT else at
         if at >= PROMPT and at % 3 == 0:
             with suppress(InterruptedError):

@@ -73,7 +73,7 @@ def served(scheduler: Scheduler, seed: int, *, ahead: bool, cancels: bool = Fals
     scheduler.ahead = ahead
     coming = [
         (prompt(1, draw.randint(1, 120), seed=i)[0], draw.choice([1, 2, 5, 12]), SAMPLINGS[i % 5], draw.randint(0, 3))
-        for i in range(12)
+        for i in range(9)
     ]
     while coming or scheduler.busy:
         for _ in range(min(len(coming), draw.randint(0, 2))):

@@ -41,7 +41,7 @@ class Queue:
 def test_two_that_wait_get_the_same(slots: int, seed: int) -> None:
     """Over any interval in which both wait, except for two times what the slots hold: at its beginning and at its end."""
     rng, queue = random.Random(f"{slots} {seed}"), Queue(slots)
-    ahead: dict[tuple[str, str], list[int]] = {}  # by pair that waits: the difference at every step since both do
+    ahead: dict[tuple[str, str], tuple[int, int]] = {}  # by pair that waits: the least and the largest difference since both do
     worst, eager = 0, dict.fromkeys("abcd", 0.0)
     for step in range(3000):
         if step % 300 == 0:  # some flood, some rest
@@ -52,8 +52,10 @@ def test_two_that_wait_get_the_same(slots: int, seed: int) -> None:
         queue.step(rng)
         for one, other in ("ab", "ac", "ad", "bc", "bd", "cd"):
             if one in queue.waiting and other in queue.waiting:
-                ahead.setdefault((one, other), []).append(queue.had[one] - queue.had[other])
-                worst = max(worst, max(ahead[one, other]) - min(ahead[one, other]))
+                now = queue.had[one] - queue.had[other]
+                least, most = ahead.get((one, other), (now, now))
+                ahead[one, other] = min(least, now), max(most, now)
+                worst = max(worst, max(most, now) - min(least, now))
             else:
                 ahead.pop((one, other), None)
     assert 0 < worst <= 2 * slots * LARGEST

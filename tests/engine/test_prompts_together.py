@@ -41,19 +41,19 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def served(batch: Batch, ids: list[torch.Tensor], step_tokens: int, **how: Any) -> list[list[int]]:
-    """The tokens of requests that come at once."""
+def served(batch: Batch, ids: list[torch.Tensor], step_tokens: int, new: int = NEW, **how: Any) -> list[list[int]]:
+    """Return the `new` tokens of each request; the requests come at once."""
     scheduler = Scheduler(batch, step_tokens=step_tokens)
-    requests = [scheduler.submit(each, max_new_tokens=NEW, stop=(), **how) for each in ids]
+    requests = [scheduler.submit(each, max_new_tokens=new, stop=(), **how) for each in ids]
     while scheduler.busy:
         scheduler.step()
     assert not any(request.error for request in requests)
     return [request.tokens for request in requests]
 
 
-def alone(model: PreTrainedModel, method: str, ids: list[torch.Tensor], **sizes: Any) -> list[list[int]]:
+def alone(model: PreTrainedModel, method: str, ids: list[torch.Tensor], new: int = NEW, **sizes: Any) -> list[list[int]]:
     batch = Batch(model, method, **SIZES | sizes)
-    return [served(batch, [each], 1000)[0] for each in ids]
+    return [served(batch, [each], 1000, new)[0] for each in ids]
 
 
 @pytest.mark.parametrize("method", KINDS)
@@ -72,9 +72,9 @@ def test_every_method_keeps_the_prompts_apart(model: PreTrainedModel, parts: lis
 def test_every_architecture_keeps_the_prompts_apart(parts: list[int], name: str) -> None:
     model = build_exact(name)
     ids = [prompt(1, n, seed=n)[0] for n in LENGTHS]
-    expected = alone(model, "oracle", ids, budget=160)
+    expected = alone(model, "oracle", ids, 4, budget=160)
     parts.clear()
-    assert served(Batch(model, "oracle", **SIZES, budget=160), ids, 130) == expected
+    assert served(Batch(model, "oracle", **SIZES, budget=160), ids, 130, 4) == expected
     if name in ("qwen3_next", "llama4", "gemma3n", "gemma4"):
         assert set(parts) == {1}
     else:

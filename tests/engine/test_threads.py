@@ -21,7 +21,7 @@ PROMPTS = [prompt(1, 100 + 30 * i, seed=i) for i in range(3)] + [prompt(1, 100, 
 
 @torch.no_grad()
 def generate(model: PreTrainedModel, ids: torch.Tensor, **more: Any) -> list[int]:
-    return model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, **more)[0, ids.shape[1] :].tolist()
+    return model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, **more)[0, ids.shape[1] :].tolist()
 
 
 def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -157,7 +157,7 @@ def test_streamers_in_threads(llama: PreTrainedModel) -> None:
     with kvthaw.attach(llama, "oracle", budget=64):
         alone = [generate(llama, ids) for ids in PROMPTS[:2]]
         streamers = [TextIteratorStreamer(Words(), skip_prompt=True, timeout=10) for _ in alone]  # type: ignore[arg-type]
-        how = {"max_new_tokens": 6, "do_sample": False}
+        how = {"max_new_tokens": 4, "do_sample": False}
         threads = [
             threading.Thread(target=llama.generate, kwargs={"input_ids": ids, "streamer": streamer, **how})
             for ids, streamer in zip(PROMPTS, streamers, strict=False)
