@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from kvthaw.cache.clone import clone
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import PrefillKV
@@ -38,7 +39,7 @@ class Tokens(DenseLayer):
     def __init__(self, number: int, rows: Tensor, queries: Tensor, scale: float) -> None:
         sequences = Sequences()
         sequences.adopt([rows.shape[2]])
-        super().__init__(number, sequences, RECENT_QUERIES)
+        super().__init__(number, sequences, DeviceMemory(), RECENT_QUERIES)
         self.recent_queries[0], self.scale = queries[0], scale
         self._data = rows
 

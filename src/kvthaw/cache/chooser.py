@@ -84,7 +84,8 @@ class Chooser:
         every: dict[int, Layer] = {**self.by_method, **self.dense}
         for layer in every.values():
             layer.reset()
-        self._put({i: DenseLayer(layer.number, self.sequences, most) for i, layer in self.by_method.items()} | self.dense)
+        own = self.sequences, self.streams.device, most
+        self._put({i: DenseLayer(layer.number, *own) for i, layer in self.by_method.items()} | self.dense)
         self._share_among(self.by_method)
 
     def copy_from(self, other: Chooser) -> None:
@@ -370,5 +371,5 @@ def make_layers(
             leader = layer if anchor else leader
             layers.append(layer)
         else:
-            layers.append(DenseLayer(i, sequences, method.prompt_queries))
+            layers.append(DenseLayer(i, sequences, streams.device, method.prompt_queries))
     return layers

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.layer_base import AttentionParams, DeviceLayer, LayerShape, RecentQueries, attend_rows
@@ -32,8 +34,8 @@ class DenseLayer(DeviceLayer):
 
     attends_to_all = True
 
-    def __init__(self, number: int, sequences: Sequences, prompt_queries: int | None) -> None:
-        self.number, self.sequences, self.prompt_queries = number, sequences, prompt_queries
+    def __init__(self, number: int, sequences: Sequences, memory: DeviceMemory, prompt_queries: int | None) -> None:
+        self.number, self.sequences, self.memory, self.prompt_queries = number, sequences, memory, prompt_queries
         self.reset()
 
     def reset(self) -> None:
@@ -133,7 +135,7 @@ class DenseLayer(DeviceLayer):
     def _allocate(self, key: Tensor, count: int, scale: float) -> None:
         _, heads, _, dim = key.shape
         self.scale = scale
-        self._data = _zeros((count, heads, self.sequences.capacity, 2, dim), key.dtype, key.device)
+        self._data = self._zeros((count, heads, self.sequences.capacity, 2, dim), key.dtype, key.device)
         self._tickets = torch.zeros((count, 1 + heads), dtype=torch.int32, device=key.device)
 
     def _make_room(self) -> None:
@@ -141,9 +143,12 @@ class DenseLayer(DeviceLayer):
         data = self._data
         have, capacity = data.shape[2], self.sequences.capacity
         if have < capacity:
-            grown = _zeros((*data.shape[:2], capacity, *data.shape[3:]), data.dtype, data.device)
+            grown = self._zeros((*data.shape[:2], capacity, *data.shape[3:]), data.dtype, data.device)
             grown[:, :, :have] = data
             self._data = grown
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.memory.allocate(device, partial(_zeros, shape, dtype, device))
 
     # Between steps
 
