@@ -13,7 +13,7 @@ from torch.nn import Linear, Module, Parameter
 from transformers import DynamicCache, PreTrainedModel
 
 import kvthaw
-from kvthaw.engine.hf import fused, one_token, recognised
+from kvthaw.engine.hf import fused, projections, recognised
 from kvthaw.kernels import gated, linear, rms_norm, rotate
 from kvthaw.kernels.weights import Float8Weight, Int4Weight
 from zoo import MODELS, build, prompt
@@ -56,11 +56,49 @@ def test_kernels_give_the_logits(device: torch.device, monkeypatch: pytest.Monke
 
     model = build("qwen3").to(device)
     plain = logits(model)
-    for where, name, kernel in ((fused, "rms_norm", rms_norm), (fused, "gated", gated), (recognised, "rotate", rotate)):
-        monkeypatch.setattr(where, name, noted(name, kernel.launch))
+    kernels = {"rms_norm": rms_norm.launch, "add_rms_norm": rms_norm.add_launch, "gated": gated.launch, "rotate": rotate.launch}
+    for where in (fused, projections, recognised):
+        for name, launch in kernels.items():
+            monkeypatch.setattr(where, name, noted(name, launch), raising=False)
     with fused.swapped(modules(model)):
         assert torch.allclose(logits(model), plain, rtol=1e-4, atol=1e-4)
-    assert [launched.count(name) for name in ("rms_norm", "gated", "rotate")] == [9, 2, 2]
+    assert [launched.count(name) for name in kernels] == [7, 2, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_weights_of_one_product_follow_each_other(name: str, device: torch.device) -> None:
+    model = build(name).to(device)
+    before, known = copy.deepcopy(model.state_dict()), list(map(id, model.parameters()))
+    fused.find(model)
+    for layer in model.model.layers:
+        own = layer.self_attn
+        groups = [[own.q_proj, own.k_proj, own.v_proj], [layer.mlp.gate_proj, layer.mlp.up_proj]]
+        for group in groups:
+            weight = projections.adjacent([one.weight for one in group])
+            assert weight is not None
+            assert torch.equal(weight, torch.cat([one.weight for one in group]))
+        if own.q_proj.bias is not None:
+            assert projections.adjacent([one.bias for one in groups[0]]) is not None
+    assert list(map(id, model.parameters())) == known
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    places = [one.data_ptr() for one in model.parameters()]
+    fused.find(model)
+    assert [one.data_ptr() for one in model.parameters()] == places
+
+
+def test_weights_that_share_memory_stay_where_they_are() -> None:
+    whole = torch.randn(24, 8)
+    layers = [Linear(8, 8, bias=False) for _ in range(3)]
+    for i, layer in enumerate(layers):
+        layer.weight.data = whole[8 * (2 - i) :][:8]  # in another order
+    places = [layer.weight.data_ptr() for layer in layers]
+    projections.place_together(layers)
+    assert [layer.weight.data_ptr() for layer in layers] == places
+    assert projections.adjacent([layer.weight for layer in layers]) is None
+    assert projections.adjacent([layer.weight for layer in layers[::-1]]) is not None
+    x = torch.randn(2, 8)
+    found = projections.together(x, [one for layer in layers if (one := projections.Projection.of(layer, x)) is not None])
+    assert [torch.equal(y, layer(x)) for y, layer in zip(found, layers, strict=True)] == [True] * 3
 
 
 @torch.no_grad()
@@ -87,7 +125,7 @@ def test_steps_of_one_token_give_the_same_logits(name: str, device: torch.device
         met.append(len(weights))
         return linear.linear(x, weights, *given, **how)
 
-    monkeypatch.setattr(one_token, "linear", noted)
+    monkeypatch.setattr(projections, "linear", noted)
     for rows in (1, 2):
         ids = prompt(rows, 30).to(device)
         plain = steps(model, ids)
@@ -148,7 +186,7 @@ def test_one_hook_is_enough(of: str, alone: int, monkeypatch: pytest.MonkeyPatch
     plain = steps(model, ids)
     expected, count = list(found), list[int]()
     found.clear()
-    monkeypatch.setattr(one_token, "linear", lambda *given, **how: (count.append(1), linear.linear(*given, **how))[1])
+    monkeypatch.setattr(projections, "linear", lambda *given, **how: (count.append(1), linear.linear(*given, **how))[1])
     with fused.swapped(modules(model)):
         assert torch.equal(steps(model, ids), plain)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -173,7 +211,7 @@ def test_weights_of_torchao_are_read_as_they_are(single: bool, device: torch.dev
         met.append((type(weights[0]), len(weights)))
         return linear.linear(x, weights, *given, **how)
 
-    monkeypatch.setattr(one_token, "linear", noted)
+    monkeypatch.setattr(projections, "linear", noted)
     ids = prompt(1, 30).to(device)
     plain = steps(model, ids)
     with fused.swapped(modules(model)):
@@ -186,7 +224,9 @@ def test_weights_of_several_kinds_are_read_alone(monkeypatch: pytest.MonkeyPatch
     model, met = build("llama").bfloat16(), list[int]()
     by_torchao(model.model.layers[0].self_attn.q_proj)
     by_torchao(model.model.layers[1].mlp.up_proj)
-    monkeypatch.setattr(one_token, "linear", lambda *given, **how: (met.append(len(given[1])), linear.linear(*given, **how))[1])
+    monkeypatch.setattr(
+        projections, "linear", lambda *given, **how: (met.append(len(given[1])), linear.linear(*given, **how))[1]
+    )
     ids = prompt(1, 30)
     plain = steps(model, ids, 1)
     with fused.swapped(modules(model)):
@@ -207,13 +247,13 @@ def tiled(rows: int, width: int, device: torch.device | str = "cpu", group: int 
 
 def test_tiles_of_torchao_are_read_as_they_are(device: torch.device) -> None:
     layer, x = tiled(40, 1088, device), torch.randn(1, 1, 1088, device=device, dtype=torch.bfloat16)
-    found = one_token.Projection.of(layer, x)
+    found = projections.Projection.of(layer, x)
     assert found is not None
     assert isinstance(found.weight, Int4Weight)
     assert found.weight.codes is layer.weight.qdata
     expected = x.double() @ found.weight.dense(torch.float64).T
-    assert torch.allclose(one_token.product(layer, x).double(), expected, rtol=3e-2, atol=3e-2)
-    assert one_token.Projection.of(layer, x.float()) is None
+    assert torch.allclose(projections.product(layer, x).double(), expected, rtol=3e-2, atol=3e-2)
+    assert projections.Projection.of(layer, x.float()) is None
 
 
 def test_weights_that_torchao_lays_out_otherwise_are_left_to_it() -> None:
@@ -224,7 +264,7 @@ def test_weights_that_torchao_lays_out_otherwise_are_left_to_it() -> None:
     def read(weight: Tensor) -> Any:
         layer = Linear(weight.shape[1], len(weight), bias=False, device="meta")
         layer.weight = Parameter(weight, requires_grad=False)
-        return one_token.Projection.of(layer, x)
+        return projections.Projection.of(layer, x)
 
     eight = kind.from_hp(weight)
     assert read(eight) is not None
@@ -233,7 +273,7 @@ def test_weights_that_torchao_lays_out_otherwise_are_left_to_it() -> None:
     activations = object()
     assert read(kind(eight.qdata, eight.scale, eight.block_size, act_quant_kwargs=activations, dtype=torch.bfloat16)) is None
     assert read(kind(eight.qdata.T.contiguous().T, eight.scale, eight.block_size, dtype=torch.bfloat16)) is None
-    assert one_token.Projection.of(tiled(16, 128, act_pre_scale=torch.ones(128)), x) is None
+    assert projections.Projection.of(tiled(16, 128, act_pre_scale=torch.ones(128)), x) is None
     whole = tiled(16, 128).weight
     parts = whole.qdata, whole.scale_and_zero
     assert read(type(whole)(parts[0][:1], parts[1], [1, 64], torch.Size((16, 128)))) is None
@@ -252,18 +292,18 @@ def test_gpu_products_of_torchao(kind: str, width: int, rows: int, device: torch
     config = quantization.Int4WeightOnlyConfig if how else quantization.Float8WeightOnlyConfig
     quantization.quantize_(layer, config(set_inductor_config=False, **how))
     x = torch.randn(1, 1, width, device=device, dtype=torch.bfloat16)
-    projection = one_token.Projection.of(layer, x)
+    projection = projections.Projection.of(layer, x)
     assert projection is not None
     assert isinstance(projection.weight, Int4Weight if how else Float8Weight)
-    one_token.product(layer, x)
+    projections.product(layer, x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = one_token.product(layer, x)
+        captured = projections.product(layer, x)
     for _ in range(3):
         x.copy_(torch.randn_like(x))
         graph.replay()
         expected = layer(x).double()
-        assert torch.equal(captured, one_token.product(layer, x))
+        assert torch.equal(captured, projections.product(layer, x))
         assert float((captured.double() - expected).norm() / expected.norm()) < 1e-2
 
 
@@ -297,7 +337,7 @@ def test_what_has_a_forward_of_its_own_keeps_it() -> None:
 
 def test_gradients_go_through_the_modules_own_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama").requires_grad_()
-    for where, name in ((fused, "rms_norm"), (fused, "gated"), (recognised, "rotate"), (one_token, "linear")):
+    for where, name in ((fused, "rms_norm"), (fused, "gated"), (recognised, "rotate"), (projections, "linear")):
         monkeypatch.setattr(where, name, None)
     with fused.swapped(modules(model)):
         logits(model).sum().backward()

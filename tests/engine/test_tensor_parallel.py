@@ -28,7 +28,7 @@ import kvthaw
 from kvthaw.cache import host_memory
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.engine.graph_runner import ElasticGraph
-from kvthaw.engine.hf import fused, one_token
+from kvthaw.engine.hf import fused, projections
 from kvthaw.engine.hf.layer import TAG
 from kvthaw.engine.hf.model import load_shipped
 from kvthaw.engine.hf.tensor_parallel import LocalLinear, ranks
@@ -218,7 +218,7 @@ def ways(rank: int) -> tuple[Any, int, int]:
     def together(**given: Any) -> Any:
         forwards = [(module, forward) for ref, forward in fused.find(model) if (module := ref()) is not None]
         with pytest.MonkeyPatch.context() as patch, fused.swapped(forwards):
-            patch.setattr(one_token, "linear", counted)
+            patch.setattr(projections, "linear", counted)
             return model.forward(**given)
 
     for forward in (model.forward, together):

@@ -30,6 +30,18 @@ def test_rows_are_normalised(shape: tuple[int, ...], dtype: torch.dtype, device:
         close(out, rms_norm.definition(x, norm))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 5, 64), (7, 1), (2, 5000), (0, 64)])
+def test_rows_are_added_and_normalised(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    x, residual = (3 * torch.randn(shape).to(device, dtype) for _ in range(2))
+    norm = rms_norm.Norm(torch.randn(shape[-1]).to(device, dtype), 1e-5)
+    total, normed = rms_norm.add_launch(x, residual, norm)
+    assert (total.dtype, normed.dtype) == (dtype, dtype)
+    assert device.type == "cpu" or torch.equal(total, residual + x)  # Triton's interpreter rounds bfloat16 otherwise
+    close(total, residual + x)
+    close(normed, rms_norm.add_definition(x, residual, norm)[1])
+
+
 def test_a_wide_weight_widens_the_rows(device: torch.device) -> None:
     x, weight = torch.randn(4, 48).to(device, torch.bfloat16), torch.randn(48).to(device)
     norm = rms_norm.Norm(weight, 1e-6)
@@ -46,6 +58,24 @@ def test_gates_multiply(shape: tuple[int, ...], dtype: torch.dtype, device: torc
         out = gated.launch(gate, up, activation)
         assert out.dtype == dtype
         close(out, gated.definition(gate, up, activation))
+
+
+@pytest.mark.parametrize("shape", [(5, 33), (2, 3, 64), (3, 1, 2064), (2, 1, 1, 16)])
+def test_gates_multiply_halves_of_a_product(shape: tuple[int, ...], device: torch.device) -> None:
+    both = torch.randn(*shape[:-1], 2 * shape[-1]).to(device)
+    gate, up = both.chunk(2, dim=-1)
+    assert gated.serves(gate, up)
+    out = gated.launch(gate, up, "silu")
+    assert out.is_contiguous()
+    close(out, gated.definition(gate, up, "silu"))
+
+
+def test_what_the_gate_does_not_take() -> None:
+    both = torch.randn(4, 6, 16)
+    assert gated.serves(both, both)
+    assert not gated.serves(both[:, ::2], both[:, 1::2].contiguous())
+    assert not gated.serves(both[:, :4], both[:, :4])  # rows at two distances
+    assert not gated.serves(both.transpose(1, 2), both.transpose(1, 2))
 
 
 def angles(batch: int, steps: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -66,6 +96,17 @@ def test_positions_turn_queries_and_keys(
     found = rotate.launch(query, key, cos, sin)
     for out, x, expected in zip(found, (query, key), rotate.definition(query, key, cos, sin), strict=True):
         assert out.stride() == x.stride()
+        close(out, expected)
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(3, 1), (1, 17), (2, 5)])
+def test_positions_turn_parts_of_a_product(batch: int, steps: int, device: torch.device) -> None:
+    whole = torch.randn(batch, steps, (4 + 2 + 2) * 16).to(device)
+    query, key, _ = (x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in whole.split([64, 32, 32], dim=-1))
+    cos, sin = (x.to(device) for x in angles(1, steps, 16, torch.float32))
+    found = rotate.launch(query, key, cos, sin)
+    for out, expected in zip(found, rotate.definition(query, key, cos, sin), strict=True):
+        assert out.transpose(1, 2).is_contiguous()
         close(out, expected)
 
 

@@ -1,4 +1,4 @@
-"""Run a model's linear layers of one token, norms, rotary positions and gates with kernels of kvthaw.
+"""Run a model's norms, rotary positions and gates with kernels of kvthaw, and its linear layers together or by a kernel.
 
 transformers launches about 35 kernels per layer between its products. They move 480 GB for a prompt of 36k tokens of an 8B model,
 and lie between the products of a captured step. Inside `fused`, modules whose code computes what a kernel computes use that kernel
@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import Linear, Module
 from transformers import PreTrainedModel
 
-from kvthaw.engine.hf import one_token
+from kvthaw.engine.hf import projections
 from kvthaw.engine.hf.recognised import gate_of, inference, is_layer, norm_of, rotating
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.gated import gated
+from kvthaw.kernels.gated import serves as multiplies
 from kvthaw.kernels.rms_norm import MOST, rms_norm
 
 _Forward = Callable[..., Any]
@@ -75,14 +76,19 @@ def swapped(forwards: list[tuple[Module, _Forward]], *, all: bool = False) -> It
 
 
 def find(model: PreTrainedModel) -> list[tuple[weakref.ref[Module], _Forward]]:
-    """Return the modules of a model whose forward has a kernel, with that forward."""
+    """Return the modules of a model whose forward has a kernel, with that forward. Moves weights that one product shall read."""
+    for module in model.modules():
+        if is_layer(module):
+            projections.place_together([getattr(module.self_attn, name, None) for name in ("q_proj", "k_proj", "v_proj")])
+        if gate_of(module) is not None:
+            projections.place_together([module.gate_proj, module.up_proj])
     found = ((module, _forward(module)) for module in model.modules())
     return [(weakref.ref(module), forward) for module, forward in found if forward is not None]
 
 
 def _forward(module: Module) -> _Forward | None:
     if type(module) is Linear:
-        return one_token.product
+        return projections.product
     if norm_of(module) is not None:
         return _norm
     if gate_of(module) is not None:
@@ -93,27 +99,26 @@ def _forward(module: Module) -> _Forward | None:
 def _norm(self: Any, *given: Tensor, **named: Tensor) -> Tensor:
     """Normalise with the kernel if it supports these rows, which norms call x or hidden_states."""
     (x,), norm = (*given, *named.values()), norm_of(self)
-    if norm is not None and norm.weight.device == x.device and inference(x) and x.is_contiguous() and x.shape[-1] <= MOST:
-        return rms_norm(x, norm)
+    if norm is not None and norm.weight.device == x.device and inference(x) and x.shape[-1] <= MOST:
+        return rms_norm(x.contiguous(), norm)
     plain: Tensor = type(self).forward(self, x)
     return plain
 
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
     """Multiply gate and up projections with the kernel if it supports them."""
-    joined = one_token.Gate.of(self, x) if one_token.serves(x) else None
+    joined = projections.Gate.of(self, x) if projections.serves(x) else None
     if joined is not None:
         return joined.down.onto(joined(x), None)
     gate, up, activation = self.gate_proj(x), self.up_proj(x), gate_of(self)
-    like = gate.shape == up.shape and gate.dtype == up.dtype
-    if activation is not None and inference(gate) and like and gate.is_contiguous() and up.is_contiguous():
+    if activation is not None and inference(gate) and multiplies(gate, up):
         return self.down_proj(gated(gate, up, activation))  # type: ignore[no-any-return]
     return self.down_proj(self.act_fn(gate) * up)  # type: ignore[no-any-return]
 
 
 def _layer(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
-    """Compute a step of one token with joined launches; else as the layer computes."""
-    parts = one_token.Layer.of(self, hidden_states) if not args and one_token.serves(hidden_states) else None
+    """Compute a layer with joined launches where its parts allow it; else as the layer computes."""
+    parts = projections.Layer.of(self, hidden_states) if not args and projections.serves(hidden_states) else None
     if parts is None or self.training:
         plain: Tensor = type(self).forward(self, hidden_states, *args, **given)
         return plain
