@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvthaw.cache.clone import clone
-from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.kv_cache import KVCache

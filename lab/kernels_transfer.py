@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kvthaw.cache.choice import BulkCopy
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.transfer import BulkCopy
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.uva_gather import uva_gather
 from kvthaw.native import gather_rows

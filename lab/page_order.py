@@ -17,11 +17,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from kvthaw.cache.choice import BulkCopy, scatter
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import host_tensor
 from kvthaw.cache.index_api import IndexContext, Method
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.transfer import BulkCopy, scatter
 from kvthaw.errors import one_of
 from kvthaw.index.forest import EachHeadTreeIndex, TreeIndex
 from kvthaw.index.hybrid import HybridIndex

@@ -25,7 +25,7 @@ from transformers import GenerationConfig, PreTrainedModel, StaticCache
 
 from kvthaw.bench.decode import free
 from kvthaw.bench.steps import Counts, Steps, take
-from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.engine.graph_runner import ElasticGraph
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.fused import fusing

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from kvthaw import PrefixCache
-from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer

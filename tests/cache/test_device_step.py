@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache import dense, sparse_attention, window
-from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.choice import UvaGather
+from kvthaw.cache.device_layers import DenseLayer, WindowLayer
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.pool import Residency
-from kvthaw.cache.transfer import UvaGather
-from kvthaw.cache.window import WindowLayer
 from kvthaw.config import KvDtype
 from kvthaw.kernels.admit import Placed, admit
 from kvthaw.kernels.flash_decode import flash_decode

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvthaw.cache import host_memory, page_locked, passes, transfer
+from kvthaw.cache import choice, host_memory, page_locked, passes
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.kv_cache import KVCache
@@ -286,7 +286,7 @@ def test_in_a_capture_nothing_is_taken_and_no_turn_is_lost(monkeypatch: pytest.M
 
     captured_by(monkeypatch, Capture)
     monkeypatch.setattr(host_memory, "host_tensor", locked)
-    monkeypatch.setattr(transfer, "host_tensor", lambda *args, pinned: blocks.real(*args, pinned=False))
+    monkeypatch.setattr(choice, "host_tensor", lambda *args, pinned: blocks.real(*args, pinned=False))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: within[0])
     for store in stack.stores:
         store.allocator.pinned = True

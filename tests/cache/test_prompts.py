@@ -10,9 +10,10 @@ import torch
 
 import kvthaw
 from kvthaw.cache import passes
+from kvthaw.cache.chooser import FullLayer
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.offloaded_layer import FullLayer, OffloadedLayer
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.engine.prefill import prefill
 from kvthaw.kernels.encode import encode

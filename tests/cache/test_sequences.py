@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvthaw.cache import device_lengths
-from kvthaw.cache.device_lengths import DeviceLengths
-from kvthaw.cache.sequences import Known, Sequences
+from kvthaw.cache.sequences import DeviceLengths, Sequences
+from kvthaw.cache.step import Known
 from kvthaw.regions import Regions
 
 CPU = torch.device("cpu")

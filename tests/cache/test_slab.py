@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvthaw.cache.choice import BulkCopy, UvaGather
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.kernels.places import held, newest_place, write
 from kvthaw.regions import Regions
 from shapes import DTYPES, HEAD_DIMS

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 import kvthaw
 from kvthaw import Batch, Cache, PrefixCache, Scheduler
 from kvthaw.cache import host_memory
-from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.config import CacheConfig, Crossing
 from kvthaw.engine.graph_runner import ElasticGraph

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache import dense, sparse_attention
-from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.engine.graph_runner import ElasticGraph
 from kvthaw.errors import CacheError
 from kvthaw.index.batches import Units

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from unit_methods import generate, indices
 
 import kvthaw
-from kvthaw.cache.transfer import BulkCopy
+from kvthaw.cache.choice import BulkCopy
 from kvthaw.errors import ConfigError
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.nodes import NodeIndex

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from kvthaw.bench.card import noted, provenance, where
 from kvthaw.bench.settings import HF, DecodeSetting, groups, possible
 from kvthaw.bench.steps import Steps, attention, hf_cache, prefill, replayed, take
-from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.model import kv_bytes
 from kvthaw.errors import CacheError, ConfigError

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.host_memory import Block
-from kvthaw.kernels.gpu import capturing
+from kvthaw.kernels.gpu import capturing, upload
 
 Change = tuple[Tensor, list[int]]
 """A view of a table's tensor, and the values to write there."""

@@ -4,23 +4,50 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from kvthaw.cache.dense import DenseLayer
+from torch import Tensor
+
+from kvthaw.cache.device_layers import DenseLayer, WindowLayer
 from kvthaw.cache.host_memory import beyond
-from kvthaw.cache.offloaded_layer import FullLayer, OffloadedLayer
+from kvthaw.cache.layer_base import AttentionParams
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.passes import take_over
-from kvthaw.cache.plan import Settings
-from kvthaw.cache.sequences import Sequences, roomier
-from kvthaw.cache.step import Held, Step
+from kvthaw.cache.plan import Plan, Settings
+from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.sparse_attention import HeldAttention, attend_all
+from kvthaw.cache.step import Held, Step, roomier
 from kvthaw.cache.streams import Streams
-from kvthaw.cache.window import WindowLayer
 from kvthaw.config import Crossing
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.formatting import counted, human
 from kvthaw.kernels.local import Span
+from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import row_format
 
 _log = logging.getLogger(__name__)
+
+
+class FullLayer(OffloadedLayer):
+    """Sink and ring in a slab, and all other rows in blocks, where attention reads them; see LayerKV.
+
+    A DenseLayer reserves every sequence's capacity. A FullLayer allocates blocks as tokens come, so a running batch of
+    short sequences with a large capacity may attend to everything. If the device is full, a block lies on the host and
+    attention reads it over the bus.
+    """
+
+    attends_to_all = True
+
+    def _sizes(self, step: Step) -> Plan:
+        return replace(super()._sizes(step), rows=0)
+
+    def _attention(self, plan: Plan, query: Tensor, key: Tensor) -> HeldAttention:
+        self.storage.place_on_device(self.number)
+        self.storage.tabled = True
+        return HeldAttention(self.storage, self.sequences)
+
+    def _attend(self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
+        return attend_all(self.storage, self.sequences, query, newest, attention)
 
 
 Layer = OffloadedLayer | DenseLayer | WindowLayer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.device_layers import DenseLayer, WindowLayer
 from kvthaw.cache.finite import check_prompts
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerKV, LayerShape
@@ -12,7 +12,6 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.passes import take_over
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
-from kvthaw.cache.window import WindowLayer
 from kvthaw.errors import CacheError
 
 

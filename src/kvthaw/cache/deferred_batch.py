@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_lengths import upload
-from kvthaw.kernels.gpu import uncached_casts
+from kvthaw.kernels.gpu import uncached_casts, upload
 
 _Made = TypeVar("_Made")
 _KEPT = 8

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from kvthaw.cache.device_lengths import Download
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.errors import CacheError
+from kvthaw.kernels.gpu import Download
 
 EVERY = 8
 """Steps between two copies of the flags from a GPU, which take two small launches for all layers."""

@@ -293,23 +293,6 @@ class LayerShape:
         return self.keys.shape[1] * block_size * self.format.row_bytes
 
 
-class DeviceLayer(LayerKV):
-    """A layer whose KV stays on the device. Nothing is offloaded or indexed, and no work runs between its steps."""
-
-    def attend_dense(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """Attend sequence by sequence from the last tokens of a dense step, which the layer may have stored already."""
-        raise NotImplementedError
-
-    def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        if step.dense:
-            return self.attend_dense(step, query, key, value, attention)
-        self.sequences.place_again(step, query.device)
-        return self.decode(step, 0, query[:, :, 0], (key[:, :, -1], value[:, :, -1]), attention)[:, :, None]
-
-    def fixed_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors())
-
-
 def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tensor]) -> Tensor:
     """Attend sequence by sequence: attend(row, q) returns the output for the queries q [1, Hq, n, D] of its new tokens.
 

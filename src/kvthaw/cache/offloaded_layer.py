@@ -22,33 +22,21 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
-from kvthaw.cache.index_api import IndexContext, Rotary, Transfer
+from kvthaw.cache.index_api import IndexContext, Rotary
 from kvthaw.cache.index_updater import IndexUpdater
-from kvthaw.cache.layer_base import (
-    AttentionParams,
-    LayerKV,
-    LayerShape,
-    PrefillKV,
-    RecentQueries,
-    attend_rows,
-)
-from kvthaw.cache.layer_storage import LayerStorage, copied, offload_prompts
+from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, PrefillKV, RecentQueries, attend_rows
+from kvthaw.cache.layer_storage import LayerStorage, copied
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.retriever import Retriever, make_retriever
+from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.sparse_attention import Ahead, SparseAttention, attend_all
+from kvthaw.cache.sparse_attention import Ahead, HeldAttention, make_attention
 from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
-from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import row_format
 from kvthaw.regions import Regions
-
-_ENGINES = 4096
-"""Tokens of a prompt from which copy engines take rows to the host instead of a kernel. They need a copy for each block, and one
-for each head of a block in part, but leave the multiprocessors to attention."""
 
 
 class OffloadedLayer(LayerKV):
@@ -61,7 +49,6 @@ class OffloadedLayer(LayerKV):
     rotary: for a method that asks for it.
     plan: the sizes; None before the first prompt.
     room: tokens per sequence that there is device memory for.
-    updater: feeds the index; None for a layer without an index of its own.
     asked_again: decode steps with another layer's queries.
     extremes: of keys and values of prompts, not known to be finite.
     """
@@ -80,9 +67,8 @@ class OffloadedLayer(LayerKV):
             self.drop_search()
         none = Slab(0, 0, 0, Regions(0, 1, 1), 0, dtype=torch.float32, device=torch.device("cpu"))
         self.storage = LayerStorage(HostStore(0, 0, 0, torch.float32), none, self.streams)
-        self.sparse = SparseAttention(self.storage, self.sequences)
+        self.sparse = HeldAttention(self.storage, self.sequences)
         self.plan, self.room, self.scale, self.asked_again = None, 0, 0.0, 0
-        self.updater: IndexUpdater | None = None
         self.recent_queries = RecentQueries(self.settings.method.prompt_queries)
         self._taken: tuple[Step | None, int] = None, 0  # a decode step, and how many of its tokens came
         self._again: tuple[Step | None, int] = None, 0  # the last step whose queries came again, and asked_again before it
@@ -138,6 +124,11 @@ class OffloadedLayer(LayerKV):
         return self.sparse.retriever
 
     @property
+    def updater(self) -> IndexUpdater | None:
+        """What feeds the index; None for a layer without an index of its own."""
+        return None if self.sparse.ahead is None else self.sparse.ahead.updater
+
+    @property
     def own(self) -> Retriever | None:
         """The retriever, if this layer's index is in it."""
         return None if self.updater is None else self.updater.retriever
@@ -177,31 +168,15 @@ class OffloadedLayer(LayerKV):
     def _sizes(self, step: Step) -> Plan:
         return self.settings.plan(step.longest, self.sequences.limit)
 
-    def _attention(self, plan: Plan, query: Tensor, key: Tensor) -> SparseAttention:
+    def _attention(self, plan: Plan, query: Tensor, key: Tensor) -> HeldAttention:
         """Create the layer's attention, and its index unless it follows another layer."""
-        method, storage, ahead = self.settings.method, self.storage, None
-        if method.index is None:
-            return SparseAttention(storage, self.sequences)
-        transfer: Transfer = (method.transfer or UvaGather)()
-        if transfer.graph_safe and key.is_cpu:
-            transfer = BulkCopy()
-        retriever = None if self.leader is None else self.leader.retriever
-        if self.leader is None:
-            context = IndexContext(
-                self.number, query.shape[1], key.shape[1], key.shape[3], key.dtype, key.device, self.store, plan.regions,
-                self.scale, seed=self.settings.seed, rows=plan.rows, slab=self.slab, sequences=self.sequences,
-                aux=self.streams.aux, deferred=self.streams.deferred, rotary=self.rotary, ranks=self.settings.ranks,
-            )  # fmt: skip
-            retriever = make_retriever(method, context, self.sequences, self.store.seqs, plan.rows, self.streams)
-            self.updater = IndexUpdater(retriever, self.store, self.slab, self.sequences, self.recent_queries)
-            ahead = Ahead(self.updater)
-        if (retriever is None or not retriever.index.traits.on_host) and (transfer.graph_safe or key.is_cpu):
-            storage.place_on_device(self.number)  # what the host reads stays there
-        if ahead is not None and retriever is not None:
-            fetches = retriever.index.traits.rebuilds or method.transfer is not None
-            retriever.reads_blocks = storage.placement is not None and not fetches
-        storage.tabled = (retriever is not None and retriever.reads_blocks) or isinstance(transfer, UvaGather)
-        return SparseAttention(storage, self.sequences, retriever, transfer, ahead)
+        context = IndexContext(
+            self.number, query.shape[1], key.shape[1], key.shape[3], key.dtype, key.device, self.store, plan.regions,
+            self.scale, seed=self.settings.seed, rows=plan.rows, slab=self.slab, sequences=self.sequences,
+            aux=self.streams.aux, deferred=self.streams.deferred, rotary=self.rotary, ranks=self.settings.ranks,
+        )  # fmt: skip
+        leader = None if self.leader is None else self.leader.retriever
+        return make_attention(self.settings.method, self.storage, context, self.sequences, self.recent_queries, leader)
 
     def prefill(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams
@@ -245,35 +220,6 @@ class OffloadedLayer(LayerKV):
         self, step: Step, query: Tensor, key: Tensor, value: Tensor, passed: Mapping[int, Tensor] = MappingProxyType({})
     ) -> PrefillKV:
         return PrefillKV(step, key, value, self.recent_queries.take(step, query), passed)
-
-    def store_prompt(self, row: Row, new: PrefillKV) -> None:
-        """Store and index the new tokens of one sequence. Sink and ring then hold the rows as the store's format rounds them."""
-        (keys, values), own, past = new.of(row), self.storage, row.past
-        self.extremes += *torch.aminmax(keys), *torch.aminmax(values)
-        keys, values = self.store.format.rounded(keys, values)
-        rows = torch.stack((keys, values), dim=2)
-        if row.seq in new.passed:
-            new.passed[row.seq][:, past:] = rows
-        if keys.shape[1] < _ENGINES:
-            offload_prompts([own], [replace(row, start=0, stop=keys.shape[1])], rows[None])
-        else:
-            own.up_to({row.seq: past})
-            shared = self.store.length(row.seq) - past
-            self.streams.offload(self.store, row.seq, keys[:, shared:], values[:, shared:])
-        self.index_prompt(row, new, keys, values)
-        for begin, end in self.slab.regions.held_of(past, row.length):
-            self.slab.write(row.seq, begin, rows[:, begin - past : end - past])
-
-    def index_prompt(self, row: Row, new: PrefillKV, keys: Tensor, values: Tensor) -> None:
-        """Index the new tokens of one sequence, [H, n, D], which are stored."""
-        if self.updater is not None:
-            self.updater.prompt(row, keys, values, new.queries[row.seq], new.step.remaining)
-
-    def stored(self, new: PrefillKV) -> None:
-        """Record that a prefill was stored, and start index builds."""
-        if self.updater is not None:
-            first, ended = self.slab.regions.first_indexed, new.step.rows() if self.sequences.ends_with(new.step) else ()
-            self.updater.begin({row.seq: first(row.length) for row in ended}, new.passed)
 
     def prepare(self, step: Step, shape: LayerShape) -> None:
         if self.plan is None:
@@ -472,25 +418,3 @@ class OffloadedLayer(LayerKV):
         self.storage.reorder(sequences)
         self.room = 0  # the block tables belong to other sequences now
         self.recent_queries.reorder(sequences)
-
-
-class FullLayer(OffloadedLayer):
-    """Sink and ring in a slab, and all other rows in blocks, where attention reads them; see LayerKV.
-
-    A DenseLayer reserves every sequence's capacity. A FullLayer allocates blocks as tokens come, so a running batch of
-    short sequences with a large capacity may attend to everything. If the device is full, a block lies on the host and
-    attention reads it over the bus.
-    """
-
-    attends_to_all = True
-
-    def _sizes(self, step: Step) -> Plan:
-        return replace(super()._sizes(step), rows=0)
-
-    def _attention(self, plan: Plan, query: Tensor, key: Tensor) -> SparseAttention:
-        self.storage.place_on_device(self.number)
-        self.storage.tabled = True
-        return SparseAttention(self.storage, self.sequences)
-
-    def _attend(self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
-        return attend_all(self.storage, self.sequences, query, newest, attention)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.block_table import follow
-from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.device_lengths import upload
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.finite import check_prompts
 from kvthaw.cache.host_memory import beyond
 from kvthaw.cache.index_updater import IndexUpdater
@@ -28,6 +27,7 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
 from kvthaw.kernels.freeze import Span
+from kvthaw.kernels.gpu import upload
 
 SHORT = 1 << 22
 """Bytes of a layer's keys up to which a prompt waits until other layers have attended. The limit of several prompts in one
@@ -37,6 +37,9 @@ BUILT_AT_ONCE = 4
 _AT_ONCE = 1 << 28
 """Most bytes of rows that leave rings in one launch, and of prompts that wait; at least one layer."""
 
+_ENGINES = 4096
+"""Tokens of a prompt from which copy engines take rows to the host instead of a kernel. They need a copy for each block, and one
+for each head of a block in part, but leave the multiprocessors to attention."""
 _STEPS_AHEAD = 64
 """Steps whose blocks a background thread pins together."""
 Leaving = tuple[int, int, int]
@@ -75,17 +78,44 @@ def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]]) -> None:
         else:
             for layer, new in group:
                 for row in rows:
-                    layer.store_prompt(row, new)
+                    _store_one(layer, row, new)
         for row in rows:
             for layer, _ in group:
                 _preallocate(layer, row.seq, row.length)
         for layer, new in group:
-            layer.stored(new)
+            if layer.updater is not None:
+                first, ended = layer.slab.regions.first_indexed, rows if layer.sequences.ends_with(new.step) else ()
+                layer.updater.begin({row.seq: first(row.length) for row in ended}, new.passed)
+
+
+def _store_one(layer: OffloadedLayer, row: Row, new: PrefillKV) -> None:
+    """Store and index the new tokens of one sequence. Sink and ring then hold the rows as the store's format rounds them."""
+    (keys, values), own, past = new.of(row), layer.storage, row.past
+    layer.extremes += *torch.aminmax(keys), *torch.aminmax(values)
+    keys, values = layer.store.format.rounded(keys, values)
+    rows = torch.stack((keys, values), dim=2)
+    if row.seq in new.passed:
+        new.passed[row.seq][:, past:] = rows
+    if keys.shape[1] < _ENGINES:
+        offload_prompts([own], [replace(row, start=0, stop=keys.shape[1])], rows[None])
+    else:
+        own.up_to({row.seq: past})
+        shared = layer.store.length(row.seq) - past
+        layer.streams.offload(layer.store, row.seq, keys[:, shared:], values[:, shared:])
+    _index(layer, row, new, keys, values)
+    for begin, end in layer.slab.regions.held_of(past, row.length):
+        layer.slab.write(row.seq, begin, rows[:, begin - past : end - past])
+
+
+def _index(layer: OffloadedLayer, row: Row, new: PrefillKV, keys: Tensor, values: Tensor) -> None:
+    """Index the new tokens of one sequence, [H, n, D], which are stored."""
+    if layer.updater is not None:
+        layer.updater.prompt(row, keys, values, new.queries[row.seq], new.step.remaining)
 
 
 def _store_alike(group: Sequence[tuple[OffloadedLayer, PrefillKV]], rows: Sequence[Row]) -> None:
     """Store the KV of some sequences, all in one row of the step's tensors, in several layers at once, as
-    OffloadedLayer.store_prompt does in one."""
+    _store_one does in one."""
     storages, begin = [layer.storage for layer, _ in group], rows[0].start  # padding comes before it
     rows = [replace(row, start=row.start - begin, stop=row.stop - begin) for row in rows]
     parts = [each[0, :, begin:] for _, new in group for each in (new.keys, new.values)]
@@ -98,7 +128,7 @@ def _store_alike(group: Sequence[tuple[OffloadedLayer, PrefillKV]], rows: Sequen
     offload_prompts(storages, rows, kv)
     for row in rows:
         for (layer, new), own in zip(group, kv, strict=True):
-            layer.index_prompt(row, new, *own[:, row.places].unbind(2))
+            _index(layer, row, new, *own[:, row.places].unbind(2))
     _hold([layer for layer, _ in group], rows, kv)  # last, because indexes read earlier tokens from the rings
 
 

@@ -17,12 +17,12 @@ from itertools import chain, zip_longest
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_lengths import Download
 from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import HostMemoryError
+from kvthaw.kernels.gpu import Download
 
 _log = logging.getLogger(__name__)
 

@@ -11,18 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.host_memory import Block, available_host_memory
 from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerShape
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.passes import updaters
 from kvthaw.cache.prefix_kept import (
     FULL,
     BlockFile,
     Entry,
-    Indexes,
+    IndexSnapshots,
     Key,
     NotKeptError,
     PrefixBlocks,
@@ -30,7 +29,7 @@ from kvthaw.cache.prefix_kept import (
     cache_kind,
     refusal,
 )
-from kvthaw.cache.prefix_tree import Node, PrefixTree, common
+from kvthaw.cache.prefix_tree import Node, PrefixTree
 from kvthaw.cache.state import IndexState, LayerState
 from kvthaw.cache.step import Step
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError, at_least
@@ -39,11 +38,6 @@ from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
 _SHARE = 4  # 1 / the part of free host memory that is used by default
-
-
-def always() -> bool:
-    """Return True. The default `leaves_room`: nothing else needs memory."""
-    return True
 
 
 class PrefixCache:
@@ -96,7 +90,7 @@ class PrefixCache:
         self.refused: str | None = None
         self._tree = PrefixTree(1 << 30)  # of no cache yet
         self._entries: dict[Key, Entry] = {}
-        self._indexes: list[Indexes] = []  # the least recently used first
+        self._indexes = IndexSnapshots()
         self._kind: tuple[object, ...] = ()
         self._first = ""
         self._queries = self._hits = self._evicted = 0
@@ -120,8 +114,7 @@ class PrefixCache:
             return 0
         path = path[: -(-tokens // size)]
         rows = {number: [blocks[node] for node in path] for number, blocks in self._kept.layers.items()}
-        best = self._index(kv, ids, salt)
-        known = {} if best is None else best.upto(common(best.ids, ids))
+        known = self._indexes.upto(kv, ids, salt)
 
         def take(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
             shape, blocks = self._kept.shapes[layer.number], [block.share() for block in rows[layer.number]]
@@ -169,7 +162,7 @@ class PrefixCache:
         salt: str = "",
         name: str | None = None,
         about: Any = None,
-        leaves_room: Callable[[], bool] = always,
+        leaves_room: Callable[[], bool] = lambda: True,
     ) -> None:
         """Cache the first tokens of a sequence, ids [T], all of them of its prompt, which may be incomplete.
 
@@ -182,12 +175,7 @@ class PrefixCache:
         self.refused, ids, own = refusal(kv), ids.cpu(), salt
         if self.refused is None and len(ids):
             own = self._keep_rows(kv, ids, seq, salt)
-            found = self._index(kv, ids, own)
-            if found is None or found.saved or (name is not None and len(found.ids) != len(ids)):
-                self._indexes = [one for one in self._indexes if one is not found or not one.saved]
-                every = {layer.number: updater.snapshot(seq) for layer, updater in updaters(kv.offloaded)}
-                held = {number: each for number, each in every.items() if each is not None}
-                self._indexes += [Indexes(ids, own, Indexes.kind_of(kv), held)] if held else []
+            self._indexes.keep(kv, ids, own, seq, whole=name is not None)
         self._trim()
         if name is not None:
             self._name((salt, name), ids, own, about, leaves_room)
@@ -206,12 +194,12 @@ class PrefixCache:
         if not path or tokens < len(ids):
             raise NotKeptError(f"{name!r} cannot be kept: {self.refused or f'{tokens} of its {len(ids)} tokens are in memory'}")
         self._tree.pin(path[-1], 1)
-        if self.pinned_bytes > (self.host_bytes or 0):
+        fits = self.pinned_bytes <= (self.host_bytes or 0)
+        if not fits or not leaves_room():
             self._tree.pin(path[-1], -1)
-            raise NotKeptError(f"{name!r} cannot be kept: host_bytes is {self.host_bytes:,}, too little for all entries")
-        if not leaves_room():
-            self._tree.pin(path[-1], -1)
-            raise NotKeptError(f"{name!r} cannot be kept: all entries would leave too little host memory to other requests")
+            short = f"host_bytes is {self.host_bytes:,}, too little for all entries"
+            why = "all entries would leave too little host memory to other requests" if fits else short
+            raise NotKeptError(f"{name!r} cannot be kept: {why}")
         before, self._entries[key] = self._entries.get(key), Entry(ids, path[-1], own, about)
         if before is not None:
             self._tree.pin(before.node, -1)
@@ -236,9 +224,7 @@ class PrefixCache:
 
     def snapshots(self, kv: KVCache, entry: Entry) -> Mapping[int, IndexState]:
         """Return the cached index snapshots of exactly an entry's tokens, by layer, for caches such as this one."""
-        kind = Indexes.kind_of(kv)
-        mine = [one for one in self._indexes if (one.kind, one.salt) == (kind, entry.salt) and torch.equal(one.ids, entry.ids)]
-        return mine[-1].layers if mine else {}
+        return self._indexes.of(kv, entry)
 
     def restore(
         self,
@@ -250,7 +236,7 @@ class PrefixCache:
         salt: str = "",
         indexes: Mapping[int, IndexState] = MappingProxyType({}),
         about: Any = None,
-        leaves_room: Callable[[], bool] = always,
+        leaves_room: Callable[[], bool] = lambda: True,
     ) -> None:
         """Cache a prompt [T] under a name, with blocks that were read from elsewhere, for caches such as this one.
 
@@ -267,7 +253,7 @@ class PrefixCache:
             for at, (node, new) in enumerate(tree.insert(ids, own)):
                 if new or not self._kept.holds(node):
                     self._kept.hold(node, {number: blocks[at] for number, (_, blocks) in layers.items()})
-            self._indexes += [Indexes(ids, own, Indexes.kind_of(kv), indexes)] if indexes else []
+            self._indexes.add(kv, ids, own, indexes)
         self._trim()
         self._name((salt, name), ids, own, about, leaves_room)
 
@@ -302,7 +288,7 @@ class PrefixCache:
     @property
     def kept_bytes(self) -> int:
         """Bytes of memory of all cached blocks and indexes."""
-        return self._kept.held * self._kept.node_bytes + sum(one.nbytes() for one in self._indexes)
+        return self._kept.held * self._kept.node_bytes + self._indexes.nbytes()
 
     @property
     def pinned_bytes(self) -> int:
@@ -363,25 +349,13 @@ class PrefixCache:
         try:
             for number, (node, new) in enumerate(tree.insert(ids, salt)):
                 if new or not self._kept.holds(node):
-                    self._share(kv, seq, number, node)
+                    self._kept.share(kv, seq, number, node)
                 last = node
         except HostMemoryError as error:
             _log.warning("a prompt is kept in part: %s", error)
         for other in () if last is None else tree.covered(last):
             self._drop(other)
         return salt
-
-    def _share(self, kv: KVCache, seq: int, number: int, node: Node) -> None:
-        """Share block `number` of a sequence in every layer. Raises HostMemoryError, with nothing changed."""
-        size = kv.settings.block_size
-        start, stop = number * size, number * size + len(node.tokens)
-        dense = {layer.number: layer for layer in kv.layers if isinstance(layer, DenseLayer)}
-        copies = self._kept.new(kv.streams.memory, dense)
-        for layer, block in copies.items():
-            rows = self._kept.shapes[layer].format.encode(dense[layer].read(seq, start, stop))
-            block.data[:, : stop - start].copy_(rows, non_blocking=True)
-        shared = {layer.number: layer.store.blocks(seq)[number] for layer in kv.offloaded}
-        self._kept.hold(node, copies | shared)
 
     def _drop(self, node: Node) -> int:
         """Drop a block of tokens and its descendants, in memory and in the file. Returns the number of their tokens."""
@@ -439,17 +413,5 @@ class PrefixCache:
     def _trim(self) -> None:
         """Evict until the cache is within host_bytes."""
         while self.kept_bytes > (self.host_bytes or 0):
-            if self._indexes:
-                del self._indexes[0]
-            elif not self.drop_oldest():
+            if not self._indexes.drop_oldest() and not self.drop_oldest():
                 return
-
-    def _index(self, kv: KVCache, ids: Tensor, salt: str) -> Indexes | None:
-        """Return index snapshots of a prompt that shares more than half of this one as a prefix."""
-        kind = Indexes.kind_of(kv)
-        fit = [one for one in self._indexes if (one.kind, one.salt) == (kind, salt) and 2 * common(one.ids, ids) > len(ids)]
-        if not fit:
-            return None
-        best = max(fit, key=lambda one: common(one.ids, ids))
-        self._indexes = [*(one for one in self._indexes if one is not best), best]
-        return best

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.host_memory import Block, HostMemory, as_bytes
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerShape
-from kvthaw.cache.prefix_tree import Node
+from kvthaw.cache.passes import updaters
+from kvthaw.cache.prefix_tree import Node, common
 from kvthaw.cache.state import IndexState
 from kvthaw.errors import CacheError, HostMemoryError
 
@@ -74,34 +76,84 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Indexes:
+class _Indexes:
     """Indexes of a prompt [T], by layer number.
 
-    kind: method and seed of the caches that may use them.
+    kind: method and seed of the caches that may use them, and the salt.
     """
 
     ids: Tensor
-    salt: str
     kind: tuple[object, ...]
     layers: Mapping[int, IndexState]
-
-    @staticmethod
-    def kind_of(kv: KVCache) -> tuple[object, ...]:
-        """Return the properties that caches must share to exchange indexes."""
-        return kv.settings.method, kv.settings.seed
-
-    def upto(self, tokens: int) -> dict[int, IndexState]:
-        """Return the indexes of the first `tokens` tokens."""
-        return {number: replace(one, end=min(one.end, tokens)) for number, one in self.layers.items()}
 
     @property
     def saved(self) -> bool:
         """Whether the indexes are tensors from a file, which each sequence loads itself."""
         return any(isinstance(one.held, Mapping) for one in self.layers.values())
 
+
+class IndexSnapshots:
+    """Indexes of kept prompts, the least recently used first."""
+
+    def __init__(self) -> None:
+        self._all: list[_Indexes] = []
+
     def nbytes(self) -> int:
         """Return the bytes of host memory, including bytes shared with a sequence."""
-        return sum(one.nbytes() for one in self.layers.values())
+        return sum(state.nbytes() for one in self._all for state in one.layers.values())
+
+    def drop_oldest(self) -> bool:
+        """Drop the least recently used indexes. Returns whether there were any."""
+        return bool(self._all) and self._all.pop(0) is not None
+
+    def clear(self) -> None:
+        """Drop all."""
+        self._all.clear()
+
+    def add(self, kv: KVCache, ids: Tensor, salt: str, layers: Mapping[int, IndexState]) -> None:
+        """Keep indexes of a prompt [T], if there are any."""
+        if layers:
+            self._all.append(_Indexes(ids, _index_kind(kv, salt), layers))
+
+    def keep(self, kv: KVCache, ids: Tensor, salt: str, seq: int, *, whole: bool) -> None:
+        """Keep the indexes of a sequence of a cache, unless a prompt that shares more than half of it has some.
+
+        whole: unless the indexes of exactly this prompt [T] are kept.
+        """
+        found = self._nearest(kv, ids, salt)
+        if found is None or found.saved or (whole and len(found.ids) != len(ids)):
+            if found is not None and found.saved:
+                self._all = [one for one in self._all if one is not found]
+            every = {layer.number: updater.snapshot(seq) for layer, updater in updaters(kv.offloaded)}
+            self.add(kv, ids, salt, {number: each for number, each in every.items() if each is not None})
+
+    def upto(self, kv: KVCache, ids: Tensor, salt: str) -> dict[int, IndexState]:
+        """Return the indexes, by layer, of the longest common prefix with a prompt that shares more than half of this one."""
+        best = self._nearest(kv, ids, salt)
+        if best is None:
+            return {}
+        tokens = common(best.ids, ids)
+        return {number: replace(one, end=min(one.end, tokens)) for number, one in best.layers.items()}
+
+    def of(self, kv: KVCache, entry: Entry) -> Mapping[int, IndexState]:
+        """Return the indexes of exactly an entry's tokens, by layer; none if they are not kept."""
+        kind = _index_kind(kv, entry.salt)
+        mine = [one.layers for one in self._all if one.kind == kind and torch.equal(one.ids, entry.ids)]
+        return mine[-1] if mine else {}
+
+    def _nearest(self, kv: KVCache, ids: Tensor, salt: str) -> _Indexes | None:
+        """Return the indexes of a prompt that shares more than half of this one as a prefix, as if used now."""
+        kind = _index_kind(kv, salt)
+        fit = [one for one in self._all if one.kind == kind and 2 * common(one.ids, ids) > len(ids)]
+        best = max(fit, key=lambda one: common(one.ids, ids), default=None)
+        if best is not None:
+            self._all = [*(one for one in self._all if one is not best), best]
+        return best
+
+
+def _index_kind(kv: KVCache, salt: str) -> tuple[object, ...]:
+    """Return the properties that caches must share to exchange indexes."""
+    return kv.settings.method, kv.settings.seed, salt
 
 
 class PrefixBlocks:
@@ -141,6 +193,18 @@ class PrefixBlocks:
         """Add a node's blocks, by layer, as one more owner."""
         for number, block in blocks.items():
             self.layers[number][node] = block.share()
+
+    def share(self, kv: KVCache, seq: int, number: int, node: Node) -> None:
+        """Share block `number` of a sequence in every layer. Raises HostMemoryError, with nothing changed."""
+        size = kv.settings.block_size
+        start, stop = number * size, number * size + len(node.tokens)
+        dense = {layer.number: layer for layer in kv.layers if isinstance(layer, DenseLayer)}
+        copies = self.new(kv.streams.memory, dense)
+        for layer, block in copies.items():
+            rows = self.shapes[layer].format.encode(dense[layer].read(seq, start, stop))
+            block.data[:, : stop - start].copy_(rows, non_blocking=True)
+        shared = {layer.number: layer.store.blocks(seq)[number] for layer in kv.offloaded}
+        self.hold(node, copies | shared)
 
     def release(self, node: Node) -> None:
         """Release a node's blocks in memory."""

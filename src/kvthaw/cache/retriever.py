@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.choice import Choice, HostSelectionBuffer, check_selection
-from kvthaw.cache.device_lengths import to_host
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index, IndexContext, Method, Selection
 from kvthaw.cache.pool import Residency
@@ -22,7 +21,7 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
 from kvthaw.cache.streams import SegmentedGraph, Streams
 from kvthaw.errors import CacheError, KvthawError
-from kvthaw.kernels.gpu import capturing
+from kvthaw.kernels.gpu import capturing, to_host
 
 _CHECKED = 3
 """How many of the first choices of tested indexes are checked. Choices of other indexes are checked in all eager steps."""

@@ -9,15 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.choice import Choice
-from kvthaw.cache.index_api import Selection, Transfer
+from kvthaw.cache.choice import BulkCopy, Choice, UvaGather, fetch_choice
+from kvthaw.cache.index_api import IndexContext, Method, Selection, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
-from kvthaw.cache.layer_base import AttentionParams
+from kvthaw.cache.layer_base import AttentionParams, RecentQueries
 from kvthaw.cache.layer_storage import LayerStorage
-from kvthaw.cache.retriever import Retriever
+from kvthaw.cache.retriever import Retriever, make_retriever
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
-from kvthaw.cache.transfer import fetch_choice
 from kvthaw.errors import ConfigError
 from kvthaw.kernels.decode_step import DecodeStep, InSlab
 from kvthaw.kernels.in_place import Every, InPlace, Selected
@@ -71,22 +70,18 @@ class Ahead:
         self.queries, self.searches = None, []
 
 
-class SparseAttention:
-    """Attention of a decode step to sink, ring and the rows that a retriever selects.
+class HeldAttention:
+    """Attention of a decode step to sink and ring, for a method that retrieves nothing.
 
-    retriever, transfer: None for a method that retrieves nothing.
+    retriever: selects rows; None: there are no others.
     ahead: None if another layer's queries select the rows.
     """
 
-    def __init__(
-        self,
-        storage: LayerStorage,
-        sequences: Sequences,
-        retriever: Retriever | None = None,
-        transfer: Transfer | None = None,
-        ahead: Ahead | None = None,
-    ) -> None:
-        self.storage, self.sequences, self.retriever, self.transfer, self.ahead = storage, sequences, retriever, transfer, ahead
+    retriever: Retriever | None = None
+    ahead: Ahead | None = None
+
+    def __init__(self, storage: LayerStorage, sequences: Sequences) -> None:
+        self.storage, self.sequences = storage, sequences
 
     def attend(
         self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams
@@ -97,31 +92,54 @@ class SparseAttention:
         query: [B, Hq, D].
         newest: key and value [B, H, D] of the token, which the kernel writes to the ring.
         """
-        slab, choice, visible, log_weight, partials = self.storage.slab, None, None, None, []
-        selected: Selected | None = None
-        if self.retriever is not None and self.transfer is not None:
-            choice = self._choose(self.retriever, step, query, t)
-            fetch_choice(self.transfer, choice, self.storage.store, slab, None if self.ahead is None else self.retriever.index)
-            selection, reads = choice.selection, self.retriever.reads_blocks
-            selected, visible = self._selected(self.retriever, choice) if reads else None, None if reads else choice.live
-            if selection.partial is not None:
-                if attention.softcap is not None:
-                    raise ConfigError(
-                        f"{self.retriever.method.name} attends to some tokens itself, without the softcap of {attention.softcap} "
-                        "that the model has; it works with models that have none"
-                    )
-                selection.partial.wait()
-                partials.append(selection.partial)
-            if selection.log_weight is not None:
-                log_weight = self._by_place(selection.log_weight, None if reads else choice.slots)
-        on_device, own = self.sequences.on_device, slice(len(query))
-        decode_step = DecodeStep(
-            query, slab.data[own, :, :, 0], slab.data[own, :, :, 1], scale=attention.scale, softcap=attention.softcap,
-            sinks=attention.sinks, log_weight=log_weight, partials=partials,
-        )  # fmt: skip
+        return self._attend(query, newest, attention), None
+
+    def _attend(
+        self, query: Tensor, newest: Newest, attention: AttentionParams, chosen: Selected | Tensor | None = None, **how: Any
+    ) -> Tensor:
+        """Attend to sink, ring and chosen rows.
+
+        chosen: rows and where they lie, or the visible slots.
+        how: log_weight and partials, as for DecodeStep.
+        """
+        slab, on_device, own = self.storage.slab, self.sequences.on_device, slice(len(query))
+        how |= {"scale": attention.scale, "softcap": attention.softcap, "sinks": attention.sinks}
         held = slab.regions, on_device.lengths[own], on_device.starts[own], newest
-        places = InSlab(*held, visible) if selected is None else InPlace(*held, selected)
-        return sparse_decode(decode_step, places, slab.tickets), choice
+        places = InPlace(*held, chosen) if isinstance(chosen, Selected) else InSlab(*held, chosen)
+        return sparse_decode(DecodeStep(query, slab.data[own, :, :, 0], slab.data[own, :, :, 1], **how), places, slab.tickets)
+
+
+class SparseAttention(HeldAttention):
+    """Attention of a decode step to sink, ring and the rows that a retriever selects."""
+
+    retriever: Retriever
+
+    def __init__(
+        self, storage: LayerStorage, sequences: Sequences, retriever: Retriever, transfer: Transfer, ahead: Ahead | None
+    ) -> None:
+        super().__init__(storage, sequences)
+        self.retriever, self.transfer, self.ahead = retriever, transfer, ahead
+
+    def attend(
+        self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams
+    ) -> tuple[Tensor, Choice | None]:
+        retriever, partials, log_weight = self.retriever, [], None
+        choice = self._choose(retriever, step, query, t)
+        own = None if self.ahead is None else retriever.index
+        fetch_choice(self.transfer, choice, self.storage.store, self.storage.slab, own)
+        selection, reads = choice.selection, retriever.reads_blocks
+        if selection.partial is not None:
+            if attention.softcap is not None:
+                raise ConfigError(
+                    f"{retriever.method.name} attends to some tokens itself, without the softcap of {attention.softcap} "
+                    "that the model has; it works with models that have none"
+                )
+            selection.partial.wait()
+            partials.append(selection.partial)
+        if selection.log_weight is not None:
+            log_weight = self._by_place(selection.log_weight, None if reads else choice.slots)
+        chosen = self._selected(retriever, choice) if reads else choice.live
+        return self._attend(query, newest, attention, chosen, log_weight=log_weight, partials=partials), choice
 
     def _choose(self, retriever: Retriever, step: Step | None, query: Tensor, t: int) -> Choice:
         if self.ahead is None:
@@ -163,3 +181,31 @@ def attend_all(
     places = InPlace(slab.regions, on_device.lengths[own], on_device.starts[own], newest, every)
     how: dict[str, Any] = {"scale": attention.scale, "softcap": attention.softcap, "sinks": attention.sinks}
     return sparse_decode(DecodeStep(query, slab.keys[own], slab.values[own], **how), places, slab.tickets)
+
+
+def make_attention(
+    method: Method, storage: LayerStorage, context: IndexContext, sequences: Sequences, recent: RecentQueries,
+    leader: Retriever | None,
+) -> HeldAttention:  # fmt: skip
+    """Return the attention of a layer, with its index unless it follows another, and place its blocks.
+
+    recent: the last queries of the layer's prompts.
+    leader: the retriever of the layer that it follows; None: it has its own.
+    """
+    if method.index is None:
+        return HeldAttention(storage, sequences)
+    on_cpu, transfer = context.device.type == "cpu", (method.transfer or UvaGather)()
+    if transfer.graph_safe and on_cpu:
+        transfer = BulkCopy()
+    retriever, ahead = leader, None
+    if retriever is None:
+        retriever = make_retriever(method, context, sequences, storage.store.seqs, context.rows, storage.streams)
+        ahead = Ahead(IndexUpdater(retriever, storage.store, storage.slab, sequences, recent))
+    traits = retriever.index.traits
+    if not traits.on_host and (transfer.graph_safe or on_cpu):  # what the host reads stays there
+        storage.place_on_device(context.layer)
+    if ahead is not None:
+        fetches = traits.rebuilds or method.transfer is not None
+        retriever.reads_blocks = storage.placement is not None and not fetches
+    storage.tabled = retriever.reads_blocks or isinstance(transfer, UvaGather)
+    return SparseAttention(storage, sequences, retriever, transfer, ahead)

@@ -1,9 +1,12 @@
-"""One forward of the model, as the cache counts it."""
+"""One forward of the model, as the cache counts it; facts about the next one; the buckets of lengths that captured steps serve."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 
 @dataclass(slots=True)
@@ -101,3 +104,45 @@ class Step:
         """Return the length of every sequence after `taken` tokens of a step for all sequences."""
         total = self.start + taken
         return [0 if seq in self.idle else max(0, total - left) for seq, left in enumerate(self.left_pad)]
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of the next step. Every change of the sequences but decoded tokens makes it void.
+
+    full: the padded length at which the next ring is full; -1: unknown.
+    placed: what the device's lengths are set to, a step and its token, or a padded length and the device.
+    packed: a step, and what packed_ends() returned for it.
+    prepared: the capacity for which layers have done their host work, and whether blocks spilled then.
+    flushed: the padded length at which all tokens that leave rings are stored and indexed; -1: unknown.
+    crossing: the padded length at which the tokens are too many for full attention.
+    """
+
+    full: int = -1
+    placed: tuple[Step | int, int | torch.device] | None = None
+    packed: tuple[Step, Tensor] | None = None
+    prepared: tuple[int, bool] | None = None
+    flushed: int = -1
+    crossing: int | None = None
+
+
+LEAST, RATIO = 2048, 4
+"""Tokens of the smallest bucket, and the ratio of each bucket to the one before. Few captures serve all lengths."""
+
+
+def buckets(capacity: int) -> list[int]:
+    """Return all buckets of a capacity."""
+    found = [LEAST]
+    while found[-1] < capacity:
+        found.append(found[-1] * RATIO)
+    return [*found[:-1], capacity]
+
+
+def bucket(longest: int, capacity: int) -> int:
+    """Return the smallest bucket that holds `longest` tokens. The last bucket is the capacity."""
+    return next((size for size in buckets(capacity) if size >= longest), capacity)
+
+
+def roomier(have: int, need: int) -> int:
+    """Return a new capacity of at least `need` tokens: `need` and a margin at first, later at least 1.5 times `have`."""
+    return need + max(256, need // 16) if have == 0 else max(need, have * 3 // 2)

@@ -14,7 +14,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_lengths import sent, upload
 from kvthaw.cache.index_api import RECENT_QUERIES, Method
 from kvthaw.cache.passes import expect, wait_indexed
 from kvthaw.cache.prefix import PrefixCache
@@ -34,6 +33,7 @@ from kvthaw.engine.logprobs import Drawn, TokenLogprobs, logprobs, score
 from kvthaw.engine.request import Request, RequestOptions, checked_spec
 from kvthaw.engine.sampling import Sampler
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError, at_least, first_line
+from kvthaw.kernels.gpu import sent, upload
 from kvthaw.method_names import AUTO
 from kvthaw.typecheck import check_type
 

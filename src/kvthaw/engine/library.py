@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvthaw.cache.prefix import PrefixCache, always
+from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.prefix_kept import Entry, Key
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.folders import OWN, clean, delete_folder
@@ -55,7 +55,7 @@ class Library:
     leaves_room: as for `PrefixCache.keep`.
     """
 
-    def __init__(self, cache: Cache, prefix: PrefixCache, folder: Path, leaves_room: Callable[[], bool] = always) -> None:
+    def __init__(self, cache: Cache, prefix: PrefixCache, folder: Path, leaves_room: Callable[[], bool] = lambda: True) -> None:
         self.cache, self.prefix, self.folder, self._leaves_room = cache, prefix, folder, leaves_room
         self._stamps: dict[Key, _Stamp | None] = {}  # each entry's folder when it was last read or saved
         self._saved: dict[Key, Entry] = {}  # entries that are in the folder

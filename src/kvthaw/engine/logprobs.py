@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_lengths import Download
+from kvthaw.kernels.gpu import Download
 
 TOPK = 1024
 """The largest k for which torch.topk is used; beyond it the row is sorted."""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_lengths import sent
 from kvthaw.cache.state import SequenceState
 from kvthaw.engine.grammar import Matcher
 from kvthaw.engine.logprobs import TokenLogprobs
 from kvthaw.engine.sampling import GREEDY, Sampling
 from kvthaw.engine.text import Detokenizer
 from kvthaw.errors import ConfigError, TooLongError
+from kvthaw.kernels.gpu import sent
 from kvthaw.typecheck import check_type
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_lengths import sent, upload
 from kvthaw.counter_rng import gumbel
 from kvthaw.engine.grammar import Grammar, Matcher, TokenMasks
 from kvthaw.engine.logprobs import TOPK, Drawn, score, top
 from kvthaw.errors import ConfigError, at_least, within
+from kvthaw.kernels.gpu import sent, upload
 from kvthaw.typecheck import check_type
 
 _MOST = (1 << 63) - 1

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.kv_prefetcher import buffer_for, longest_run
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.sequences import buckets
+from kvthaw.cache.step import buckets
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.chunk_lengths import STEP_TOKENS, YIELDS, chunk_tokens, streamed_tokens
 from kvthaw.engine.graph_runner import bucket

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.choice import Choice
-from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.evaluate.probe import Observer
 

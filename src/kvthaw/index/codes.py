@@ -15,7 +15,6 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_lengths import upload
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import ConfigError, at_least, one_of, within
 from kvthaw.index.ratios import Ratios
@@ -26,6 +25,7 @@ from kvthaw.kernels.collide import BINS, CHUNK, collide, shift
 from kvthaw.kernels.decode_step import AnyOrder, DecodeStep
 from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make_quantizer
 from kvthaw.kernels.flash_decode import definition as attend
+from kvthaw.kernels.gpu import upload
 from kvthaw.kernels.held_mass import held_mass
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.planes import planes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -62,3 +62,42 @@ if HAS_TRITON:
 
     PRECISION = tl.constexpr("tf32x3" if torch.version.hip is None else "ieee")
     """How tl.dot multiplies float32. Triton's compiler for AMD has no products of three tf32 parts."""
+
+
+def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor on the device. The host does not wait for the GPU."""
+    return sent(torch.tensor(values, dtype=dtype), device)
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. The host does not wait for the GPU."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not x.is_cuda else x.to(device)
+
+
+def to_host(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Return a tensor on the CPU in float32, contiguous if it came from a GPU, and the event that ends its copy."""
+    if not x.is_cuda:
+        return x.float(), None
+    here = torch.empty(x.shape, dtype=torch.float32, pin_memory=True).copy_(x.float(), non_blocking=True)
+    return here, torch.cuda.current_stream(x.device).record_event()
+
+
+class Download:
+    """A tensor that is being copied to the host. A call waits for this copy only, not for later GPU work, and returns the
+    tensor."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._here = x
+        self._copied: torch.cuda.Event | None = None
+        if x.is_cuda:
+            self._here = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+            self._copied = torch.cuda.current_stream(x.device).record_event()
+
+    def __call__(self) -> Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._here
+
+    def ready(self) -> bool:
+        """Return whether a call would return without waiting."""
+        return self._copied is None or self._copied.query()

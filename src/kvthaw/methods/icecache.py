@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+from kvthaw.cache.choice import Way, transfer_of
 from kvthaw.cache.index_api import IndexContext, Method
-from kvthaw.cache.transfer import Way, transfer_of
 from kvthaw.errors import at_least, one_of
 from kvthaw.index.forest import EachHeadTreeIndex, TreeIndex
 from kvthaw.index.tree_config import TreeConfig

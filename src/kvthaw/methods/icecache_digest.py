@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from kvthaw.cache.choice import Way, transfer_of
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.transfer import Way, transfer_of
 from kvthaw.errors import at_least
 from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.index.tree_config import TreeConfig

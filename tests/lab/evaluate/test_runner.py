@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kvthaw
-from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.engine.chat_template import Chat, split_prompt
 from kvthaw.engine.decode import forward, generate
 from kvthaw.engine.hf.model import load

@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 
 from kvthaw.cache.chooser import offloaded_numbers
 from kvthaw.cache.clone import clone
+from kvthaw.cache.device_layers import WindowLayer
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host_memory import available_host_memory
 from kvthaw.cache.index_api import Index, Method, Rotary
@@ -31,7 +32,6 @@ from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.passes import reserve
 from kvthaw.cache.plan import Needs, Settings, default_block_size, no_effect, stays_on_host, try_index
 from kvthaw.cache.stats import Stats
-from kvthaw.cache.window import WindowLayer
 from kvthaw.config import SETTINGS, CacheConfig, Crossing, KvDtype
 from kvthaw.engine.graph_runner import CapturedSteps
 from kvthaw.engine.hf import saving

@@ -12,15 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Needs
 from kvthaw.cache.retriever import Retriever
-from kvthaw.cache.sequences import roomier
-from kvthaw.cache.step import Step
+from kvthaw.cache.step import Step, roomier
 from kvthaw.engine.hf.model import head_dim, kv_heads, of_layer, plain_weights
 from kvthaw.engine.hf.tensor_parallel import ranks
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.kv_cache import KVCache
