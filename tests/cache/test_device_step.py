@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.cache import dense, sparse_attention, window
+from kvthaw.cache import device_layers, sparse_attention
 from kvthaw.cache.choice import UvaGather
 from kvthaw.cache.device_layers import DenseLayer, WindowLayer
 from kvthaw.cache.kv_cache import KVCache
@@ -96,7 +96,7 @@ def test_kernels_and_torch_take_the_same_steps(method: str, how: AttentionParams
     torch_cache, device_cache = make(method), make(method)
     expected = walk(torch_cache, how)
     monkeypatch.setattr(Residency, "admit", device_admit)
-    for module in (sparse_attention, dense, window):
+    for module in (sparse_attention, device_layers):
         monkeypatch.setattr(module, "sparse_decode", flash_decode)
     found = walk(device_cache, how)
     torch_layer, device_layer = torch_cache.layers[0], device_cache.layers[0]

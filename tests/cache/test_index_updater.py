@@ -59,8 +59,8 @@ class Recorder:
     def given(self, rows: Tensor) -> Tensor:
         return rows[..., :0] if self.traits.on_host else rows
 
-    def stored(self, seq: int, start: int, stop: int) -> tuple[Tensor, ...]:
-        return self.given(self.rows[:, start:stop]).unbind(2)
+    def stored(self, seq: int, start: int, stop: int) -> Tensor:
+        return self.given(self.rows[:, start:stop])
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         assert first == SINK

@@ -90,8 +90,8 @@ class Group:
     def given(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[..., :0] if self.index.traits.on_host else rows
 
-    def stored(self, seq: int, start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        return self.given(torch.empty(1, stop - start, 2, 1)).unbind(2)
+    def stored(self, seq: int, start: int, stop: int) -> torch.Tensor:
+        return self.given(torch.empty(1, stop - start, 2, 1))
 
     def wait(self) -> None:
         jobs, self.jobs, after = self.jobs, [], []

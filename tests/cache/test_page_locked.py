@@ -221,17 +221,17 @@ def test_what_is_expected_is_taken_once_and_within_limits(runtime: Runtime) -> N
 
 def test_half_of_what_is_kept_may_be_used_before_more_is_pinned(runtime: Runtime) -> None:
     memory = made(runtime)
-    assert memory.keep(HUGE, 40)
-    assert not memory.keep(HUGE, 40), "they are to be pinned"
+    assert memory.expect(HUGE, 40, half=True)
+    assert not memory.expect(HUGE, 40, half=True), "they are to be pinned"
     memory.take_ahead()
     assert list(runtime.held.values()) == [40 * HUGE]
     blocks = [memory.tensor(SHAPE, torch.bfloat16) for _ in range(20)]
-    assert not memory.keep(HUGE, 40)
+    assert not memory.expect(HUGE, 40, half=True)
     blocks.append(memory.tensor(SHAPE, torch.bfloat16))
-    assert not memory.keep(HUGE, 40, most=19)
-    assert memory.keep(HUGE, 40)
+    assert not memory.expect(HUGE, 40, most=19, half=True)
+    assert memory.expect(HUGE, 40, half=True)
     assert memory.expect(HUGE, 300), "a prompt needs more"
-    assert not memory.keep(HUGE, 40), "and gets it"
+    assert not memory.expect(HUGE, 40, half=True), "and gets it"
     memory.take_ahead()
     assert memory.spare_bytes == 300 * HUGE
 

@@ -303,7 +303,7 @@ def test_no_more_is_pinned_than_every_sequence_needs_next(monkeypatch: pytest.Mo
     """A model of 20 layers offloads four of them, two of which have other blocks."""
     stack = Stack(monkeypatch, layers=20, replayed=False)
     kept = list[tuple[int, int]]()
-    monkeypatch.setattr(HostMemory, "keep", lambda self, count, size: kept.append((count, size)))
+    monkeypatch.setattr(HostMemory, "expect", lambda self, count, size, half: kept.append((count, size)))
     for store in stack.stores:
         monkeypatch.setattr(store.allocator, "pinned", True)
     for store in stack.stores[:2]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvthaw.cache import device_lengths
+from kvthaw.cache import sequences
 from kvthaw.cache.sequences import DeviceLengths, Sequences
 from kvthaw.cache.step import Known
 from kvthaw.regions import Regions
@@ -141,7 +141,7 @@ def test_what_the_device_holds_is_not_written_again() -> None:
 def test_a_write_that_failed_is_repeated_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     of = DeviceLengths()
     of.set([9, 5], [1, 1], [1, 1], CPU)
-    real, given = device_lengths.upload, iter(range(1))
+    real, given = sequences.upload, iter(range(1))
 
     def upload(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if next(given, None) is None:
@@ -149,7 +149,7 @@ def test_a_write_that_failed_is_repeated_in_full(monkeypatch: pytest.MonkeyPatch
         return real(values, dtype, device)
 
     with monkeypatch.context() as patch:
-        patch.setattr(device_lengths, "upload", upload)
+        patch.setattr(sequences, "upload", upload)
         with pytest.raises(KeyboardInterrupt):
             of.set([20, 7], [4, 1], [1, 1], CPU)
     of.set([10, 6], [1, 1], [1, 1], CPU)
@@ -214,7 +214,7 @@ def prefill(of: Sequences, tokens: dict[int, int]) -> None:
         of.commit(of.begin(sum(tokens.values())))
 
 
-KNOWN = Known(7, (5, 0), None, (40, False), 7, 90)
+KNOWN = Known(7, (5, 0), (40, False), 7, 90)
 CHANGES: dict[str, Callable[[Sequences], object]] = {
     "crop": lambda of: of.crop(3),
     "reorder": lambda of: of.reorder([1, 0, 1]),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvthaw
-from kvthaw.cache import sequences as module
+from kvthaw.cache import step as module
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.sequences import Sequences
 from kvthaw.engine.batch import Batch

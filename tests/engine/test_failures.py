@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache import dense, sparse_attention
+from kvthaw.cache import device_layers, sparse_attention
 from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.engine.graph_runner import ElasticGraph
 from kvthaw.errors import CacheError
@@ -62,7 +62,7 @@ def broken(model: PreTrainedModel, cache: kvthaw.Cache, number: int, phase: str)
     elif phase == "end":
         hook = model.model.layers[number].mlp.register_forward_pre_hook(boom)
     elif phase == "attention":
-        for module in (dense, sparse_attention):
+        for module in (device_layers, sparse_attention):
             real = module.sparse_decode
             patch.setattr(module, "sparse_decode", lambda *args, real=real: boom() if current[0] == number else real(*args))
     elif phase == "offload" and not isinstance(layer, DenseLayer):

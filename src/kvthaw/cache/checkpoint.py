@@ -66,15 +66,11 @@ class Checkpoints:
         self, layer: OffloadedLayer, step: Step, tokens: tuple[Tensor, Tensor, Tensor], attention: AttentionParams
     ) -> None:
         """Save a layer's state before a step if crop() could not roll back its last tokens exactly."""
-        if self._irreversible(layer, step.tokens):
+        index = None if layer.retriever is None else layer.retriever.index
+        flushes = sum(self._sequences.full(t) for t in range(1, step.tokens))  # before its last token
+        undone = 0 if index is None or not index.reversible else 1
+        if flushes > undone or (index is not None and index.traits.remembers):
             self._of[layer.number] = Checkpoint(layer, step, tokens, attention)
-
-    def _irreversible(self, layer: OffloadedLayer, tokens: int) -> bool:
-        """Return whether tokens leave the ring before the last of `tokens`, or the index remembers the step's queries."""
-        flushes, retriever = sum(self._sequences.full(t) for t in range(1, tokens)), layer.retriever
-        if retriever is None:
-            return flushes > 0
-        return retriever.index.traits.remembers or flushes > int(retriever.index.reversible)
 
     def restore(self, step: Step) -> None:
         """Restore the layers that have a checkpoint of `step`."""

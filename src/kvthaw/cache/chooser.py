@@ -15,7 +15,7 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.passes import take_over
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.sparse_attention import HeldAttention, attend_all
+from kvthaw.cache.sparse_attention import FullAttention, HeldAttention
 from kvthaw.cache.step import Held, Step, roomier
 from kvthaw.cache.streams import Streams
 from kvthaw.config import Crossing
@@ -44,10 +44,10 @@ class FullLayer(OffloadedLayer):
     def _attention(self, plan: Plan, query: Tensor, key: Tensor) -> HeldAttention:
         self.storage.place_on_device(self.number)
         self.storage.tabled = True
-        return HeldAttention(self.storage, self.sequences)
+        return FullAttention(self.storage, self.sequences)
 
     def _attend(self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
-        return attend_all(self.storage, self.sequences, query, newest, attention)
+        return self.sparse.attend(step, t, query, newest, attention)[0]  # no observer: nothing is selected
 
 
 Layer = OffloadedLayer | DenseLayer | WindowLayer

@@ -44,6 +44,10 @@ class DeviceLayer(LayerKV):
         self.sequences.place_again(step, query.device)
         return self.decode(step, 0, query[:, :, 0], (key[:, :, -1], value[:, :, -1]), attention)[:, :, None]
 
+    def nonfinite(self) -> Tensor | None:
+        tensors = self.tensors()
+        return tensors[1][:, 0] if tensors else None
+
     def fixed_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
 
@@ -75,9 +79,6 @@ class DenseLayer(DeviceLayer):
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
         return self._data[seq, :, start:stop]
-
-    def nonfinite(self) -> Tensor | None:
-        return self._tickets[:, 0] if self._allocated else None
 
     def device_bytes(self) -> int:
         return self.token_bytes() * sum(self.sequences.length(seq) for seq in range(self.sequences.count))
@@ -118,7 +119,7 @@ class DenseLayer(DeviceLayer):
         if not (step.parts or any(step.left_pad)):
             return _causal(query, data[:, :, : step.start + step.tokens], attention), None
         if step.packs(query.shape[2]):
-            return attention.packed(query, key, value, step, self.sequences), None
+            return attention.packed(query, key, value, step), None
         return self.attend_dense(step, query, key, value, attention), None
 
     def attend_dense(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
@@ -268,9 +269,6 @@ class WindowLayer(DeviceLayer):
     def read(self, seq: int, start: int, stop: int) -> Tensor:
         """Read rows; see LayerKV. Only positions that the next query attends to are available."""
         return self.slab.read(seq, start, stop)
-
-    def nonfinite(self) -> Tensor | None:
-        return self.slab.tickets[:, 0] if self._allocated else None
 
     def device_bytes(self) -> int:
         return self.slab.data.nbytes

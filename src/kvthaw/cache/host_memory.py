@@ -195,25 +195,17 @@ class HostMemory:
         if pinned and count > 0 and size > HUGE // 2:
             _page_locked.prepare(size, count, soon)
 
-    def expect(self, count: int, size: int) -> Callable[[], None] | None:
+    def expect(self, count: int, size: int, *, half: bool = False) -> Callable[[], None] | None:
         """Return a function that pins memory for `count` blocks of `size` bytes on a background thread; None if there is
         enough.
 
         A later call replaces this one; with 0, nothing more is pinned.
+
+        half: half of them are enough.
         """
-        room = self._room(size)
-        few = size > HUGE // 2 and _page_locked.expect(size, count if room is None else min(count, room), room)
+        room = None if self.limit is None else max(0, (self.limit - self.used) // held_bytes(size, pinned=True))
+        few = size > HUGE // 2 and _page_locked.expect(size, count, room, half=half)
         return _page_locked.take_ahead if few else None
-
-    def keep(self, count: int, size: int) -> Callable[[], None] | None:
-        """Return a function that pins memory on a background thread until `count` blocks of `size` bytes are unused; None if
-        half of them are."""
-        few = size > HUGE // 2 and _page_locked.keep(size, count, self._room(size))
-        return _page_locked.take_ahead if few else None
-
-    def _room(self, size: int) -> int | None:
-        """Return how many more pinned blocks of `size` bytes the limit allows; None without a limit."""
-        return None if self.limit is None else max(0, (self.limit - self.used) // held_bytes(size, pinned=True))
 
     def warn(self, error: HostMemoryError) -> None:
         """Log, once, that memory for coming tokens cannot be allocated ahead."""

@@ -265,7 +265,8 @@ class IndexUpdater:
 
     def rebuild(self, seq: int, end: int) -> None:
         """Build the index of a sequence from the store, up to `end`. The host does not wait for a GPU."""
-        self._build(seq, end, *self.retriever.stored(seq, self.first, end), self._queries(seq))
+        keys, values = self.retriever.stored(seq, self.first, end).unbind(2)
+        self._build(seq, end, keys, values, self._queries(seq))
 
     def rollback(self, seq: int, start: int) -> None:
         """Remove the positions >= start from the index, exactly if it can undo its latest append."""

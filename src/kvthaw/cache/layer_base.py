@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from kvthaw.cache.host_memory import HostMemory
+from kvthaw.cache.host_memory import Block, HostMemory
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
@@ -39,10 +39,10 @@ class AttentionParams:
         """Attend from T tokens causally to themselves, all [B, heads, T, D], and to all of `past`, part by part."""
         return continued(query, keys, values, past, **self._all())
 
-    def packed(self, query: Tensor, keys: Tensor, values: Tensor, step: Step, sequences: Sequences) -> Tensor:
+    def packed(self, query: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
         """Attend from the prompts of several sequences, one after the other in one row, each causally to itself."""
-        lengths, ends = [tokens for _, tokens in step.parts], sequences.packed_ends(step, query.device)
-        return packed_attention(query, keys, values, lengths, ends, **self._all())
+        lengths = [tokens for _, tokens in step.parts]
+        return packed_attention(query, keys, values, lengths, step.ends(query.device), **self._all())
 
     def _all(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -291,6 +291,11 @@ class LayerShape:
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of a block of KV."""
         return self.keys.shape[1] * block_size * self.format.row_bytes
+
+    def block(self, block_size: int, memory: HostMemory) -> Block:
+        """Return an uninitialised block in host memory. Raises HostMemoryError."""
+        shape = self.keys.shape[1], block_size, *self.format.tail
+        return Block(memory.allocate(shape, self.format.stored, pinned=self.keys.is_cuda))
 
 
 def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tensor]) -> Tensor:

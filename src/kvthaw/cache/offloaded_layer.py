@@ -200,7 +200,7 @@ class OffloadedLayer(LayerKV):
         if step.start == 0 and (len(step.parts) == 1 or not (step.parts or any(step.left_pad))):
             return attention.causal(query, key, value)
         if step.packs(query.shape[2]):
-            return attention.packed(query, key, value, step, self.sequences)
+            return attention.packed(query, key, value, step)
 
         def attend(row: Row, q: Tensor) -> Tensor:
             k, v = (x[row.row : row.row + 1, :, row.places] for x in (key, value))
@@ -238,8 +238,8 @@ class OffloadedLayer(LayerKV):
     # Decoding
 
     def decode(self, step: Step, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
-        if t == 0 and self.own is not None:
-            self.own.choices.clear()
+        if t == 0 and (own := self.own) is not None:
+            own.choices.clear()
         self._taken = step, t + 1
         return self._attend(step, t, query, newest, attention)
 

@@ -137,32 +137,24 @@ class PageLocked:
             self._keep(size, made)
             count, soon = count - len(made), soon - len(made)
 
-    def expect(self, size: int, count: int, most: int | None = None) -> bool:
+    def expect(self, size: int, count: int, most: int | None = None, *, half: bool = False) -> bool:
         """Set how many tensors of `size` bytes take_ahead() pins. Replaces an earlier call. Returns whether there are any to
         pin.
 
         most: tensors that there is room for; None: unknown.
+        half: change nothing if half of the tensors are unused or expected.
         """
-        size = locked_bytes(size)
+        size, count = locked_bytes(size), count if most is None else min(count, most)
         with self._lock:
-            held = self._held(size)
+            held = len(self._spare.get(size, ())) + self._coming[size]
+            if half and 2 * (held + self._expected[size]) >= count:
+                return False
             lack = count - held
             if lack > 0:  # not one by one, if others take some meanwhile
                 lack = max(lack, min(count, _AT_ONCE // size))
                 lack = lack if most is None else min(lack, most - held)
             self._expected[size] = max(0, lack)
             return lack > 0
-
-    def keep(self, size: int, count: int, most: int | None = None) -> bool:
-        """Do as expect(), unless half of the tensors are unused or expected already."""
-        count = count if most is None else min(count, most)
-        with self._lock:
-            held = self._held(locked_bytes(size)) + self._expected[locked_bytes(size)]
-        return 2 * held < count and self.expect(size, count, most)
-
-    def _held(self, size: int) -> int:
-        """Return how many blocks are unused or being pinned."""
-        return len(self._spare.get(size, ())) + self._coming[size]
 
     def take_ahead(self) -> None:
         """Pin the expected blocks on a background thread, as long as the limit for unused pinned memory allows.

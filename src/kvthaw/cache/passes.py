@@ -331,7 +331,7 @@ def preallocate(layers: Sequence[OffloadedLayer], sequences: Sequences, since: i
     streams, pinned = layers[0].streams, layers[0].store.pinned
     for size, taken in made.items() if pinned else ():
         alike = sum(layer.store.allocator.size == size for layer in layers)
-        take = streams.memory.keep(min(_STEPS_AHEAD * taken, alike * count), size) if taken else None
+        take = streams.memory.expect(min(_STEPS_AHEAD * taken, alike * count), size, half=True) if taken else None
         if take is not None:
             streams.run_beside(take)
 

@@ -245,14 +245,11 @@ class PrefixBlocks:
 
     def new(self, memory: HostMemory, layers: Iterable[int]) -> dict[int, Block]:
         """Return uninitialised host blocks for these layers. Raises HostMemoryError."""
-        shapes, made = {number: self.shapes[number] for number in layers}, dict[int, Block]()
+        shapes = {number: self.shapes[number] for number in layers}
         pinned = any(shape.keys.is_cuda for shape in shapes.values())
         for size, count in Counter(shape.block_bytes(self.size) for shape in shapes.values()).items():
             memory.prepare(count, size, pinned=pinned)
-        for number, shape in shapes.items():
-            form = shape.keys.shape[1], self.size, *shape.format.tail
-            made[number] = Block(memory.allocate(form, shape.format.stored, pinned=pinned))
-        return made
+        return {number: shape.block(self.size, memory) for number, shape in shapes.items()}
 
 
 def cache_kind(kv: KVCache) -> tuple[object, ...]:

@@ -76,17 +76,15 @@ class Retriever:
         """Return rows [..., D] as the index takes them."""
         return rows
 
-    def stored(self, seq: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [H, n, D] of stored rows as the index takes them. The host does not wait for a GPU."""
+    def stored(self, seq: int, start: int, stop: int) -> Tensor:
+        """Return stored rows [H, n, 2, D] as the index takes them. The host does not wait for a GPU."""
         context = self.context
         if context.device.type != "cuda":
-            keys, values = context.store.read(seq, start, stop).unbind(2)
-            return keys, values
+            return context.store.read(seq, start, stop)
         shape = context.kv_heads, stop - start, 2, context.head_dim
         rows = torch.empty(shape, dtype=context.dtype, device=context.device)
         self.streams.prefetcher.read(context.store, seq, start, rows)
-        keys, values = rows.unbind(2)
-        return keys, values
+        return rows
 
     def forget_step(self) -> None:
         """Forget the choices of a failed step, which may have assigned slots without filling them and queried the index."""
@@ -148,16 +146,16 @@ class Retriever:
         choice = Choice(selection)
         if not self.in_place:
             self._evict_all(query.shape[0])
-            self.residency.grow(length)
-            choice = self._admit(selection, query)
+            choice = self._admit(selection, query, length)
         self.choices.append(choice)
         return choice
 
     def _select(self, query: Tensor) -> Selection:
         return self.index.select(query, self.rows)
 
-    def _admit(self, selection: Selection, query: Tensor) -> Choice:
+    def _admit(self, selection: Selection, query: Tensor, length: int) -> Choice:
         store = self.context.store
+        self.residency.grow(length)
         blocks = (store.table.on_host, store.block_size) if self.reads_blocks else None
         return Choice(selection, *self.residency.admit(selection.rows, blocks=blocks))
 
@@ -318,9 +316,9 @@ class HostRetriever(Retriever):
         """Return rows without channels: the index reads the store."""
         return rows.new_empty((*rows.shape[:-1], 0))
 
-    def stored(self, seq: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        none = torch.empty((self.context.kv_heads, stop - start, 0), dtype=self.context.dtype, device=self.context.device)
-        return none, none
+    def stored(self, seq: int, start: int, stop: int) -> Tensor:
+        context = self.context
+        return torch.empty((context.kv_heads, stop - start, 2, 0), dtype=context.dtype, device=context.device)
 
     def widen(self, rows: int) -> None:
         super().widen(rows)
@@ -328,14 +326,10 @@ class HostRetriever(Retriever):
 
     def search(self, queries: Tensor) -> list[Future[Selection]]:
         here, sent = to_host(queries)
-        changes = [job for job, _ in self._jobs]
-        found = [self.streams.search(sent, changes, partial(self._searched, query)) for query in here.unbind(2)]
+        changes, select = [job for job, _ in self._jobs], torch.no_grad()(super()._select)  # which holds for one thread
+        found = [self.streams.search(sent, changes, partial(select, query)) for query in here.unbind(2)]
         self._searching = found[-1]
         return found
-
-    def _searched(self, query: Tensor) -> Selection:
-        with torch.no_grad():  # which holds for one thread
-            return self.index.select(query, self.rows)
 
     def choose(self, query: Tensor, length: int, search: Future[Selection] | None = None) -> Choice:
         """Choose as Retriever does. While a step is captured, the choice is recorded instead; every replay makes it."""
@@ -352,8 +346,16 @@ class HostRetriever(Retriever):
             sent.synchronize()
         return super()._select(query)
 
-    def _admit(self, selection: Selection, query: Tensor) -> Choice:
-        return self._upload(selection, query) if query.is_cuda else super()._admit(selection, query)
+    def _admit(self, selection: Selection, query: Tensor, length: int) -> Choice:
+        """Assign slots, and copy them to the query's device in one copy."""
+        if not query.is_cuda:
+            return super()._admit(selection, query, length)
+        self.residency.grow(length)
+        buffer = self.buffer(len(query))
+        here = torch.empty_like(buffer.answer, pin_memory=True)  # a new buffer, since the last one may still be in transfer
+        _, _, *placed = buffer.parts(here)
+        slots, fetch, _ = self.residency.admit(selection.rows, (placed[0], placed[1], placed[2]))
+        return Choice(selection, *buffer.parts(here.to(query.device, non_blocking=True))[2:], (slots, fetch))
 
     def _recorded(self, query: Tensor, graph: SegmentedGraph) -> Choice:
         """Record a choice made on the host between two graphs.
@@ -380,14 +382,6 @@ class HostRetriever(Retriever):
         graph.host(choose)
         rows, counts, slots, fetch, live = selection_buffer.parts(selection_buffer.answer.to(query.device, non_blocking=True))
         return Choice(Selection(rows, counts), slots, fetch, live)
-
-    def _upload(self, selection: Selection, query: Tensor) -> Choice:
-        """Assign slots to a selection made on the host, and copy them to the query's device in one copy."""
-        buffer = self.buffer(len(query))
-        here = torch.empty_like(buffer.answer, pin_memory=True)  # a new buffer, since the last one may still be in transfer
-        _, _, *placed = buffer.parts(here)
-        slots, fetch, _ = self.residency.admit(selection.rows, (placed[0], placed[1], placed[2]))
-        return Choice(selection, *buffer.parts(here.to(query.device, non_blocking=True))[2:], (slots, fetch))
 
 
 def make_retriever(

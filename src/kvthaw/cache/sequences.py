@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -75,14 +74,6 @@ class Sequences(Lengths):
         """Set the device's lengths to token `token` of the step, counted from 0."""
         self._set(step.lengths(token + 1), device)
         self.known.placed = step, token
-
-    def packed_ends(self, step: Step, device: torch.device) -> Tensor:
-        """Return the prefix sums of the lengths of a step's prompts, which share one row: [prompts + 1] int32, 0 first."""
-        known = self.known.packed
-        if known is None or known[0] is not step:
-            ends = upload([0, *accumulate(tokens for _, tokens in step.parts)], torch.int32, device)
-            known = self.known.packed = step, ends
-        return known[1]
 
     def place_before_step(self, device: torch.device) -> None:
         """Set the device's lengths to the committed ones, and its ring starts as of the next token.

@@ -70,6 +70,10 @@ class Ahead:
         self.queries, self.searches = None, []
 
 
+Rows = tuple[Choice | None, Selected | Every | Tensor | None, dict[str, Any]]
+"""A choice; where attention finds its rows, or the visible slots; and weights and partials, as for DecodeStep."""
+
+
 class HeldAttention:
     """Attention of a decode step to sink and ring, for a method that retrieves nothing.
 
@@ -92,21 +96,17 @@ class HeldAttention:
         query: [B, Hq, D].
         newest: key and value [B, H, D] of the token, which the kernel writes to the ring.
         """
-        return self._attend(query, newest, attention), None
-
-    def _attend(
-        self, query: Tensor, newest: Newest, attention: AttentionParams, chosen: Selected | Tensor | None = None, **how: Any
-    ) -> Tensor:
-        """Attend to sink, ring and chosen rows.
-
-        chosen: rows and where they lie, or the visible slots.
-        how: log_weight and partials, as for DecodeStep.
-        """
+        choice, chosen, how = self._rows(step, t, query, attention)
         slab, on_device, own = self.storage.slab, self.sequences.on_device, slice(len(query))
         how |= {"scale": attention.scale, "softcap": attention.softcap, "sinks": attention.sinks}
         held = slab.regions, on_device.lengths[own], on_device.starts[own], newest
-        places = InPlace(*held, chosen) if isinstance(chosen, Selected) else InSlab(*held, chosen)
-        return sparse_decode(DecodeStep(query, slab.data[own, :, :, 0], slab.data[own, :, :, 1], **how), places, slab.tickets)
+        places = InPlace(*held, chosen) if isinstance(chosen, Selected | Every) else InSlab(*held, chosen)
+        decode_step = DecodeStep(query, slab.data[own, :, :, 0], slab.data[own, :, :, 1], **how)
+        return sparse_decode(decode_step, places, slab.tickets), choice
+
+    def _rows(self, step: Step | None, t: int, query: Tensor, attention: AttentionParams) -> Rows:
+        """Choose the rows besides sink and ring, and fetch the missing ones."""
+        return None, None, {}
 
 
 class SparseAttention(HeldAttention):
@@ -120,10 +120,8 @@ class SparseAttention(HeldAttention):
         super().__init__(storage, sequences)
         self.retriever, self.transfer, self.ahead = retriever, transfer, ahead
 
-    def attend(
-        self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams
-    ) -> tuple[Tensor, Choice | None]:
-        retriever, partials, log_weight = self.retriever, [], None
+    def _rows(self, step: Step | None, t: int, query: Tensor, attention: AttentionParams) -> Rows:
+        retriever, how = self.retriever, dict[str, Any]()
         choice = self._choose(retriever, step, query, t)
         own = None if self.ahead is None else retriever.index
         fetch_choice(self.transfer, choice, self.storage.store, self.storage.slab, own)
@@ -135,11 +133,10 @@ class SparseAttention(HeldAttention):
                     "that the model has; it works with models that have none"
                 )
             selection.partial.wait()
-            partials.append(selection.partial)
+            how["partials"] = [selection.partial]
         if selection.log_weight is not None:
-            log_weight = self._by_place(selection.log_weight, None if reads else choice.slots)
-        chosen = self._selected(retriever, choice) if reads else choice.live
-        return self._attend(query, newest, attention, chosen, log_weight=log_weight, partials=partials), choice
+            how["log_weight"] = self._by_place(selection.log_weight, None if reads else choice.slots)
+        return choice, self._selected(retriever, choice) if reads else choice.live, how
 
     def _choose(self, retriever: Retriever, step: Step | None, query: Tensor, t: int) -> Choice:
         if self.ahead is None:
@@ -171,16 +168,13 @@ class SparseAttention(HeldAttention):
         return spread.scatter_(2, slot, log_weight)[:, :, :places]
 
 
-def attend_all(
-    storage: LayerStorage, sequences: Sequences, query: Tensor, newest: Newest, attention: AttentionParams
-) -> Tensor:
-    """Attend as SparseAttention does, to sink, ring and all other rows where they lie."""
-    store, slab, on_device, own, table = storage.store, storage.slab, sequences.on_device, slice(len(query)), storage.table()
-    most = sequences.bucket(len(query)) if table.is_cuda else sequences.longest  # equal in all steps of a bucket
-    every = Every(most, table[own], store.block_size, store.format)
-    places = InPlace(slab.regions, on_device.lengths[own], on_device.starts[own], newest, every)
-    how: dict[str, Any] = {"scale": attention.scale, "softcap": attention.softcap, "sinks": attention.sinks}
-    return sparse_decode(DecodeStep(query, slab.keys[own], slab.values[own], **how), places, slab.tickets)
+class FullAttention(HeldAttention):
+    """Attention of a decode step to sink, ring and all other rows, where they lie."""
+
+    def _rows(self, step: Step | None, t: int, query: Tensor, attention: AttentionParams) -> Rows:
+        store, table, sequences = self.storage.store, self.storage.table(), self.sequences
+        most = sequences.bucket(len(query)) if table.is_cuda else sequences.longest  # equal in all steps of a bucket
+        return None, Every(most, table[: len(query)], store.block_size, store.format), {}
 
 
 def make_attention(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from kvthaw.kernels.gpu import upload
 
 
 @dataclass(slots=True)
@@ -71,6 +74,7 @@ class Step:
     parts: tuple[tuple[int, int], ...] = ()
     dense: bool = True
     remaining: int = 0
+    _ends: Tensor | None = None
 
     @property
     def longest(self) -> int:
@@ -82,6 +86,12 @@ class Step:
     def packs(self, queries: int) -> bool:
         """Return whether `queries` queries are the whole prompts of several sequences, in one row."""
         return len(self.parts) > 1 and queries == self.tokens
+
+    def ends(self, device: torch.device) -> Tensor:
+        """Return the prefix sums of the lengths of its prompts, which share one row: [prompts + 1] int32, 0 first."""
+        if self._ends is None:
+            self._ends = upload([0, *accumulate(tokens for _, tokens in self.parts)], torch.int32, device)
+        return self._ends
 
     def has(self, seq: int) -> bool:
         """Return whether a sequence gets tokens in this step."""
@@ -112,7 +122,6 @@ class Known:
 
     full: the padded length at which the next ring is full; -1: unknown.
     placed: what the device's lengths are set to, a step and its token, or a padded length and the device.
-    packed: a step, and what packed_ends() returned for it.
     prepared: the capacity for which layers have done their host work, and whether blocks spilled then.
     flushed: the padded length at which all tokens that leave rings are stored and indexed; -1: unknown.
     crossing: the padded length at which the tokens are too many for full attention.
@@ -120,7 +129,6 @@ class Known:
 
     full: int = -1
     placed: tuple[Step | int, int | torch.device] | None = None
-    packed: tuple[Step, Tensor] | None = None
     prepared: tuple[int, bool] | None = None
     flushed: int = -1
     crossing: int | None = None

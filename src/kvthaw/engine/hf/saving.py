@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvthaw.cache.device_layers import DenseLayer
-from kvthaw.cache.host_memory import Block
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerShape
@@ -173,20 +172,15 @@ class SavedLayer:
             raise ValueError("no queries")
         some = next(iter(queries.values()))
         format = row_format(kv.settings.kv_dtype, some.shape[2], some.dtype)
-        keys = some.new_empty((1, len(tensors["rows.0"]), 0, some.shape[2]))
-        size, pinned, memory = kv.settings.block_size, device.type == "cuda", kv.streams.memory
+        shape = LayerShape(some[None, :, :0], some.new_empty((1, len(tensors["rows.0"]), 0, some.shape[2])), scale, format)
+        size, memory = kv.settings.block_size, kv.streams.memory
         parts = {seq: tensors[f"rows.{seq}"].split(size, dim=1) for seq in seqs}
-
-        def allocate(part: Tensor) -> Block:
-            return Block(memory.allocate((len(part), size, *format.tail), format.stored, pinned=pinned)).share()
-
         with taking:
-            memory.prepare(sum(map(len, parts.values())), keys.shape[1] * size * format.row_bytes, pinned=pinned)
-            blocks = {seq: [allocate(part) for part in own] for seq, own in parts.items()}
+            memory.prepare(sum(map(len, parts.values())), shape.block_bytes(size), pinned=some.is_cuda)
+            blocks = {seq: [shape.block(size, memory).share() for _ in own] for seq, own in parts.items()}
         for seq in seqs:
             for block, part in zip(blocks[seq], parts[seq], strict=True):
                 block.data[:, : part.shape[1]] = format.convert(part)
-        shape = LayerShape(some[None, :, :0], keys, scale, format)
         same = header["index"] == index_kind(kv)["index"] and header["index"]["options"] is not None
         indexes = _indexes(tensors) if same else {}
         states = {seq: LayerState(blocks[seq], lengths[seq], format, None, queries.get(seq), indexes.get(seq)) for seq in seqs}
